@@ -72,7 +72,8 @@ def test_near_duplicates_of_training_rows_are_taken_out_of_the_heldout_ones(stag
     assert (store.num_heldout_documents, store.manifest["train_heldout_near_duplicates"]) == (1, 1)
     (line,) = read_lines(stage.output / "rejects.jsonl")
     assert line["row"] == 1
-    assert f"row {NUM_TRAIN + 1} of {stage.train}" in line["reason"]
+    assert f"row {NUM_TRAIN + 1} of {stage.train} trains " in line["reason"]
+    assert "In a village by the sea there" in line["reason"]
     assert store.manifest["dropped_by_reason"] == {"near-duplicate of a training row": 1}
 
 
@@ -88,7 +89,7 @@ def test_near_duplicates_can_be_refused_or_kept(stage: Stage) -> None:
 
 def test_threshold_decides_what_is_a_near_duplicate(stage: Stage) -> None:
     stories(stage)
-    settings = {"near_duplicates": "remove", "near_duplicate_threshold": 0.95, "seq_len": 256}
+    settings = {"near_duplicates": "remove", "near_duplicate_threshold": 1.0, "seq_len": 256}
     assert stage.run(**settings).num_heldout_documents == 2
 
 
@@ -103,6 +104,25 @@ def test_split_without_any_document_stops(stage: Stage) -> None:
     save_rows(stage.heldout, rows(3))  # all of them training rows
     with pytest.raises(UserError, match=r"data\.heldout: no document is left .* 3 of them dropped"):
         stage.run()
+
+
+def test_split_of_near_duplicates_alone_says_what_they_are(stage: Stage) -> None:
+    stories(stage)
+    assert stage.heldout is not None
+    save_rows(stage.heldout, [{"prompt": "Tell.", "completion": STORY.upper()}])
+    with pytest.raises(
+        UserError, match=r"1 as they nearly repeat one .* raise data\.near_duplicate_threshold"
+    ) as raised:
+        stage.run(near_duplicates="remove", seq_len=256)
+    assert "more rows" not in str(raised.value)
+
+
+def test_rows_that_share_a_system_text_alone_stay_held_out(stage: Stage) -> None:
+    assert stage.heldout is not None
+    prompts = [f"{STORY} {STRANGER} Question {n}?" for n in (1, 2)]
+    save_rows(stage.train, [*rows(NUM_TRAIN), {"prompt": prompts[0], "completion": "yes"}])
+    save_rows(stage.heldout, [{"prompt": prompts[1], "completion": "no"}])
+    assert stage.run(near_duplicates="remove", seq_len=256).num_heldout_documents == 1
 
 
 def test_one_row_cannot_be_two_splits(stage: Stage) -> None:

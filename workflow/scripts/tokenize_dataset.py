@@ -30,7 +30,11 @@ from workflow.lib.data.tokens.corpus import (
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.dropped_rows import Listing
 from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
-from workflow.lib.data.tokens.heldout_drops import drop_near_duplicates, drop_overlap
+from workflow.lib.data.tokens.heldout_drops import (
+    check_heldout_left,
+    drop_near_duplicates,
+    drop_overlap,
+)
 from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
 from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.data.tokens.near_duplicates import (
@@ -41,7 +45,7 @@ from workflow.lib.data.tokens.near_duplicates import (
 )
 from workflow.lib.data.tokens.packing_windows import blocks, packing_windows
 from workflow.lib.data.tokens.process_pool import available_processes
-from workflow.lib.data.tokens.shingles import piece_table
+from workflow.lib.data.tokens.shingles import Pieces, pieces_of
 from workflow.lib.data.tokens.splits import (
     Split,
     check_not_empty,
@@ -191,11 +195,18 @@ def prepare_splits(
     check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
     check_not_empty(train, heldout, rejects=rejects)
     heldout = drop_overlap(train, heldout, listing, tokenizer)
-    near = near_duplicates(train, heldout, settings, tokenizer, processes=processes)
+    pieces = pieces_of(tokenizer)
+    near = near_duplicates(train, heldout, settings, pieces, processes=processes)
     heldout = drop_near_duplicates(
-        heldout, train, near, listing, tokenizer, treatment=settings.near_duplicates
+        heldout,
+        train,
+        near,
+        listing,
+        tokenizer,
+        pieces=pieces,
+        treatment=settings.near_duplicates,
     )
-    check_not_empty(train, heldout, rejects=rejects)
+    check_heldout_left(heldout, listing, rejects=rejects)
     return weighted(train, seed=settings.seed), heldout, near
 
 
@@ -220,16 +231,14 @@ def near_duplicates(
     train: Split,
     heldout: Split,
     settings: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    pieces: Pieces,
     *,
     processes: int,
 ) -> NearDuplicates:
     """Compare the documents of both splits with each other."""
-    measure = make_measure(
-        train, table=piece_table(tokenizer), threshold=settings.near_duplicate_threshold
-    )
+    measure = make_measure(train, pieces=pieces, threshold=settings.near_duplicate_threshold)
     write_keys([train, heldout], measure, processes=processes)
-    return find_near_duplicates(train, heldout, measure)
+    return find_near_duplicates(train, heldout, measure, processes=processes)
 
 
 def write_arrays(

@@ -4,29 +4,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from tests.support.tiny import tiny_tokenizer
+from tests.support.token_splits import separate
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.shingles import (
     BINS,
     band_keys,
     band_rows,
-    piece_table,
+    pieces_of,
     resemblance,
     shingles,
     widespread,
 )
 
-IDENTITY = np.arange(1, 1000, dtype=np.uint32)  # every id is a piece of its own
+WORDS = separate(1000)
 
 
 def shingle_sets(documents: list[list[int]]) -> list[frozenset[int]]:
     lengths = np.array([len(document) for document in documents])
-    hashes, owners = shingles(np.concatenate(documents).astype(np.uint32), lengths, table=IDENTITY)
+    hashes, owners, _ = shingles(np.concatenate(documents).astype(np.uint32), lengths, pieces=WORDS)
     return [frozenset(hashes[owners == number].tolist()) for number in range(len(documents))]
 
 
 def test_shingles_are_runs_of_six_within_a_document() -> None:
-    first, second, third = shingle_sets([list(range(10)), list(range(2, 10)), list(range(20, 26))])
+    first, second, third = shingle_sets(
+        [list(range(1, 11)), list(range(3, 11)), list(range(20, 26))]
+    )
     assert (len(first), len(second), len(third)) == (5, 3, 1)
     assert second < first
     arrays = [np.array(sorted(hashes), dtype=np.uint64) for hashes in (first, second, third)]
@@ -41,17 +46,29 @@ def test_short_document_is_one_shingle_of_its_own() -> None:
     assert short == same
 
 
-def test_pieces_ignore_case_and_signs_and_special_tokens(tmp_path: Path) -> None:
+def words(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.uint32)
+    return pieces_of(tokenizer).words(ids, np.zeros(len(ids), dtype=np.int64))[0].tolist()
+
+
+def test_words_ignore_case_and_signs_and_special_tokens(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path)
-    table = piece_table(tokenizer)
+    assert words(tokenizer, "a B,c!") == words(tokenizer, "<|user|>A b - C")
+    assert words(tokenizer, "a B,c!") != words(tokenizer, "a B,d!")
+    assert words(tokenizer, "日") != words(tokenizer, "月")  # parts of characters
 
-    def pieces(text: str) -> list[int]:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return [number for number in table[ids].tolist() if number]
 
-    assert pieces("a B,c!") == pieces("<|user|>A b - C")
-    assert pieces("a B,c!") != pieces("a B,d!")
-    assert pieces("日") != pieces("月")  # bytes that are no text alone are pieces too
+def test_words_are_the_same_however_capitals_cut_them_into_tokens() -> None:
+    tokenizer = load_tokenizer(Path("workflow/resources/base"))
+    text = "The photosynthesis of fishermen is described below."
+    assert len(tokenizer.encode(text)) != len(tokenizer.encode(text.upper()))
+    assert words(tokenizer, text) == words(tokenizer, text.upper())
+    assert len(words(tokenizer, text)) == 7
+
+
+def test_text_without_words_has_no_shingle() -> None:
+    hashes, owners, tokens = shingles(np.zeros(3, np.uint32), np.array([1, 2]), pieces=WORDS)
+    assert len(hashes) == len(owners) == len(tokens) == 0
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8])

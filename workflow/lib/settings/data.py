@@ -138,11 +138,11 @@ class DataConfig(Section):
     """Rows longer than `seq_len` tokens: cut at the end, split into several documents, or dropped;
     all are counted and listed."""
     near_duplicates: Literal["remove", "refuse", "keep"] = "remove"
-    """Held-out rows that nearly repeat a training row: removed, an error, or kept; counted in any
-    case."""
+    """Held-out rows whose trained text a training row nearly repeats: removed, an error, or kept;
+    counted in any case."""
     near_duplicate_threshold: float = Field(0.5, ge=0.1, le=1.0)
-    """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six tokens over those that
-    either has; 1 = the same words."""
+    """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six words over those that
+    either has, the longer text cut to what the shorter may share; 1 = the same words."""
     max_rejected_share: Share = 0.01
     """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run
     stops."""

@@ -73,6 +73,15 @@ class Documents:
         span = shard.span(position)
         return shard.ids[span], shard.mask[span]
 
+    def gather(
+        self, numbers: npt.NDArray[np.uint32]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+        """Return token ids, mask and lengths of some documents (at least one), end to end."""
+        texts = [self[number] for number in numbers.tolist()]
+        ids, masks = zip(*texts, strict=True)
+        lengths = np.array([len(some) for some in ids], dtype=np.int64)
+        return np.concatenate(ids), np.concatenate(masks), lengths
+
     def ids(self, index: int) -> npt.NDArray[np.uint32]:
         """Return the token ids of document `index`, shape (length,), mapped.
 

@@ -3,16 +3,19 @@
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.data.reading.row import PREVIEW_CHARS, preview
+from workflow.lib.data.reading.row import PREVIEW_CHARS, preview, printable
+from workflow.lib.data.tokens.containment import shared_tokens
 from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, Listing
 from workflow.lib.data.tokens.near_duplicates import NearDuplicates
+from workflow.lib.data.tokens.shingles import Pieces
 from workflow.lib.data.tokens.splits import Split, overlap
-from workflow.lib.system.errors import setting_error
+from workflow.lib.system.errors import UserError, setting_error
 
 SHOWN_PAIRS = 3  # near-duplicates that an error message quotes
 
@@ -32,12 +35,13 @@ def drop_near_duplicates(
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    pieces: Pieces,
     treatment: Literal["remove", "refuse", "keep"],
 ) -> Split:
     """Return held-out as `data.near_duplicates` says. Raises `UserError` if they are refused."""
-    if not near.pairs or treatment == "keep":
+    if not near.matches or treatment == "keep":
         return heldout
-    reasons = near_reasons(near, train)
+    reasons = near_reasons(near, heldout, train, tokenizer, pieces=pieces)
     if treatment == "refuse":
         shown = [
             f"row {heldout.origin(number)[1]}: {reason}"
@@ -46,7 +50,7 @@ def drop_near_duplicates(
         raise setting_error(
             "data.near_duplicates",
             "refuse",
-            f"{len(near.pairs)} held-out rows nearly repeat training rows:\n  "
+            f"{len(near.matches)} held-out rows nearly repeat training rows:\n  "
             + "\n  ".join(shown),
             "Take them out of the held-out data, set remove, or raise "
             "data.near_duplicate_threshold",
@@ -54,11 +58,42 @@ def drop_near_duplicates(
     return drop_documents(heldout, reasons, listing, tokenizer)
 
 
-def near_reasons(near: NearDuplicates, train: Split) -> Iterator[tuple[int, str]]:
-    """Yield each held-out document that resembles a training one, and which."""
-    for number, other, measured in near.pairs:
-        file, row = train.origin(other)
-        yield number, f"{NEAR_DUPLICATE}: {measured:.2f} like row {row} of {file}"
+def near_reasons(
+    near: NearDuplicates,
+    heldout: Split,
+    train: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    pieces: Pieces,
+) -> Iterator[tuple[int, str]]:
+    """Yield each held-out document of a match, and in words what is shared with which row."""
+    for match in near.matches:
+        ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
+        ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()
+        words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
+        file, row = train.origin(match.train)
+        yield (
+            match.heldout,
+            f"{NEAR_DUPLICATE}: row {row} of {file} trains {match.share:.0%} of what this row "
+            f"trains, from {words!r} on",
+        )
+
+
+def check_heldout_left(heldout: Split, listing: Listing, *, rejects: Path) -> None:
+    """Raise `UserError` if every held-out row repeats a training row; `rejects` lists them."""
+    if len(heldout):
+        return
+    counts = listing.dropped_by_reason
+    equal, nearly = counts[OVERLAP], counts[NEAR_DUPLICATE]
+    files = ", ".join(file.file for file in heldout.corpus.files[:3])
+    raise UserError(
+        f"data.heldout: no document is left for the split heldout: {heldout.rows_read} rows of "
+        f"{files} were read for it, {heldout.rows_dropped} of them dropped, {equal} as they equal "
+        f"a training row and {nearly} as they nearly repeat one (what is shared with which row: "
+        f"{rejects}). Hold out rows that are not trained too: take repetitions out of the data. If "
+        "they are no repetitions, raise data.near_duplicate_threshold or set data.near_duplicates "
+        "to keep."
+    )
 
 
 def drop_documents(

@@ -72,7 +72,7 @@ def manifest(
         "splits": splits_facts(train, heldout, near, packed_rows=packed_rows, seq_len=seq_len),
         **drop_facts(listing),
         "template_kwargs": encoding.settings.template_kwargs,
-        "train_heldout_near_duplicates": len(near.pairs),
+        "train_heldout_near_duplicates": len(near.matches),
         "samples": samples(train, tokenizer),
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
         "files": file_checksums(folder),

@@ -1,10 +1,10 @@
-"""Near-duplicates within the training and the held-out documents, and between them.
+"""Near-duplicates: rows that resemble an earlier one of their split, and held-out rows of train.
 
-Two documents are near-duplicates if their resemblance (`shingles`) is at least a threshold. Keys of
-bands propose pairs, and every pair is then measured on the tokens themselves: a reported pair is
-one; of the true ones at the threshold 2% are missed, and fewer of those above it. Shingles that
-more than a tenth of the documents have (system prompts, templates) do not count: what every
-document says makes none a copy of another.
+The latter are found by containment (`containment`). The former are only counted: two documents
+resemble each other if of the features (`exchanges`) that either has both have a share of at least a
+threshold. Keys of bands propose pairs, and every pair is then measured on the tokens themselves:
+of the true pairs at the threshold 2% are missed, and fewer of those above it. Features that more
+than a tenth of the documents have do not count: what all say makes none a copy of another.
 """
 
 import math
@@ -17,17 +17,25 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.tokens.documents import Documents, offsets_of
+from workflow.lib.data.tokens.containment import Match, find_contained
+from workflow.lib.data.tokens.documents import Documents
 from workflow.lib.data.tokens.encoded_shards import Shard
+from workflow.lib.data.tokens.exchanges import (
+    TOKENS_AT_ONCE,
+    Exchanges,
+    by_stretch,
+    exchanges,
+    stretches,
+)
 from workflow.lib.data.tokens.process_pool import map_in_order
 from workflow.lib.data.tokens.shingle_keys import Keys, StoredKeys
 from workflow.lib.data.tokens.shingles import (
     BINS,
     Hashes,
+    Pieces,
     band_keys,
     band_rows,
     resemblance,
-    shingles,
     widespread,
 )
 from workflow.lib.data.tokens.splits import BLOCK, Split
@@ -36,7 +44,6 @@ WIDESPREAD_SHARE = 0.1
 SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread: so many,
 SAMPLED_TOKENS = 2**20  # or as many as hold so many tokens, but no fewer than
 LEAST_SAMPLED = 32
-TOKENS_AT_ONCE = 2**18  # whose shingles are in memory: about 80 bytes for each of them
 KEYS_AT_ONCE = 2**21  # keys that are sorted in memory
 FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
@@ -46,47 +53,44 @@ _NO_PAIRS = np.empty((0, 2), dtype=np.int64)
 
 @dataclass(frozen=True)
 class Measure:
-    """What two documents are compared by.
+    """What two documents of a split are compared by.
 
-    table: the piece of each token id. ignored: shingles that do not count.
+    ignored: features that do not count.
     """
 
-    table: npt.NDArray[np.uint32]
+    pieces: Pieces
     ignored: Hashes
     threshold: float
 
-    def shingles(
-        self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64]
-    ) -> tuple[Hashes, Positions]:
-        """Return the shingles that count, and the number of each one's document."""
-        hashes, owners = shingles(ids, lengths, table=self.table)
+    def features(self, of: Exchanges) -> tuple[Hashes, Positions]:
+        """Return the features that count, and the number of each one's document."""
+        hashes, owners = of.features()
         counted = ~np.isin(hashes, self.ignored)
         return hashes[counted], owners[counted]
 
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Documents that resemble an earlier one, and held-out ones that resemble a training one.
+    """Near-duplicates of two splits.
 
-    train, heldout: how many resemble an earlier one of their split. Documents that equal another
-    are not among them. pairs: (held-out document, training document, resemblance).
+    train, heldout: how many rows resemble an earlier one of their split; those that equal one are
+    not among them. matches: held-out documents that are trained, nearly.
     """
 
     train: int
     heldout: int
-    pairs: list[tuple[int, int, float]]
+    matches: list[Match]
 
 
-def make_measure(train: Split, *, table: npt.NDArray[np.uint32], threshold: float) -> Measure:
+def make_measure(train: Split, *, pieces: Pieces, threshold: float) -> Measure:
     """Return the measure for a data set; a sample of train shows what is widespread."""
     mean = max(1, sum(shard.tokens for shard in train.documents.shards) // len(train.documents))
     count = max(LEAST_SAMPLED, min(SAMPLED_DOCUMENTS, SAMPLED_TOKENS // mean))
     positions = np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))
-    sample = [train.documents.ids(int(train.chosen[position])) for position in positions]
-    lengths = np.array([len(ids) for ids in sample])
-    hashes, owners = shingles(np.concatenate(sample), lengths, table=table)
+    texts = train.documents.gather(train.chosen[positions])
+    hashes, owners = exchanges(*texts, pieces=pieces).features()
     ignored = widespread(hashes, owners, share=WIDESPREAD_SHARE)
-    return Measure(table, ignored, threshold)
+    return Measure(pieces, ignored, threshold)
 
 
 def stored_keys(documents: Documents, measure: Measure) -> StoredKeys:
@@ -130,11 +134,10 @@ def _key_writer(measure: Measure) -> Callable[[_KeyTask], None]:
 
     def write(task: _KeyTask) -> None:
         lengths = task.shard.table()["length"].astype(np.int64)
-        offsets, ids = offsets_of(lengths), task.shard.ids()
         keys = np.zeros((task.stored.bands, len(lengths)), dtype=np.uint64)
-        for some in stretches(lengths):
-            tokens = ids[offsets[some.start] : offsets[some.stop]]
-            hashes, owners = measure.shingles(tokens, lengths[some])
+        ids, mask = task.shard.ids(), task.shard.mask()
+        for some, of in by_stretch(ids, mask, lengths, pieces=measure.pieces):
+            hashes, owners = measure.features(of)
             count = some.stop - some.start
             keys[:, some] = band_keys(hashes, owners, documents=count, rows=rows)
         task.stored.write(task.first, keys)
@@ -142,18 +145,13 @@ def _key_writer(measure: Measure) -> Callable[[_KeyTask], None]:
     return write
 
 
-def stretches(tokens: npt.NDArray[np.int64]) -> list[slice]:
-    """Cut a series, shape (any,), into stretches of about `TOKENS_AT_ONCE`.
-
-    A stretch exceeds that by one entry at most.
-    """
-    stretch_numbers = np.cumsum(tokens) // TOKENS_AT_ONCE
-    edges = [0, *(np.flatnonzero(np.diff(stretch_numbers)) + 1).tolist(), len(tokens)]
-    return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]
-
-
 def find_near_duplicates(
-    train: Split, heldout: Split, measure: Measure, *, keys_at_once: int = KEYS_AT_ONCE
+    train: Split,
+    heldout: Split,
+    measure: Measure,
+    *,
+    processes: int,
+    keys_at_once: int = KEYS_AT_ONCE,
 ) -> NearDuplicates:
     """Compare the documents of both splits, whose keys are written.
 
@@ -162,7 +160,13 @@ def find_near_duplicates(
     return NearDuplicates(
         train=_within(train, measure, keys_at_once),
         heldout=_within(heldout, measure, keys_at_once),
-        pairs=_between(heldout, train, measure, keys_at_once),
+        matches=find_contained(
+            heldout,
+            train,
+            pieces=measure.pieces,
+            threshold=measure.threshold,
+            processes=processes,
+        ),
     )
 
 
@@ -212,7 +216,7 @@ def stable_order(keys: Keys) -> Positions:
 
 def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
     """Return how many documents resemble an earlier one."""
-    compared, stored = _Comparison(split, split, measure), stored_keys(split.documents, measure)
+    compared, stored = _Comparison(split, measure), stored_keys(split.documents, measure)
     for band, part, parts in _ranges(split, measure, keys_at_once):
         read = _read_keys(split, stored, band, part=part, parts=parts)
         order = stable_order(read.keys)
@@ -221,100 +225,62 @@ def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
         firsts = np.searchsorted(ranked, ranked[repeats])
         for partners in (order[repeats - 1], order[firsts]):
             compared.add(positions[order[repeats]], positions[partners])
-    compared.measured()
+    compared.measure_pairs()
     return int(compared.resembling.sum())
 
 
-def _between(
-    heldout: Split, train: Split, measure: Measure, keys_at_once: int
-) -> list[tuple[int, int, float]]:
-    """Return each held-out document that resembles a training one, that one, and how much."""
-    compared = _Comparison(heldout, train, measure)
-    stored = [(split, stored_keys(split.documents, measure)) for split in (heldout, train)]
-    pairs: list[tuple[int, int, float]] = []
-    for band, part, parts in _ranges(train, measure, keys_at_once):
-        mine, others = (
-            _read_keys(split, keys, band, part=part, parts=parts) for split, keys in stored
-        )
-        order = stable_order(others.keys)
-        ranked = others.keys[order]
-        if not len(ranked):
-            continue
-        first = np.searchsorted(ranked, mine.keys, side="left")
-        last = np.searchsorted(ranked, mine.keys, side="right") - 1
-        for at in (np.minimum(first, len(ranked) - 1), np.maximum(last, 0)):
-            hits = np.flatnonzero((ranked[at] == mine.keys) & (mine.keys > 0))
-            pairs += compared.add(mine.positions[hits], others.positions[order[at[hits]]])
-    pairs += compared.measured()
-    chosen, of_train = heldout.first_of_row, train.first_of_row
-    return [
-        (int(chosen[position]), int(of_train[partner]), measured)
-        for position, partner, measured in sorted(pairs)
-    ]
-
-
 class _Comparison:
-    """Measures proposed pairs of a document of one split and one of another, many at once.
+    """Measures proposed pairs of documents of a split, many at once.
 
-    resembling: whether each document of the first is known to resemble one of the second, shape
-    (documents,).
+    resembling: whether each document is known to resemble an earlier one, shape (documents,).
     """
 
-    def __init__(self, first: Split, second: Split, measure: Measure) -> None:
-        self._splits = (first, second)
+    def __init__(self, split: Split, measure: Measure) -> None:
+        self._documents, self._numbers = split.documents, split.first_of_row
         self._measure = measure
         self._proposed: list[npt.NDArray[np.int64]] = []
         self._tokens = 0
-        self.resembling = np.zeros(len(first.first_of_row), dtype=np.bool_)
+        self.resembling = np.zeros(len(self._numbers), dtype=np.bool_)
 
-    def add(self, positions: Positions, partners: Positions) -> list[tuple[int, int, float]]:
-        """Take pairs; return new near-duplicates once each.
+    def add(self, positions: Positions, partners: Positions) -> None:
+        """Take pairs; those of equal documents are left out, and of ones that are found already.
 
-        Pairs of documents that are equal, or found already, are left out. Few pairs wait for more,
-        and for `measured` in the end.
+        Few pairs wait for more, and for `measure_pairs` in the end.
         """
+        digests = self._documents.digests
         new = ~self.resembling[positions] & (
-            self._digests(0, positions) != self._digests(1, partners)
+            digests[self._numbers[positions]] != digests[self._numbers[partners]]
         )
         pairs = np.stack([positions[new], partners[new]], axis=1)
         self._proposed.append(pairs)
         self._tokens += int(self._pair_lengths(pairs).sum())
-        return self.measured() if self._tokens >= TOKENS_AT_ONCE else []
+        if self._tokens >= TOKENS_AT_ONCE:
+            self.measure_pairs()
 
-    def measured(self) -> list[tuple[int, int, float]]:
-        """Measure the pairs that wait; return new near-duplicates once each."""
+    def measure_pairs(self) -> None:
+        """Measure the pairs that wait."""
         pairs = np.unique(np.concatenate([_NO_PAIRS, *self._proposed]), axis=0)
         self._proposed, self._tokens = [], 0
-        tokens = self._pair_lengths(pairs)
-        return [pair for some in stretches(tokens) for pair in self._of(pairs[some])]
-
-    def _digests(self, side: int, positions: Positions) -> Hashes:
-        split = self._splits[side]
-        digests: Hashes = split.documents.digests[split.first_of_row[positions]]
-        return digests
-
-    def _lengths(self, side: int, positions: Positions) -> Positions:
-        split = self._splits[side]
-        return split.documents.lengths[split.first_of_row[positions]].astype(np.int64)
+        for some in stretches(self._pair_lengths(pairs)):
+            self._measure_some(pairs[some])
 
     def _pair_lengths(self, pairs: npt.NDArray[np.int64]) -> Positions:
-        return self._lengths(0, pairs[:, 0]) + self._lengths(1, pairs[:, 1])
+        lengths: Positions = self._documents.lengths[self._numbers[pairs]].sum(
+            axis=1, dtype=np.int64
+        )
+        return lengths
 
-    def _of(self, pairs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
-        """Yield the first near-duplicate of each document, and note it in `resembling`."""
-        left, right = (self._shingles(side, np.unique(pairs[:, side])) for side in (0, 1))
+    def _measure_some(self, pairs: npt.NDArray[np.int64]) -> None:
+        features = self._features(np.unique(pairs))
         for position, partner in pairs.tolist():
-            measured = resemblance(left[position], right[partner])
-            if measured >= self._measure.threshold and not self.resembling[position]:
-                self.resembling[position] = True
-                yield position, partner, measured
+            measured = resemblance(features[position], features[partner])
+            self.resembling[position] |= measured >= self._measure.threshold
 
-    def _shingles(self, side: int, positions: Positions) -> dict[int, Hashes]:
-        """Return the shingles of documents by position, each once, ascending."""
-        split = self._splits[side]
-        texts = [split.documents.ids(int(split.first_of_row[position])) for position in positions]
-        lengths = np.array([len(text) for text in texts])
-        hashes, owners = self._measure.shingles(np.concatenate(texts), lengths)
+    def _features(self, positions: Positions) -> dict[int, Hashes]:
+        """Return the features of documents by position, each once, ascending."""
+        numbers, pieces = self._numbers[positions], self._measure.pieces
+        of = exchanges(*self._documents.gather(numbers), pieces=pieces)
+        hashes, owners = self._measure.features(of)
         edges = np.searchsorted(owners, np.arange(len(positions) + 1))
         return {
             position: np.unique(hashes[edges[number] : edges[number + 1]])

@@ -1,9 +1,10 @@
 """Shingles of documents, and signatures by which documents that share many of them are found.
 
-A document's *pieces* are its tokens in lower case without what is no letter or digit, special
-tokens left out; its *shingles* are all runs of `SHINGLE_PIECES` pieces. The measure is the
-resemblance of Broder, "On the resemblance and containment of documents" (1997): shingles in common
-over shingles in either. A signature keeps the smallest hash in each of `BINS` bins (one permutation
+A document's *words* are runs of letters in lower case, and of what else is no space and no
+punctuation, special tokens left out. They are put together from tokens, since a word in capitals is
+cut otherwise. Its *shingles* are all runs of `SHINGLE_WORDS` words. The measure is the resemblance
+of Broder, "On the resemblance and containment of documents" (1997): shingles in common over
+shingles in either. A signature keeps the smallest hash in each of `BINS` bins (one permutation
 hashing, Li, Owen and Zhang 2012; empty bins borrow from the next, Shrivastava and Li 2014), and
 bands of it are keys: two documents of resemblance s share a key with the chance 1 - (1 -
 s^rows)^bands.
@@ -11,12 +12,13 @@ s^rows)^bands.
 
 import math
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-SHINGLE_PIECES = 6  # about five words of a common language
+SHINGLE_WORDS = 6
 BINS = 96
 BAND_ROWS = (12, 8, 6, 4, 3, 2, 1)  # divisors of BINS
 RECALL = 0.98  # of pairs just at the threshold
@@ -32,46 +34,95 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 Hashes = npt.NDArray[np.uint64]
 
+_POWERS: Hashes = FACTOR ** np.arange(4096, dtype=np.uint64)
 
-def piece_table(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.uint32]:
-    """Return the piece of each token id, shape (ids,).
 
-    Equal pieces have equal numbers; 0 stands for what is none.
+@dataclass(frozen=True)
+class Pieces:
+    """What each token id is of a word, in arrays of shape (ids,).
+
+    hashes: of its letters and digits; 0 for a token without any. letters: how many. before, after:
+    whether a word may go on with it, or behind it.
     """
+
+    hashes: Hashes
+    letters: npt.NDArray[np.int64]
+    before: npt.NDArray[np.bool_]
+    after: npt.NDArray[np.bool_]
+
+    def words(
+        self, ids: npt.NDArray[np.uint32], owners: npt.NDArray[np.int64]
+    ) -> tuple[Hashes, npt.NDArray[np.int64]]:
+        """Return a hash of each word, and where its first token is.
+
+        No word goes on with a token of another owner.
+        The hash of a word is that of its letters, however they are cut into tokens.
+        """
+        at = np.flatnonzero(self.hashes[ids])
+        pieces = ids[at]
+        begins = np.ones(len(at), dtype=np.bool_)
+        begins[1:] = ~(
+            self.after[pieces[:-1]]
+            & self.before[pieces[1:]]
+            & (at[1:] == at[:-1] + 1)
+            & (owners[at[1:]] == owners[at[:-1]])
+        )
+        firsts = np.flatnonzero(begins)
+        upto = np.cumsum(self.letters[pieces]) - self.letters[pieces]
+        within = upto - np.repeat(upto[firsts], np.diff(np.append(firsts, len(at))))
+        shifted = self.hashes[pieces] * _POWERS[within % len(_POWERS)]
+        return mixed(np.add.reduceat(shifted, firsts)), at[firsts]
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """Return the pieces of a tokenizer's tokens."""
     added = tokenizer.added_tokens_decoder
     special = {number for number, token in added.items() if token.special}
-    numbers: dict[str, int] = {"": 0}
-    table = np.zeros(len(tokenizer), dtype=np.uint32)
-    texts = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
-    for number, text in enumerate(texts):
-        if number not in special:
-            # A part of a character is no text by itself, but the same bytes are the same piece.
-            piece = f"{number}" if "\ufffd" in text else NOT_WORD.sub("", text).lower()
-            table[number] = numbers.setdefault(piece, len(numbers))
-    return table
+    # Some decoders drop a space at the beginning of a text.
+    numbers, start = range(len(tokenizer)), tokenizer.encode("a", add_special_tokens=False)[-1:]
+    lead = len(str(tokenizer.decode(start)))
+    texts = [text[lead:] for text in tokenizer.batch_decode([[*start, n] for n in numbers])]
+    texts = ["" if number in special else text for number, text in enumerate(texts)]
+    hashes, letters, before, after = zip(*map(_piece, texts, numbers), strict=True)
+    return Pieces(
+        np.array(hashes, dtype=np.uint64), np.array(letters), np.array(before), np.array(after)
+    )
+
+
+def _piece(text: str, number: int) -> tuple[int, int, bool, bool]:
+    """Return the fields of `Pieces` for a token."""
+    if "\ufffd" in text:  # a part of a character is no text; the same bytes are the same piece
+        return int(mixed(np.array([number + 1], dtype=np.uint64))[0]), 1, False, False
+    word = NOT_WORD.sub("", text).lower()
+    code = sum(ord(letter) * int(power) for letter, power in zip(word, _POWERS, strict=False))
+    # Capitals change how a word is cut into tokens; where there are none, a token is a word.
+    return code % 2**64, len(word), _has_cases(text[:1]), _has_cases(text[-1:])
+
+
+def _has_cases(letter: str) -> bool:
+    return letter.lower() != letter.upper()
 
 
 def shingles(
-    ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, table: npt.NDArray[np.uint32]
-) -> tuple[Hashes, npt.NDArray[np.int64]]:
-    """Return the shingles of documents behind each other, and each one's document number.
+    ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, pieces: Pieces
+) -> tuple[Hashes, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the shingles of documents behind each other, each one's document and first token.
 
-    A document of fewer than `SHINGLE_PIECES` pieces is one shingle, one without pieces has none.
+    A document of fewer than `SHINGLE_WORDS` words is one shingle, one without words has none.
     """
-    pieces = table[ids]
-    words = np.flatnonzero(pieces)
-    owners = np.repeat(np.arange(len(lengths)), lengths)[words]
-    numbers = mixed(pieces[words].astype(np.uint64))
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    numbers, tokens = pieces.words(ids, owners)
+    owners = owners[tokens]
     counts = np.bincount(owners, minlength=len(lengths))
     ends = np.cumsum(counts)
-    left = ends[owners] - np.arange(len(words))  # pieces of the document from each one on
+    left = ends[owners] - np.arange(len(numbers))  # words of the document from each one on
     hashes = numbers.copy()
-    for shift in range(1, SHINGLE_PIECES):
+    for shift in range(1, SHINGLE_WORDS):
         hashes *= FACTOR
-        # Behind the last piece of a short document stands nothing.
+        # Behind the last word of a short document stands nothing.
         hashes[:-shift] += np.where(left[:-shift] > shift, numbers[shift:], np.uint64(0))
-    whole = (left >= SHINGLE_PIECES) | (left == counts[owners])
-    return mixed(hashes[whole]), owners[whole]
+    whole = (left >= SHINGLE_WORDS) | (left == counts[owners])
+    return mixed(hashes[whole]), owners[whole], tokens[whole]
 
 
 def mixed(values: Hashes) -> Hashes:

@@ -1,0 +1,239 @@
+"""Held-out documents whose trained text is trained by a training document too.
+
+What is measured is containment (Broder, "On the resemblance and containment of documents", 1997),
+so a short conversation within a longer one counts, whichever of them is held out. The held-out
+documents are indexed, the training documents pass by once, and what both have is counted.
+
+A shared answer counts by itself if few rows give it: at most `MOST_ROWS` and a tenth of all, or
+two if it is short. Any other answer ("yes", a label, a refusal) counts only together with its
+question: the context before it, without what `CONTEXT_ROWS` rows have (system prompts, passages)
+unless nothing else is there.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.tokens.encoded_shards import Shard
+from workflow.lib.data.tokens.exchanges import (
+    SHORT_SHINGLES,
+    SHORT_WORDS,
+    Integers,
+    by_stretch,
+    exchanges,
+)
+from workflow.lib.data.tokens.heldout_index import Index, grouped, indices, rows_by_key
+from workflow.lib.data.tokens.process_pool import map_in_order
+from workflow.lib.data.tokens.shingles import SHINGLE_WORDS, Pieces
+from workflow.lib.data.tokens.splits import Split
+from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.data.tokens.token_writer import spans
+
+LEAST_SHINGLES = 8 - SHINGLE_WORDS + 1  # of an answer that can count by itself: eight words
+MOST_ROWS = 32
+COMMON_SHARE = 0.1
+SHORT_ROWS = 2  # that may give a short answer: the held-out one and another
+CONTEXT_ROWS = 3
+SAME = 0.9  # of a short answer, or of the question before an answer
+LEAST_SHARE = 0.1  # of a held-out document's trained tokens, however little the other one trains
+KEYS_AT_ONCE = 2**22  # held-out keys in memory: about 60 bytes for each of them
+QUOTED_TOKENS = 24
+FEW_SHARDS = 16  # that are searched before other processes would begin
+
+
+@dataclass(frozen=True)
+class Match:
+    """A held-out row's document and the training document that trains most of it, by number.
+
+    share: of the held-out document's trained tokens.
+    """
+
+    heldout: int
+    train: int
+    share: float
+
+
+def find_contained(
+    heldout: Split,
+    train: Split,
+    *,
+    pieces: Pieces,
+    threshold: float,
+    processes: int,
+    keys_at_once: int = KEYS_AT_ONCE,
+) -> list[Match]:
+    """Return a match of each held-out row of which a training document trains too much, in order.
+
+    That is a share of its trained tokens, or of the training document's if those are fewer: as
+    much as two documents of one length share whose resemblance is `threshold`. Training documents
+    pass by once for each `keys_at_once` keys of held-out ones.
+    """
+    least = 2 * threshold / (1 + threshold)
+    matches: list[Match] = []
+    for index in indices(heldout, pieces=pieces, keys_at_once=keys_at_once):
+        shared = _Shared(index, train)
+        found = map_in_order(
+            _tasks(train),
+            prepare=partial(_finder, index, pieces),
+            processes=processes,
+            alone=FEW_SHARDS,
+        )
+        for keys, documents in found:
+            shared.add(keys, documents)
+        matches += _matches(index, shared, heldout, train, least)
+    by_row = {int(heldout.documents.ordinals[m.heldout]): m for m in reversed(matches)}
+    return list(reversed(by_row.values()))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A shard, the number of its first document, and which of its documents are looked at."""
+
+    shard: Shard
+    first: int
+    chosen: Integers
+
+
+def _tasks(train: Split) -> Iterator[_Task]:
+    documents = train.documents
+    for number, chosen in documents.by_shard(train.chosen):
+        first = int(documents.shard_offsets[number])
+        yield _Task(documents.shards[number], first, chosen.astype(np.int64) - first)
+
+
+def _finder(index: Index, pieces: Pieces) -> Callable[[_Task], tuple[Integers, Integers]]:
+    def find(task: _Task) -> tuple[Integers, Integers]:
+        lengths = task.shard.table()["length"].astype(np.int64)
+        is_chosen = np.zeros(len(lengths), dtype=np.bool_)
+        is_chosen[task.chosen] = True
+        keys, documents = [], []
+        ids, mask = task.shard.ids(), task.shard.mask()
+        for some, of in by_stretch(ids, mask, lengths, pieces=pieces):
+            found, numbers = index.find(of)
+            numbers += some.start
+            keys.append(found[is_chosen[numbers]])
+            documents.append(numbers[is_chosen[numbers]] + task.first)
+        return np.concatenate(keys), np.concatenate(documents)
+
+    return find
+
+
+class _Shared:
+    """Which training documents have which keys of an index, and how many rows have each."""
+
+    def __init__(self, index: Index, train: Split) -> None:
+        self._train = train
+        self._pairs: list[tuple[Integers, Integers]] = []
+        self.rows = index.rows.copy()
+
+    def add(self, keys: Integers, documents: Integers) -> None:
+        """Count the keys of a shard's documents; a key that many rows have is not kept on."""
+        few = self.rows[keys] <= MOST_ROWS
+        order, firsts = grouped(keys[few], documents[few])
+        kept = np.flatnonzero(few)[order[firsts]]
+        self._pairs.append((keys[kept], documents[kept]))
+        ordinals = self._train.documents.ordinals[documents]
+        self.rows += rows_by_key(keys, ordinals, keys=len(self.rows))
+
+    def of(self, keys: Integers, owners: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return each owner and document that share some of `keys`, and how many they share."""
+        found = np.concatenate([keys for keys, _ in self._pairs])
+        order = np.argsort(found, kind="stable")
+        found = found[order]
+        documents = np.concatenate([documents for _, documents in self._pairs])[order]
+        firsts = np.searchsorted(found, keys, side="left")
+        counts = np.searchsorted(found, keys, side="right") - firsts
+        owners, documents = np.repeat(owners, counts), documents[spans(firsts, counts)]
+        order, firsts = grouped(owners, documents)
+        counts = np.diff(np.append(firsts, len(order)))
+        return owners[order[firsts]], documents[order[firsts]], counts
+
+
+def _matches(
+    index: Index, shared: _Shared, heldout: Split, train: Split, least: float
+) -> Iterator[Match]:
+    """Yield the matches of an index' documents, in order."""
+    sharing, documents, shares = _shares(
+        index, shared, all_rows=len(heldout.first_of_row) + len(train.first_of_row), least=least
+    )
+    # A training document may share several exchanges of a held-out one.
+    order, firsts = grouped(index.documents[sharing], documents)
+    covered = np.add.reduceat((shares * index.tokens[sharing])[order], firsts)
+    held, others = index.documents[sharing][order[firsts]], documents[order[firsts]]
+    numbers, of_numbers = np.unique(index.documents, return_inverse=True)
+    totals = np.bincount(of_numbers, weights=index.tokens)
+    share = covered / totals[np.searchsorted(numbers, held)]
+    too_much = np.maximum(share, covered / train.documents.trained[others]) >= least
+    chosen = np.flatnonzero(too_much & (share >= LEAST_SHARE))
+    best = chosen[np.lexsort((others[chosen], -share[chosen], held[chosen]))]
+    last = -1
+    for number, other, most in zip(held[best], others[best], share[best], strict=True):
+        if number != last:
+            yield Match(int(number), int(other), float(most))
+        last = number
+
+
+def _shares(
+    index: Index, shared: _Shared, *, all_rows: int, least: float
+) -> tuple[Integers, Integers, npt.NDArray[np.float64]]:
+    """Return exchanges, training documents, and the share of the exchange that the document trains.
+
+    A short answer and a question are shared as a whole or not at all; a smaller share than `least`
+    of a long one has to be a passage of its own.
+    """
+    keys, owners, by_question, edges = _counted(index, shared.rows, all_rows=all_rows)
+    sharing, documents, counts = shared.of(keys, owners)
+    known = np.bincount(owners, minlength=len(index))[sharing]
+    shares = counts / known
+    is_whole = counts >= SAME * (known - edges[sharing])
+    is_passage = (shares >= least) | (shares * index.tokens[sharing] >= SHORT_WORDS)
+    whole = by_question | (index.shingles < SHORT_SHINGLES)
+    return sharing, documents, np.where(whole[sharing], is_whole, shares * is_passage)
+
+
+def _counted(
+    index: Index, rows: Integers, *, all_rows: int
+) -> tuple[Integers, Integers, npt.NDArray[np.bool_], Integers]:
+    """Return the keys that count, the exchange of each, and which exchanges count by question.
+
+    rows: held-out and training rows that have each key, of `all_rows`. The last of what is returned
+    are keys of each question that hold words of the common context before it too.
+    """
+    most = min(MOST_ROWS, max(SHORT_ROWS + 1, int(COMMON_SHARE * all_rows)))
+    most_rows = np.where(index.shingles < SHORT_SHINGLES, SHORT_ROWS, most)
+    few = rows[index.answers] <= most_rows[index.answer_owners]
+    left = np.bincount(index.answer_owners[few], minlength=len(index))
+    known = np.bincount(index.answer_owners, minlength=len(index))
+    by_question = (index.shingles < LEAST_SHINGLES) | (2 * left < known)
+    rare = rows[index.contexts] < CONTEXT_ROWS
+    of_rare = np.bincount(index.question_owners[rare], minlength=len(index))
+    of_all = np.bincount(index.question_owners, minlength=len(index))
+    asked = by_question[index.question_owners] & (rare | (of_rare == 0)[index.question_owners])
+    answered = few & ~by_question[index.answer_owners]
+    return (
+        np.concatenate([index.answers[answered], index.questions[asked]]),
+        np.concatenate([index.answer_owners[answered], index.question_owners[asked]]),
+        by_question,
+        np.where(by_question & (of_rare > 0) & (of_rare < of_all), SHINGLE_WORDS - 1, 0),
+    )
+
+
+def shared_tokens(heldout: Document, train: Document, *, pieces: Pieces) -> slice:
+    """Return which tokens of the held-out document show best what a match shares.
+
+    They begin where the answer that shares most does, or before it where it is short.
+    """
+    ours, theirs = (
+        exchanges(*text, np.array([len(text[0])]), pieces=pieces) for text in (heldout, train)
+    )
+    shared = np.isin(ours.answers, theirs.answers)
+    assert shared.any(), "a match shares something"
+    best = int(np.bincount(ours.answer_owners[shared]).argmax())
+    start = int(ours.starts[best])
+    if ours.short[best]:
+        return slice(max(0, start - QUOTED_TOKENS // 2), start + QUOTED_TOKENS // 2)
+    start = int(ours.answer_tokens[shared & (ours.answer_owners == best)][0])
+    return slice(start, start + QUOTED_TOKENS)

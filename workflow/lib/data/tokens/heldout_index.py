@@ -1,0 +1,191 @@
+"""An index of what held-out documents train, in which training documents are looked up.
+
+An answer is held by its shingles of the smallest hashes: all where there are no more than
+`ANSWER_KEYS`, an eighth of very many. A question is held by those at both ends of its context,
+where a passage does not hide it, and by the smallest of the others.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.tokens.exchanges import Exchanges, Integers, by_stretch
+from workflow.lib.data.tokens.shingles import Hashes, Pieces
+from workflow.lib.data.tokens.splits import Split
+
+ANSWER_KEYS = 64
+SAMPLED_SHARE = 8
+CONTEXT_KEYS = 48
+END_KEYS = 8  # of them at either end
+FILTER_BITS = 25
+CONTEXT = np.uint64(0x9E3779B97F4A7C15)  # tells a context's shingles from an answer's
+
+
+@dataclass(frozen=True)
+class Index:
+    """Keys of some held-out exchanges.
+
+    Of each exchange: `documents` its document in the corpus, `tokens` the trained ones, `shingles`
+    of its answer. A key is a number in the ascending `keys`; `rows` says how many held-out rows
+    have it. `answers` are keys of answers, of the exchanges `answer_owners`; `questions` those of
+    contexts bound to their answers, of `question_owners`; `contexts` the same ones without answer.
+    """
+
+    documents: Integers
+    tokens: Integers
+    shingles: Integers
+    keys: Hashes
+    rows: Integers
+    answers: Integers
+    answer_owners: Integers
+    questions: Integers
+    question_owners: Integers
+    contexts: Integers
+    filter: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def find(self, of: Exchanges) -> tuple[Integers, Integers]:
+        """Return the keys that the documents of `of` have, and each one's document."""
+        answers, contexts = of.documents[of.answer_owners], of.documents[of.context_owners]
+        found = [
+            self._find(of.answers, answers),
+            self._find(of.questions, contexts),
+            self._find(of.contexts ^ CONTEXT, contexts),
+        ]
+        keys, documents = zip(*found, strict=True)
+        return np.concatenate(keys), np.concatenate(documents)
+
+    def _find(self, hashes: Hashes, documents: Integers) -> tuple[Integers, Integers]:
+        likely = np.flatnonzero(self.filter[_prefixes(hashes)])
+        keys = np.searchsorted(self.keys, hashes[likely])
+        keys = np.minimum(keys, len(self.keys) - 1)
+        found = self.keys[keys] == hashes[likely]
+        return keys[found], documents[likely[found]]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What an index takes of some exchanges, in its fields; keys are hashes still."""
+
+    documents: Integers
+    tokens: Integers
+    shingles: Integers
+    answers: Hashes
+    answer_owners: Integers
+    questions: Hashes
+    question_owners: Integers
+    contexts: Hashes
+
+
+def indices(heldout: Split, *, pieces: Pieces, keys_at_once: int) -> Iterator[Index]:
+    """Yield indices of about `keys_at_once` keys, which together hold all held-out documents."""
+    samples: list[_Sample] = []
+    for sample in _samples(heldout, pieces):
+        samples.append(sample)
+        if sum(len(s.answers) + 2 * len(s.questions) for s in samples) >= keys_at_once:
+            yield _index(samples, heldout)
+            samples = []
+    if any(len(sample.documents) for sample in samples):
+        yield _index(samples, heldout)
+
+
+def _samples(heldout: Split, pieces: Pieces) -> Iterator[_Sample]:
+    for _, numbers in heldout.documents.by_shard(heldout.chosen):
+        for some, of in by_stretch(*heldout.documents.gather(numbers), pieces=pieces):
+            yield _sample(of, numbers[some].astype(np.int64))
+
+
+def _sample(of: Exchanges, numbers: Integers) -> _Sample:
+    most = np.maximum(ANSWER_KEYS, np.bincount(of.answer_owners) // SAMPLED_SHARE)
+    answers = _smallest(of.answers, of.answer_owners, most=most)
+    lengths = np.bincount(of.context_owners)
+    ends = np.cumsum(lengths)[of.context_owners] - np.arange(len(of.contexts))
+    is_end = (ends <= END_KEYS) | (ends > lengths[of.context_owners] - END_KEYS)
+    ranks = np.where(is_end, np.uint64(0), of.contexts)
+    most = np.full(len(lengths), CONTEXT_KEYS)
+    contexts = _smallest(of.contexts, of.context_owners, most=most, ranks=ranks)
+    return _Sample(
+        documents=numbers[of.documents],
+        tokens=of.tokens,
+        shingles=np.bincount(of.answer_owners, minlength=len(of.tokens)),
+        answers=of.answers[answers],
+        answer_owners=of.answer_owners[answers],
+        questions=of.questions[contexts],
+        question_owners=of.context_owners[contexts],
+        contexts=of.contexts[contexts] ^ CONTEXT,
+    )
+
+
+def _smallest(
+    hashes: Hashes, owners: Integers, *, most: Integers, ranks: Hashes | None = None
+) -> Integers:
+    """Return where the first hashes of each owner are by `ranks`, an equal one once.
+
+    Ranks are the hashes themselves if they are not given; at most `most` of an owner are taken.
+    """
+    order, firsts = grouped(owners, hashes)
+    order = order[firsts]
+    if ranks is not None:
+        order = order[np.lexsort((ranks[order], owners[order]))]
+    counts = np.bincount(owners[order])
+    places = np.arange(len(order)) - (np.cumsum(counts) - counts)[owners[order]]
+    chosen: Integers = order[places < most[owners[order]]]
+    return chosen
+
+
+def _index(samples: list[_Sample], heldout: Split) -> Index:
+    firsts = np.cumsum([0, *(len(sample.documents) for sample in samples)]).tolist()
+    documents = np.concatenate([sample.documents for sample in samples])
+    answer_owners = np.concatenate(
+        [sample.answer_owners + first for sample, first in zip(samples, firsts, strict=False)]
+    )
+    question_owners = np.concatenate(
+        [sample.question_owners + first for sample, first in zip(samples, firsts, strict=False)]
+    )
+    kinds = [
+        np.concatenate([sample.answers for sample in samples]),
+        np.concatenate([sample.questions for sample in samples]),
+        np.concatenate([sample.contexts for sample in samples]),
+    ]
+    keys, numbers = np.unique(np.concatenate(kinds), return_inverse=True)
+    owners = np.concatenate([answer_owners, question_owners, question_owners])
+    is_likely = np.zeros(2**FILTER_BITS, dtype=np.bool_)
+    is_likely[_prefixes(keys)] = True
+    answers, questions, contexts = np.split(numbers, np.cumsum([len(kind) for kind in kinds[:2]]))
+    return Index(
+        documents=documents,
+        tokens=np.concatenate([sample.tokens for sample in samples]),
+        shingles=np.concatenate([sample.shingles for sample in samples]),
+        keys=keys,
+        rows=rows_by_key(numbers, heldout.documents.ordinals[documents[owners]], keys=len(keys)),
+        answers=answers,
+        answer_owners=answer_owners,
+        questions=questions,
+        question_owners=question_owners,
+        contexts=contexts,
+        filter=is_likely,
+    )
+
+
+def _prefixes(hashes: Hashes) -> Hashes:
+    return hashes >> np.uint64(64 - FILTER_BITS)
+
+
+def rows_by_key(numbers: Integers, ordinals: npt.NDArray[np.uint64], *, keys: int) -> Integers:
+    """Return how many different rows have each of `keys` keys."""
+    order, firsts = grouped(numbers, ordinals)
+    return np.bincount(numbers[order[firsts]], minlength=keys)
+
+
+def grouped(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> tuple[Integers, Integers]:
+    """Return the order by two arrays, and where in it each pair of values begins."""
+    order = np.lexsort((second, first))
+    first, second = first[order], second[order]
+    new = np.ones(len(order), dtype=np.bool_)
+    new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    return order, np.flatnonzero(new)
