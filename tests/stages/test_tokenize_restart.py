@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.forked_stage import forked_stage
 from tests.support.tokenizing import NUM_TRAIN, SEQ_LEN, Stage, documents_of, rows, save_rows
+from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import Row
 from workflow.lib.data.tokens.corpus import FEW_CHUNKS
@@ -125,6 +126,7 @@ def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part: str, tmp_
     encode_rows(
         [Row(1, {})],
         begin=lambda _: lambda: [document],
+        keys=KeyAccount(),
         seq_len=SEQ_LEN,
         overlong="drop",
         stem=stem,

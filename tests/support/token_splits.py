@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import Row
 from workflow.lib.data.tokens.corpus import Corpus
@@ -38,7 +39,12 @@ def split_of(folder: Path, name: str, documents: Sequence[Document]) -> Split:
         rows = [Row(n, {}) for n in range(first, min(first + PER_SHARD, len(documents)))]
         stem = folder / f"{name}-{first}"
         encode_rows(
-            rows, begin=lambda row: partial(encode, row), seq_len=5000, overlong="drop", stem=stem
+            rows,
+            begin=lambda row: partial(encode, row),
+            keys=KeyAccount(),
+            seq_len=5000,
+            overlong="drop",
+            stem=stem,
         )
         facts = read_facts(stem)
         shards.append(Shard(stem, 0, first, facts.rows_read, facts.documents, facts.tokens))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import Row
 from workflow.lib.data.tokens.corpus import Corpus
@@ -32,6 +33,7 @@ def split_of(folder: Path) -> Split:
         encode_rows(
             rows,
             begin=lambda row: partial(encode, row),
+            keys=KeyAccount(),
             seq_len=SEQ_LEN,
             overlong="drop",
             stem=stem,
