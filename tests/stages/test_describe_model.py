@@ -130,4 +130,4 @@ def test_packed_format_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     path.write_text(json.dumps(config))
-    refused(tmp_path, "quant_method = 'gptq'; fp8 and mxfp4 can be read")
+    refused(tmp_path, "quant_method = 'gptq'; fp8, mxfp4, bitsandbytes can be read")

@@ -25,7 +25,7 @@ from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.published.loading import check_loading
-from workflow.lib.planning.calibration_cost import chosen_method
+from workflow.lib.planning.calibration_cost import Method, chosen_method
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
@@ -39,6 +39,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     read_model_config,
 )
 from workflow.lib.quantization.stack_codes import check_blocks
+from workflow.lib.quantization.taken_base import check_taken
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
 from workflow.lib.system.files import (
@@ -56,6 +57,7 @@ logger = logging.getLogger("workflow")
 
 # Names the files of an unfinished base: what it was begun with.
 BEGUN_WITH = "begun_with.txt"
+TAKEN: tuple[Method, str] = ("absmax", "model.source is in NF4 already: its bytes are taken")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -67,10 +69,11 @@ def main(args: argparse.Namespace) -> None:
     check_model(model, linears)
     with ConvertedReader(args.model, model) as reader:
         check_loading(model, reader)
-    stacks = expert_stacks(model)
+        stacks = expert_stacks(model)
+        taken = check_taken(reader, linears, stacks, settings)
     check_blocks(stacks, settings)
     shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
-    method, reason = chosen_method(settings.method, shapes)
+    method, reason = TAKEN if taken else chosen_method(settings.method, shapes)
     if reason is not None:
         logger.info("%s: %s", method, reason)
     device = choose_device()

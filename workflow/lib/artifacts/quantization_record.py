@@ -80,7 +80,7 @@ class Quantization(Record):
     method: Literal["absmax", "calibrated"] | None = None
     """How codes and scales were chosen; null in bases of earlier versions."""
     method_reason: str | None = None
-    """Why, with `quantize.method: auto`."""
+    """Why, with `quantize.method: auto`, or of a base that is in NF4 already."""
     device: str
     """`cuda` or `cpu`."""
     calibration: CalibrationFacts | None = None

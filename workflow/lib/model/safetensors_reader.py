@@ -152,6 +152,10 @@ class CheckpointReader:
         for number in range(self.shape(name)[0])[start:stop]:
             yield self.rows(name, number, number + 1)[0]
 
+    def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Return what a weight is stored as that is read decoded from NF4; None for another."""
+        return None
+
     def _file(self, name: str) -> Any:
         if name not in self._shards:
             raise UserError(

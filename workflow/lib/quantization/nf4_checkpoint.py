@@ -151,6 +151,10 @@ def quantized_tensors(
             yield name, {f"{name}.{suffix}": part for suffix, part in parts.items()}
             continue
         path = name.removesuffix(".weight")
+        stored = reader.nf4_parts(name) if path in linears else None
+        if stored is not None:  # taken as it is
+            yield name, {f"{path}.{suffix}": part for suffix, part in stored.items()}
+            continue
         weight = reader.tensor(name)
         if path == name or path not in linears:
             yield name, {name: weight}

@@ -15,7 +15,8 @@ from workflow.lib.system.errors import UserError
 QUANTIZATION = "quantization_config"
 TEXT_PART = "text_config"  # of a multimodal model
 METHOD = "quant_method"
-DECODED_FORMATS = ("fp8", "mxfp4")  # as Transformers calls them; read by `published.decoded_reader`
+# As Transformers calls them; read by `published.decoded_reader`.
+DECODED_FORMATS = ("fp8", "mxfp4", "bitsandbytes")
 # What packed weights look like, by type or by the end of a name, and what lies beside them alone.
 PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 PACKED_NAMES = (".qweight", "weight_packed", "_blocks", "__nf4", "__fp4", ".SCB", "_qdata")
@@ -35,9 +36,11 @@ def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if settings is not None and settings.get(METHOD) not in DECODED_FORMATS:
         raise UserError(
             f"{path} describes a model that is quantized already "
-            f"({QUANTIZATION}.{METHOD} = {settings.get(METHOD)!r}; {' and '.join(DECODED_FORMATS)} "
+            f"({QUANTIZATION}.{METHOD} = {settings.get(METHOD)!r}; {', '.join(DECODED_FORMATS)} "
             "can be read). Set model.source to the original bf16, fp16 or fp32 checkpoint."
         )
+    if settings is not None:
+        _check_nf4(settings, path)
     plain = {key: value for key, value in config.items() if key != QUANTIZATION}
     part = plain.get(TEXT_PART)
     if isinstance(part, dict):
@@ -75,6 +78,18 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] 
             "model.source to the original bf16, fp16 or fp32 checkpoint."
         )
     return None
+
+
+def _check_nf4(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` for weights by bitsandbytes that are not in NF4."""
+    if settings.get(METHOD) != "bitsandbytes":
+        return
+    kind = settings.get("bnb_4bit_quant_type", "fp4") if settings.get("load_in_4bit") else "int8"
+    if kind != "nf4":
+        raise UserError(
+            f"{path} describes a model that bitsandbytes has quantized to {kind}, and only nf4 is "
+            "taken. Set model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
 
 
 def said_of_quantization(config: Mapping[str, Any]) -> Any:

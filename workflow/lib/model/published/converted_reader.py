@@ -166,6 +166,16 @@ class ConvertedReader(DecodedReader):
             sources = {part: super(ConvertedReader, self).tensor(part) for part in parts}
             yield self._converted(name, sources)[0]
 
+    def nf4_state(self, name: str) -> dict[str, Any] | None:
+        """Return bitsandbytes' JSON on a weight in NF4; None for another, or a part of one."""
+        only = self._only_stored(name)
+        return None if only is None else super().nf4_state(only)
+
+    def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Return what a weight in NF4 is stored as; None for another, or a part of one."""
+        only = self._only_stored(name)
+        return None if only is None else super().nf4_parts(only)
+
     def published(
         self, name: str, experts: Iterable[torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:

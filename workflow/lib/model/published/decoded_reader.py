@@ -9,22 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.functional import QuantState
+from bitsandbytes.utils import unpack_tensor_to_dict
 
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.quantization_settings import said_of_quantization
+from workflow.lib.model.layers.nf4_linear import decoded
 from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.published.packed_formats import MX_BLOCK, decode_fp8, decode_mxfp4
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 
+NF4_STATE = ".quant_state.bitsandbytes__nf4"
+NF4_PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", NF4_STATE)
 FP8_SCALE, MX_BLOCKS, MX_SCALES = "_scale_inv", "_blocks", "_scales"
 # Of activations, which the workflow computes in 16 bits.
 ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 
 
 class DecodedReader(CheckpointReader):
-    """`CheckpointReader` that decodes FP8 and MXFP4.
+    """`CheckpointReader` that decodes FP8, MXFP4 and NF4.
 
     finite: raise `UserError` for a value read that is not a finite number.
     """
@@ -47,9 +52,11 @@ class DecodedReader(CheckpointReader):
             for name in stored
             if name.endswith(MX_BLOCKS) and name.removesuffix(MX_BLOCKS) + MX_SCALES in stored
         }
+        self._nf4 = {name.removesuffix(NF4_STATE) for name in stored if name.endswith(NF4_STATE)}
         self._block_size = _block_size(folder) if self._fp8 else None
         hidden = {f"{name}{FP8_SCALE}" for name in self._fp8}
         hidden |= {f"{name}{suffix}" for name in self._mxfp4 for suffix in (MX_BLOCKS, MX_SCALES)}
+        hidden |= {f"{name}{suffix}" for name in self._nf4 for suffix in NF4_PARTS[1:]}
         if self._fp8:
             hidden |= {name for name in stored if name.endswith(ACTIVATION_SCALES)}
         self._files_of = {n: file for n, file in self._shards.items() if n not in hidden}
@@ -58,7 +65,7 @@ class DecodedReader(CheckpointReader):
     @property
     def packed(self) -> set[str]:
         """Names of the weights that are decoded."""
-        return self._fp8 | self._mxfp4
+        return self._fp8 | self._mxfp4 | self._nf4
 
     def __contains__(self, name: str) -> bool:
         return name in self._files_of
@@ -69,6 +76,8 @@ class DecodedReader(CheckpointReader):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
+        if (state := self.nf4_state(name)) is not None:
+            return tuple(state["shape"])
         if name not in self._mxfp4:
             return super().shape(name)
         experts, out_features, blocks, _ = super().shape(f"{name}{MX_BLOCKS}")
@@ -108,6 +117,8 @@ class DecodedReader(CheckpointReader):
             parts = (super(DecodedReader, self).rows(f"{name}{s}", start, stop)
                      for s in (MX_BLOCKS, MX_SCALES))  # fmt: skip
             return decode_mxfp4(*parts)
+        if name in self._nf4:
+            return self._decoded_nf4(name)[start : max(start, stop)]
         weight = super().rows(name, start, stop)
         if name not in self._fp8:
             return weight
@@ -116,6 +127,36 @@ class DecodedReader(CheckpointReader):
             scale = scale[start : max(start, stop)] if scale.dim() == 3 else scale
             return decode_fp8(weight, scale, self._block_size)
         return decode_fp8(weight, scale, self._block_size, first_row=start)
+
+    def nf4_state(self, name: str) -> dict[str, Any] | None:
+        """Return bitsandbytes' JSON on a weight in NF4, as it is stored; None for another."""
+        if name not in self._nf4:
+            return None
+        state: dict[str, Any] = unpack_tensor_to_dict(super().tensor(f"{name}{NF4_STATE}"))
+        return state
+
+    def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Return what a weight in NF4 is stored as by the end of the name (`weight.absmax`, ...),
+        bytes unchanged, the codes as uint8 (bytes, 1); None for another.
+        """
+        if name not in self._nf4:
+            return None
+        stored = {suffix: f"{name}{suffix}" for suffix in NF4_PARTS}
+        parts = {
+            f"weight{suffix}": self._checked(name, super(DecodedReader, self).tensor(part))
+            for suffix, part in stored.items()
+            if part in self._shards
+        }
+        return parts | {"weight": parts["weight"].contiguous().view(torch.uint8).view(-1, 1)}
+
+    def _decoded_nf4(self, name: str) -> torch.Tensor:
+        parts = self.nf4_parts(name)
+        assert parts is not None, f"{name} is in NF4"
+        packed = parts.pop("weight")
+        named = {part.removeprefix("weight."): tensor for part, tensor in parts.items()}
+        state = QuantState.from_dict(named, device=torch.device("cpu"))
+        state.dtype = torch.float32
+        return decoded(packed, state).to(torch.bfloat16)
 
 
 def _block_size(folder: Path) -> tuple[int, int] | None:
