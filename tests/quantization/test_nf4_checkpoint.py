@@ -204,12 +204,6 @@ def test_model_without_a_linear_layer_is_refused(tmp_path: Path) -> None:
         check_model(model, quantizable_linears(model))
 
 
-def test_config_of_a_quantized_model_is_refused(original: Path, tmp_path: Path) -> None:
-    base = quantized(original, tmp_path / "nf4")
-    with pytest.raises(UserError, match=r"quantized already \(.*\)\. Set model.source to"):
-        read_model_config(base)
-
-
 @pytest.mark.parametrize("text", [None, "{"], ids=["absent", "broken"])
 def test_unreadable_config_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:

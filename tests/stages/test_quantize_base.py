@@ -78,8 +78,10 @@ def test_record_counts_what_was_quantized(folder: Path) -> None:
 
 
 def test_mistaken_source_leaves_no_base_and_one_message(folder: Path, tmp_path: Path) -> None:
-    said = refused(folder / "base", tmp_path / "again")
-    assert "Set model.source to the original bf16, fp16 or fp32 checkpoint." in said
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    said = refused(model, tmp_path / "base")
+    assert "it has no weights, neither model.safetensors nor model.safetensors.index.json" in said
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
