@@ -15,7 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.template_keys import with_arguments
-from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
+from workflow.lib.data.encoding.tokenizer import (
+    load_tokenizer,
+    read_chat_template,
+    read_tool_template,
+)
 from workflow.lib.data.reading.data_file import column_names
 from workflow.lib.data.reading.sources import Source, resolve_splits
 from workflow.lib.data.tokens import manifest
@@ -102,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
             folder=folder,
         )
         write_checked_json(folder / MANIFEST, facts)
-    log_facts(facts, output=args.output)
+    log_facts(facts, output=args.output, special_tokens=settings.special_tokens_in_text)
 
 
 def check_downloads(args: argparse.Namespace) -> None:
@@ -121,12 +125,18 @@ def find_encodings(
     """Return how the rows of each split become tokens, once the template is known to serve."""
     formats = {split: find_formats(split, sources) for split, sources in splits.items()}
     chats = any(name not in WITHOUT_TEMPLATE for some in formats.values() for name, _ in some)
-    template = read_chat_template(tokenizer, settings.chat_template) if chats else None
+    template = tool_template = None
+    if chats:
+        template = read_chat_template(tokenizer, settings.chat_template)
+        tool_template = read_tool_template(tokenizer, settings.chat_template)
     encoder = SampleEncoder(
         tokenizer,
         chat_template=template,
+        tool_template=tool_template,
         loss_on=settings.loss_on,
         template_kwargs=settings.template_kwargs,
+        allow_unrendered=settings.allow_unrendered,
+        special_tokens=settings.special_tokens_in_text or "text",
     )
     exported = template and with_arguments(template, settings.template_kwargs)
     return {

@@ -33,9 +33,14 @@ class Source(Record):
     blank_lines: int | None = None
     """Blank lines of a file in which a line is a row; neither read nor dropped."""
     special_token_texts: int | None = None
-    """Rows whose text spells a special token of the tokenizer; it is encoded as text."""
+    """Rows whose text spells a special token of the template; `data.special_tokens_in_text`
+    says what it is encoded as."""
     rows_by_turns: int | None = None
     """Rows of which turns became examples of their own."""
+    begin_untrained: int | None = None
+    """Rows whose first turn is not trained, as nothing stands before it."""
+    unrendered: dict[str, int] | None = None
+    """Rows of which the chat template left a text out, by its kind (`data.allow_unrendered`)."""
     documents: int | None = None
     """Documents that its rows became, as an epoch takes them."""
     tokens: int | None = None

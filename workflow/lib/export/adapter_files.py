@@ -7,6 +7,7 @@ so both hold the tokenizer, the chat template and the end tokens of the training
 `check_conversations` proves it.
 """
 
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.data.encoding.chat_template import with_fixed_date
-from workflow.lib.data.encoding.tokenizer import default_template, load_tokenizer
+from workflow.lib.data.encoding.tokenizer import (
+    DEFAULT_TEMPLATE,
+    NAMED_TEMPLATES,
+    load_tokenizer,
+    trained_templates,
+)
 from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
 from workflow.lib.export.stored_weights import dequantized_weight
@@ -129,7 +135,7 @@ def save_tokenizer(source: Path, folder: Path, *, facts: ConversationFacts) -> N
     Transformers.
     """
     tokenizer = load_tokenizer(source)
-    tokenizer.chat_template = facts.chat_template or default_template(tokenizer) or NO_TEMPLATE
+    tokenizer.chat_template = trained_templates(tokenizer, facts.chat_template) or NO_TEMPLATE
     for key in (
         "is_local",
         "local_files_only",
@@ -142,6 +148,12 @@ def replace_chat_template(folder: Path, *, facts: ConversationFacts) -> None:
     """Put the trained template wherever the copied files of a tokenizer have the base's own."""
     if facts.chat_template is None:
         return
+    templates = trained_templates(load_tokenizer(folder), facts.chat_template)
+    shutil.rmtree(folder / NAMED_TEMPLATES, ignore_errors=True)
+    for name, text in templates.items() if isinstance(templates, dict) else ():
+        if name != DEFAULT_TEMPLATE:
+            (folder / NAMED_TEMPLATES).mkdir(exist_ok=True)
+            write_text(folder / NAMED_TEMPLATES / f"{name}.jinja", text)
     write_text(folder / CHAT_TEMPLATE, facts.chat_template)
     (folder / "chat_template.json").unlink(missing_ok=True)
     path = folder / "tokenizer_config.json"

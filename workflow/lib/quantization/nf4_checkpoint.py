@@ -243,7 +243,9 @@ def copy_companions(source: Path, target: Path) -> None:
     names = {path for pattern in COMPANION_PATTERNS for path in source.glob(pattern)}
     for path in sorted(names):
         if path.is_file():
-            shutil.copyfile(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

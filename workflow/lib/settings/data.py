@@ -12,6 +12,12 @@ FileType = Literal[
     "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
 ]
 TemplateArgument = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+# What of a conversation a chat template may leave out: the texts of its roles, what the assistant
+# thinks and calls, what tools return, tools on offer, and arguments of the template itself.
+TextKind = Literal[
+    "system", "user", "assistant", "reasoning", "calls", "results", "tools", "template_kwargs"
+]
+SpecialTokens = Literal["text", "tokens"]
 DataPath = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -122,6 +128,12 @@ class DataConfig(Section):
     template_kwargs: dict[TemplateArgument, JsonValue] = Field({})
     """Arguments of the chat template, such as {enable_thinking: false}. They are defaults of the
     exported template too. A row's `chat_template_kwargs` come before them."""
+    allow_unrendered: tuple[TextKind, ...] = ()
+    """What the chat template may leave out of a conversation (`[reasoning]`); it is counted then.
+    Rows of which it leaves out anything else are dropped."""
+    special_tokens_in_text: SpecialTokens | None = None
+    """Special tokens that the data spell, such as <|im_end|>: ordinary text, or the tokens; null =
+    text where they are rare, an error where many rows hold them."""
     leave_out: tuple[str, ...] = ()
     """Columns, and keys of messages, that are left out although they may change what is trained,
     such as [weight]; they are counted."""

@@ -1,20 +1,20 @@
 """Conversations to text through a chat template.
 
-The template is code of others: Transformers runs it in Jinja's immutable sandbox. What the template
-does not write would silently not be trained. So a conversation with tools is rendered once more
-with every function name and tool result marked, and each mark must come back.
+The template is code of others: Transformers runs it in Jinja's immutable sandbox. What it does not
+write would silently not be trained; `rendered_texts` looks for that.
 """
 
+import difflib
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from workflow.lib.data.encoding.chat_messages import (
@@ -56,9 +56,18 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
+# Names that Jinja and Transformers give to every template.
+OWN_NAMES = {
+    *DEFAULT_NAMESPACE,
+    "raise_exception",
+    "strftime_now",
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+}
 
 Spans = list[tuple[int, int]]
-EntryT = TypeVar("EntryT", Tool, ToolCall)
 
 
 def with_fixed_date(template: str) -> str:
@@ -81,13 +90,24 @@ def without_generation_tags(template: str) -> str:
 
 
 class ChatTemplate:
-    """A chat template with its variables (the tokenizer's special tokens)."""
+    """A chat template with its variables.
 
-    def __init__(self, text: str, *, variables: Mapping[str, Any]) -> None:
+    special_tokens: the tokenizer's, by their names. template_kwargs: arguments for every
+    conversation that does not give others.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        special_tokens: Mapping[str, Any],
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> None:
         self.has_blocks = bool(GENERATION_BLOCK.search(text))
         self._source = text
         self._text = with_fixed_date(text)
-        self._variables = variables
+        self._special_tokens = special_tokens
+        self._variables = {**special_tokens, **(template_kwargs or {})}
 
     @cached_property
     def _tree(self) -> nodes.Template:
@@ -159,6 +179,21 @@ class ChatTemplate:
         return {*texts, *(text.replace("/", "", 1) for text in texts)}  # </think>, and so <think>
 
     @cached_property
+    def arguments(self) -> set[str]:
+        """Names of the arguments that the template reads."""
+        return meta.find_undeclared_variables(self._tree) - OWN_NAMES - set(self._special_tokens)
+
+    def unknown_argument(self, names: Collection[str]) -> str | None:
+        """Return what is wrong with the first name that the template does not read, or None."""
+        unknown = [n for n in names if n not in self.arguments and n not in self._special_tokens]
+        if not unknown:
+            return None
+        near = difflib.get_close_matches(unknown[0], self.arguments, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        read = ", ".join(sorted(self.arguments)) or "none"
+        return f"the chat template reads no argument {unknown[0]!r}{hint}; it reads {read}"
+
+    @cached_property
     def wants_json_arguments(self) -> bool:
         """Whether calls need arguments as JSON text: the template refuses objects (DeepSeek's)."""
         call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
@@ -188,6 +223,7 @@ class ChatTemplate:
         messages: list[Message],
         *,
         tools: list[Tool] | None,
+        template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = False,
     ) -> tuple[str, Spans]:
         """Return the text, and the character spans of its generation blocks.
@@ -203,7 +239,7 @@ class ChatTemplate:
                     chat_template=self._text,
                     add_generation_prompt=add_generation_prompt,
                     return_assistant_tokens_mask=self.has_blocks,
-                    **self._variables,
+                    **{**self._variables, **(template_kwargs or {})},
                 )
         except TEMPLATE_ERRORS as error:
             raise RowError(f"refused by the chat template: {error}") from None
@@ -216,26 +252,6 @@ class ChatTemplate:
                 f"{MAX_RENDERED_CHARS}"
             )
         return texts[0], spans[0] if spans else []
-
-    def check_tools(self, conversation: Conversation) -> None:
-        """Raise `RowError` if a tool, a call or its result is left out, or a call not trained."""
-        if not uses_tools(conversation):
-            return
-        marked, expected = _marked(conversation)
-        text, spans = self.render(marked.messages, tools=marked.tools)
-        lost = [what for what, (mark, count) in expected.items() if text.count(mark) < count]
-        if lost:
-            raise RowError(
-                f"tools not rendered: the chat template leaves out {lost[0]}; give one that writes "
-                "tools in data.chat_template"
-            )
-        blocks = " ".join(text[start:end] for start, end in spans)
-        outside = [name for name in _called(marked) if self.has_blocks and name not in blocks]
-        if outside:
-            raise RowError(
-                "tools not trained: the chat template writes calls outside of its {% generation %} "
-                "blocks; give one that writes them inside in data.chat_template"
-            )
 
 
 def _excess_error(excess: ExcessError, messages: list[Message]) -> UserError:
@@ -269,48 +285,3 @@ def _with_json(call: ToolCall) -> ToolCall:
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def uses_tools(conversation: Conversation) -> bool:
-    """Tell whether a conversation offers tools, calls one, or has a result of one."""
-    return bool(conversation.tools) or any(
-        message["role"] == "tool" or "tool_calls" in message for message in conversation.messages
-    )
-
-
-def _marked(conversation: Conversation) -> tuple[Conversation, dict[str, tuple[str, int]]]:
-    """Return the conversation with marks in function names and tool results, and the marks.
-
-    They come by what each stands for, with how often it is expected.
-    """
-    tools = conversation.tools or []
-    calls = [c for m in conversation.messages for c in m.get("tool_calls", ())]
-    counts = Counter(entry["function"]["name"] for entry in [*tools, *calls])
-    marks = {name: f"{name}Mark{number}x" for number, name in enumerate(counts)}
-    expected = {f"the function {name!r}": (marks[name], count) for name, count in counts.items()}
-    messages = []
-    for number, message in enumerate(conversation.messages, start=1):
-        changed = dict(message)
-        if message["role"] == "tool":
-            mark = f"Result{number}x"
-            changed["content"] = message["content"] + mark
-            expected[f"the result in message {number}"] = (mark, 1)
-            if message.get("name") in marks:
-                changed["name"] = marks[message["name"]]
-        if "tool_calls" in message:
-            changed["tool_calls"] = [_renamed(call, marks) for call in message["tool_calls"]]
-        messages.append(changed)
-    renamed = [_renamed(tool, marks) for tool in tools] or None
-    return Conversation(messages, conversation.trained, renamed), expected
-
-
-def _called(conversation: Conversation) -> list[str]:
-    """Return the names of the functions that turns to be trained call."""
-    turns = zip(conversation.messages, conversation.trained, strict=True)
-    calls = [c for message, trained in turns if trained for c in message.get("tool_calls", ())]
-    return [call["function"]["name"] for call in calls]
-
-
-def _renamed(entry: EntryT, marks: dict[str, str]) -> EntryT:
-    function = entry["function"]
-    return {**entry, "function": {**function, "name": marks[function["name"]]}}

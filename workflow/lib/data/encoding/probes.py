@@ -23,6 +23,7 @@ _CALL: ToolCall = {
     "type": "function",
     "function": {"name": "ping", "arguments": {"host": "a.example"}},
 }
+OFFERING_PROBE = Conversation(PROBE.messages, PROBE.trained, [_TOOL])
 _ASKED: list[Message] = [
     {"role": "user", "content": "ping a.example"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
@@ -31,6 +32,11 @@ _ANSWERED: list[Message] = [
     {"role": "tool", "name": "ping", "content": "12 ms"},
     {"role": "assistant", "content": "It answered in 12 ms."},
 ]
+# A turn of the assistant and the one behind it, by whether the turn calls a tool.
+NEXT_TURNS = {
+    False: Conversation([*PROBE.messages, PROBE.messages[0]], [False, True, False]),
+    True: Conversation([*_ASKED, _ANSWERED[0]], [False, True, False], [_TOOL]),
+}
 PROBE_TEXT = (
     "Zwölf Boxkämpfer, 12,345 x 6.78:\n\n\tdef f(x):\n        return x  # naïve, 日本 \U0001f642"
 )

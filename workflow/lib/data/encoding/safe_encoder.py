@@ -33,6 +33,7 @@ class SafeEncoder:
         added = self._plain.get_added_tokens_decoder()
         specials = {number: token.content for number, token in added.items() if token.special}
         self.special_ids = set(specials)
+        self._ids = {text: number for number, text in specials.items()}
         self._guard = _guard_table(list(specials.values()))
         self._swap = self._guard | {new: old for old, new in self._guard.items()}
         self._special = _any_of(list(specials.values()))
@@ -55,9 +56,15 @@ class SafeEncoder:
             assert same, f"special token {text!r} changed its id when guarded"
         return guarded
 
-    def holds_special(self, text: str) -> bool:
-        """Tell whether `text` spells a special token."""
-        return self._special.search(text) is not None
+    def specials_in(self, text: str) -> frozenset[str]:
+        """Return the special tokens that `text` spells."""
+        if self._special.search(text) is None:
+            return frozenset()
+        return frozenset(self._special.findall(text))
+
+    def spellings(self, ids: Collection[int]) -> frozenset[str]:
+        """Return how the special tokens among `ids` are spelled."""
+        return frozenset(text for text, number in self._ids.items() if number in ids)
 
     def guard(self, text: str, *, but: Collection[str] = ()) -> str:
         """Return `text` with the spellings of special tokens replaced, for the chat template.
@@ -73,10 +80,25 @@ class SafeEncoder:
         ends = [match.end() for match in self._special.finditer(text, start)]
         return ends[-1] if ends else None
 
-    def special_at(self, text: str, start: int) -> list[int]:
-        """Return the special token at `start` of a rendered text as a list of ids; [] if none."""
+    def without_repeated_end(self, text: str, stop: int) -> int:
+        """Return where the first of equal special tokens ends that stand before `stop`."""
+        start = self.start_of_last_special(text[:stop])
+        if start is None:
+            return stop
+        token = text[start:stop]
+        while text.endswith(token, 0, start):
+            start -= len(token)
+        return start + len(token)
+
+    def special_text(self, text: str, start: int) -> str:
+        """Return the special token at `start` of a rendered text; empty if there is none."""
         match = self._special.match(text, start)
-        return self._plain.encode(match[0], add_special_tokens=False).ids if match else []
+        return match[0] if match else ""
+
+    @property
+    def special_pattern(self) -> str:
+        """The pattern of a regular expression that matches special tokens."""
+        return self._special.pattern
 
     def start_of_last_special(self, text: str) -> int | None:
         """Return where the last special token of a rendered text starts; None without any."""

@@ -6,29 +6,32 @@ becomes an example of its own: the prompt and the turn as inference has them. Ma
 is a prediction target, so the first token of a document is never one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.chat_messages import Conversation, RowError
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
-from workflow.lib.data.encoding.probes import PROBE, PROBE_TEXT, PROBES, ChatProbe, TextProbe
+from workflow.lib.data.encoding.probes import (
+    OFFERING_PROBE,
+    PROBE,
+    PROBE_TEXT,
+    PROBES,
+    ChatProbe,
+    TextProbe,
+)
+from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder, token_span
 from workflow.lib.data.encoding.token_rows import TokenRow
-from workflow.lib.data.encoding.trained_turns import (
-    LossOn,
-    Rendered,
-    Turn,
-    TurnRenderer,
-    TurnText,
-)
-from workflow.lib.system.errors import UserError
+from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer
+from workflow.lib.settings.data import TextKind
+from workflow.lib.system.errors import UserError, setting_error
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,19 @@ class Encoded:
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.bool_]
     held_special_text: bool
-    """The data spelled a special token; it was encoded as ordinary text."""
+    """The data spelled a special token that a template writes."""
+    unrendered: frozenset[TextKind] = frozenset()
+    """What the template left out of the conversation, and may."""
+    begins_untrained: bool = False
+    """The conversation begins with a turn to be trained, which has no prompt."""
 
 
 class SampleEncoder:
     """Encodes samples; `chat_template` may be None if no sample is a conversation.
 
-    template_kwargs: arguments of the template for every row that does not say otherwise.
+    tool_template: the template of rows that offer tools; None = the same. template_kwargs:
+    arguments of the template for every row that does not say otherwise. allow_unrendered: what a
+    template may leave out. special_tokens: what special tokens are that the data spell.
     """
 
     def __init__(
@@ -55,20 +64,41 @@ class SampleEncoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template: str | None,
+        tool_template: str | None = None,
         loss_on: LossOn,
         template_kwargs: Mapping[str, object] | None = None,
+        allow_unrendered: Collection[TextKind] = (),
+        special_tokens: Literal["text", "tokens"] = "text",
     ) -> None:
         self._encoder = SafeEncoder(tokenizer)
         self._vocab_size = len(tokenizer)
         self._loss_on = loss_on
-        self._bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self._eos = [tokenizer.eos_token_id]
-        self._renderer: TurnRenderer | None = None
-        if chat_template is not None:
-            variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-            template = ChatTemplate(chat_template, variables=variables)
-            self._renderer = TurnRenderer(template, encoder=self._encoder, loss_on=loss_on)
-            self._check_template(self._renderer)
+        self._reads_tokens = special_tokens == "tokens"
+        self._bos, self._eos = _added_bos(tokenizer), tokenizer.eos_token_id
+        self._unk: str | None = tokenizer.special_tokens_map.get("unk_token")
+        texts = {False: chat_template, True: tool_template}
+        templates = {
+            for_tools: ChatTemplate(
+                text,
+                special_tokens=tokenizer.special_tokens_map,
+                template_kwargs=template_kwargs,
+            )
+            for for_tools, text in texts.items()
+            if text is not None
+        }
+        _check_arguments(template_kwargs or {}, list(templates.values()))
+        make = partial(
+            TurnRenderer,
+            encoder=self._encoder,
+            allowed=allow_unrendered,
+            reads_tokens=self._reads_tokens,
+        )
+        self._renderers = {key: make(t, loss_on=loss_on) for key, t in templates.items()}
+        self._probers = {key: make(t, loss_on="completions") for key, t in templates.items()}
+        for for_tools, renderer in self._renderers.items():
+            probe = OFFERING_PROBE if for_tools else PROBE
+            self._check_template(self._probers[for_tools], probe)
+            renderer.trust_blocks(probe)
 
     def encode(self, sample: Sample) -> list[Encoded]:
         """Return the sample's tokens and masks.
@@ -86,8 +116,8 @@ class SampleEncoder:
         of the processor's caches.
         """
         if isinstance(sample, Conversation):
-            assert self._renderer is not None, "conversations need a chat template"
-            return partial(self._encode_chat, self._renderer.render(sample))
+            rendered = _chosen(self._renderers, sample).render(sample)
+            return partial(self._encode_chat, rendered, begins_untrained=sample.trained[0])
         if self._loss_on == "last_turn":
             raise RowError("no turns: data.loss_on = last_turn needs conversations")
         if isinstance(sample, TokenRow):
@@ -113,35 +143,40 @@ class SampleEncoder:
 
         Only trained turns count.
         """
-        if self._renderer is None:
-            return
-        for probe in PROBES:
+        for probe in PROBES if self._renderers else ():
             try:
-                yield probe, *self._answered(self._renderer, probe)
+                yield probe, *self._answered(probe)
             except RowError:
                 continue  # a template may refuse system messages or tools, then data with them too
 
-    def _answered(
-        self, renderer: TurnRenderer, conversation: Conversation
-    ) -> tuple[list[int], list[int]]:
-        """Return the whole conversation's ids, and the last token of each trained turn.
-
-        The conversation spells no special token.
-        """
-        template = renderer.template
-        conversation = template.adapted(conversation)
-        template.check_tools(conversation)
-        whole, blocks = template.render(conversation.messages, tools=conversation.tools)
-        turns = [index for index, is_trained in enumerate(conversation.trained) if is_trained]
-        texts = renderer.turn_texts(conversation, whole, blocks, turns)
+    def _answered(self, probe: Conversation) -> tuple[list[int], list[int]]:
+        """Return the whole conversation's ids, and the last token of each trained turn."""
+        renderer = _chosen(self._probers, probe)
+        texts = renderer.checked(probe)
         examples = [e for text in texts for e in self._examples(text, guarded=False)]
         ends = [int(i) for e in examples for i in e.ids[e.mask & ~np.append(e.mask[1:], False)]]
+        whole = renderer.whole(probe)
         return self._encoder.encode_rendered(whole, guarded=False).ids, ends
 
+    @cached_property
+    def _template_tokens(self) -> frozenset[str]:
+        """Special tokens that a template writes, as far as probes tell."""
+        written = {self._eos}
+        for _, ids, ends in self._answered_probes():
+            written |= {*ids, *ends}
+        return self._encoder.spellings(written)
+
     def _encode_text(self, text: str) -> list[Encoded]:
-        """Encode a text, all of it trained, between bos (if the tokenizer has one) and eos."""
-        ids = [*self._bos, *self._encoder.encode_plain(text).ids, *self._eos]
-        return [_encoded(ids, [(0, len(ids))], self._encoder.holds_special(text))]
+        """Encode a text, all of it trained: bos before it if the tokenizer adds one, eos behind."""
+        held = self._encoder.specials_in(text) - {self._unk}
+        if self._reads_tokens:
+            ids = self._encoder.encode_rendered(text, guarded=False).ids
+        else:
+            ids = self._encoder.encode_plain(text).ids
+        before = self._bos if ids[:1] != self._bos else []
+        after = [self._eos] if ids[-1:] != [self._eos] else []
+        ids = [*before, *ids, *after]
+        return [_encoded(ids, [(0, len(ids))], held_special_text=bool(held))]
 
     def _encode_tokens(self, row: TokenRow) -> list[Encoded]:
         """Take the ids as they are: nothing is put before or behind them."""
@@ -161,16 +196,25 @@ class SampleEncoder:
         mask[:1] = False
         return [Encoded(np.array(row.ids, dtype=np.uint32), mask, held_special_text=False)]
 
-    def _encode_chat(self, rendered: Rendered) -> list[Encoded]:
+    def _encode_chat(self, rendered: Rendered, *, begins_untrained: bool) -> list[Encoded]:
         if self._loss_on == "all":
-            ids = self._encoder.encode_rendered(
-                rendered.texts[0].text, guarded=rendered.guarded
-            ).ids
-            return [_encoded(ids, [(0, len(ids))], rendered.guarded)]
-        examples = [e for text in rendered.texts for e in self._examples(text, rendered.guarded)]
-        if not any(encoded.mask.any() for encoded in examples):
-            raise RowError("no trained token: the chat template marks none as the assistant's")
-        return examples
+            text, begins_untrained = rendered.texts[0].text, False
+            ids = self._encoder.encode_rendered(text, guarded=rendered.guarded).ids
+            examples = [_encoded(ids, [(0, len(ids))])]
+        else:
+            examples = [e for t in rendered.texts for e in self._examples(t, rendered.guarded)]
+        held = bool(rendered.held) and bool(rendered.held & self._template_tokens)
+        if not (held or rendered.unrendered or begins_untrained):
+            return examples
+        return [
+            replace(
+                example,
+                held_special_text=held,
+                unrendered=rendered.unrendered,
+                begins_untrained=begins_untrained,
+            )
+            for example in examples
+        ]
 
     def _examples(self, text: TurnText, guarded: bool) -> list[Encoded]:
         """Return the text's example.
@@ -182,11 +226,11 @@ class SampleEncoder:
         examples, spans = [], []
         for turn in text.turns:
             if self._encoder.is_prompt(encoding, ids, text.text, turn.start, guarded=guarded):
-                spans += [self._tokens(encoding, ids, span) for span in turn.spans]
+                spans.append(token_span(encoding, turn.start, turn.stop))
             else:
                 examples.append(self._own_example(text.text, turn, guarded))
         if spans or not text.turns:
-            examples.append(_encoded(ids, spans, guarded))
+            examples.append(_encoded(ids, spans))
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:
@@ -196,50 +240,52 @@ class SampleEncoder:
             answer = self._encoder.encode_answer(text[turn.start : turn.stop], guarded=guarded)
         except ValueError as error:
             raise RowError(f"turn not found: {error}") from None
-        if not self._encoder.special_ids.intersection(answer[-1:]):
-            answer += self._encoder.special_at(text, turn.stop)
         ids = prompt + answer
-        return _encoded(ids, [(len(prompt), len(ids))], guarded)
+        return _encoded(ids, [(len(prompt), len(ids))])
 
-    def _tokens(self, encoding: Encoding, ids: list[int], span: tuple[int, int]) -> tuple[int, int]:
-        first, stop = token_span(encoding, *span)
-        return first, self._with_end_of_turn(ids, first, stop)
-
-    def _with_end_of_turn(self, ids: list[int], first: int, stop: int) -> int:
-        """Extend a span by the special token behind it, if the template's block leaves it out."""
-        special = self._encoder.special_ids
-        ends_open = stop > first and ids[stop - 1] not in special
-        return stop + 1 if ends_open and stop < len(ids) and ids[stop] in special else stop
-
-    def _check_template(self, renderer: TurnRenderer) -> None:
+    def _check_template(self, renderer: TurnRenderer, probe: Conversation) -> None:
         """Render one exchange: its answer must be found, and must end with a special token."""
         try:
-            whole, blocks = renderer.template.render(PROBE.messages, tools=None)
-            text = renderer.turn_texts(PROBE, whole, blocks, [1])[0]
-            encoded = self._examples(text, guarded=False)[-1]
+            renderer.checked(probe)
         except RowError as error:
-            raise _template_error(
-                f"a question and an answer cannot be rendered ({error})"
+            raise UserError(
+                "The chat template cannot be used for training: a question and an answer cannot be "
+                f"rendered ({error}). Give another one in data.chat_template: a Jinja file that "
+                "writes each assistant turn as "
+                "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}."
             ) from None
-        if int(encoded.ids[encoded.mask][-1]) not in self._encoder.special_ids:
-            raise _template_error(
-                "an assistant's turn does not end with a special token, so no model could learn to "
-                "stop"
+
+
+def _chosen(renderers: Mapping[bool, TurnRenderer], conversation: Conversation) -> TurnRenderer:
+    """Return what renders a conversation: the renderer for tools where it offers some.
+
+    Transformers takes the template `tool_use` in the same way.
+    """
+    assert False in renderers, "conversations need a chat template"
+    return renderers[bool(conversation.tools) and True in renderers]
+
+
+def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the bos token if the tokenizer puts it before a text by itself."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []
+
+
+def _check_arguments(
+    template_kwargs: Mapping[str, object], templates: Sequence[ChatTemplate]
+) -> None:
+    """Raise `UserError` if an argument of the setting is read by no template."""
+    for name, value in template_kwargs.items():
+        wrong = [template.unknown_argument([name]) for template in templates]
+        if wrong and wrong[0] is not None and None not in wrong:
+            raise setting_error(
+                f"data.template_kwargs.{name}", value, wrong[0], "Remove it, or correct the name"
             )
-        renderer.trust_blocks(whole, blocks, text.turns[0])
 
 
-def _encoded(ids: list[int], trained: Spans, held_special_text: bool) -> Encoded:
+def _encoded(ids: list[int], trained: Spans, *, held_special_text: bool = False) -> Encoded:
     mask = np.zeros(len(ids), dtype=np.bool_)
     for first, stop in trained:
         mask[first:stop] = True
     mask[:1] = False  # nothing stands before the first token to predict it from
     return Encoded(np.array(ids, dtype=np.uint32), mask, held_special_text)
-
-
-def _template_error(finding: str) -> UserError:
-    return UserError(
-        f"The chat template cannot be used for training: {finding}. Give another one in "
-        "data.chat_template: a Jinja file that writes each assistant turn as "
-        "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}."
-    )

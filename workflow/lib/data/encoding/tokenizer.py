@@ -10,6 +10,8 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.input_files import read_input
 
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"  # the named template that Transformers takes where tools are on offer
 # Files that can change what a tokenizer does, by the names Transformers saves and reads.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -22,6 +24,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+NAMED_TEMPLATES = "additional_chat_templates"  # their folder
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -70,25 +73,56 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
             ) from None
     template = default_template(tokenizer)
     if template is None:
+        named = ", ".join(tokenizer.chat_template or ())
+        has = f"only templates named {named}, and none named default" if named else "none"
         raise setting_error(
             "data.chat_template",
             None,
-            "conversations need a chat template, and the tokenizer has none",
+            f"conversations need a chat template, and the tokenizer has {has}",
             "Name a Jinja file, or use the format text",
         )
     return template
 
 
+def read_tool_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str | None:
+    """Return the tokenizer's own template for conversations with tools, if it has one.
+
+    A template file of the user's own is for all conversations.
+    """
+    template = tokenizer.chat_template
+    if path is not None or not isinstance(template, dict):
+        return None
+    own: str | None = template.get(TOOL_TEMPLATE)
+    return own
+
+
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the tokenizer's own chat template, of several the one called `default`."""
     template = tokenizer.chat_template
-    own: str | None = template.get("default") if isinstance(template, dict) else template
+    own: str | None = template.get(DEFAULT_TEMPLATE) if isinstance(template, dict) else template
     return own
+
+
+def trained_templates(
+    tokenizer: PreTrainedTokenizerBase, trained: str | None
+) -> str | dict[str, str] | None:
+    """Return the templates to export: `trained`, and beside it the tokenizer's own other ones.
+
+    Those stay only if `trained` is the tokenizer's own default, perhaps with arguments set at its
+    beginning, which they get too. A template of the user's own is for all conversations.
+    """
+    own, default = tokenizer.chat_template, default_template(tokenizer)
+    if isinstance(own, dict) and trained is not None and default and trained.endswith(default):
+        head = trained.removesuffix(default)
+        return {name: head + text for name, text in own.items()}
+    return own if trained is None else trained
 
 
 def tokenizer_sha256(folder: Path) -> str:
     """Return one SHA-256 over the names and digests of the tokenizer's files."""
-    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    named = sorted(path.relative_to(folder) for path in folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))
+    names = [*TOKENIZER_FILES, *map(str, named)]
+    present = [name for name in names if (folder / name).is_file()]
     lines = [f"{file_sha256(folder / name)}  {name}\n" for name in present]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -1,15 +1,17 @@
 """Conversations to text through a chat template, and where in it the trained turns stand.
 
 A turn begins where the prompt ends that the template renders for inference, and ends with the last
-special token of the conversation up to this turn. Both are positions in the rendered text. A turn
-that the whole conversation shows otherwise (templates of reasoning models leave reasoning out of
-earlier turns) stands in a text of its own: the prompt and the turn as inference has them. Where a
-template marks turns by `{% generation %}` blocks and no turn can depend on later ones, one
-rendering tells all.
+special token of the conversation up to this turn; where the template writes none there, with the
+token that the next role begins with, at which inference stops. Both are positions in the rendered
+text. A turn that the whole conversation shows otherwise (templates of reasoning models leave
+reasoning out of earlier turns) stands in a text of its own: the prompt and the turn as inference
+has them. Where a template marks turns by `{% generation %}` blocks and no turn can depend on later
+ones, one rendering tells all.
 """
 
-import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from workflow.lib.data.encoding.chat_messages import (
@@ -20,161 +22,293 @@ from workflow.lib.data.encoding.chat_messages import (
     texts_of,
 )
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
+from workflow.lib.data.encoding.probes import NEXT_TURNS, PROBE
+from workflow.lib.data.encoding.rendered_texts import RenderedTexts, Turn, TurnText
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
+from workflow.lib.data.encoding.template_texts import without_reasoning
+from workflow.lib.data.encoding.turn_openings import ReasoningClosedError, TurnOpenings
+from workflow.lib.settings.data import TextKind
 
 LossOn = Literal["completions", "last_turn", "all"]
-
-# Some templates open the reasoning in the prompt, and leave all reasoning out of the turn (DeepSeek
-# R1, QwQ).
-OPENED_REASONING = re.compile(r"<think>\s*$")
-END_OF_REASONING = "</think>"
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A trained turn of a text.
-
-    start: where it begins, and its prompt ends. spans: the characters that are trained.
-    """
-
-    start: int
-    spans: Spans
-
-    @property
-    def stop(self) -> int:
-        """Where the last trained character ends."""
-        return max(end for _, end in self.spans)
-
-
-@dataclass
-class TurnText:
-    """A conversation as the template writes it, whole or up to some turn, and its trained turns."""
-
-    text: str
-    turns: list[Turn] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Rendered:
     """The texts of a conversation.
 
-    guarded: the data spell special tokens, which are spelled otherwise here.
+    guarded: the data spell special tokens, which are spelled otherwise here. held: special tokens
+    that the data spell. unrendered: what the template leaves out and may.
     """
 
     texts: list[TurnText]
     guarded: bool
+    held: frozenset[str] = frozenset()
+    unrendered: frozenset[TextKind] = frozenset()
 
 
 class TurnRenderer:
-    """Renders conversations by one template, and finds the turns that `loss_on` trains."""
+    """Renders conversations by one template, and finds the turns that `loss_on` trains.
 
-    def __init__(self, template: ChatTemplate, *, encoder: SafeEncoder, loss_on: LossOn) -> None:
+    allowed: what the template may leave out. reads_tokens: special tokens that the data spell are
+    tokens.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        encoder: SafeEncoder,
+        loss_on: LossOn,
+        allowed: Collection[TextKind] = (),
+        reads_tokens: bool = False,
+    ) -> None:
         self.template = template
         self._encoder = encoder
         self._loss_on = loss_on
+        self._allowed = frozenset(allowed)
+        self._reads_tokens = reads_tokens
+        self._openings = TurnOpenings(template, encoder)
+        self._texts = RenderedTexts(self._turn_by_turn, allowed=allowed)
         self._header: str | None = None
         """What ends each prompt, where a turn is a `{% generation %}` block behind it in every
         conversation."""
+        self._footer = ""
+        """What of each turn's end follows its block."""
+        self._next_tokens: dict[bool, str] = {}
 
-    def trust_blocks(self, whole: str, blocks: Spans, turn: Turn) -> None:
+    def trust_blocks(self, conversation: Conversation) -> None:
         """Take blocks for turns from now on, if the template allows it and this one turn agrees."""
-        steady = self.template.has_constant_prompt and not self.template.looks_ahead
-        if steady and blocks and turn.start == blocks[0][0] and turn.spans == blocks:
-            prompt = whole[: turn.start]
-            self._header = prompt[self._encoder.start_of_last_special(prompt) or 0 :]
+        if not self.template.has_constant_prompt or self.template.looks_ahead:
+            return
+        (text,) = self._turn_by_turn(conversation)
+        (turn,) = text.turns
+        prompt = text.text[: turn.start]
+        _, blocks = self._render(conversation)
+        self._header = prompt[self._encoder.start_of_last_special(prompt) or 0 :]
+        self._footer = text.text[blocks[-1][1] : turn.stop] if blocks else ""
+        if self._by_blocks(conversation) != [text]:
+            self._header = None
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return the conversation's texts. Raises `RowError` if the template fails."""
-        conversation = self.template.adapted(conversation)
-        self.template.check_tools(conversation)
-        guarded = self._holds_special(conversation)
-        if guarded:
+        """Return the conversation's texts.
+
+        Raises `RowError` if the template fails, leaves a text out that it must not, or no turn can
+        be trained.
+        """
+        ignored = self._ignored_arguments(conversation)
+        held = self._specials_in(conversation)
+        guarded = False
+        if held and not self._reads_tokens:
             plain, conversation = conversation, self._guard(conversation)
             guarded = conversation != plain
-        messages, tools = conversation.messages, conversation.tools
-        whole, blocks = self.template.render(messages, tools=tools)
-        if self._loss_on == "all":
-            return Rendered([TurnText(whole)], guarded)
-        turns = [index for index, is_trained in enumerate(conversation.trained) if is_trained]
-        if self._loss_on == "last_turn":
-            turns = turns[-1:]
-        answers = [index for index, m in enumerate(messages) if m["role"] == "assistant"]
-        if self._blocks_are_turns(whole, blocks) and len(blocks) == len(answers):
-            marked = [b for a, b in zip(answers, blocks, strict=True) if a in turns and b[0] < b[1]]
-            return Rendered([TurnText(whole, [Turn(b[0], [b]) for b in marked])], guarded)
-        return Rendered(self.turn_texts(conversation, whole, blocks, turns), guarded)
+        texts = self._by_blocks(conversation) or self._turn_by_turn(conversation)
+        lost = self._texts.check(conversation, texts)
+        if not (guarded or self._reads_tokens):
+            held = frozenset()  # the template's own, such as the end of the reasoning
+        return Rendered(texts, guarded, held, frozenset(lost | ignored))
 
-    def _blocks_are_turns(self, text: str, blocks: Spans) -> bool:
-        header = self._header
-        return header is not None and all(text.endswith(header, 0, start) for start, _ in blocks)
+    def whole(self, conversation: Conversation) -> str:
+        """Return the whole conversation as the template writes it."""
+        return self._render(conversation)[0]
 
-    def turn_texts(
-        self, conversation: Conversation, whole: str, blocks: Spans, turns: list[int]
-    ) -> list[TurnText]:
-        """Return texts in which each of these turns follows the prompt that inference would render.
+    def checked(self, conversation: Conversation) -> list[TurnText]:
+        """Return the texts of a conversation that spells no special token.
 
-        whole, blocks: the rendered conversation. turns: numbers of messages, from 0. Turns share a
-        text as long as it begins as inference has it: first the whole, then the longest others.
+        Raises `RowError` as `render` does.
         """
-        messages, tools = conversation.messages, conversation.tools
-        texts = [TurnText(whole)]
-        for index in reversed(turns):
-            prompt, _ = self.template.render(
-                messages[:index], tools=tools, add_generation_prompt=True
+        texts = self._turn_by_turn(conversation)
+        self._texts.check(conversation, texts)
+        return texts
+
+    def _ignored_arguments(self, conversation: Conversation) -> set[TextKind]:
+        wrong = self.template.unknown_argument(conversation.template_kwargs)
+        if wrong is None:
+            return set()
+        if "template_kwargs" in self._allowed:
+            return {"template_kwargs"}
+        raise RowError(
+            f"unknown template argument: {wrong}; give a template that does in data.chat_template, "
+            "or allow its loss: data.allow_unrendered: [template_kwargs]"
+        )
+
+    def _render(
+        self, conversation: Conversation, stop: int | None = None, *, prompt: bool = False
+    ) -> tuple[str, Spans]:
+        """Render the first `stop` messages, and the prompt of the next one if `prompt` is set."""
+        conversation = self.template.adapted(conversation)
+        return self.template.render(
+            conversation.messages[:stop],
+            tools=conversation.tools,
+            template_kwargs=conversation.template_kwargs,
+            add_generation_prompt=prompt,
+        )
+
+    def _chosen(self, conversation: Conversation) -> list[int]:
+        """Return the numbers of the turns to be trained; the first message has no prompt."""
+        turns = [n for n, is_trained in enumerate(conversation.trained) if is_trained and n > 0]
+        if not turns:
+            raise RowError(
+                "no trained token: the conversation begins with its only trained turn, which has "
+                "no prompt"
             )
-            text, turn_blocks = whole, blocks
-            if index + 1 < len(messages):
-                text, turn_blocks = self.template.render(messages[: index + 1], tools=tools)
-            text, turn_blocks = self._after_prompt(
-                prompt, text, turn_blocks, messages[index], index
-            )
-            turn = self._turn(text, turn_blocks, start=len(prompt), index=index)
+        return turns[-1:] if self._loss_on == "last_turn" else turns
+
+    def _by_blocks(self, conversation: Conversation) -> list[TurnText] | None:
+        """Return the texts where blocks are known to be turns; None where they are not."""
+        if self._header is None or self._loss_on == "all" or conversation.template_kwargs:
+            return None
+        turns = self._chosen(conversation)
+        messages = conversation.messages
+        whole, blocks = self._render(conversation)
+        answers = [index for index, m in enumerate(messages) if m["role"] == "assistant"]
+        are_turns = all(
+            whole.endswith(self._header, 0, start) and whole.startswith(self._footer, end)
+            for start, end in blocks
+        )
+        if not are_turns or len(blocks) != len(answers):
+            return None
+        found = [
+            Turn(answer, start, end + len(self._footer))
+            for answer, (start, end) in zip(answers, blocks, strict=True)
+            if answer in turns
+        ]
+        return [TurnText(whole, len(messages), found)]
+
+    def _turn_by_turn(self, conversation: Conversation) -> list[TurnText]:
+        """Return texts in which each turn follows the prompt that inference would render.
+
+        Turns share a text as long as it begins as inference has it: first the whole, then the
+        longest others.
+        """
+        whole, blocks = self._render(conversation)
+        number = len(conversation.messages)
+        if self._loss_on == "all":
+            return [self._all_of(whole, conversation)]
+        texts = [TurnText(whole, number)]
+        for index in reversed(self._chosen(conversation)):
+            rendered = (whole, blocks) if index + 1 == number else None
+            text, turn = self._turn(conversation, index, rendered)
             beginning = text[: turn.stop]
             host = next((other for other in texts if other.text.startswith(beginning)), None)
             if host is None:
-                texts.append(host := TurnText(text))
+                texts.append(host := TurnText(text, index + 1))
             host.turns.insert(0, turn)
         return [text for text in reversed(texts) if text.turns]
 
-    def _after_prompt(
-        self, prompt: str, text: str, blocks: Spans, message: Message, index: int
-    ) -> tuple[str, Spans]:
-        """Return the text that begins with the prompt and goes on with the turn, and its blocks.
+    def _all_of(self, whole: str, conversation: Conversation) -> TurnText:
+        last = conversation.messages[-1]
+        if last["role"] == "assistant" and self._end_of_turn(whole, 0) is None:
+            whole += self._next_token(last, whole, 0)
+        turns = [n for n, is_trained in enumerate(conversation.trained) if is_trained]
+        return TurnText(whole, len(conversation.messages), [Turn(n, 0, len(whole)) for n in turns])
 
-        Raises `RowError` if the turn is not found.
+    def _turn(
+        self, conversation: Conversation, index: int, rendered: tuple[str, Spans] | None
+    ) -> tuple[str, Turn]:
+        """Return a text that begins with the turn's prompt and goes on with the turn.
+
+        rendered: the conversation up to this turn and its blocks, if it was rendered already.
         """
-        if text.startswith(prompt):
-            return text, blocks
-        opened = OPENED_REASONING.search(prompt)
-        begun = prompt[: opened.start()] if opened else prompt
-        anchor = self._encoder.start_of_last_special(begun)
-        if text.startswith(begun):
-            start = len(begun)
-        elif anchor is not None and begun[anchor:] in text:
-            start = text.rindex(begun[anchor:]) + len(begun) - anchor
-        else:
+        message = conversation.messages[index]
+        prompt, _ = self._render(conversation, index, prompt=True)
+        text, blocks = rendered or self._render(conversation, index + 1)
+        if not text.startswith(prompt):
+            try:
+                answer = self._openings.answer(
+                    prompt, text, self.template.adapted(conversation), index
+                )
+            except ReasoningClosedError:
+                if "reasoning" not in self._allowed:
+                    raise
+                messages = [*conversation.messages[:index], without_reasoning(message)]
+                return self._turn(replace(conversation, messages=messages), index, None)
+            text = prompt + answer
+            blocks = [(len(prompt), len(text))] if blocks else []
+        return self._ended(text, blocks, start=len(prompt), message=message, index=index)
+
+    def _ended(
+        self, text: str, blocks: Spans, *, start: int, message: Message, index: int
+    ) -> tuple[str, Turn]:
+        """Return the text and the turn behind its prompt `text[:start]`, up to the turn's end.
+
+        Raises `RowError` if the turn is empty, or a block leaves a part of it out.
+        """
+        text = text.removesuffix(self._trailer)
+        stop = self._end_of_turn(text, start)
+        written = len(text) if stop is None else stop
+        if stop is None:
+            text += self._next_token(message, text, start)
+            stop = len(text.rstrip())
+        if not text[start:written].strip():
+            raise RowError(f"no trained token: the chat template writes message {index + 1} empty")
+        edges = [start, *(min(max(e, start), stop) for span in blocks for e in span), stop]
+        *gaps, last = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        if blocks and (any(gaps) or last != self._encoder.special_text(last, 0)):
             raise RowError(
-                f"turn not found: the chat template does not write message {index + 1} behind what "
-                "it renders as its prompt (add_generation_prompt); give one that does in "
+                f"turn not trained: the chat template writes a part of message {index + 1} outside "
+                "of its {% generation %} blocks; give one that writes the whole turn inside in "
                 "data.chat_template"
             )
-        answer = text[start:]
-        if opened:
-            answer = f"{_reasoning(message)}\n{END_OF_REASONING}\n\n{answer.lstrip(chr(10))}"
-        end = len(prompt) + len(answer)
-        return prompt + answer, [(len(prompt), end)] if blocks else []
+        if self._reads_tokens:
+            stop = self._encoder.without_repeated_end(text, stop)
+        return text, Turn(index, start, stop)
 
-    def _turn(self, text: str, blocks: Spans, *, start: int, index: int) -> Turn:
-        """Return the turn behind the prompt `text[:start]`, without what follows its end."""
-        stop = self._encoder.end_of_last_special(text, start) or len(text)
-        spans = [(start, stop)]
-        if blocks:
-            spans = [(max(first, start), min(end, stop)) for first, end in blocks]
-        spans = [(first, end) for first, end in spans if first < end]
-        if not spans:
-            raise RowError(f"no trained token: the chat template writes message {index + 1} empty")
-        return Turn(start, spans)
+    def _end_of_turn(self, text: str, start: int) -> int | None:
+        """Return where the turn behind `start` ends by a special token; None if it does not."""
+        return None if self._is_open_ended else self._end_of_text(text, start)
+
+    def _end_of_text(self, text: str, start: int) -> int | None:
+        """Return where the special token ends behind which a text has nothing more."""
+        stop = self._encoder.end_of_last_special(text, start)
+        return None if stop is None or text[stop:].strip() else stop
+
+    @cached_property
+    def _is_open_ended(self) -> bool:
+        """Whether a plain turn ends without a special token of its own."""
+        return self._end_of_text(self.whole(PROBE), 0) is None
+
+    @cached_property
+    def _trailer(self) -> str:
+        """What ends a conversation behind the end of its last turn: Phi-3's second end token."""
+        whole, longer = self.whole(PROBE), self._rendered_or_empty(NEXT_TURNS[False])
+        start = self._encoder.start_of_last_special(whole)
+        stop = self._encoder.end_of_last_special(whole[:start], 0)
+        if stop is None or whole[stop:start].strip() or not longer.startswith(whole[:stop]):
+            return ""
+        return "" if longer.startswith(whole) else whole[stop:]
+
+    def _next_token(self, message: Message, text: str, start: int) -> str:
+        """Return the special token that the role behind a turn begins with.
+
+        That is a tool's where the turn calls one. It is empty where the next role begins with none
+        and `text` ends with a special token. Raises `RowError` if there is none at all.
+        """
+        calls = "tool_calls" in message
+        token = self._next_tokens.get(calls)
+        if token is None:
+            token = self._next_tokens[calls] = self._token_behind(NEXT_TURNS[calls])
+        if not token and self._end_of_text(text, start) is None:
+            raise RowError(
+                "turn without an end: the chat template ends a turn with no special token, and "
+                "begins the next one with none, so a model could not learn to stop; give another "
+                "one in data.chat_template"
+            )
+        return token
+
+    def _token_behind(self, conversation: Conversation) -> str:
+        """Return the special token with which the last message of a conversation begins."""
+        before = self._rendered_or_empty(conversation, -1)
+        text = self._rendered_or_empty(conversation)
+        rest = text[len(before) :] if before and text.startswith(before) else ""
+        blank = len(rest) - len(rest.lstrip())
+        token = self._encoder.special_text(rest, blank)
+        return rest[:blank] + token if token else ""
+
+    def _rendered_or_empty(self, conversation: Conversation, stop: int | None = None) -> str:
+        try:
+            return self._render(conversation, stop)[0]
+        except RowError:
+            return ""
 
     def _guard(self, conversation: Conversation) -> Conversation:
         """Return the conversation with special tokens spelled otherwise.
@@ -192,16 +326,8 @@ class TurnRenderer:
             messages.append(guarded)
         return replace(conversation, messages=messages, tools=map_texts(conversation.tools, guard))
 
-    def _holds_special(self, conversation: Conversation) -> bool:
+    def _specials_in(self, conversation: Conversation) -> frozenset[str]:
         texts = texts_of([conversation.messages, conversation.tools])
-        holds = self._encoder.holds_special
-        return holds("\n".join(texts)) and any(map(holds, texts))  # one search where none has any
-
-
-def _reasoning(message: Message) -> str:
-    """Return an assistant's reasoning: of a key of its own, or what stands before its end."""
-    for key in REASONING_KEYS:
-        if isinstance(message.get(key), str):
-            return str(message[key]).strip("\n")
-    before, end, _ = message["content"].rpartition(END_OF_REASONING)
-    return before.split("<think>")[-1].strip("\n") if end else ""
+        if not self._encoder.specials_in("\n".join(texts)):
+            return frozenset()  # one search where none has any
+        return frozenset().union(*map(self._encoder.specials_in, texts))

@@ -38,6 +38,7 @@ from workflow.lib.data.tokens.encoded_shards import (
     read_facts,
 )
 from workflow.lib.data.tokens.process_pool import map_in_order
+from workflow.lib.data.tokens.special_texts import ENOUGH_ROWS, check_special_texts
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.system.errors import setting_error
@@ -97,12 +98,18 @@ class FileRows:
     rows_by_turns: int = 0
     """Rows that became several examples, as the template shows a turn otherwise once others
     follow."""
+    begin_untrained: int = 0
+    """Rows whose first turn is not trained, as nothing stands before it."""
+    unrendered: Counter[str] = field(default_factory=Counter)
+    """Rows of which the template left a text out that it may, by the kind of the text."""
 
     def add(self, facts: ShardFacts) -> None:
         """Count the rows of one shard."""
         self.rows_read += facts.rows_read
         self.special_texts += facts.special_texts
         self.rows_by_turns += facts.rows_by_turns
+        self.begin_untrained += facts.begin_untrained
+        self.unrendered.update(facts.unrendered)
         self.unusable += facts.unusable
         self.columns |= dict.fromkeys(facts.columns)
         self.not_read.update(facts.not_read)
@@ -148,7 +155,17 @@ def open_corpora(splits: Mapping[str, Sequence[Source]]) -> dict[str, Corpus]:
 def encode_corpus(
     corpus: Corpus, *, split: str, encoding: Encoding, work: Path, processes: int
 ) -> None:
-    """Encode every row of a split's files into shards of the folder `work`."""
+    """Encode every row of a split's files into shards of the folder `work`.
+
+    Raises `UserError` if many rows spell special tokens.
+    """
+
+    def check(file: FileRows) -> None:
+        setting = encoding.settings.special_tokens_in_text
+        check_special_texts(
+            file.special_texts, rows=file.rows_read, file=file.file, setting=setting
+        )
+
     stems: dict[Path, int] = {}
     tasks = _tasks(corpus, split, work, stems)
     done = map_in_order(
@@ -159,7 +176,12 @@ def encode_corpus(
     )
     with Progress(f"data.{split}") as progress:
         for stem in done:
+            file = corpus.files[stems[stem]]
             progress.add(corpus.add(stem, stems.pop(stem)).rows_read)
+            if file.rows_read >= ENOUGH_ROWS:
+                check(file)
+    for file in corpus.files:
+        check(file)
 
 
 def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> Iterator[ChunkTask]:

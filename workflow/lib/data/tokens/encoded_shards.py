@@ -25,7 +25,7 @@ from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 4  # to be raised when the same chunk and settings give another shard
+SHARD_VERSION = 5  # to be raised when the same chunk and settings give another shard
 # Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
@@ -63,6 +63,10 @@ class ShardFacts:
 
     rows_by_turns: rows of which turns became examples of their own (`SampleEncoder`).
 
+    begin_untrained: rows whose first turn is not trained, as it has no prompt.
+
+    unrendered: rows of which the template left a text out that it may, by the kind of the text.
+
     columns, not_read: `KeyAccount.report`.
 
     checksums: CRC-32 of each array.
@@ -74,6 +78,8 @@ class ShardFacts:
     unusable: int = 0
     special_texts: int = 0
     rows_by_turns: int = 0
+    begin_untrained: int = 0
+    unrendered: dict[str, int] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
     rejects: list[DroppedRow] = field(default_factory=list)
     cuts: list[CutRow] = field(default_factory=list)
@@ -127,6 +133,9 @@ class ShardBuilder:
             )
         self.facts.special_texts += any(encoded.held_special_text for encoded in examples)
         self.facts.rows_by_turns += len(examples) > 1
+        self.facts.begin_untrained += examples[0].begins_untrained
+        for kind in examples[0].unrendered:
+            self.facts.unrendered[kind] = self.facts.unrendered.get(kind, 0) + 1
 
     def _pieces_of(self, examples: list[Encoded]) -> list[Piece]:
         """Return the documents of a row's examples.

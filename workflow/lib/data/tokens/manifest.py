@@ -126,6 +126,8 @@ def source_facts(
             "blank_lines": file.blank_lines,
             "special_token_texts": file.special_texts,
             "rows_by_turns": file.rows_by_turns,
+            "begin_untrained": file.begin_untrained,
+            "unrendered": dict(sorted(file.unrendered.items())),
             **counts,
         }
         for name, corpus in corpora.items()

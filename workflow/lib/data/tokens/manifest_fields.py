@@ -57,6 +57,8 @@ class SourceFacts(FileCounts):
     blank_lines: int
     special_token_texts: int
     rows_by_turns: int
+    begin_untrained: int
+    unrendered: dict[str, int]
 
 
 class Percentiles(TypedDict):

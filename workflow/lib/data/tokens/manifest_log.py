@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workflow.lib.data.tokens.manifest_fields import Manifest, SourceFacts, SplitFacts
+from workflow.lib.data.tokens.special_texts import log_special_texts
 from workflow.lib.data.tokens.token_store import REJECTS
+from workflow.lib.settings.data import SpecialTokens
 
 logger = logging.getLogger("workflow")
 
 
-def log_facts(facts: Manifest, *, output: Path) -> None:
+def log_facts(
+    facts: Manifest, *, output: Path, special_tokens: SpecialTokens | None = None
+) -> None:
     """Log the splits, the packing, the dropped rows, and what is special about the data."""
     train, seq_len = facts["splits"]["train"], facts["seq_len"]
     _log_split("train", train, seq_len=seq_len)
@@ -25,6 +29,8 @@ def log_facts(facts: Manifest, *, output: Path) -> None:
     )
     _log_drops(facts["dropped_by_reason"], rejects=output / REJECTS)
     _log_sources(facts["sources"])
+    special = sum(source["special_token_texts"] for source in facts["sources"])
+    log_special_texts(special, setting=special_tokens)
     if facts["pad_token_origin"] == "eos_token":
         logger.info("no pad token: rows are filled with eos, which is never trained there")
 
@@ -65,13 +71,20 @@ def _log_sources(sources: Sequence[SourceFacts]) -> None:
         if source["blank_lines"]:
             message = "%s: %d blank lines are no rows, but count as lines"
             logger.info(message, source["file"], source["blank_lines"])
-    special = sum(source["special_token_texts"] for source in sources)
-    if special:
-        logger.info("%d rows spell a special token; it was encoded as ordinary text", special)
     by_turns = sum(source["rows_by_turns"] for source in sources)
     if by_turns:
         logger.info(
             "%d rows became several examples: the template shows turns otherwise once others "
             "follow",
             by_turns,
+        )
+    untrained = sum(source["begin_untrained"] for source in sources)
+    if untrained:
+        logger.info("%d rows begin with a turn that is not trained: it has no prompt", untrained)
+    unrendered: Counter[str] = Counter()
+    for source in sources:
+        unrendered.update(source["unrendered"])
+    for kind, count in unrendered.items():
+        logger.warning(
+            "%d rows: the chat template leaves out %s, as data.allow_unrendered allows", count, kind
         )

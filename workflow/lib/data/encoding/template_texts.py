@@ -1,0 +1,294 @@
+"""The texts of a conversation, which the chat template has to write: found again, or marked.
+
+A text is searched in the rendered document as it is, or as JSON escapes it. Where that finds
+nothing, for the template may trim or rewrite it, a copy of the conversation decides in which each
+text has marks at both of its ends.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from workflow.lib.data.encoding.chat_messages import Conversation, Message, Tool, ToolCall
+from workflow.lib.settings.data import TextKind
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
+KINDS: dict[str, TextKind] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "tool": "results",
+}
+FIRST_NUMBER = 7_700_000  # marks for numbers have seven digits
+
+
+NAMES: dict[TextKind, str] = {
+    "user": "the {what} text of message {number}",
+    "results": "the result of message {number}",
+    "assistant": "the assistant text of message {number}",
+    "reasoning": "the reasoning of message {number}",
+    "calls": "the call of {what!r} in message {number}",
+    "tools": "the tool {what!r}",
+}
+
+
+class Place(NamedTuple):
+    """Where a text stands.
+
+    message: its number, from 0; -1 for a tool on offer. what: its role, or the function.
+    """
+
+    kind: TextKind
+    message: int
+    what: str = ""
+
+
+class Text(NamedTuple):
+    """A text that a rendered document must hold.
+
+    parts: texts that serve in place of `value` if the document holds them all.
+    """
+
+    place: Place
+    value: str
+    parts: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The text in words."""
+        kind, message, what = self.place
+        return NAMES.get(kind, NAMES["user"]).format(what=what, number=message + 1)
+
+    def stands_in(self, document: str) -> bool:
+        """Tell whether a document holds the text, or its parts."""
+        return _stands(self.value, document) or (
+            bool(self.parts) and all(_stands(part, document) for part in self.parts)
+        )
+
+
+def _stands(value: str, document: str) -> bool:
+    return value in document or json.dumps(value, ensure_ascii=False)[1:-1] in document
+
+
+class Visitor(Protocol):
+    """What is done with each text; it returns the text to put in its place."""
+
+    def text(self, place: Place, text: str) -> str:
+        """Take a text of any length."""
+
+    def word(self, place: Place, word: str) -> str:
+        """Take the name of a function."""
+
+    def schema(self, place: Place, function: dict[str, Any]) -> dict[str, Any]:
+        """Take a tool on offer."""
+
+    def arguments(self, place: Place, arguments: Any) -> Any:
+        """Take the arguments of a call."""
+
+
+class Collector:
+    """Collects texts, and changes none."""
+
+    def __init__(self) -> None:
+        self.texts: list[Text] = []
+
+    def text(self, place: Place, text: str) -> str:
+        self.texts.append(Text(place, text.strip()))
+        return text
+
+    def word(self, place: Place, word: str) -> str:
+        self._add(place, word)
+        return word
+
+    def schema(self, place: Place, function: dict[str, Any]) -> dict[str, Any]:
+        described = function.get("description")
+        parts = [function["name"], described if isinstance(described, str) else ""]
+        whole = json.dumps(function, ensure_ascii=False)
+        self._add(place, whole, *parts, *_properties(function))
+        return function
+
+    def arguments(self, place: Place, arguments: Any) -> Any:
+        whole = json.dumps(arguments, ensure_ascii=False)
+        leaves: list[str] = []
+        _map_leaves(arguments, leaves.append, lambda n: leaves.append(str(n)), leaves.append)
+        self._add(place, whole, *leaves)
+        return arguments
+
+    def _add(self, place: Place, value: str, *parts: str) -> None:
+        stripped = tuple(part.strip() for part in parts if part.strip())
+        self.texts.append(Text(place, value, stripped))
+
+
+class Marker:
+    """Puts marks into every text, and collects them as the texts to be found."""
+
+    def __init__(self) -> None:
+        self.texts: list[Text] = []
+
+    def text(self, place: Place, text: str) -> str:
+        number = len(self.texts)
+        begin, end = f"q{number:05d}b", f"q{number:05d}e"
+        self._add(place, begin)
+        self._add(place, end)
+        return begin + text + end
+
+    def word(self, place: Place, word: str) -> str:
+        mark = f"Q{len(self.texts):05d}w"
+        self._add(place, mark)
+        return word + mark
+
+    def schema(self, place: Place, function: dict[str, Any]) -> dict[str, Any]:
+        marked = {**function, "name": self.word(place, function["name"])}
+        if isinstance(marked.get("description"), str) and marked["description"].strip():
+            marked["description"] = self.text(place, marked["description"])
+        if not _properties(function):
+            return marked
+        parameters = function["parameters"]
+        names = {name: self.word(place, name) for name in _properties(function)}
+        properties = {names[name]: value for name, value in parameters["properties"].items()}
+        marked["parameters"] = {**parameters, "properties": properties}
+        if isinstance(parameters.get("required"), list):
+            required = [
+                names.get(n, n) if isinstance(n, str) else n for n in parameters["required"]
+            ]
+            marked["parameters"]["required"] = required
+        return marked
+
+    def arguments(self, place: Place, arguments: Any) -> Any:
+        def number(value: float) -> float:
+            mark = FIRST_NUMBER + len(self.texts) + (0.5 if isinstance(value, float) else 0)
+            self._add(place, str(mark))
+            return mark
+
+        return _map_leaves(
+            arguments,
+            lambda name: self.word(place, name),
+            number,
+            lambda text: self.text(place, text) if text.strip() else text,
+        )
+
+    def _add(self, place: Place, mark: str) -> None:
+        self.texts.append(Text(place, mark))
+
+
+def texts_of_conversation(conversation: Conversation) -> list[Text]:
+    """Return every text that the template has to write."""
+    collector = Collector()
+    _visit(conversation, collector)
+    return collector.texts
+
+
+def marked(conversation: Conversation) -> tuple[Conversation, list[Text]]:
+    """Return the conversation with marks in all of its texts, and the marks."""
+    marker = Marker()
+    return _visit(conversation, marker), marker.texts
+
+
+def _visit(conversation: Conversation, visitor: Visitor) -> Conversation:
+    """Return the conversation with every text as the visitor gives it back."""
+    tools = [_visit_tool(tool, visitor) for tool in conversation.tools or ()]
+    messages: list[Message] = []
+    called: dict[str, str] = {}
+    for index, message in enumerate(conversation.messages):
+        changed = dict(message)
+        if message["role"] == "assistant":
+            _visit_assistant(changed, index, visitor)
+            if calls := message.get("tool_calls"):
+                changed["tool_calls"] = [_visit_call(c, index, visitor, called) for c in calls]
+        else:
+            role = message["role"]
+            kind = KINDS.get(role, "user")
+            changed["content"] = _visit_text(message["content"], Place(kind, index, role), visitor)
+            name = message.get("name")
+            if isinstance(name, str) and name in called:
+                changed["name"] = called[name]
+        messages.append(changed)
+    return replace(conversation, messages=messages, tools=tools or None)
+
+
+def _visit_text(text: Any, place: Place, visitor: Visitor) -> Any:
+    return visitor.text(place, text) if isinstance(text, str) and text.strip() else text
+
+
+def _visit_assistant(message: Message, index: int, visitor: Visitor) -> None:
+    """Visit the content and the reasoning of an assistant's message, in place."""
+    thought, said = Place("reasoning", index), Place("assistant", index)
+    seen: dict[str, str] = {}
+    for key in REASONING_KEYS:
+        text = message.get(key)
+        if isinstance(text, str) and text.strip():
+            message[key] = seen[text] = seen.get(text) or visitor.text(thought, text)
+    content = message["content"]
+    if END_OF_REASONING not in content:
+        message["content"] = _visit_text(content, said, visitor)
+        return
+    before, end, after = content.rpartition(END_OF_REASONING)
+    first, begin, inner = before.rpartition(BEGIN_OF_REASONING)
+    message["content"] = (
+        _visit_text(first, said, visitor)
+        + begin
+        + _visit_text(inner, thought, visitor)
+        + end
+        + _visit_text(after, said, visitor)
+    )
+
+
+def _visit_call(call: ToolCall, index: int, visitor: Visitor, called: dict[str, str]) -> ToolCall:
+    function = call["function"]
+    name = function["name"]
+    place = Place("calls", index, name)
+    called[name] = visitor.word(place, name)
+    arguments = function["arguments"]
+    if arguments:
+        arguments = visitor.arguments(place, arguments)
+    return {**call, "function": {"name": called[name], "arguments": arguments}}
+
+
+def _visit_tool(tool: Tool, visitor: Visitor) -> Tool:
+    function = tool["function"]
+    place = Place("tools", -1, function["name"])
+    return {**tool, "function": visitor.schema(place, function)}
+
+
+def _properties(function: dict[str, Any]) -> Sequence[str]:
+    """Return the names of a tool's parameters."""
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return list(properties) if isinstance(properties, dict) else []
+
+
+def _map_leaves(
+    value: Any,
+    name: Callable[[str], Any],
+    number: Callable[[float], Any],
+    text: Callable[[str], Any],
+) -> Any:
+    """Return the value with names, numbers and texts changed; true, false and null stay."""
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, dict):
+        return {name(key): _map_leaves(item, name, number, text) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_leaves(item, name, number, text) for item in value]
+    return (
+        number(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    )
+
+
+def reasoning_of(message: Message) -> str:
+    """Return an assistant's reasoning: of a key of its own, or what stands before its end."""
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            return str(message[key]).strip("\n")
+    before, end, _ = message["content"].rpartition(END_OF_REASONING)
+    return before.split(BEGIN_OF_REASONING)[-1].strip("\n") if end else ""
+
+
+def without_reasoning(message: Message) -> Message:
+    """Return an assistant's message without its reasoning."""
+    kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    before, end, after = message["content"].rpartition(END_OF_REASONING)
+    first = before.rpartition(BEGIN_OF_REASONING)[0] if end else ""
+    return {**kept, "content": first + after.lstrip("\n") if end else message["content"]}

@@ -1,0 +1,249 @@
+"""How a turn begins where the rendered conversation does not begin with the turn's prompt.
+
+The prompt of inference may open the reasoning (`<think>`), or close it, where the conversation
+shows neither, or an empty pair; and it may have the system text in another place. The turn then
+follows the prompt as the model has to write it: a reasoning that the prompt opens is closed once.
+How the template begins a turn is found with a turn of one mark, once for each end of a prompt.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from workflow.lib.data.encoding.chat_messages import Conversation, Message, RowError
+from workflow.lib.data.encoding.chat_template import ChatTemplate
+from workflow.lib.data.encoding.probes import PROBE
+from workflow.lib.data.encoding.safe_encoder import SafeEncoder
+from workflow.lib.data.encoding.template_texts import (
+    BEGIN_OF_REASONING,
+    END_OF_REASONING,
+    REASONING_KEYS,
+    reasoning_of,
+    texts_of_conversation,
+)
+
+CONTENT, REASONING = "qcontentq", "qreasoningq"  # marks
+# How DeepSeek R1 and QwQ go on behind a reasoning that their prompt opens and no turn shows.
+USUAL_END = f"\n{END_OF_REASONING}\n\n"
+OPENED = re.compile(rf"{BEGIN_OF_REASONING}\s*$")
+TAG = r"<[^<>\s]{1,40}>"
+MAX_ANCHORS = 4  # special tokens of a prompt's end that may begin what prompt and turn share
+MAX_OPENINGS = 1024
+
+
+class ReasoningClosedError(RowError):
+    """The prompt ends the reasoning that the turn has."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a turn begins, behind what prompt and conversation share.
+
+    shared: length of the text, from a special token on, that both have. tail: length of what the
+    prompt has behind it. header: what the conversation has there before the turn's own text. kept:
+    the part of it that the model has to write. close: what it writes behind a reasoning that the
+    prompt opens and the conversation does not show; None where there is none.
+    """
+
+    shared: int
+    tail: int
+    header: str
+    kept: str
+    close: str | None
+
+
+@dataclass(frozen=True)
+class MarkedTurn:
+    """A conversation whose last turn has marks for its text and its reasoning.
+
+    before: what stands before the first mark. opening: what stands before the reasoning; None if
+    the template shows none. close: what stands between reasoning and text. reasons: the turn has a
+    reasoning, and `before` ends with its beginning.
+    """
+
+    before: str
+    opening: str | None
+    close: str
+    reasons: bool
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Tell whether the prompt ends with the beginning of a reasoning."""
+        if self.opening is not None and prompt.rstrip() == self.opening.rstrip():
+            return True
+        return OPENED.search(prompt) is not None
+
+    def goes_on(self, prompt: str, header: str) -> bool:
+        """Tell whether the prompt opens a reasoning that the turn neither shows nor closes."""
+        close, header = self.close.strip(), header.strip()
+        closes = header and (close == header or not close.endswith(header))
+        return self.is_opened_by(prompt) and not self.reasons and not closes
+
+    def kept(self, tail: str, header: str, prompt: str) -> str | None:
+        """Return the part of `header` that the model has to write behind the prompt's `tail`.
+
+        None where the tail is neither the beginning of a reasoning nor an empty one.
+        """
+        if tail.strip() == header.strip():
+            return ""
+        if not tail.strip():
+            return header
+        if self.reasons:
+            return None
+        if not header.strip() or self.goes_on(prompt, header):
+            return ""
+        ends = {END_OF_REASONING, self.close.strip()} - {""}
+        begins = {BEGIN_OF_REASONING, self._begin(header)} - {""}
+        if _without(tail, ends | begins).strip():
+            return None
+        if self.is_opened_by(prompt):
+            closes = any(end in header for end in ends)
+            return header.rpartition(BEGIN_OF_REASONING)[2] if closes else None
+        return _without(header, ends | begins).strip()
+
+    def _begin(self, header: str) -> str:
+        """Return what begins a reasoning in place of `header`; empty if that is not known."""
+        shared = self.before.removesuffix(header)
+        known = self.opening is not None and self.opening.startswith(shared)
+        return self.opening[len(shared) :].strip() if known and self.opening else ""
+
+
+class TurnOpenings:
+    """Finds the text that a turn has behind the prompt of inference."""
+
+    def __init__(self, template: ChatTemplate, encoder: SafeEncoder) -> None:
+        self._template = template
+        self._encoder = encoder
+        special = encoder.special_pattern
+        self._atoms = re.compile(rf"{special}|{TAG}|\w+|\s|.", re.DOTALL)
+        self._known: dict[object, Opening] = {}
+
+    def answer(self, prompt: str, text: str, conversation: Conversation, index: int) -> str:
+        """Return what the model has to write behind `prompt`, and what follows it in `text`.
+
+        text: the conversation up to and with the message `index`. Raises `RowError` if it does not
+        go on as the prompt does.
+        """
+        message = conversation.messages[index]
+        opening = self._opening(prompt, conversation, index)
+        begun = prompt[: len(prompt) - opening.tail]
+        start = len(begun)
+        if not text.startswith(begun):
+            piece = begun[len(begun) - opening.shared :]
+            found = text.rfind(piece)
+            if found < 0:
+                raise _not_found(index)
+            start = found + len(piece)
+        if not text.startswith(opening.header, start):
+            raise _not_found(index)
+        rest = text[start + len(opening.header) :]
+        if opening.close is not None:
+            return reasoning_of(message) + opening.close + rest.lstrip("\n")
+        return opening.kept + rest
+
+    def _opening(self, prompt: str, conversation: Conversation, index: int) -> Opening:
+        message = conversation.messages[index]
+        key = (
+            prompt[self._encoder.start_of_last_special(prompt) or 0 :],
+            conversation.messages[index - 1]["role"],
+            bool(reasoning_of(message)),
+            bool(message.get("tool_calls")),
+            repr(conversation.template_kwargs),
+        )
+        known = self._known.get(key)
+        if known is None:
+            known = self._learn(prompt, conversation, index)
+            if len(self._known) < MAX_OPENINGS:
+                self._known[key] = known
+        return known
+
+    def _learn(self, prompt: str, conversation: Conversation, index: int) -> Opening:
+        """Render the turn with marks for its text and its reasoning, with its calls or without."""
+        message = conversation.messages[index]
+        usual = self._usual_prompt(conversation)
+        bare = {k: v for k, v in message.items() if k not in REASONING_KEYS} | {"content": CONTENT}
+        for turn in [bare, {"role": "assistant", "content": CONTENT}]:
+            marked = self._marked(conversation, index, turn)
+            for shared, tail, header in self._splits(prompt, marked.before):
+                begun = marked.before.removesuffix(header)
+                if not usual.endswith(tail) or not _holds(
+                    begun, marked.before, conversation, index
+                ):
+                    continue  # tail or header are of a message before this one
+                kept = marked.kept(tail, header, prompt)
+                if kept is not None:
+                    close = marked.close if marked.goes_on(prompt, header) else None
+                    return Opening(shared, len(tail), header, kept, close)
+            if marked.reasons:
+                raise ReasoningClosedError(
+                    f"text not rendered: the prompt of message {index + 1} closes the reasoning "
+                    "that the message has; switch it on (data.template_kwargs), or allow its loss: "
+                    "data.allow_unrendered: [reasoning]"
+                )
+        raise _not_found(index)
+
+    def _marked(self, conversation: Conversation, index: int, turn: Message) -> MarkedTurn:
+        plain = self._shown(conversation, index, turn)
+        reasoned = self._shown(conversation, index, turn | {REASONING_KEYS[0]: REASONING})
+        thought, said = reasoned.find(REASONING), reasoned.find(CONTENT)
+        shows = 0 <= thought < said
+        reasons = shows and bool(reasoning_of(conversation.messages[index]))
+        return MarkedTurn(
+            before=reasoned[:thought] if reasons else plain[: max(0, plain.find(CONTENT))],
+            opening=reasoned[:thought] if shows else None,
+            close=reasoned[thought + len(REASONING) : said] if shows else USUAL_END,
+            reasons=reasons,
+        )
+
+    def _splits(self, prompt: str, before: str) -> Iterator[tuple[int, str, str]]:
+        """Yield what both share behind a special token, as a length, and what each has then."""
+        anchor: int | None = len(prompt)
+        for _ in range(MAX_ANCHORS):
+            anchor = self._encoder.start_of_last_special(prompt[:anchor])
+            if anchor is None:
+                break
+            place = before.rfind(self._encoder.special_text(prompt, anchor))
+            if place >= 0:
+                shared = self._shared(prompt[anchor:], before[place:])
+                yield shared, prompt[anchor + shared :], before[place + shared :]
+
+    def _shared(self, text: str, other: str) -> int:
+        """Return the length of the beginning that both share, whole words and tokens."""
+        ends = [{m.end() for m in self._atoms.finditer(t)} for t in (text, other)]
+        common = sorted(ends[0] & ends[1], reverse=True)
+        return next((end for end in common if text[:end] == other[:end]), 0)
+
+    def _usual_prompt(self, conversation: Conversation) -> str:
+        """Return the prompt behind another text."""
+        return self._template.render(
+            PROBE.messages[:1],
+            tools=conversation.tools,
+            template_kwargs=conversation.template_kwargs,
+            add_generation_prompt=True,
+        )[0]
+
+    def _shown(self, conversation: Conversation, index: int, message: Message) -> str:
+        return self._template.render(
+            [*conversation.messages[:index], message],
+            tools=conversation.tools,
+            template_kwargs=conversation.template_kwargs,
+        )[0]
+
+
+def _holds(begun: str, before: str, conversation: Conversation, index: int) -> bool:
+    """Tell whether the texts of the message before a turn stand in `begun`, if in `before`."""
+    last = replace(conversation, messages=conversation.messages[index - 1 : index], tools=None)
+    return all(t.stands_in(begun) or not t.stands_in(before) for t in texts_of_conversation(last))
+
+
+def _without(text: str, tags: Collection[str]) -> str:
+    """Return the text without the tags, longer ones first."""
+    for tag in sorted(tags, key=len, reverse=True):
+        text = text.replace(tag, "")
+    return text
+
+
+def _not_found(index: int) -> RowError:
+    return RowError(
+        f"turn not found: the chat template does not write message {index + 1} behind what it "
+        "renders as its prompt (add_generation_prompt); give one that does in data.chat_template"
+    )
