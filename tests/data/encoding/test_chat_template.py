@@ -28,9 +28,13 @@ def test_row_that_the_template_refuses_carries_its_message(tokenizer: Any) -> No
         encode(tokenizer, CHAT, refusal + CHAT_TEMPLATE)
 
 
-def test_template_whose_turns_do_not_end_is_refused_at_once(tokenizer: Any) -> None:
-    with pytest.raises(UserError, match=r"does not end with a special token.*data\.chat_template"):
-        encode(tokenizer, CHAT, CHAT_TEMPLATE.replace("+ eos_token", ""))
+def test_template_whose_turns_neither_end_nor_begin_with_a_token_is_refused_at_once(
+    tokenizer: Any,
+) -> None:
+    endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    with pytest.raises(UserError, match=r"turn without an end: .*data\.chat_template"):
+        encode(tokenizer, CHAT, endless + prompt)
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ messages.none.none }}", "no answer in it"])

@@ -68,12 +68,27 @@ def test_generation_block_that_holds_a_part_of_some_prompts_is_trained_without_i
     assert trained(tokenizer, encode(tokenizer, CHAT[1:], template))[0] == "Forty-two.<|end|>"
 
 
-def test_text_is_trained_whole_between_one_bos_and_one_eos(tokenizer: Any) -> None:
+def test_text_is_trained_whole_up_to_one_eos_without_a_bos_that_the_tokenizer_does_not_add(
+    tokenizer: Any,
+) -> None:
     encoded = encode(tokenizer, "Pack <|end|> rows", None)
     specials = [i for i in encoded.ids.tolist() if i in tokenizer.all_special_ids]
-    assert specials == [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    assert specials == [tokenizer.eos_token_id]
+    assert encoded.held_special_text
     assert encoded.mask.tolist() == [False] + [True] * (len(encoded.ids) - 1)
-    assert tokenizer.decode(encoded.ids.tolist()) == "<|begin|>Pack <|end|> rows<|end|>"
+    assert tokenizer.decode(encoded.ids.tolist()) == "Pack <|end|> rows<|end|>"
+
+
+@pytest.mark.parametrize("text", ["<|user|>Hi<|end|>", "<|user|>Hi"])
+def test_text_is_read_as_the_tokens_that_it_spells_on_request(tokenizer: Any, text: str) -> None:
+    ids = encode(tokenizer, text, None, special_tokens="tokens").ids.tolist()
+    assert [i for i in ids if i in tokenizer.all_special_ids] == [USER_ID, EOS_ID]
+
+
+def test_end_that_answer_and_template_both_write_is_trained_once(tokenizer: Any) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.<|end|>"}]
+    encoded = encode(tokenizer, talk, PLAIN_TEMPLATE, special_tokens="tokens")
+    assert trained(tokenizer, encoded) == ["Yes.<|end|>"]
 
 
 def test_turn_that_changes_once_others_follow_is_trained_as_inference_sees_it(

@@ -50,20 +50,23 @@ LOSSES = [
     (
         "{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}",
         "",
-        "the function 'weather'",
+        "the tool 'weather'",
     ),
-    ("c.function.name ~", "''~", "the function 'weather'"),
-    ("{{ m.content + eos_token }}", "{{ eos_token }}", "the result in message 3"),
+    ("c.function.name ~", "''~", "the call of 'weather' in message 2"),
+    ("c.function.arguments | tojson", "''", "the call of 'weather' in message 2"),
+    ("{{ m.content +", "{{ (m.content if m.role != 'tool' else '') +", "the result of message 3"),
 ]
 
 
-@pytest.mark.parametrize(("part", "replacement", "lost"), LOSSES, ids=["tools", "calls", "results"])
+@pytest.mark.parametrize(
+    ("part", "replacement", "lost"), LOSSES, ids=["tools", "names", "arguments", "results"]
+)
 def test_template_that_leaves_out_what_a_tool_says_refuses_the_row(
     tokenizer: Any, part: str, replacement: str, lost: str
 ) -> None:
     template = TOOL_TEMPLATE.replace(part, replacement)
     assert template != TOOL_TEMPLATE
-    with pytest.raises(RowError, match=f"tools not rendered: the chat template leaves out {lost}"):
+    with pytest.raises(RowError, match=f"text not rendered: the chat template leaves out {lost}"):
         encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
 
 
@@ -72,7 +75,7 @@ def test_template_that_writes_calls_outside_its_blocks_refuses_the_row(tokenizer
     outside = TOOL_TEMPLATE.replace(start, "").replace(
         "{{ eos_token }}{% endg", start + "{{ eos_token }}{% endg"
     )
-    with pytest.raises(RowError, match="tools not trained"):
+    with pytest.raises(RowError, match="turn not trained: .* part of message 2 outside"):
         encode(tokenizer, conversation(AGENT, tools=[WEATHER]), outside)
 
 
