@@ -75,7 +75,7 @@ def test_template_that_writes_calls_outside_its_blocks_refuses_the_row(tokenizer
     outside = TOOL_TEMPLATE.replace(start, "").replace(
         "{{ eos_token }}{% endg", start + "{{ eos_token }}{% endg"
     )
-    with pytest.raises(RowError, match="turn not trained: .* part of message 2 outside"):
+    with pytest.raises(RowError, match=r"turn not trained: .* part of message 2 outside"):
         encode(tokenizer, conversation(AGENT, tools=[WEATHER]), outside)
 
 
