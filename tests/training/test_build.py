@@ -17,7 +17,7 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
-from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.startup_checks import (
@@ -44,7 +44,9 @@ def checks(base: Path) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        config = RunConfig(lora=LoraSettings(r=2, dropout=0.5))
+        config = RunConfig(
+            model=ModelConfig(attention_dropout="family"), lora=LoraSettings(r=2, dropout=0.5)
+        )
         model = build_training_model(
             base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
         )

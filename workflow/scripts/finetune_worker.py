@@ -122,10 +122,13 @@ def resolve_numerics(base: Path, config: RunConfig, world: World) -> Numerics:
     settings = config.model
     dtype = resolve_dtype(settings.compute_dtype, world.device)
     needs = read_attention_needs(base)
+    asked = needs.asked(settings.attention_dropout)
     attention = resolve_training_attention(
-        settings.attention, world.device, needs, compute_dtype=dtype
+        settings.attention, world.device, asked, compute_dtype=dtype
     )
     logger.info("attention: %s (%s)", attention.name, attention.reason)
+    if note := needs.dropout_note(settings.attention_dropout):
+        logger.info("%s", note)
     products = resolve_products(config.train.products, world.device, compute_dtype=dtype)
     return Numerics(dtype, attention.name, products)
 

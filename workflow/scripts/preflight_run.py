@@ -156,8 +156,11 @@ def predict(
         write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
     show = logger.debug if args.brief and decision.fits else logger.info
     show("%s", render(result, run=args.run))
-    attention = training_attention(settings.model, machine, attention_needs(shape))
+    needs = attention_needs(shape)
+    attention = training_attention(settings.model, machine, needs)
     show("attention: %s (%s)", attention.name, attention.reason)
+    if note := needs.dropout_note(settings.model.attention_dropout):
+        show("%s", note)
     if settings.hardware.cuda_graphs and machine.device == "cuda":
         obstacle = decision.chosen.setup.graph_obstacle
         show("CUDA graphs: %s", f"off ({obstacle})" if obstacle else "on")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -27,6 +28,7 @@ from workflow.lib.model.architecture.attention_needs import (
     attention_needs,
 )
 from workflow.lib.model.backends import read_attention_needs
+from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.system.compute_choice import AttentionNeeds
 
 NEEDS = [
@@ -57,6 +59,28 @@ def test_what_a_config_leaves_out_is_what_its_class_says(
     left_out = type(config)()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": left_out.model_type}))
     assert read_attention_needs(tmp_path) == attention_needs(left_out.to_dict())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SeedOssConfig(num_hidden_layers=1, hidden_size=64, vocab_size=11, intermediate_size=32),
+        GPTJConfig(n_layer=1, n_embd=64, n_head=4, vocab_size=11, attn_pdrop=0.2, rotary_dim=16),
+        Qwen3Config(num_hidden_layers=1, vocab_size=11, attention_dropout=0.3),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_no_attention_weight_is_dropped_unless_the_family_is_asked_for(
+    config: PreTrainedConfig, tmp_path: Path
+) -> None:
+    """By whatever name the family has it."""
+    config.save_pretrained(tmp_path)
+    assert read_attention_needs(tmp_path).dropout > 0
+    built = [
+        build_on_meta(tmp_path, dtype=torch.bfloat16, attention_dropout=drops).config
+        for drops in (True, False)
+    ]
+    assert [attention_needs(x.to_dict()).dropout > 0 for x in built] == [True, False]
 
 
 @pytest.mark.parametrize("config", [{}, {"text_config": {}}, {"kv_lora_rank": 512}])

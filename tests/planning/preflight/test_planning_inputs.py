@@ -4,6 +4,7 @@ what lies on the host.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -125,6 +126,36 @@ def test_shipped_model_gets_the_attention_that_training_gives_it(name: str) -> N
 def test_flash_needs_a_half_type() -> None:
     model = run_config(model={"compute_dtype": "float32"}).model
     assert training_attention(model, machine(), AttentionNeeds()).name == "sdpa"
+
+
+@pytest.mark.parametrize(("asked", "name"), [(0, "varlen"), ("family", "sdpa")])
+def test_attention_weights_are_dropped_only_where_the_family_is_asked_for(
+    asked: int | str, name: str
+) -> None:
+    needs = AttentionNeeds(dropout=0.1)
+    model = run_config(model={"attention_dropout": asked}).model
+    on = replace(machine(), flash_attention=False)
+    assert training_attention(model, on, needs).name == name
+    assert bool(needs.dropout_note(model.attention_dropout)) == (asked == 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "needs", "lack"),
+    [
+        (
+            {"attention": "varlen", "attention_dropout": "family"},
+            AttentionNeeds(dropout=0.1),
+            r"it cannot drop attention weights.* attention_dropout is 0\.1",
+        ),
+        ({"attention": "sdpa"}, AttentionNeeds(softcap=True), "it ignores the soft-capping"),
+        ({"attention": "flash_attention_2"}, AttentionNeeds(sinks=True), "attention sinks"),
+    ],
+)
+def test_attention_that_cannot_compute_the_models_is_refused_before_a_machine_is_asked(
+    model: dict[str, Any], needs: AttentionNeeds, lack: str
+) -> None:
+    with pytest.raises(UserError, match=lack):
+        training_attention(run_config(model=model).model, machine(), needs)
 
 
 def test_attention_has_its_reason() -> None:

@@ -243,9 +243,9 @@ def fingerprint(run: RunConfig) -> str:
     resumed.
     """
     train = run.train.model_dump(mode="json", exclude=set(OPERATIONAL_KEYS))
-    compute = run.model.compute_dtype
+    numerics = [run.model.compute_dtype, run.model.attention_dropout]
     return short_hash(
-        [tokens_key(run), base_key(run), run.lora.model_dump(mode="json"), train, compute]
+        [tokens_key(run), base_key(run), run.lora.model_dump(mode="json"), train, *numerics]
     )
 
 
@@ -292,11 +292,17 @@ def unrecorded_json(stage: str, run: RunConfig) -> str:
 # Keys of these sections that a stage does not read, so that editing them does not run it again.
 HUB_KEYS = ("hub_repo", "hub_form", "hub_public")
 UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
-    "consolidate": {"export": {"gguf", "gguf_of", "llama_cpp", *HUB_KEYS}},
+    "consolidate": {
+        "model": {"attention_dropout"},
+        "export": {"gguf", "gguf_of", "llama_cpp", *HUB_KEYS},
+    },
     # The merged model is its input, the converters an option.
     "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", "base_id", *HUB_KEYS}},
     "publish_run": {"export": {"merge_onto", "shard_gib", "base_id"}},
-    "write_card": {"export": set(ExportConfig.model_fields) - {"base_id"}},
+    "write_card": {
+        "model": {"attention_dropout"},
+        "export": set(ExportConfig.model_fields) - {"base_id"},
+    },
     # It looks whether the tasks exist and measure what is required, and how much is measured.
     "preflight_run": {
         "evaluate": {"bootstrap_resamples", "task_code", "apply_chat_template", "shard", "seed"}
@@ -304,7 +310,10 @@ UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
         "export": set(ExportConfig.model_fields) - {"merged"},
     },
     # What is measured and what is served it is told by options.
-    "evaluate_run": {"evaluate": {"require", "require_by", "subjects", "served"}},
+    "evaluate_run": {
+        "model": {"attention_dropout"},
+        "evaluate": {"require", "require_by", "subjects", "served"},
+    },
 }
 
 

@@ -276,7 +276,7 @@ def _load(
     seen.attention = resolve_training_attention(
         config.model.attention,
         world.device,
-        read_attention_needs(base),
+        read_attention_needs(base).asked(config.model.attention_dropout),
         compute_dtype=dtype,
     ).name
     began = time.monotonic()

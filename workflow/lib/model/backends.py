@@ -142,15 +142,7 @@ def resolve_attention(
     """
     if name in ("auto", VARLEN, FLEX):
         return _automatic(device, compute_dtype, needs, training=False).name
-    lack = _flash_lack(name, device, compute_dtype)
-    if name in FLASH_AVAILABLE:
-        lack = lack or needs.flash_lack()
-    if name == "sdpa" and needs.softcap:
-        lack = "it ignores the soft-capping of attention scores that this model has"
-    if name == "sdpa" and needs.sinks:
-        lack = "it ignores the attention sinks that this model has"
-    if name == "sdpa" and needs.no_sdpa:
-        lack = "the class of this model rules it out"
+    lack = _flash_lack(name, device, compute_dtype) or needs.lack_of(name)
     if lack is not None:
         raise setting_error("model.attention", name, lack, "Set it to auto or eager")
     return name

@@ -16,6 +16,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
+from workflow.lib.model.architecture.attention_needs import attention_dropout
 from workflow.lib.model.architecture.config_file import (
     check_bounds,
     read_bounded,
@@ -265,7 +266,7 @@ def _shape(model: PreTrainedModel, *, dtype: str) -> ModelShape:
         attention_masks=1 + any("sliding" in x or "chunked" in x for x in types),
         **(paths | _others(model, paths)),
         source_dtype=STORED.get(dtype.removeprefix("torch."), "BF16"),
-        attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
+        attention_dropout=attention_dropout(config.to_dict()),
         router_aux_loss_coef=family_coefficient(model),
         masked=any(RECORDER not in x.arguments for calls in layers for x in calls.attended),
     )

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from workflow.lib.model.architecture.attention_needs import ATTENTION_DROPOUT
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, quantization_of
 from workflow.lib.model.auto_class import auto_class
@@ -42,12 +43,19 @@ from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfa
 HAS_ITS_VALUE = "_is_hf_initialized"
 
 
-def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
+def build_on_meta(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    attention_dropout: bool = True,
+) -> PreTrainedModel:
     """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`:
     embedding and head are tied as it ties them, and its configuration speaks of quantization only
     where weights are packed. A config.json alone will do.
 
     attention: `eager`, which every family has, will do unless the model is to compute.
+    attention_dropout: whether training drops attention weights as the family does.
     Raises `UserError` if Transformers knows no such model, it would need code from the folder, or
     the family has no such attention.
     """
@@ -57,6 +65,8 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
         if quantization_of(read_bounded(path), path) is None:
             for part in (config, config.get_text_config()):
                 part.__dict__.pop(QUANTIZATION, None)
+        if not attention_dropout:
+            drop_no_attention_(config)
         model = build_config_on_meta(config, dtype=dtype, attention=attention)
         if differing_ties(model, folder):
             for part in (config, config.get_text_config()):
@@ -79,6 +89,13 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
         ) from None
 
 
+def drop_no_attention_(config: PretrainedConfig) -> None:
+    """Have no attention weight dropped in training."""
+    for part in (config, config.get_text_config()):
+        for name in {*ATTENTION_DROPOUT} & {*part.to_dict()}:
+            setattr(part, name, 0.0)
+
+
 def build_config_on_meta(
     config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "eager"
 ) -> PreTrainedModel:
@@ -91,16 +108,18 @@ def build_config_on_meta(
 
 
 def build_nf4_on_meta(
-    folder: Path, *, compute_dtype: torch.dtype, attention: str
+    folder: Path, *, compute_dtype: torch.dtype, attention: str, attention_dropout: bool = True
 ) -> PreTrainedModel:
     """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything
-    frozen.
+    frozen. attention, attention_dropout: as in `build_on_meta`.
 
     Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not
     correspond, or the installed packages lack what is used of them.
     """
     check_interfaces(*OF_MODELS)
-    model = build_on_meta(folder, dtype=compute_dtype, attention=attention)
+    model = build_on_meta(
+        folder, dtype=compute_dtype, attention=attention, attention_dropout=attention_dropout
+    )
     drop_other_parts_(model)
     keep_in_float32_(model)
     with CheckpointReader(folder) as reader:

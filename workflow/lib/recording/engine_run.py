@@ -322,11 +322,21 @@ def _nf4_model(config: Mapping[str, Any], setup: Setup, numbers: Sequence[int]) 
 
 
 def _stock_model(config: Mapping[str, Any], setup: Setup) -> PreTrainedModel:
-    """Return the model of a config.json on meta."""
+    """Return the model of a config.json on meta.
+
+    FlashAttention's packages keep nothing of what they drop, and what is recorded in their place
+    drops nothing.
+    """
+    drops = setup.attention_dropout and setup.attention in ("sdpa", "eager")
     dtype = DTYPES[setup.compute_bytes]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        model = build_on_meta(Path(folder), dtype=dtype, attention=ATTENTION[setup.attention])
+        model = build_on_meta(
+            Path(folder),
+            dtype=dtype,
+            attention=ATTENTION[setup.attention],
+            attention_dropout=drops,
+        )
     drop_other_parts_(model)
     return model
 

@@ -4,12 +4,13 @@ Preflight decides here for a machine that may not be at hand, training and evalu
 that they run on (`model.backends`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from workflow.lib.system.errors import setting_error
 
 FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
+FAMILY = "family"  # as the model's family has it
 FLEX_BLOCK = 128  # tokens of a block of flex's masks; what torch's own have
 OWN_SCORES = "this model's layers compute their scores themselves"
 WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
@@ -39,6 +40,36 @@ class AttentionNeeds:
     """Its layers compute all scores themselves: no other implementation serves it."""
     no_sdpa: bool = False
     """Its class rules sdpa out."""
+
+    def asked(self, attention_dropout: str | int) -> "AttentionNeeds":
+        """Return the needs of a training with this `model.attention_dropout`."""
+        return self if attention_dropout == FAMILY else replace(self, dropout=0.0)
+
+    def dropout_note(self, attention_dropout: str | int) -> str | None:
+        """Return what to tell of a training that drops less than the family does; None for
+        nothing.
+        """
+        if self.dropout == self.asked(attention_dropout).dropout:
+            return None
+        return (
+            f"attention dropout: none (model.attention_dropout: {attention_dropout}), where the "
+            f"model's family drops {self.dropout:g} of the weights; {FAMILY} would, which neither "
+            "varlen nor flex can do"
+        )
+
+    def lack_of(self, name: str) -> str | None:
+        """Return what an implementation cannot do of it on any device; None for nothing."""
+        if name in (VARLEN, FLEX):
+            return self.varlen_lack() if name == VARLEN else self.flex_lack()
+        if name.startswith("flash"):
+            return self.flash_lack()
+        if name == "sdpa" and self.softcap:
+            return "it ignores the soft-capping of attention scores that this model has"
+        if name == "sdpa" and self.sinks:
+            return "it ignores the attention sinks that this model has"
+        if name == "sdpa" and self.no_sdpa:
+            return "the class of this model rules it out"
+        return None
 
     def varlen_lack(self) -> str | None:
         """Return what varlen cannot do of it; None for nothing."""
@@ -75,7 +106,7 @@ class AttentionNeeds:
         if self.dropout > 0:
             return (
                 "it cannot drop attention weights, and this model's attention_dropout is "
-                f"{self.dropout:g}"
+                f"{self.dropout:g} (model.attention_dropout: 0 leaves it out)"
             )
         return None
 

@@ -34,7 +34,7 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, check_saved_activations
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FAMILY, check_saved_activations
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,12 @@ def build_training_model(
     _limit_memory(plan, world.device)
     dtype, saved = numerics.compute_dtype, config.train.saved_activations
     check_saved_activations(saved, products_hardware(world.device))
-    model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
+    model = build_nf4_on_meta(
+        base,
+        compute_dtype=dtype,
+        attention=numerics.attention,
+        attention_dropout=config.model.attention_dropout == FAMILY,
+    )
     choice = chosen_layers(plan, len(decoder_layers(model)))
     training, fused = adapt_(
         model,

@@ -33,6 +33,13 @@ EAGER_ALONE = frozenset(
 WITHOUT_SDPA = EAGER_ALONE | {
     *("deepseek_v4", "falcon_mamba", "flint", "hy_v4", "mamba", "mamba2", "rwkv", "xlstm")
 }
+# How configurations of Transformers (5.23) name the share of attention weights that training drops.
+ATTENTION_DROPOUT = (
+    "attention_dropout",
+    "attn_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+)
 
 
 def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
@@ -46,10 +53,15 @@ def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
         chunks="chunked_attention" in kinds or config.get("model_type") == "llama4_text",
         head_dim=head_dim,
         value_dim=value_dim,
-        dropout=float(config.get("attention_dropout") or 0.0),
+        dropout=attention_dropout(config),
         masked=config.get("model_type") in MASKED,
         **of_family(config.get("model_type")),
     )
+
+
+def attention_dropout(config: Mapping[str, Any]) -> float:
+    """Return the share of attention weights that training drops, by whatever name."""
+    return max(float(config.get(name) or 0.0) for name in ATTENTION_DROPOUT)
 
 
 def of_family(family: str | None) -> dict[str, bool]:

@@ -47,6 +47,20 @@ def refuse_others(
         )
 
 
+def refuse_dropout(module: nn.Module, dropout: float, *, implementation: str) -> None:
+    """Raise `UserError` if a layer is to drop attention weights, which the implementation
+    cannot.
+    """
+    if dropout:
+        raise setting_error(
+            "model.attention",
+            implementation,
+            f"{type(module).__name__} drops {dropout:g} of its attention weights, which "
+            f"{implementation} cannot do",
+            "Set it to sdpa or eager, or model.attention_dropout to 0",
+        )
+
+
 def refuse_without_documents(module: nn.Module, *, implementation: str) -> NoReturn:
     """Raise `UserError`: a layer was told where documents begin, and does not hand it on."""
     raise setting_error(

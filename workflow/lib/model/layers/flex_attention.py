@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 
 from workflow.lib.model.layers.attention_arguments import (
     mask_kind,
+    refuse_dropout,
     refuse_others,
     refuse_without_documents,
 )
@@ -72,7 +73,7 @@ def flex_attention(
     (rows, seq_len, heads, value_dim), contiguous, and no weights. Raises `UserError` if the model
     tells it to do anything else.
     """
-    assert not dropout, "resolve_training_attention refuses attention dropout"
+    refuse_dropout(module, dropout, implementation=FLEX)
     bidirectional = True if is_causal is False else None
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
     refuse_others(module, others, implementation=FLEX, instead="eager")

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from workflow.lib.model.layers.attention_arguments import (
     mask_kind,
+    refuse_dropout,
     refuse_others,
     refuse_without_documents,
 )
@@ -76,7 +77,7 @@ def varlen_attention(
     (1, tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do
     anything else.
     """
-    assert not dropout, "resolve_training_attention refuses attention dropout"
+    refuse_dropout(module, dropout, implementation=VARLEN)
     bidirectional = True if is_causal is False else None
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
     others["chunked attention"] = mask_kind(module, sliding_window).chunk

@@ -44,6 +44,8 @@ class Setup:
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
     dora: bool = False
+    attention_dropout: bool = False
+    """Attention weights are dropped; where all are made, what says which takes memory."""
     products: str = COMPUTE_DTYPE
     """What training steps multiply frozen weights in: `compute_dtype`, `float8` or `int8`."""
     products_in: str = "both"

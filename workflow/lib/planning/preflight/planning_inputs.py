@@ -114,11 +114,15 @@ def _hardware(machine: Machine) -> ProductsHardware:
 def training_attention(
     model: ModelConfig, machine: Machine, needs: AttentionNeeds
 ) -> AttentionChoice:
-    """Return the attention that training will choose, and why.
+    """Return the attention that training will choose, and why; raises `UserError` for one asked
+    for that cannot compute the model's.
 
     needs: of the model (`attention_needs`).
     """
+    needs = needs.asked(model.attention_dropout)
     if model.attention != "auto":
+        if (lack := needs.lack_of(model.attention)) is not None:
+            raise setting_error("model.attention", model.attention, lack, "Set it to auto or eager")
         return AttentionChoice(model.attention, ASKED_FOR)
     return automatic_attention(
         needs,
@@ -227,6 +231,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         attention=attention_kind(
             training_attention(run.model, machine, attention_needs(shape)).name
         ),
+        attention_dropout=attention_needs(shape).asked(run.model.attention_dropout).dropout > 0,
         nodes=machine.nodes,
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),

@@ -1,5 +1,5 @@
 """LongRoPE is recorded, though Transformers makes its long factors of numbers in Python at the
-first call.
+first call; and so is attention that drops weights, by whatever implementation.
 """
 
 import pytest
@@ -25,5 +25,18 @@ def test_model_with_longrope_is_recorded(process: RecordingProcess, seq_len: int
     }
     config |= {"rope_parameters": rope, "max_position_embeddings": 4 * LIMIT}
     levers = setup(seq_len=seq_len, micro_batch_size=2, processes=1, targets=("o_proj",))
+    tape = process.record(Request(config, levers, None, checked=False), whole=True)
+    assert "forward" in tape.events
+
+
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+def test_model_whose_family_drops_attention_weights_is_recorded(
+    process: RecordingProcess, attention: str
+) -> None:
+    config = config_of("seed_oss") | {"attention_dropout": 0.1}
+    levers = setup(
+        seq_len=64, micro_batch_size=2, processes=1, targets=("o_proj",),
+        attention=attention, attention_dropout=True,
+    )  # fmt: skip
     tape = process.record(Request(config, levers, None, checked=False), whole=True)
     assert "forward" in tape.events
