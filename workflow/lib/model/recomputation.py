@@ -56,6 +56,16 @@ def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) ->
         switched._gradient_checkpointing_func = Recomputed()
 
 
+def recompute_without_draws_(model: PreTrainedModel) -> None:
+    """Take it that no layer draws random numbers, where no forward can be looked at: their state
+    lies in host memory.
+    """
+    for layer in decoder_layers(model):
+        keeping: Any = getattr(layer, "_gradient_checkpointing_func", None)
+        if isinstance(keeping, Recomputed):
+            keeping.draws = False
+
+
 @contextmanager
 def nothing_recomputed(model: PreTrainedModel) -> Iterator[None]:
     """Within the block all layers keep their activations."""

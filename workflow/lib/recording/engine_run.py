@@ -35,6 +35,7 @@ from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.layers.rotary.by_document import RotaryByDocument
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
+from workflow.lib.model.recomputation import recompute_without_draws_
 from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
 from workflow.lib.planning.memory.setup import Setup
@@ -188,6 +189,7 @@ class _Run:
             fused_layers=setup.fused_layers,
             fused_loss=setup.fused_loss,
         )
+        recompute_without_draws_(model)
         self.training.balance_routers_(1.0 if setup.balances_routers else 0.0)
         self.training.multiply_in_(setup.products, setup.products_in)
         rounds = None if setup.saved_activations == COMPUTE_DTYPE else self._dtype
