@@ -1,5 +1,7 @@
 """What the stage `tokenize_dataset` holds out: which rows, and none that is trained on."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.tokenizing import (
@@ -160,3 +162,58 @@ def test_sources_of_documents_split_off_are_told_too(stage: Stage) -> None:
     expected = ["more" if ids in from_more else "first" for ids in documents]
     assert store.heldout_sources() == expected
     assert set(expected) == {"first", "more"}
+
+
+def grouped_rows(count: int, *, per_group: int, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        row | {"chat": (start + number) // per_group}
+        for number, row in enumerate(rows(count, start=start))
+    ]
+
+
+def test_rows_of_a_group_are_on_one_side(stage: Stage) -> None:
+    stage.heldout = None
+    content = grouped_rows(60, per_group=4)
+    save_rows(stage.train, content)
+    store = stage.run(group_by="chat", heldout_share=0.2)
+    groups = {tuple(expected_ids(stage, row)): row["chat"] for row in content}
+    held = [groups[tuple(ids.tolist())] for ids, _ in store.heldout_documents()]
+    assert len(held) == 12
+    assert not set(held) & {groups[ids] for ids in documents_of(store)}
+    sources = store.manifest["sources"]
+    assert not any("chat" in source["not_read"] for source in sources)
+
+
+def test_group_of_a_training_row_is_taken_out_of_the_heldout_ones(stage: Stage) -> None:
+    assert stage.heldout is not None
+    save_rows(stage.train, grouped_rows(NUM_TRAIN, per_group=4))
+    save_rows(stage.heldout, grouped_rows(8, per_group=4, start=NUM_TRAIN - 1))
+    store = stage.run(group_by="chat", near_duplicates="remove", near_duplicate_threshold=1.0)
+    reasons = [line["reason"] for line in read_lines(stage.output / "rejects.jsonl")]
+    others = [f"group of a training row: row {NUM_TRAIN} of {stage.train}"] * 3
+    assert reasons == ["duplicate of a training row", *others]
+    assert store.manifest["train_heldout_shared_groups"] == 3
+    with pytest.raises(UserError, match=r"group of a training row: row 53 of"):
+        stage.run(group_by="chat", near_duplicates="refuse")
+
+
+def test_group_column_that_is_missing_is_named(stage: Stage) -> None:
+    with pytest.raises(UserError, match=r"data\.group_by = 'user': data\.train has the columns"):
+        stage.run(group_by="user")
+
+
+def test_row_without_a_group_is_dropped(stage: Stage) -> None:
+    stage.heldout = None
+    content = grouped_rows(60, per_group=4)
+    content[5]["chat"] = None
+    save_rows(stage.train, content)
+    stage.run(group_by="chat", max_rejected_share=0.1)
+    (line,) = read_lines(stage.output / "rejects.jsonl")
+    assert line["reason"] == "no group: column 'chat' (data.group_by) is null"
+
+
+def test_one_group_cannot_be_two_splits(stage: Stage) -> None:
+    stage.heldout = None
+    save_rows(stage.train, grouped_rows(9, per_group=100))
+    with pytest.raises(UserError, match=r"data\.group_by: all rows .* have the same value"):
+        stage.run(group_by="chat")

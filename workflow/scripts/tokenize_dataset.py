@@ -8,6 +8,7 @@ on where it was. If unusable rows stop the run, their list is kept beside the ou
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from workflow.lib.data.encoding.tokenizer import (
     read_tool_template,
 )
 from workflow.lib.data.reading.data_file import column_names
+from workflow.lib.data.reading.row import printable
 from workflow.lib.data.reading.sources import Source, resolve_splits
 from workflow.lib.data.tokens import manifest
 from workflow.lib.data.tokens.corpus import (
@@ -38,6 +40,7 @@ from workflow.lib.data.tokens.heldout_drops import (
     check_heldout_left,
     drop_near_duplicates,
     drop_overlap,
+    drop_shared_groups,
 )
 from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
 from workflow.lib.data.tokens.manifest_log import log_facts
@@ -63,6 +66,7 @@ from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
+from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import package_versions, short_hash, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
@@ -145,6 +149,7 @@ def find_encodings(
             chat_template=exported,
             formats=tuple(name for name, _ in formats[split]),
             columns=tuple(columns for _, columns in formats[split]),
+            group_by=tuple(source.group_by for source in splits[split]),
             settings=settings,
         )
         for split in splits
@@ -158,10 +163,23 @@ def find_formats(split: str, sources: list[Source]) -> list[tuple[Format, DataCo
         setting = f"data.{split}"
         names = column_names(source.files, setting=setting)
         named = setting if len(sources) == 1 else f"{setting} ({source.name})"
+        check_group_by(source.group_by, names, setting=named)
         formats.append(
             choose_format(names, format=source.format, columns=source.columns, setting=named)
         )
     return formats
+
+
+def check_group_by(group_by: str | None, columns: list[str], *, setting: str) -> None:
+    """Raise `UserError` if a source has no such column."""
+    if group_by is not None and columns and group_by not in columns:
+        listed = ", ".join(printable(f"'{name}'") for name in columns)
+        raise setting_error(
+            "data.group_by",
+            group_by,
+            f"{setting} has the columns {listed}, and none of that name",
+            "Name one of them, or null; a source may have its own group_by",
+        )
 
 
 def work_key(
@@ -205,8 +223,13 @@ def prepare_splits(
     check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
     check_not_empty(train, heldout, rejects=rejects)
     heldout = drop_overlap(train, heldout, listing, tokenizer)
+    heldout, grouped = drop_shared_groups(
+        train, heldout, listing, tokenizer, treatment=settings.near_duplicates
+    )
+    check_heldout_left(heldout, listing, rejects=rejects)
     pieces = pieces_of(tokenizer)
     near = near_duplicates(train, heldout, settings, pieces, processes=processes)
+    near = replace(near, shared_groups=grouped)
     heldout = drop_near_duplicates(
         heldout,
         train,

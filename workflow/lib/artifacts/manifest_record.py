@@ -224,6 +224,8 @@ class Manifest(Record):
     train_heldout_near_duplicates: int | None = None
     """Held-out rows that resemble a training row; removed, or left, as `data.near_duplicates`
     says."""
+    train_heldout_shared_groups: int | None = None
+    """Held-out rows of a group (`data.group_by`) that training rows are of; treated likewise."""
     files: TokenFiles
     """SHA-256 of every other file of the folder, by name."""
     samples: list[list[tuple[str, bool]]]

@@ -73,6 +73,8 @@ class DataSource(Section):
     """As `data.format`, for this source; null = as there."""
     columns: DataColumns | None = None
     """As `data.columns`, for this source; null = as there."""
+    group_by: str | None = Field(None, min_length=1, max_length=256)
+    """As `data.group_by`, for this source; null = as there."""
 
 
 def _entry(value: Any) -> str:
@@ -116,6 +118,10 @@ class DataConfig(Section):
     heldout_share: float = Field(0.05, gt=0.0, lt=1.0)
     """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of
     `seed`."""
+    group_by: str | None = Field(None, min_length=1, max_length=256)
+    """Column whose equal values keep rows on one side of the split (a conversation, a document, a
+    user). Rows of a held-out file that share a value with training are treated as
+    `near_duplicates` says."""
     file_type: Literal["auto", FileType] = "auto"
     """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst. Plain text
     is a document per file, paragraph or line."""
@@ -180,6 +186,7 @@ class DataConfig(Section):
                     "file_type": source.file_type or self.file_type,
                     "format": source.format or self.format,
                     "columns": source.columns or self.columns,
+                    "group_by": source.group_by or self.group_by,
                 }
             )
             for source in sources

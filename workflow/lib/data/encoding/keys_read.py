@@ -67,6 +67,7 @@ class KeyAccount:
 
     template_keys: those of a message that the chat template reads. leave_out: keys that the user
     wants to be left out, whatever they say. omit_media: pictures and sounds are left out too.
+    group_by: the column that groups rows, which is read beside what becomes tokens.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class KeyAccount:
         template_keys: Collection[str] = (),
         leave_out: Collection[str] = (),
         omit_media: bool = False,
+        group_by: str | None = None,
     ) -> None:
+        self._group_by = group_by
         self._template_keys = frozenset(template_keys) | REASONING_KEYS
         self._leave_out = frozenset(leave_out)
         self.omit_media = omit_media
@@ -105,6 +108,8 @@ class KeyAccount:
         known = self._template_keys if place.passed else frozenset[str]()
         unread = [key for key in item if key in self._leave_out]
         unread += [key for key in others if key not in known]
+        if not place.name:
+            unread = [key for key in unread if key != self._group_by]
         has_optional = not place.optional.isdisjoint(kept)
         shape = Shape(tuple(unread), tuple(flags), tuple(others), has_optional)
         if not place.name:

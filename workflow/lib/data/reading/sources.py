@@ -48,6 +48,7 @@ class Source:
     weight: float
     format: str
     columns: DataColumns
+    group_by: str | None
     files: tuple[SourceFile, ...]
 
 
@@ -100,6 +101,7 @@ def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
         weight=entry.weight,
         format=entry.format,
         columns=entry.columns,
+        group_by=entry.group_by,
         files=tuple(files),
     )
 

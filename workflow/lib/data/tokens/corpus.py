@@ -63,6 +63,7 @@ class Encoding:
     chat_template: str | None
     formats: tuple[Format, ...]
     columns: tuple[DataColumns, ...]
+    group_by: tuple[str | None, ...]
     settings: DataConfig
 
 
@@ -205,8 +206,9 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
             template_keys=template_keys,
             leave_out=settings.leave_out,
             omit_media=settings.media == "omit",
+            group_by=group_by,
         )
-        for _ in encoding.formats
+        for group_by in encoding.group_by
     ]
 
     def begin(source: int, row: Row) -> Callable[[], list[Encoded]]:
@@ -220,6 +222,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
                 task.chunk.rows(),
                 begin=partial(begin, task.source),
                 keys=accounts[task.source],
+                group_by=encoding.group_by[task.source],
                 seq_len=settings.seq_len,
                 overlong=settings.overlong,
                 stem=task.stem,

@@ -22,6 +22,7 @@ COLUMNS = {
     "trained": "<u4",
     "ordinal": "<u8",
     "digest": "<u8",
+    "group": "<u8",
 }
 OPEN_SHARDS = 128  # shards whose arrays stay mapped between two documents; each has up to two files
 
@@ -47,7 +48,7 @@ class Documents:
 
     Attributes, each of shape (documents,): `lengths` tokens as kept, `full_lengths` of the whole
     row, `trained` tokens, `ordinals` number of the row among all rows read, `digests` of the token
-    ids. `stem` begins the names of its files.
+    ids, `groups` what groups the rows (0 = nothing). `stem` begins the names of its files.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Documents:
         self.full_lengths: npt.NDArray[np.uint32] = columns["full_length"]
         self.trained: npt.NDArray[np.uint32] = columns["trained"]
         self.ordinals: npt.NDArray[np.uint64] = columns["ordinal"]
+        self.groups: npt.NDArray[np.uint64] = columns["group"]
         self.digests: npt.NDArray[np.uint64] = columns["digest"]
         self.shard_offsets = np.cumsum([0, *(shard.documents for shard in shards)])
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()

@@ -11,6 +11,7 @@ from workflow.lib.system.artifact_files import checked_line
 
 # Why a held-out row is dropped.
 OVERLAP = "duplicate of a training row"
+SHARED_GROUP = "group of a training row"
 NEAR_DUPLICATE = "near-duplicate of a training row"
 
 

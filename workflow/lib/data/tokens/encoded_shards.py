@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.encoding.keys_read import KeyAccount
-from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
+from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded
-from workflow.lib.data.reading.row import BrokenRow, Row
+from workflow.lib.data.reading.row import BrokenRow, Row, Values
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
@@ -31,7 +31,7 @@ ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
 
 # One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the
-# file.
+# file, `group` a hash of what groups the row (0 = nothing).
 TABLE = np.dtype(
     [
         ("length", "<u4"),
@@ -40,6 +40,7 @@ TABLE = np.dtype(
         ("ordinal", "<u4"),
         ("row", "<u8"),
         ("digest", "<u8"),
+        ("group", "<u8"),
     ]
 )
 
@@ -91,8 +92,9 @@ class ShardFacts:
 class ShardBuilder:
     """Collects the documents and facts of one chunk."""
 
-    def __init__(self, *, seq_len: int, overlong: Overlong) -> None:
+    def __init__(self, *, seq_len: int, overlong: Overlong, group_by: str | None) -> None:
         self._seq_len = seq_len
+        self._group_by = group_by
         self._overlong = overlong
         self._pieces: list[Piece] = []
         self._table: list[tuple[int, ...]] = []
@@ -103,16 +105,16 @@ class ShardBuilder:
         try:
             if isinstance(begun, RowError):
                 raise begun
-            self._keep(row.number, begun())
+            assert isinstance(row, Row), "a broken row is not begun"
+            self._keep(row.number, begun(), group_of(row.value, self._group_by))
         except RowError as error:
             self._drop(row, error)
         self.facts.rows_read += 1
 
-    def _keep(self, number: int, examples: list[Encoded]) -> None:
+    def _keep(self, number: int, examples: list[Encoded], group: int) -> None:
         full = max(len(encoded.ids) for encoded in examples)
         pieces = self._pieces_of(examples)
         for ids, mask in pieces:
-            digest = hashlib.blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).digest()
             trained = int(np.count_nonzero(mask))
             self._pieces.append((ids, mask))
             self._table.append(
@@ -122,7 +124,8 @@ class ShardBuilder:
                     trained,
                     self.facts.rows_read,
                     number,
-                    int.from_bytes(digest, "little"),
+                    _digest(ids.tobytes()),
+                    group,
                 )
             )
         if full > self._seq_len:
@@ -175,6 +178,23 @@ class ShardBuilder:
         write_checked_json(Path(f"{stem}.facts.json"), asdict(self.facts))
 
 
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest(), "little")
+
+
+def group_of(value: Values, group_by: str | None) -> int:
+    """Return a hash of what groups a row: of the text of column `group_by`, 0 without one.
+
+    Raises `RowError` if the row has no value there.
+    """
+    if group_by is None:
+        return 0
+    group = value.get(group_by)
+    if group is None or group == "" or isinstance(group, list | dict):
+        raise RowError(f"no group: column {group_by!r} (data.group_by) is {kind(group)}")
+    return max(1, _digest(str(group).encode(errors="surrogatepass")))
+
+
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
     """Return a row's documents of at most `seq_len` tokens.
 
@@ -206,13 +226,14 @@ def encode_rows(
     seq_len: int,
     overlong: Overlong,
     stem: Path,
+    group_by: str | None = None,
 ) -> None:
     """Write the shard of a chunk's rows to `stem`.
 
     All rows of a block are begun, then ended (`SampleEncoder.begin`). keys: what `begin` accounts
     for.
     """
-    builder = ShardBuilder(seq_len=seq_len, overlong=overlong)
+    builder = ShardBuilder(seq_len=seq_len, overlong=overlong, group_by=group_by)
     for start in range(0, len(rows), ROWS_BEGUN):
         block = rows[start : start + ROWS_BEGUN]
         for row, begun in zip(block, [_begun(row, begin) for row in block], strict=True):

@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.reading.row import PREVIEW_CHARS, preview, printable
 from workflow.lib.data.tokens.containment import shared_tokens
-from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, Listing
+from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, SHARED_GROUP, Listing
 from workflow.lib.data.tokens.near_duplicates import NearDuplicates
 from workflow.lib.data.tokens.shingles import Pieces
-from workflow.lib.data.tokens.splits import Split, overlap
+from workflow.lib.data.tokens.splits import Split, overlap, shared_groups
 from workflow.lib.system.errors import UserError, setting_error
+
+Treatment = Literal["remove", "refuse", "keep"]
 
 SHOWN_PAIRS = 3  # near-duplicates that an error message quotes
 
@@ -28,6 +30,27 @@ def drop_overlap(
     return drop_documents(heldout, reasons, listing, tokenizer)
 
 
+def drop_shared_groups(
+    train: Split,
+    heldout: Split,
+    listing: Listing,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    treatment: Treatment,
+) -> tuple[Split, int]:
+    """Return held-out as `data.near_duplicates` says of groups, and how many rows share one.
+
+    Raises `UserError` if they are refused.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for number, other in shared_groups(heldout, train):
+        found.setdefault(int(heldout.documents.ordinals[number]), (number, other))
+    reasons = (
+        (number, f"{SHARED_GROUP}: {described(train, other)}") for number, other in found.values()
+    )
+    return _treated(heldout, reasons, len(found), listing, tokenizer, treatment), len(found)
+
+
 def drop_near_duplicates(
     heldout: Split,
     train: Split,
@@ -36,12 +59,24 @@ def drop_near_duplicates(
     tokenizer: PreTrainedTokenizerBase,
     *,
     pieces: Pieces,
-    treatment: Literal["remove", "refuse", "keep"],
+    treatment: Treatment,
 ) -> Split:
     """Return held-out as `data.near_duplicates` says. Raises `UserError` if they are refused."""
-    if not near.matches or treatment == "keep":
-        return heldout
     reasons = near_reasons(near, heldout, train, tokenizer, pieces=pieces)
+    return _treated(heldout, reasons, len(near.matches), listing, tokenizer, treatment)
+
+
+def _treated(
+    heldout: Split,
+    reasons: Iterator[tuple[int, str]],
+    rows: int,
+    listing: Listing,
+    tokenizer: PreTrainedTokenizerBase,
+    treatment: Treatment,
+) -> Split:
+    """Return held-out without these rows, or with them, or raise `UserError`."""
+    if not rows or treatment == "keep":
+        return heldout
     if treatment == "refuse":
         shown = [
             f"row {heldout.origin(number)[1]}: {reason}"
@@ -50,7 +85,7 @@ def drop_near_duplicates(
         raise setting_error(
             "data.near_duplicates",
             "refuse",
-            f"{len(near.matches)} held-out rows nearly repeat training rows:\n  "
+            f"{rows} held-out rows belong to training rows or nearly repeat them:\n  "
             + "\n  ".join(shown),
             "Take them out of the held-out data, set remove, or raise "
             "data.near_duplicate_threshold",
@@ -71,11 +106,10 @@ def near_reasons(
         ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
         ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()
         words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
-        file, row = train.origin(match.train)
         yield (
             match.heldout,
-            f"{NEAR_DUPLICATE}: row {row} of {file} trains {match.share:.0%} of what this row "
-            f"trains, from {words!r} on",
+            f"{NEAR_DUPLICATE}: {described(train, match.train)} trains {match.share:.0%} of what "
+            f"this row trains, from {words!r} on",
         )
 
 
@@ -84,16 +118,22 @@ def check_heldout_left(heldout: Split, listing: Listing, *, rejects: Path) -> No
     if len(heldout):
         return
     counts = listing.dropped_by_reason
-    equal, nearly = counts[OVERLAP], counts[NEAR_DUPLICATE]
+    equal, nearly, grouped = (counts[r] for r in (OVERLAP, NEAR_DUPLICATE, SHARED_GROUP))
     files = ", ".join(file.file for file in heldout.corpus.files[:3])
     raise UserError(
         f"data.heldout: no document is left for the split heldout: {heldout.rows_read} rows of "
         f"{files} were read for it, {heldout.rows_dropped} of them dropped, {equal} as they equal "
-        f"a training row and {nearly} as they nearly repeat one (what is shared with which row: "
-        f"{rejects}). Hold out rows that are not trained too: take repetitions out of the data. If "
-        "they are no repetitions, raise data.near_duplicate_threshold or set data.near_duplicates "
-        "to keep."
+        f"a training row, {nearly} as they nearly repeat one and {grouped} as they are of a group "
+        f"of one (what is shared with which row: {rejects}). Hold out rows that are not trained "
+        "too: take repetitions out of the data. If they are no repetitions, raise "
+        "data.near_duplicate_threshold or set data.near_duplicates to keep."
     )
+
+
+def described(split: Split, number: int) -> str:
+    """Return the row and the file of a document."""
+    file, row = split.origin(number)
+    return f"row {row} of {file}"
 
 
 def drop_documents(

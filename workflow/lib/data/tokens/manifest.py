@@ -73,6 +73,7 @@ def manifest(
         **drop_facts(listing),
         "template_kwargs": encoding.settings.template_kwargs,
         "train_heldout_near_duplicates": len(near.matches),
+        "train_heldout_shared_groups": near.shared_groups,
         "samples": samples(train, tokenizer),
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
         "files": file_checksums(folder),

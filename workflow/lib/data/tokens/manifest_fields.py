@@ -146,6 +146,7 @@ class Manifest(TokenizerFacts, DropFacts, ChatFacts):
     splits: SplitsFacts
     template_kwargs: Mapping[str, object]
     train_heldout_near_duplicates: int
+    train_heldout_shared_groups: int
     samples: list[list[tuple[str, bool]]]
     files: dict[str, str]
     provenance: Provenance

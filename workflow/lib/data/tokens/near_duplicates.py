@@ -75,11 +75,13 @@ class NearDuplicates:
 
     train, heldout: how many rows resemble an earlier one of their split; those that equal one are
     not among them. matches: held-out documents that are trained, nearly.
+    shared_groups: held-out rows of a group that training rows are of.
     """
 
     train: int
     heldout: int
     matches: list[Match]
+    shared_groups: int = 0
 
 
 def make_measure(train: Split, *, pieces: Pieces, threshold: float) -> Measure:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import Documents
 from workflow.lib.data.tokens.seeded_draws import Numbers, drawn, times_taken
+from workflow.lib.data.tokens.shingles import mixed
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.system.errors import UserError
 
@@ -115,15 +116,44 @@ def divide(
     """Divide a corpus' rows into train and held-out.
 
     `share` of all rows (rounded, at least one) is held out. Which rows is a pure function of their
-    number and `seed`, whatever their content.
+    number and `seed`, whatever their content. Rows that are grouped (`Documents.groups`) are held
+    out by the group, as many groups as the share has room for. Raises `UserError` if there is one
+    group alone.
     """
     count = max(1, round(corpus.rows_read * share))
     held = np.zeros(corpus.rows_read, dtype=np.bool_)
-    held[drawn(count, total=corpus.rows_read, seed=seed)] = True
+    if documents.groups.any():
+        held[_drawn_groups(documents, count=count, seed=seed)] = True
+    else:
+        held[drawn(count, total=corpus.rows_read, seed=seed)] = True
     return (
         _split("train", corpus, documents, dropped, ~held),
         _split("heldout", corpus, documents, dropped, held),
     )
+
+
+def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray[np.uint64]:
+    """Return the rows of groups drawn by `seed`, `count` rows at most, or one group.
+
+    A row without a group is one by itself.
+    """
+    ordinals, firsts = np.unique(documents.ordinals, return_index=True)
+    groups = documents.groups[firsts]
+    groups = np.where(groups == 0, mixed(ordinals + np.uint64(1)), groups)
+    _, numbers, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if len(sizes) == 1:
+        raise UserError(
+            "data.group_by: all rows of the training data have the same value in this column, so "
+            "none can be held out. Name a column that tells groups apart, or give data.heldout."
+        )
+    order = drawn(len(sizes), total=len(sizes), seed=seed)
+    chosen, room = np.zeros(len(sizes), dtype=np.bool_), count
+    for group, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        if size <= room:
+            chosen[group], room = True, room - size
+    if room == count:
+        chosen[sizes.argmin()] = True
+    return ordinals[chosen[numbers]]
 
 
 def weighted(split: Split, *, seed: int) -> Split:
@@ -207,6 +237,24 @@ def overlap(heldout: Split, train: Split) -> Numbers:
         indices = np.minimum(np.searchsorted(known, block), max(0, len(known) - 1))
         shared[indices[known[indices] == block]] = True
     return heldout.chosen[shared[np.searchsorted(known, digests)]]
+
+
+def shared_groups(heldout: Split, train: Split) -> Iterator[tuple[int, int]]:
+    """Yield each held-out document whose group training has too, and the first of it there."""
+    groups = heldout.documents.groups[heldout.chosen]
+    if not groups.any():
+        return
+    known = np.unique(groups)
+    first = np.full(len(known), -1, dtype=np.int64)
+    for start in range(0, len(train), BLOCK):
+        numbers = train.chosen[start : start + BLOCK]
+        block, firsts = np.unique(train.documents.groups[numbers], return_index=True)
+        indices = np.minimum(np.searchsorted(known, block), len(known) - 1)
+        found = (known[indices] == block) & (block > 0) & (first[indices] < 0)
+        first[indices[found]] = numbers[firsts[found]]
+    partners = first[np.searchsorted(known, groups)]
+    for number in np.flatnonzero(partners >= 0).tolist():
+        yield int(heldout.chosen[number]), int(partners[number])
 
 
 def check_not_empty(*splits: Split, rejects: Path) -> None:
