@@ -137,8 +137,8 @@ class ShardBuilder:
         self.facts.special_texts += any(encoded.held_special_text for encoded in examples)
         self.facts.rows_by_turns += len(examples) > 1
         self.facts.begin_untrained += examples[0].begins_untrained
-        for kind in examples[0].unrendered:
-            self.facts.unrendered[kind] = self.facts.unrendered.get(kind, 0) + 1
+        for text in examples[0].unrendered:
+            self.facts.unrendered[text] = self.facts.unrendered.get(text, 0) + 1
 
     def _pieces_of(self, examples: list[Encoded]) -> list[Piece]:
         """Return the documents of a row's examples.
