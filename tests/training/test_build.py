@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,3 +172,13 @@ def wrong_target(base: Path) -> str:
         except UserError as error:
             return str(error)
     return "no error"
+
+
+def test_cap_that_small_logits_do_not_reach_is_found(base: Path) -> None:
+    """Of 200, by logits of 6: the check makes larger ones."""
+    training = adapted(base, r=2).eval()
+    head = training.head_loss.head
+    training.head_loss.head = OutputHead(head.module, 1.0, 200.0)
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(UserError, match="its logits differ by"):
+        check_family(training, random_store(rows=3, seq_len=11), world)

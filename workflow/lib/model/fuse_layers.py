@@ -1,7 +1,7 @@
 """Parts of a decoder layer that are replaced by fused operations, found by what they compute, not
 by the family's name.
 
-A norm or feed-forward is replaced only if its class, tried on small random values
+A norm or feed-forward is replaced only if its class, tried on random values of all magnitudes
 (`tried_classes`), gives what the fused one gives. Fused ones keep less for backward: a norm its
 input in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. Attention
 runs by the family's own code: queries, keys and values are made by one node (`shared_input`) and
@@ -11,6 +11,7 @@ products of chunks (`recurrence_functions`). The parameters keep their names. On
 """
 
 from collections import Counter
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,6 +27,7 @@ from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.shared_input import share_input_
 from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
 from workflow.lib.model.tried_classes.gated_norm_forms import as_gated_norm
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
@@ -33,6 +35,7 @@ from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_t
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # a module that has several gives them one input
 NORM_PARAMETERS = (["weight"], ["weight", "bias"])
 # Factor and shift of the rows that a norm is tried on: means matter, and beside the last one eps.
+NORM_TOLERANCE = 1e-4
 TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
 
 
@@ -94,18 +97,24 @@ def _as_fused_norm(module: nn.Module) -> FusedNorm | None:
     draw = torch.Generator().manual_seed(0)
     width = params["weight"].shape[0]
     x = torch.stack([x * torch.randn(width, generator=draw) + y for x, y in TRIED_ROWS])
-    drawn: dict[str, Any] = {
-        name: nn.Parameter(torch.rand(width, generator=draw) + 0.5) for name in params
-    }
-    stand_in = stand_in_for(module)
-    for name in NORM_PARAMETERS[-1]:
-        stand_in.register_parameter(name, drawn.get(name))
-    output = tried(stand_in, x)
-    if output is None:
-        return None
+    drawn = {name: torch.rand(width, generator=draw) + 0.5 for name in params}
+    stand_in, at = stand_in_for(module), magnitudes(module)
+
+    def times(magnitude: float) -> dict[str, Any]:
+        """Return parameters as large: else values would be small however large x is."""
+        return {name: nn.Parameter(magnitude * value) for name, value in drawn.items()}
+
+    def theirs(magnitude: float) -> torch.Tensor | None:
+        for name in NORM_PARAMETERS[-1]:
+            stand_in.register_parameter(name, times(magnitude).get(name))
+        return tried(stand_in, magnitude * x)
+
+    def ours(options: dict[str, Any], magnitude: float) -> torch.Tensor:
+        y: torch.Tensor = FusedNorm(**times(magnitude), **options)(magnitude * x)
+        return y
+
     for offset, subtracts_mean in product((0.0, 1.0), (False, True)):
         options: dict[str, Any] = {"eps": eps, "offset": offset, "subtracts_mean": subtracts_mean}
-        expected = FusedNorm(**drawn, **options)(x)
-        if output.shape == x.shape and torch.allclose(output, expected, atol=1e-4, rtol=1e-4):
+        if agree(theirs, partial(ours, options), at=at, tolerance=NORM_TOLERANCE):
             return FusedNorm(**params, **options)
     return None

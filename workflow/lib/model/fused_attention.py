@@ -3,7 +3,7 @@ are tensors of their own and not parts of that linear's value, which would be ke
 
 It takes the place of a family's module that projects, rotates heads or a part of each
 (`layers.rotary.heads`), calls an attention function and projects again. Found by what the family's
-class does with small random values (`fuse_layers`). The arguments that the class hands to the
+class does with random values (`fuse_layers`). The arguments that the class hands to the
 attention function (scale, window) are recorded then, and handed on by ours. For training: without a
 cache.
 """
@@ -20,9 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.rotary.heads import split_rotary
+from workflow.lib.model.tried_classes.magnitudes import alike, magnitudes
 
 INTO, OUTPUT = "qkv_proj", "o_proj"  # all queries, then all keys, then all values
 RECORDER = "workflow_recorder"
+TOLERANCE = 1e-5
 TOKENS, WIDTH = 5, 8  # of what a class is tried on
 
 
@@ -124,14 +126,20 @@ def _agreed(module: Any, *, neighbours: bool) -> dict[str, object] | None:
     """Return what the module's class tells the attention function, if it and ours do the same; None
     otherwise.
     """
-    told = [_agreed_on(module, dims, neighbours=neighbours) for dims in _turned_dims(module)]
+    told = [
+        _agreed_on(module, dims, magnitude, neighbours=neighbours)
+        for dims in _turned_dims(module)
+        for magnitude in magnitudes(module)
+    ]
     return told[0] if all(arguments == told[0] for arguments in told) else None
 
 
-def _agreed_on(module: Any, dims: int, *, neighbours: bool) -> dict[str, object] | None:
-    """The same where `dims` dimensions of each head are rotated."""
+def _agreed_on(
+    module: Any, dims: int, magnitude: float, *, neighbours: bool
+) -> dict[str, object] | None:
+    """The same of inputs of a magnitude, where `dims` dimensions of each head are rotated."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2, TOKENS, WIDTH, generator=draw)
+    x = magnitude * torch.randn(2, TOKENS, WIDTH, generator=draw)
     half = torch.randn(2, 1, TOKENS, dims // 2, generator=draw)
     cos, sin = torch.cat((half, half), dim=-1)
     stand_in = _stand_in(module, draw)
@@ -150,13 +158,11 @@ def _agreed_on(module: Any, dims: int, *, neighbours: bool) -> dict[str, object]
     calls.append(_recorded(FusedAttention, ours, x, (cos, sin)))
     *tensors, arguments = calls[0]
     for *others, other_arguments in calls[1:]:
-        if other_arguments != arguments or not all(map(_close, tensors, others)):
+        if other_arguments != arguments or not alike(
+            tuple(tensors), tuple(others), tolerance=TOLERANCE
+        ):
             return None
     return arguments
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, atol=1e-5, rtol=1e-5)
 
 
 def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:

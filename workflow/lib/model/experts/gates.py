@@ -13,6 +13,7 @@ from workflow.lib.model.experts import grouped_kernels
 from workflow.lib.model.experts.grouped_kernels import GateForm
 from workflow.lib.model.experts.routing import Routing
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
@@ -75,13 +76,15 @@ def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | Non
 
 
 def _agree(function: Callable[[torch.Tensor], torch.Tensor], form: GateForm) -> bool:
-    """Compare a function with a form on small random values, some of them beyond its limit."""
-    draw = torch.Generator().manual_seed(0)
-    up = max(3.0, form.limit) * torch.randn(9, 16, generator=draw)
-    if form.kind == "clamped":
-        expected = clamped(up, alpha=form.alpha, limit=form.limit)
-    else:
-        gate, other = up.chunk(2, dim=-1)
-        expected = ACTIVATIONS[form.kind](gate) * other
-    value = function(up)
-    return value.shape == expected.shape and torch.allclose(value, expected, rtol=1e-5, atol=1e-6)
+    """Compare a function with a form on random values of all magnitudes."""
+    up = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+
+    def ours(magnitude: float) -> torch.Tensor:
+        if form.kind == "clamped":
+            return clamped(magnitude * up, alpha=form.alpha, limit=form.limit)
+        gate, other = (magnitude * up).chunk(2, dim=-1)
+        return ACTIVATIONS[form.kind](gate) * other
+
+    return agree(
+        lambda magnitude: function(magnitude * up), ours, at=magnitudes(function), tolerance=1e-6
+    )

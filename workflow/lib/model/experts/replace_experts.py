@@ -1,6 +1,7 @@
 """What takes the place of an experts module of Transformers (`expert_stacks`).
 
-Its class is tried on small random values: a family whose experts compute something else is refused.
+Its class is tried on random values of all magnitudes: a family whose experts compute something else
+is refused.
 """
 
 import copy
@@ -16,6 +17,7 @@ from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.layers.expert_stacks import expert_stacks, product_names
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.layers.nf4_stack import NF4Stack
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.system.errors import UserError
 
 # Of the values that a class is tried on: every expert has whole blocks of weights.
@@ -76,14 +78,21 @@ def _check_family(original: nn.Module, path: str) -> None:
 
 @torch.no_grad()
 def _computes_the_same(original: nn.Module) -> bool:
-    """Compare the forward of the module's class with `FusedExperts` on small random values."""
+    """Compare the forward of the module's class with `FusedExperts` on random values of all
+    magnitudes.
+    """
     draw = torch.Generator().manual_seed(0)
     tiny, stacks = _tiny(original, draw)
     x = torch.randn(TOKENS, WIDTH, generator=draw)
     index = torch.rand(TOKENS, EXPERTS, generator=draw).topk(TOP_K).indices
     chances = torch.rand(TOKENS, TOP_K, generator=draw)
-    theirs, ours = tiny(x, index, chances), _fused(tiny, stacks)(x, index, chances)
-    return torch.allclose(theirs, ours, rtol=1e-4, atol=1e-4)
+    fused = _fused(tiny, stacks)
+    return agree(
+        lambda magnitude: tiny(magnitude * x, index, chances),
+        lambda magnitude: fused(magnitude * x, index, chances),
+        at=magnitudes(original),
+        tolerance=1e-4,
+    )
 
 
 def _tiny(original: nn.Module, draw: torch.Generator) -> tuple[nn.Module, dict[str, NF4Stack]]:

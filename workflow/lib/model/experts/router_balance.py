@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.model.experts.fused_experts import FusedExperts
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.system.errors import UserError
 
 TOKENS = 7  # on which a family's own function is tried
@@ -277,20 +278,27 @@ def router_balance(
 
 @torch.no_grad()
 def _computes_the_same(model: nn.Module, settings: BalanceSettings) -> bool:
-    """Compare the function beside the model's class with ours on small random logits of two layers,
-    with padding.
+    """Compare the function beside the model's class with ours on random logits of two layers, with
+    padding.
     """
     theirs = getattr(inspect.getmodule(type(model)), "load_balancing_loss_func", None)
     if theirs is None:
         return False
     draw = torch.Generator().manual_seed(0)
     logits = [torch.randn(TOKENS, settings.num_experts, generator=draw) for _ in range(2)]
-    ours = RouterBalance(settings, layers=len(logits))
-    ours.begin_step_(trained_tokens=1, tokens=TOKENS - 2, device=torch.device("cpu"))
     lengths = torch.tensor([TOKENS - 2])
-    with ours.counting(lengths, TOKENS):
-        for layer in logits:
-            ours.count(layer)
     mask = (torch.arange(TOKENS) < lengths)[None].long()
-    expected = theirs(tuple(logits), settings.num_experts, settings.top_k, mask)
-    return torch.allclose(ours.value().float(), expected, rtol=1e-4)
+
+    def of_ours(magnitude: float) -> torch.Tensor:
+        ours = RouterBalance(settings, layers=len(logits))
+        ours.begin_step_(trained_tokens=1, tokens=TOKENS - 2, device=torch.device("cpu"))
+        with ours.counting(lengths, TOKENS):
+            for layer in logits:
+                ours.count(magnitude * layer)
+        return ours.value().float()
+
+    def of_theirs(magnitude: float) -> Any:
+        scaled = tuple(magnitude * layer for layer in logits)
+        return theirs(scaled, settings.num_experts, settings.top_k, mask)
+
+    return agree(of_theirs, of_ours, at=magnitudes(theirs), tolerance=1e-4)

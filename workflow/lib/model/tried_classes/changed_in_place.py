@@ -7,15 +7,13 @@ where something else is changed; at run time it would be found too late.
 
 import dis
 import functools
-import inspect
-from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
+from workflow.lib.model.tried_classes.family_code import codes_of
 
 
 def note_changes_in_place_(layer: nn.Module) -> None:
@@ -35,19 +33,7 @@ def changes_in_place(kind: Any) -> bool:
     """Whether a class's forward, or a function of its file or its class that this names, changes
     any value in place.
     """
-    return any(map(_changes, _codes(kind, inspect.unwrap(kind.forward), set())))
-
-
-def _codes(kind: Any, function: Any, seen: set[Any]) -> Iterator[Any]:
-    if not isinstance(function, FunctionType) or function in seen:
-        return
-    seen.add(function)
-    yield function.__code__
-    for name in function.__code__.co_names:
-        known: Any = function.__globals__.get(name) or getattr(kind, name, None)
-        called = inspect.unwrap(known)
-        if getattr(called, "__module__", None) == kind.__module__:
-            yield from _codes(kind, called, seen)
+    return any(map(_changes, codes_of(kind.forward, kind)))
 
 
 def _changes(code: Any) -> bool:

@@ -6,6 +6,7 @@ one `gate_up_proj`. So every order that their sizes allow is tried, with each ac
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.fused_feed_forward import ACTIVATIONS, Form
+from workflow.lib.model.tried_classes.magnitudes import agree, alike, magnitudes
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
 HIDDEN, WIDE, ROWS = 8, 6, 4  # of what a class is tried on
@@ -65,16 +67,27 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
     output = tried(stand_in.eval(), x)
     if output is None:
         return None
+    at = magnitudes(module, *others.values())
     numbers = _numbers(module, *others.values())
     multipliers = (1.0, *numbers)
-    with torch.no_grad():
-        gate, up = torch.cat([linear(x) for linear in made], dim=-1).chunk(2, dim=-1)
-        for activation, of_gate, of_output in product(ACTIVATIONS, multipliers, multipliers):
-            value = last(ACTIVATIONS[activation][0](gate * of_gate) * up) * of_output
-            if _same(output, value):
-                dropout = _dropout(stand_in, x, output, numbers)
-                form = Form(into, down, activation, of_gate, of_output)
-                return None if dropout is None else form._replace(dropout=dropout)
+
+    def value(form: Form, magnitude: float) -> torch.Tensor:
+        both = torch.cat([linear(magnitude * x) for linear in made], dim=-1)
+        gate, up = both.chunk(2, dim=-1)
+        act = ACTIVATIONS[form.activation][0]
+        y: torch.Tensor = last(act(gate * form.gate_multiplier) * up) * form.output_multiplier
+        return y
+
+    for activation, of_gate, of_output in product(ACTIVATIONS, multipliers, multipliers):
+        form = Form(into, down, activation, of_gate, of_output)
+        if agree(
+            lambda magnitude: tried(stand_in, magnitude * x),
+            partial(value, form),
+            at=at,
+            tolerance=TOLERANCE,
+        ):
+            dropout = _dropout(stand_in, x, output, numbers)
+            return None if dropout is None else form._replace(dropout=dropout)
     return None
 
 
@@ -97,7 +110,7 @@ def _dropout(
     for share in (0.0, *(number for number in numbers if 0 < number < 1)):
         with torch.random.fork_rng(devices=[]):  # it begins where the one above began
             expected = nn.functional.dropout(output, share, training=True)
-        if trained is not None and _same(trained, expected):
+        if alike(trained, expected, tolerance=TOLERANCE):
             return share
     return None
 
@@ -108,8 +121,3 @@ def _linear(into: int, out: int, draw: torch.Generator) -> nn.Linear:
     linear.weight = nn.Parameter(torch.randn(out, into, generator=draw) / into**0.5)
     linear.bias = nn.Parameter(torch.randn(out, generator=draw) / 2)
     return linear
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    tolerance = TOLERANCE * float(other.abs().max())
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=tolerance)

@@ -3,6 +3,7 @@ and how many groups a row has (`layers.recurrences.gated_norm`).
 """
 
 import inspect
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.layers.recurrences.gated_norm import GatedNorm, by_torch
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, tried
 
 TOLERANCE = 1e-4
@@ -28,17 +30,22 @@ def as_gated_norm(module: nn.Module) -> GatedNorm | None:
     draw = torch.Generator().manual_seed(0)
     width = params["weight"].shape[0]
     x, gate = torch.randn(2, 1, ROWS, width, generator=draw)
-    drawn = nn.Parameter(torch.rand(width, generator=draw) + 0.5)
+    drawn = torch.rand(width, generator=draw) + 0.5
     stand_in = stand_in_for(module)
-    stand_in.register_parameter("weight", drawn)
-    output = tried(stand_in, x, gate)
-    if output is None or output.shape != x.shape:
-        return None
+
+    def theirs(magnitude: float) -> torch.Tensor | None:
+        weight = nn.Parameter(magnitude * drawn)
+        stand_in.register_parameter("weight", weight)
+        return tried(stand_in, magnitude * x, magnitude * gate)
+
+    def ours(options: dict[str, Any], magnitude: float) -> torch.Tensor:
+        norm = GatedNorm(nn.Parameter(magnitude * drawn), **options)
+        return by_torch(magnitude * x, magnitude * gate, norm)
+
+    at = magnitudes(module)
     for groups, gate_first in product(_counts(module, width), (True, False)):
         options: dict[str, Any] = {"eps": eps, "groups": groups, "gate_first": gate_first}
-        with torch.no_grad():
-            expected = by_torch(x, gate, GatedNorm(drawn, **options))
-        if torch.allclose(output, expected, atol=TOLERANCE, rtol=TOLERANCE):
+        if agree(theirs, partial(ours, options), at=at, tolerance=TOLERANCE):
             return GatedNorm(params["weight"], **options)
     return None
 

@@ -20,6 +20,7 @@ from workflow.lib.model.layers.recurrences.gated_delta_rule import gated_delta_r
 from workflow.lib.model.layers.recurrences.short_convolution import short_convolution
 from workflow.lib.model.layers.recurrences.state_space import state_space
 from workflow.lib.model.tried_classes.called_functions import call_ours_
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
 ROWS, TOKENS = 2, 11  # of what a function is tried on
 TOLERANCE = 1e-5
@@ -46,6 +47,8 @@ class Known(NamedTuple):
     ours: Callable[[Arguments], Any]
     """Of a call's arguments by name, those that were left out included."""
     tries: Callable[[], Iterator[Arguments]]
+    scaled: tuple[str, ...] = ()
+    """Arguments that may be of any magnitude: not exponents, nor keys, which a state grows by."""
     takes: Callable[[Arguments], bool] = lambda given: True
     """Whether ours does what a call asks for."""
 
@@ -67,7 +70,8 @@ def _ours_of(function: FunctionType) -> Callable[..., Any] | None:
     for known in KNOWN:
         if not signature.parameters.keys() >= {*known.parameters}:
             continue
-        if all(_agrees(code, signature, known, given) for given in known.tries()):
+        at = magnitudes(code)
+        if all(_agrees(code, signature, known, given, at) for given in known.tries()):
             return _calling(function, signature, known)
     return None
 
@@ -99,8 +103,16 @@ def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> Argume
 
 @torch.no_grad()
 def _agrees(
-    code: FunctionType, signature: inspect.Signature, known: Known, given: Arguments
+    code: FunctionType,
+    signature: inspect.Signature,
+    known: Known,
+    given: Arguments,
+    at: list[float],
 ) -> bool:
+    def times(magnitude: float) -> Arguments:
+        scaled = {name: given[name] for name in known.scaled if given[name] is not None}
+        return given | {name: magnitude * x for name, x in scaled.items()}
+
     try:
         found = code(**given)
     except (TypeError, RuntimeError, ValueError):
@@ -108,13 +120,19 @@ def _agrees(
     made = known.ours(_by_name(signature, **given))
     if made is None:
         return found is None
-    if isinstance(made, tuple):  # the output, and no state
-        if not isinstance(found, tuple) or found[1:] != made[1:]:
-            return False
-        found, made = found[0], made[0]
-    if not isinstance(found, torch.Tensor) or found.shape != made.shape:
+    states = made[1:] if isinstance(made, tuple) else ()  # none
+    if states and (not isinstance(found, tuple) or found[1:] != states):
         return False
-    return torch.allclose(found, made, atol=TOLERANCE, rtol=TOLERANCE)
+
+    def output(result: Any) -> Any:
+        return result[0] if states else result
+
+    return agree(
+        lambda magnitude: output(code(**times(magnitude))),
+        lambda magnitude: output(known.ours(_by_name(signature, **times(magnitude)))),
+        at=at,
+        tolerance=TOLERANCE,
+    )
 
 
 def _delta_rule(given: Arguments) -> tuple[torch.Tensor, None]:
@@ -191,8 +209,24 @@ def _tried_layers() -> Iterator[Arguments]:
 
 
 KNOWN = (
-    Known((*DELTA_RULE, "use_qk_l2norm_in_kernel"), _delta_rule, _tried_delta_rules),
-    Known((*STATE_SPACE, "dt_softplus", "dt_limit"), _state_space, _tried_state_spaces),
-    Known((*CONVOLUTION, "activation"), _convolution, _tried_convolutions, _is_frozen_convolution),
+    Known(
+        (*DELTA_RULE, "use_qk_l2norm_in_kernel"),
+        _delta_rule,
+        _tried_delta_rules,
+        ("query", "value"),
+    ),
+    Known(
+        (*STATE_SPACE, "dt_softplus", "dt_limit"),
+        _state_space,
+        _tried_state_spaces,
+        ("hidden_states", "B", "C", "D"),
+    ),
+    Known(
+        (*CONVOLUTION, "activation"),
+        _convolution,
+        _tried_convolutions,
+        CONVOLUTION,
+        _is_frozen_convolution,
+    ),
     Known((*WHOLE_LAYER, "outproj_weight"), _no_layer, _tried_layers),
 )

@@ -20,6 +20,7 @@ from torch import nn
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.rotary.heads import apply_rotary
 from workflow.lib.model.tried_classes.called_functions import call_ours_
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
 ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of what a function is tried on
 TOLERANCE = 1e-5
@@ -129,13 +130,18 @@ def _agrees(function: FunctionType, form: Form, axis: int, pairs: int) -> bool |
     """
     heads, cos, sin = _drawn(form, axis, pairs)
     options = {} if axis == form.axis else {AXIS: axis}
+
+    def theirs(magnitude: float) -> Any:
+        found = function(*(magnitude * x for x in heads), cos, sin, **options)
+        return found if isinstance(found, tuple) else (found,)
+
+    def ours(magnitude: float) -> Heads:
+        return _rotated([magnitude * x for x in heads], cos, sin, form._replace(axis=axis))
+
     try:
-        found = function(*heads, cos, sin, **options)
+        return agree(theirs, ours, at=magnitudes(function), tolerance=TOLERANCE)
     except (TypeError, RuntimeError, IndexError):
         return None
-    made = found if isinstance(found, tuple) else (found,)
-    expected = _rotated(heads, cos, sin, form._replace(axis=axis))
-    return len(made) == len(expected) and all(map(_close, made, expected))
 
 
 def _drawn(form: Form, axis: int, pairs: int) -> tuple[Heads, torch.Tensor, torch.Tensor]:
@@ -146,9 +152,3 @@ def _drawn(form: Form, axis: int, pairs: int) -> tuple[Heads, torch.Tensor, torc
     angles = torch.randn(2, 1, TOKENS, pairs, generator=draw)
     cos, sin = (TABLES[form.table].of_pairs(angle) for angle in angles)
     return tuple(x.transpose(1, 2) if axis == 1 else x for x in heads), cos, sin
-
-
-def _close(one: Any, other: torch.Tensor) -> bool:
-    if not isinstance(one, torch.Tensor) or one.shape != other.shape:
-        return False
-    return torch.allclose(one, other, atol=TOLERANCE, rtol=TOLERANCE)
