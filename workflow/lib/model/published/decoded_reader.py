@@ -37,8 +37,8 @@ class DecodedReader(CheckpointReader):
     def __init__(
         self, folder: Path, *, recorded: Iterable[RecordedFile] = (), finite: bool = False
     ) -> None:
-        tensors = loaded_tensors(folder)
-        shards = {name: tensor.file for name, tensor in tensors.items()}
+        self._tensors = loaded_tensors(folder)
+        shards = {name: tensor.file for name, tensor in self._tensors.items()}
         super().__init__(folder, shards=shards, recorded=recorded)
         self._finite = finite
         stored = self._shards.keys()
@@ -78,14 +78,16 @@ class DecodedReader(CheckpointReader):
         """Return a tensor's shape without reading it."""
         if (state := self.nf4_state(name)) is not None:
             return tuple(state["shape"])
-        if name not in self._mxfp4:
-            return super().shape(name)
-        experts, out_features, blocks, _ = super().shape(f"{name}{MX_BLOCKS}")
-        return experts, blocks * MX_BLOCK, out_features
+        if name in self._mxfp4:
+            experts, out_features, blocks, _ = self._tensors[f"{name}{MX_BLOCKS}"].shape
+            return experts, blocks * MX_BLOCK, out_features
+        return self._tensors[name].shape if name in self._tensors else super().shape(name)
 
     def dtype(self, name: str) -> str:
         """Return safetensors' name of a tensor's type when it is read, without reading it."""
-        return "BF16" if name in self.packed else super().dtype(name)
+        if name in self.packed:
+            return "BF16"
+        return self._tensors[name].dtype if name in self._tensors else super().dtype(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
