@@ -14,7 +14,7 @@ from snakemake.utils import update_config
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
-from workflow.lib.artifacts.trained_content import trained_content
+from workflow.lib.artifacts.trained_content import check_records, trained_content
 from workflow.lib.artifacts.stored_inputs import check_stored_paths, travelling_files
 from workflow.lib.benchmark.cases import benchmark_folder, on_gpus, requests
 from workflow.lib.evaluation.task_files import refuse_code
@@ -35,7 +35,11 @@ from workflow.lib.settings.config import (
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE, LLAMA_CPP_SHA256
 from workflow.lib.system.environment import use_this_interpreter
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.hardware import check_processes_can_work, check_writable, visible_gpus
+from workflow.lib.system.hardware import (
+    check_processes_can_work,
+    check_writable,
+    visible_gpus,
+)
 from workflow.lib.system.interrupts import tell_jobs
 
 # Not `workflow.basedir`, which is that of the Snakefile that imports this one as a module.
@@ -119,6 +123,10 @@ try:
                 settings,
                 folder=Path(layout.model_dir(settings)),
                 description=Path(layout.description(settings)),
+            )
+            # Of a function of a rule, Snakemake would show a traceback.
+            check_records(
+                Path(layout.tokens_dir(settings)), Path(layout.base_dir(settings))
             )
     for folder in {
         run.evaluate.tasks_dir for run in RUNS.values() if not run.evaluate.task_code
@@ -270,10 +278,7 @@ def checkpoints(wildcards, input):
     for path in (input.tokens, input.base):
         Path(path).stat()
     folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
-    try:
-        return f"{folder}-{trained_content(Path(input.tokens), Path(input.base))}"
-    except UserError as error:
-        raise WorkflowError(str(error)) from None
+    return f"{folder}-{trained_content(Path(input.tokens), Path(input.base))}"
 
 
 def cards(run, *, most=None):
@@ -318,15 +323,12 @@ def asked(name, need, input, attempt, *, run):
     for path in input:
         # An input that is still to be made has to be named by the error; then Snakemake asks again later.
         Path(path).stat()
-    try:
-        found = need(
-            run,
-            model=layout.model_dir(run),
-            description=layout.description(run),
-            manifest=f"{layout.tokens_dir(run)}/manifest.json",
-        )
-    except UserError as error:
-        raise WorkflowError(str(error)) from None
+    found = need(
+        run,
+        model=layout.model_dir(run),
+        description=layout.description(run),
+        manifest=f"{layout.tokens_dir(run)}/manifest.json",
+    )
     return found.runtime if name == "runtime" else found.mem_mb * (1 + attempt) // 2
 
 

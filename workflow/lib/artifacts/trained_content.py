@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import damaged, listed_files
 from workflow.lib.system.files import short_hash
@@ -21,6 +22,14 @@ def trained_content(manifest: Path, base: Path) -> str:
             *(f"{f.sha256}  {f.name}" for f in listed_files(base) if _is_trained(f.name)),
         ]
     )
+
+
+def check_records(tokens: Path, base: Path) -> None:
+    """Raise `UserError` if what the folders' records say, as far as they are made, is damaged."""
+    if (tokens / MANIFEST).exists():
+        read_artifact(tokens / MANIFEST)
+    if base.exists():
+        listed_files(base)
 
 
 def _is_trained(name: str) -> bool:
