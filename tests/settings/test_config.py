@@ -207,3 +207,28 @@ def test_base_of_the_hub_has_no_second_id() -> None:
     document = {"model": {"source": "acme/tiny"}, "export": {"base_id": "acme/other"}}
     with pytest.raises(UserError, match=r"export\.base_id = acme/other: the base is of the hub"):
         load_config(document)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"evaluate": {"require": {"t/acc": 5.0}}}, "no model can gain more than 1 by acc"),
+        ({"evaluate": {"require": {"t/bleu,strict": 200.0}}}, "more than 100 by bleu"),
+        ({"evaluate": {"require": {"heldout_loss": 500.0}}}, "more than 20 by heldout_loss"),
+        ({"data": {"train": [{"path": "a", "weight": 1e-300}]}}, "must be at least 1e-06"),
+        ({"data": {"heldout": None, "heldout_share": 1e-300}}, "must be at least 1e-06"),
+        ({"data": {"columns": {"prompt": "a", "completion": "a"}}}, "prompt is read from this"),
+        ({"data": {"columns": {"output": "instruction"}}}, "instruction is read from this"),
+        ({"data": {"columns": {"labels": "input_ids"}}}, "input_ids is read from this"),
+    ],
+)
+def test_what_could_never_work_is_refused_with_the_settings(
+    document: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError) as refusal:
+        load_config(document)
+    assert said in str(refusal.value)
+
+
+def test_roles_of_different_formats_may_share_a_column() -> None:
+    load_config({"data": {"columns": {"prompt": "text", "instruction": "text"}}})

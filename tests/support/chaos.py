@@ -43,6 +43,7 @@ from tests.support.chaos_faults import (
     trained_steps,
 )
 from tests.support.workflow_project import Project, make_project
+from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import saved_steps
 
 TRAIN = {
@@ -53,7 +54,7 @@ TRAIN = {
 }
 RESULTS_MB = 64
 MOST_REPEATS = 5
-TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes"}
+TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes", "sha256"}
 READ_ONLY = "folder read-only at the start"
 LEAVES_ORPHANS = {"SIGKILL of Snakemake"}  # which go on writing: nobody harms their files meanwhile
 # What the workflow says after the clock was put back.
@@ -161,9 +162,7 @@ def facts(project: Project) -> dict[str, Any]:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         found["metrics"] = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
     for path in root.glob("runs/*/evaluate_run/*.json"):
-        found[path.name] = {
-            k: v for k, v in json.loads(path.read_text()).items() if k != "provenance"
-        }
+        found[path.name] = {k: v for k, v in read_checked_json(path).items() if k != "provenance"}
     return found
 
 

@@ -2,6 +2,7 @@
 
 Preflight, training and evaluation ask here, so that they decide alike."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from workflow.lib.system.compute_choice import (
     AttentionChoice,
     AttentionNeeds,
     ProductsHardware,
+    asked_attention_lack,
     automatic_attention,
     choose_dtype,
     choose_products,
@@ -50,7 +52,8 @@ def resolve_training_attention(
     if name not in (VARLEN, FLEX):
         stock = resolve_attention(name, device, needs, compute_dtype=compute_dtype)
         return AttentionChoice(stock, ASKED_FOR)
-    lack = _varlen_lack(device, compute_dtype, needs) if name == VARLEN else needs.flex_lack()
+    check = _varlen_lack if name == VARLEN else partial(_lack, FLEX)
+    lack = check(device, compute_dtype, needs)
     if lack is not None:
         raise setting_error("model.attention", name, lack, "Set it to auto")
     return AttentionChoice(name, ASKED_FOR)
@@ -59,15 +62,27 @@ def resolve_training_attention(
 def _varlen_lack(
     device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds
 ) -> str | None:
-    if device.type != "cuda":
-        return f"it needs a GPU, and this runs on {device.type}"
-    if compute_dtype == torch.float32:
-        return "it computes in 16 bits, and compute_dtype is float32"
-    if not has_bfloat16(device):
-        return "it needs a GPU of compute capability 8.0 or more"
-    lack = needs.varlen_lack()
+    lack = _lack(VARLEN, device, compute_dtype, needs)
     if lack is None and not _wide_heads(device, compute_dtype, needs):
         return f"its kernels for heads {needs.head_dim} wide cannot be built here (see the log)"
+    return lack
+
+
+def _lack(
+    name: str, device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds
+) -> str | None:
+    """Return why an implementation cannot run on this device, with the packages that are
+    installed.
+    """
+    lack = asked_attention_lack(
+        name,
+        needs,
+        cuda=device.type == "cuda",
+        bfloat16=has_bfloat16(device),
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+    )
+    if lack is None and name in FLASH_AVAILABLE and not FLASH_AVAILABLE[name]():
+        return "its package is not installed"
     return lack
 
 
@@ -142,7 +157,7 @@ def resolve_attention(
     """
     if name in ("auto", VARLEN, FLEX):
         return _automatic(device, compute_dtype, needs, training=False).name
-    lack = _flash_lack(name, device, compute_dtype) or needs.lack_of(name)
+    lack = _lack(name, device, compute_dtype, needs)
     if lack is not None:
         raise setting_error("model.attention", name, lack, "Set it to auto or eager")
     return name
@@ -162,18 +177,3 @@ def _automatic(
         training=training,
         varlen_runs=not training or _varlen_lack(device, compute_dtype, needs) is None,
     )
-
-
-def _flash_lack(name: str, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """What a flash attention implementation lacks here; None for nothing, or for another
-    implementation.
-    """
-    if name not in FLASH_AVAILABLE:
-        return None
-    if device.type != "cuda":
-        return f"it needs a GPU, and this runs on {device.type}"
-    if compute_dtype == torch.float32:
-        return "it computes in 16 bits, and compute_dtype is float32"
-    if not has_bfloat16(device):
-        return "it needs a GPU of compute capability 8.0 or more"
-    return None if FLASH_AVAILABLE[name]() else "its package is not installed"

@@ -54,6 +54,28 @@ class DataColumns(Section):
     """Column with 1 where a token is trained and 0 where not, in place of labels (format
     tokens)."""
 
+    @model_validator(mode="after")
+    def _roles_have_columns_of_their_own(self) -> "DataColumns":
+        for roles in ROLES_OF_A_ROW:
+            of_column: dict[str, str] = {}
+            for role in roles:
+                column = getattr(self, role)
+                if (other := of_column.setdefault(column, role)) != role:
+                    raise ValueError(
+                        f"{role} = {column}: {other} is read from this column too, and a row needs "
+                        "one for each. Name another column for one of them"
+                    )
+        return self
+
+
+# Of each format: what is read from one row.
+ROLES_OF_A_ROW = (
+    ("prompt", "completion", "system", "history", "tools"),
+    ("instruction", "input", "output", "system", "history", "tools"),
+    ("messages", "system", "tools"),
+    ("input_ids", "labels", "loss_mask"),
+)
+
 
 class DataSource(Section):
     """One of several sources of a split: its files, and how they differ from what `data` says of
@@ -64,7 +86,7 @@ class DataSource(Section):
     """File, folder or glob, as in `data.train`."""
     name: Name | None = None
     """Label of the source in listings and in the report; null = its path."""
-    weight: float = Field(1.0, gt=0.0, le=100.0)
+    weight: float = Field(1.0, ge=1e-6, le=100.0)
     """How often an epoch takes each of its documents: 0.5 = a seeded half of them once, 2 = all of
     them twice; training only."""
     file_type: Literal["auto", FileType] | None = None
@@ -115,7 +137,7 @@ class DataConfig(Section):
     `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
     heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl.gz"
     """Held-out data, named like the training data; null = split `heldout_share` off those."""
-    heldout_share: float = Field(0.05, gt=0.0, lt=1.0)
+    heldout_share: float = Field(0.05, ge=1e-6, lt=1.0)
     """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of
     `seed`."""
     group_by: str | None = Field(None, min_length=1, max_length=256)

@@ -69,6 +69,19 @@ class ExportConfig(Section):
         return self
 
 
+# What no gain exceeds: shares lie between 0 and 1, correlations between -1 and 1, scores of texts
+# up to 100, and to guess among 2^28 tokens costs 19.4 nats.
+MOST_GAIN = {
+    **dict.fromkeys(
+        ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "exact_match", "f1", "em"),
+        1.0,
+    ),
+    **dict.fromkeys(("mcc", "brier_score"), 2.0),
+    **dict.fromkeys(("bleu", "chrf", "chrf++"), 100.0),
+    HELDOUT_LOSS: 20.0,
+}
+
+
 class EvaluateConfig(Section):
     """What is measured, and on which models."""
 
@@ -159,6 +172,14 @@ class EvaluateConfig(Section):
                 raise ValueError(
                     f"require = {name}: must be {HELDOUT_LOSS} or task/metric, as pydocs_mc/acc. "
                     "Correct the name"
+                )
+            metric = name.rpartition("/")[2].partition(",")[0]
+            most = MOST_GAIN.get(metric)
+            if most is not None and self.require[name] > most:
+                raise ValueError(
+                    f"require = {name}: {self.require[name]:g}: no model can gain more than "
+                    f"{most:g} by {metric}. Ask for less: gains are differences in the metric's "
+                    "own unit (0.05 of an accuracy is 5 percentage points)"
                 )
         return self
 

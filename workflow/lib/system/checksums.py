@@ -57,8 +57,8 @@ def listed_files(folder: Path) -> list[RecordedFile]:
     """
     if not (folder / SUMS).is_file():
         raise UserError(
-            f"{folder} holds no {SUMS}: it is no finished folder. Delete it and repeat the command; "
-            "the folder is made again."
+            f"{folder} holds no {SUMS}: it is no finished folder. Delete the folder {folder} and "
+            "repeat the command; it is made again."
         )
     text = (folder / SUMS).read_text(encoding="utf-8", errors="backslashreplace")
     files = [_listed(folder, line) for line in text.splitlines()]

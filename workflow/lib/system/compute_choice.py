@@ -191,6 +191,22 @@ def check_saved_activations(name: str, device: ProductsHardware) -> None:
         raise setting_error("train.saved_activations", name, lack, f"Set it to {COMPUTE_DTYPE}")
 
 
+def asked_attention_lack(
+    name: str, needs: AttentionNeeds, *, cuda: bool, bfloat16: bool, compute_dtype: str
+) -> str | None:
+    """Return why an attention that is asked for by name cannot run; None if it can, as far as
+    packages and kernels are not asked.
+    """
+    if name == VARLEN or name.startswith("flash"):
+        if not cuda:
+            return "it needs a GPU, and this runs on cpu"
+        if compute_dtype == "float32":
+            return "it computes in 16 bits, and compute_dtype is float32"
+        if not bfloat16:
+            return "it needs a GPU of compute capability 8.0 or more"
+    return needs.lack_of(name)
+
+
 def automatic_attention(
     needs: AttentionNeeds,
     *,

@@ -17,6 +17,7 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
 }
+NOT_THERE = "there is no such file or folder"
 MOST_TEXT_BYTES = 2**26  # of a text that is read whole; the largest tokenizer.json has 32 MiB
 
 
@@ -30,7 +31,7 @@ def why_unreadable(path: Path) -> str | None:
     except FileNotFoundError:
         if path.is_symlink():
             return f"it is a link to {path.readlink()}, and there is nothing"
-        return "there is no such file or folder"
+        return NOT_THERE
     except PermissionError:
         return "you may not look into the folder above it"
     except OSError as error:  # a name too long, a loop of links

@@ -19,7 +19,7 @@ from workflow.lib.data.reading.file_types import EXTENSIONS, file_type_of, known
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, FileType
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.input_files import why_unreadable
+from workflow.lib.system.input_files import NOT_THERE, why_unreadable
 
 SAVED_STATE = "state.json"  # in a folder written by Dataset.save_to_disk
 SAVED_SPLITS = "dataset_dict.json"  # in a folder written by DatasetDict.save_to_disk
@@ -124,10 +124,10 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
     except (OSError, ValueError, NotImplementedError):  # a name that no file can have, or a**b
         files = []
     if not files:
-        matches = MAGIC.search(path) and not (root / path).exists()
-        missing = "no file matches" if matches else why_unreadable(root / path)
-        missing = missing or "there is no such file or folder"
-        near = "" if (root / path).exists() else _nearest(root / path)
+        missing = "no file matches"
+        if not MAGIC.search(path) or why_unreadable(root / path) != NOT_THERE:
+            missing = why_unreadable(root / path) or NOT_THERE
+        near = _nearest(root / path) if missing == NOT_THERE else ""
         raise setting_error(
             setting,
             path,

@@ -26,6 +26,7 @@ from workflow.lib.system.compute_choice import (
     AttentionChoice,
     AttentionNeeds,
     ProductsHardware,
+    asked_attention_lack,
     automatic_attention,
     check_saved_activations,
     choose_dtype,
@@ -114,14 +115,21 @@ def _hardware(machine: Machine) -> ProductsHardware:
 def training_attention(
     model: ModelConfig, machine: Machine, needs: AttentionNeeds
 ) -> AttentionChoice:
-    """Return the attention that training will choose, and why; raises `UserError` for one asked
-    for that cannot compute the model's.
+    """Return the attention that training will choose, and why.
 
-    needs: of the model (`attention_needs`).
+    needs: of the model (`attention_needs`). Raises `UserError` if the one asked for by name cannot
+    run there.
     """
     needs = needs.asked(model.attention_dropout)
     if model.attention != "auto":
-        if (lack := needs.lack_of(model.attention)) is not None:
+        lack = asked_attention_lack(
+            model.attention,
+            needs,
+            cuda=machine.device == "cuda",
+            bfloat16=machine.bfloat16,
+            compute_dtype=compute_dtype(model, machine),
+        )
+        if lack is not None:
             raise setting_error("model.attention", model.attention, lack, "Set it to auto or eager")
         return AttentionChoice(model.attention, ASKED_FOR)
     return automatic_attention(
