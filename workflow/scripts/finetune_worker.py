@@ -33,6 +33,7 @@ from workflow.lib.model.backends import (
     resolve_products,
     resolve_training_attention,
 )
+from workflow.lib.model.experts.router_balance import accumulated
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
@@ -100,6 +101,8 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
             logger.info("kept for backward: activations in float8, queries and keys as they are")
         trainable = model.trainable_by_module().items()
         logger.info("trained parameters: %s", ", ".join(f"{name} {n:,}" for name, n in trainable))
+        if model.training.router_balance is not None and plan.accumulation_steps > 1:
+            logger.info("%s", accumulated(plan.accumulation_steps))
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
         checks += check_products(model.training, store, config.train, world, moved=pulse.moved)

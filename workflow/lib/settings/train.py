@@ -172,7 +172,8 @@ class TrainConfig(Section):
     """Of a mixture of experts: what its family's load-balancing loss is multiplied by before it is
     added to the loss, so that tokens go to all experts. null = what the model's config.json says if
     `lora.modules_to_save` names the routers, else 0; a number = that, whether they are trained or
-    not; 0 = none."""
+    not; 0 = none. Above 0 the result depends slightly on how many rows all processes take together
+    in a micro-batch."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """AdamW first-moment decay."""
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)

@@ -178,6 +178,15 @@ class RouterBalance:
         return self._settings.num_experts * product
 
 
+def accumulated(micro_batches: int) -> str:
+    """Return what must be known of the loss's gradient in steps of several micro-batches."""
+    return (
+        "routers are balanced by the choices of the micro-batches until then, of "
+        f"{micro_batches} a step: with another number of them (train.micro_batch_size, the number "
+        "of processes) the result is slightly another"
+    )
+
+
 def _sums(flat: torch.Tensor) -> Sums:
     """Return the parts of (2 * experts + 1,) numbers."""
     experts = len(flat) // 2
