@@ -7,7 +7,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.support.encoding import CHAT, PLAIN_TEMPLATE, encode
 from tests.support.tiny import CHAT_TEMPLATE
-from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.chat_messages import Conversation, RowError
 from workflow.lib.data.encoding.chat_template import without_generation_tags
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.system import limits
@@ -130,3 +130,20 @@ def test_template_without_generation_tags_writes_the_same() -> None:
     ]
     assert texts[0] == texts[1]
     assert without_generation_tags("{{ generation }}") == "{{ generation }}"
+
+
+def test_argument_that_the_template_does_not_read_is_refused_once_with_the_nearest_name(
+    tokenizer: Any,
+) -> None:
+    switch = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    refusal = (
+        r"data\.template_kwargs\.enable_thinkin = True: the chat template reads no argument "
+        r"'enable_thinkin' \(did you mean enable_thinking\?\); it reads enable_thinking"
+    )
+    with pytest.raises(UserError, match=refusal):
+        encode(tokenizer, CHAT, switch + PLAIN_TEMPLATE, template_kwargs={"enable_thinkin": True})
+    row = Conversation(CHAT[1:3], [False, True], template_kwargs={"enable_thinking": False})
+    with pytest.raises(RowError, match=r"unknown template argument: .* reads none"):
+        encode(tokenizer, row, PLAIN_TEMPLATE)
+    allowed = encode(tokenizer, row, PLAIN_TEMPLATE, allow_unrendered=["template_kwargs"])
+    assert allowed.unrendered == {"template_kwargs"}
