@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.encoding import PLAIN_TEMPLATE
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import (
     LONG,
@@ -181,6 +182,35 @@ def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage: Stage) 
     assert store.manifest["sources"][0]["special_token_texts"] == 1
     hostile = [ids for ids in documents_of(store) if "<|end|>?" in tokenizer.decode(list(ids))]
     assert [ids.count(tokenizer.eos_token_id) for ids in hostile] == [2]
+
+
+def spelled(number: int) -> dict[str, str]:
+    return {"prompt": f"What is {number}?", "completion": f"It is {number}.<|end|>"}
+
+
+def test_many_rows_that_spell_special_tokens_stop_the_run_until_the_user_says_what_they_are(
+    stage: Stage,
+) -> None:
+    save_rows(stage.train, [*rows(18), spelled(1), spelled(2)])
+    refusal = r"special_tokens_in_text = None: 2 of 20 rows of \S+ spell .*Set it to tokens"
+    with pytest.raises(UserError, match=refusal):
+        stage.run()
+    store = stage.run(special_tokens_in_text="text")
+    assert store.manifest["sources"][0]["special_token_texts"] == 2
+
+
+def test_texts_that_the_template_may_leave_out_are_counted_and_told(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    reasoned = talk("a?", "A.")
+    reasoned["messages"][1]["reasoning_content"] = "Hm."
+    save_rows(stage.train, [*(talk(f"{n}?", f"N {n}.") for n in range(NUM_TRAIN)), reasoned])
+    template = stage.folder / "plain.jinja"
+    template.write_text(PLAIN_TEMPLATE)
+    with caplog.at_level("INFO", logger="workflow"):
+        store = stage.run(chat_template=str(template), allow_unrendered=["reasoning"])
+    assert store.manifest["sources"][0]["unrendered"] == {"reasoning": 1}
+    assert "1 rows: the chat template leaves out reasoning" in caplog.text
 
 
 def forgetful_template(folder: Path) -> str:
