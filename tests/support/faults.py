@@ -14,7 +14,7 @@ happens is counted:
     broken    a traceback, or a message that names nothing of it
     lost      after the message was obeyed and the command repeated, results differ or are not made
 
-The message is obeyed once for each folder, since that is the same each time. Left
+The message is obeyed once for each kind of fault and folder, since that is the same each time. Left
 out are what no stage reads: the report, the card, lists of rows for people, the live view.
 """
 
@@ -248,15 +248,15 @@ def main() -> None:
         undisturbed = Project(folder) if folder.exists() else make_project(folder, train=TRAIN)
         undisturbed.run("all")
         plan = planned(undisturbed, faults=args.faults, flips=args.flips, seed=args.seed)
-        obeyed = set[str]()
+        obeyed = set[tuple[str, str]]()
 
         def one(numbered: tuple[int, Fault]) -> tuple[str, str]:
             number, fault = numbered
             project = undisturbed.copy(Path(temporary) / str(number))
             outcome, said, output = met(project, undisturbed, fault)
-            place = str(Path(fault.file).parent)
-            if outcome == "refused" and (not fault.file or place not in obeyed):
-                obeyed.add(place)
+            way = (fault.kind, str(Path(fault.file).parent))
+            if outcome == "refused" and (not fault.file or way not in obeyed):
+                obeyed.add(way)
                 if found := repaired(project, undisturbed, output):
                     outcome, said = "lost", "; ".join(found)
             print(

@@ -11,6 +11,7 @@ import pytest
 from tests.support.encoding import TOOL_TEMPLATE, conversation, encode, trained
 from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
 from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.tool_calls import with_short_ids
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo <|end|>"}}}
@@ -141,6 +142,15 @@ def test_nulls_are_written_only_where_they_stand_in_text(arguments: Any, right: 
     assert message["tool_calls"][0]["function"]["arguments"] == right
 
 
+@pytest.mark.parametrize(
+    "form",
+    [{"function": {"name": "f", "values": {"x": 1}}}, {"name": "f", "values": '{"x": 1}'}],
+)
+def test_call_whose_arguments_have_an_unknown_name_is_refused(form: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match="no arguments, but values: a call in message 2"):
+        sample(turn(tool_calls=[form]), "messages")
+
+
 def test_arguments_under_two_names_are_refused() -> None:
     call = {"name": "f", "arguments": {"x": 1}, "parameters": {"x": 2}}
     with pytest.raises(RowError, match="two arguments: a call in message 2 has them under two"):
@@ -187,3 +197,43 @@ def test_all_spellings_of_tools_mean_the_same(tools: Any, format: str) -> None:
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])
 def test_no_tools_are_none(tools: Any) -> None:
     assert sample({"messages": EXCHANGE, "tools": tools}, "messages").tools is None
+
+
+def talk_with_ids(first: Any, second: Any, *results: Any) -> list[dict[str, Any]]:
+    calls = [{"type": "function", "function": FUNCTION} for _ in range(2)]
+    for call, number in zip(calls, (first, second), strict=True):
+        call |= {} if number is None else {"id": number}
+    answers = [{"role": "tool", "content": "r"} for _ in results]
+    for answer, number in zip(answers, results, strict=True):
+        answer |= {} if number is None else {"tool_call_id": number}
+    return [EXCHANGE[0], {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
+
+
+@pytest.mark.parametrize(
+    ("given", "calls", "results"),
+    [
+        (("call_long_1", "call_long_2", "call_long_2", "call_long_1"), (0, 1), (1, 0)),
+        ((None, None, None, None), (0, 1), (0, 1)),
+        ((1, 2, 2, 1), (0, 1), (1, 0)),
+        (("abcdefgh1", "call_long_2", None, "call_long_2"), ("abcdefgh1", 1), ("abcdefgh1", 1)),
+    ],
+)
+def test_ids_are_made_of_nine_letters_and_results_follow_their_calls(
+    given: tuple[Any, ...], calls: tuple[Any, ...], results: tuple[Any, ...]
+) -> None:
+    def named(numbers: tuple[Any, ...]) -> list[str]:
+        return [n if isinstance(n, str) else f"call{n:05d}" for n in numbers]
+
+    (_, turn, *answers) = with_short_ids(talk_with_ids(*given))
+    assert [call["id"] for call in turn["tool_calls"]] == named(calls)
+    assert [answer["tool_call_id"] for answer in answers] == named(results)
+
+
+def test_template_that_wants_ids_of_nine_letters_gets_them(tokenizer: Any) -> None:
+    template = TOOL_TEMPLATE.replace(
+        "{{ c.function.name",
+        "{% if c.id | default('') | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+        "{{ c.id ~ c.function.name",
+    )
+    encoded = encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
+    assert trained(tokenizer, encoded)[0].startswith("call00000weather")

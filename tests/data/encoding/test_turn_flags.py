@@ -33,6 +33,7 @@ def trained(first: dict[str, Any], **columns: Any) -> list[bool]:
         {"train": True, "weight": 0},
         {"train": {"loss": False}},
         {"metadata": {"turn": {"train": False}}},
+        {"notes": [{"by": "x"}, {"train": False}]},
         {"loss": {"weight": 0, "why": "bad"}},
     ],
 )
@@ -95,6 +96,7 @@ def test_question_of_weight_one_is_a_question() -> None:
         ({"weight": 0.5}, "unknown weight: the row has weight = 0.5"),
         ({"mask": "User"}, "unclear mask: the row has mask = 'User'"),
         ({"loss_mask": [0, 1, 0, 1]}, "unknown mask: the row has loss_mask = [0, 1, 0, 1]"),
+        ({"weights": [0, 1]}, "unknown mask: the row has weights = [0, 1]"),
         ({"sample_weight": 0.5}, "unknown mask: the row has sample_weight = 0.5"),
         ({"assistant_masks": [0, 1]}, "unknown mask: the row has assistant_masks = [0, 1]"),
         ({"train": "no"}, "unknown mask: the row has train = 'no'"),

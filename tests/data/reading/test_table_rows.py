@@ -82,3 +82,12 @@ def test_broken_json_in_a_column_of_json_breaks_its_row_alone(tmp_path: Path) ->
     rows = list(read_rows(tmp_path / "a.parquet", setting="data.train"))
     assert [row.number for row in rows if isinstance(row, BrokenRow)] == [2, 3]
     assert read(tmp_path / "a.parquet") == [{"c": "x"}, {"c": 2}]
+
+
+def test_json_in_a_column_of_json_may_not_nest_deeply(tmp_path: Path) -> None:
+    column = pyarrow.array(["1", "[" * 200 + "]" * 200], pyarrow.json_())
+    pyarrow.parquet.write_table(pyarrow.table({"c": column}), tmp_path / "a.parquet")
+    first, deep = read_rows(tmp_path / "a.parquet", setting="data.train")
+    assert first == Row(1, {"c": 1})
+    assert isinstance(deep, BrokenRow)
+    assert deep.reason.startswith("nested too deeply")

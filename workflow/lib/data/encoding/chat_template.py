@@ -17,13 +17,9 @@ from jinja2 import meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from workflow.lib.data.encoding.chat_messages import (
-    Conversation,
-    Message,
-    RowError,
-    Tool,
-    ToolCall,
-)
+from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.row_values import RowError
+from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, with_short_ids
 from workflow.lib.data.reading.row import MAX_ROW_BYTES, preview
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.limits import BoundedWork, ExcessError
@@ -68,6 +64,16 @@ OWN_NAMES = {
 }
 
 Spans = list[tuple[int, int]]
+# A call with an id as OpenAI makes them, by which a template shows what it refuses.
+_CALL: ToolCall = {
+    "id": "call_0123456789",
+    "type": "function",
+    "function": {"name": "f", "arguments": {}},
+}
+_CALLED: list[Message] = [
+    {"role": "user", "content": "ping"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+]
 
 
 def with_fixed_date(template: str) -> str:
@@ -196,12 +202,14 @@ class ChatTemplate:
     @cached_property
     def wants_json_arguments(self) -> bool:
         """Whether calls need arguments as JSON text: the template refuses objects (DeepSeek's)."""
-        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
-        messages: list[Message] = [
-            {"role": "user", "content": "ping"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
+        messages = with_short_ids(_CALLED)
         return self._refuses(messages) and not self._refuses(_with_json_arguments(messages))
+
+    @cached_property
+    def wants_short_ids(self) -> bool:
+        """Whether calls need ids of nine letters: the template refuses others (Mistral's)."""
+        messages = _with_json_arguments(_CALLED) if self.wants_json_arguments else _CALLED
+        return self._refuses(messages) and not self._refuses(with_short_ids(messages))
 
     def _refuses(self, messages: list[Message]) -> bool:
         try:
@@ -211,12 +219,19 @@ class ChatTemplate:
         return False
 
     def adapted(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with its calls' arguments as the template writes them."""
-        if not any("tool_calls" in message for message in conversation.messages):
+        """Return the conversation with its calls' arguments and ids as the template takes them."""
+        messages = conversation.messages
+        if not any("tool_calls" in message for message in messages):
             return conversation
-        if not self.wants_json_arguments:
-            return conversation
-        return replace(conversation, messages=_with_json_arguments(conversation.messages))
+        if self.wants_json_arguments:
+            messages = _with_json_arguments(messages)
+        if self.wants_short_ids:
+            messages = with_short_ids(messages)
+        return (
+            conversation
+            if messages is conversation.messages
+            else replace(conversation, messages=messages)
+        )
 
     def render(
         self,

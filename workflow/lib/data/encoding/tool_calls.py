@@ -3,6 +3,7 @@
 Arguments of calls become objects, for templates write them as JSON and would quote a string again.
 """
 
+import re
 from typing import Any, Literal, NotRequired, TypedDict
 
 from workflow.lib.data.encoding.keys_read import KeyAccount, Place
@@ -12,11 +13,13 @@ from workflow.lib.data.encoding.row_values import (
     check_unicode,
     json_value,
     kind,
+    objects_in,
     without_nulls,
 )
 
-ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a call
+ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs", "params")  # of a call
 SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool on offer
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of calls, in the templates of Mistral
 CALL = Place("call", frozenset({"id", "type", "function", *ARGUMENTS}))
 FUNCTION = Place("function of a call", frozenset({"id", "type", "name", "function", *ARGUMENTS}))
 TOOL = Place("tool", frozenset({"type", "function"}))
@@ -99,7 +102,18 @@ def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> di
         raise RowError(f"two arguments: a call in {where} has them under two names, unlike")
     if found and not isinstance(found[0], dict):
         raise RowError(f"broken tool call: {what} are {kind(found[0])}, no object")
+    if not found:
+        _check_no_other(function, where)
+        _check_no_other(call, where)
     return found[0] if found else {}
+
+
+def _check_no_other(holder: dict[str, Any], where: str) -> None:
+    """Raise `RowError` if a call without arguments holds an object under another name."""
+    for key, value in holder.items():
+        is_object = isinstance(value, dict) or (isinstance(value, str) and objects_in(value))
+        if is_object and key not in FUNCTION.read and key not in SCHEMAS:
+            raise RowError(f"no arguments, but {key}: a call in {where}; rename it to arguments")
 
 
 def read_tools(raw: Any, keys: KeyAccount, *, what: str) -> list[Tool] | None:
@@ -127,3 +141,36 @@ def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
         function["parameters"] = _decoded(schemas[0], what)
     check_unicode(function, what)
     return {"type": "function", "function": function}
+
+
+def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have ids of nine letters and digits, and results the same.
+
+    Ids of this form stay. A result without an id of a call is that of the next call without a
+    result.
+    """
+    made: dict[str, str] = {}
+    open_ids: list[str] = []
+    changed = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            ids = [_short_id(call.get("id"), made, number) for number, call in enumerate(calls)]
+            open_ids += ids
+            pairs = zip(calls, ids, strict=True)
+            message = {**message, "tool_calls": [{**call, "id": id} for call, id in pairs]}
+        elif message["role"] == "tool":
+            given = str(message.get("tool_call_id"))
+            answered = made.get(given) or (open_ids[0] if open_ids else "call00000")
+            if answered in open_ids:
+                open_ids.remove(answered)
+            message = {**message, "tool_call_id": answered}
+        changed.append(message)
+    return changed
+
+
+def _short_id(given: object, made: dict[str, str], number: int) -> str:
+    """Return an id of the right form for a call, and note it in `made` by the one given."""
+    name = f"{given}" if given is not None else f"{len(made)} {number}"
+    if SHORT_ID.fullmatch(name):
+        return made.setdefault(name, name)
+    return made.setdefault(name, f"call{len(made):05d}")

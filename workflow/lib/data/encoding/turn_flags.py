@@ -39,7 +39,8 @@ def is_like_flag(key: str, *, of_row: bool) -> bool:
     words = {word.lower() for word in WORD.findall(key)}
     if not of_row:
         return not WORDS.isdisjoint(words)
-    is_scale = not SCALES.isdisjoint(words) and not SCALED.isdisjoint(words)
+    scaled = words - SCALES
+    is_scale = scaled != words and (not scaled or not SCALED.isdisjoint(scaled))
     return key not in NO_LOSS_MASKS and (is_scale or not MASKS.isdisjoint(words))
 
 
@@ -55,7 +56,7 @@ def flags_of(item: Values, flags: Iterable[str], others: Iterable[str]) -> list[
     flags, others: its keys that are flags, and keys whose objects may hold some.
     """
     own = [pair for key in flags for pair in _values(key, item[key])]
-    objects = [value for key in others if isinstance(value := item.get(key), dict)]
+    objects = [value for key in others if isinstance(value := item.get(key), dict | list)]
     return own + [pair for value in objects for pair in _inside(value)]
 
 
@@ -67,11 +68,11 @@ def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _inside(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
+def _inside(value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if key in FLAGS:
             yield from _values(key, item)
-        elif isinstance(item, dict):
+        elif isinstance(item, dict | list):
             yield from _inside(item)
 
 

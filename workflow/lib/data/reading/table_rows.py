@@ -38,7 +38,9 @@ class TableRows:
             values = _values(table)
         except BROKEN_VALUES:
             return [self._row(table, index) for index in range(table.num_rows)]
-        return [Row(number, value) for number, value in enumerate(values, start=self.first)]
+        has_json = any(_decoder(column.type) is not None for column in table.schema)
+        make = as_row if has_json else Row  # only JSON can nest deeply
+        return [make(number, value) for number, value in enumerate(values, start=self.first)]
 
     def _large_row(self, table: pyarrow.Table, index: int) -> Row | BrokenRow:
         if table.slice(index, 1).nbytes > MAX_ROW_BYTES:
