@@ -13,6 +13,8 @@ from tests.support.models import tiny_llama
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.published.loaded_files import loaded_tensors
+from workflow.lib.model.safetensors_reader import check_whole
+from workflow.lib.quantization.nf4_checkpoint import read_model_config
 from workflow.lib.system.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -93,6 +95,8 @@ def test_weights_are_those_that_transformers_loads(
     folder = tiny_llama(tmp_path, **SIZES)
     layout(folder, load_file(folder / "model.safetensors"))
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    check_whole(folder)
+    assert "transformers_weights" not in read_model_config(folder)
     with ConvertedReader(folder, build_on_meta(folder, dtype=torch.float32)) as reader:
         assert {*reader.names()} == {name for name, _ in stock.named_parameters()}
         for name, param in stock.named_parameters():

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from workflow.lib.model.architecture.model_files import named_weights
 from workflow.lib.model.architecture.safetensors_headers import is_beside
 from workflow.lib.system.checksums import RecordedFile, check_files
 from workflow.lib.system.errors import UserError
@@ -25,12 +26,15 @@ QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
 
 
 def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
-    """Return the file name that holds each tensor of a checkpoint folder; `single`: the only file
-    where there is no index.
+    """Return the file name that holds each tensor of a checkpoint folder: of `single` if there is
+    such a file, as Transformers takes it before an index.
 
     Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names
     missing files.
     """
+    if (folder / single).is_file():
+        with open_whole(folder / single) as file:
+            return dict.fromkeys(file.keys(), single)
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
         missing = sorted({name for name in weight_map.values() if not is_beside(folder, name)})
@@ -40,14 +44,11 @@ def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
                 "the download."
             )
         return weight_map
-    if not (folder / single).is_file():
-        raise UserError(
-            f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors "
-            "checkpoint "
-            "(model.source); other formats can be converted with save_pretrained of Transformers."
-        )
-    with open_whole(folder / single) as file:
-        return dict.fromkeys(file.keys(), single)
+    raise UserError(
+        f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors "
+        "checkpoint "
+        "(model.source); other formats can be converted with save_pretrained of Transformers."
+    )
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -62,12 +63,14 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def check_whole(folder: Path, *, single: str = SINGLE) -> None:
-    """Raise `UserError` if a file of a folder that a stage has made is missing, or shorter or
-    longer than its header says.
+    """Raise `UserError` if a file of a folder that a stage has made, or of an original, is missing,
+    or shorter or longer than its header says.
     """
     for path in sorted(folder.glob("*.safetensors")):
         open_whole(path, made_here=True)
-    shard_of_tensor(folder, single=single)
+    named = named_weights(folder)  # which may be an index of its own
+    if named is None or named.endswith(".safetensors"):
+        shard_of_tensor(folder, single=named or single)
 
 
 def open_whole(path: Path, *, made_here: bool = False) -> Any:

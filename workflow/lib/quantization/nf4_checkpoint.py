@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS
+from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS, WEIGHTS
 from workflow.lib.model.architecture.quantization_settings import TEXT_PART, without_quantization
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
@@ -266,6 +266,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     config = without_quantization(read_settings(path), path)
+    config.pop(WEIGHTS, None)  # a name of a file that what is written has not
     if config.get(TIE) is not False and not is_tied(build_on_meta(folder, dtype=torch.bfloat16)):
         part = config.get(TEXT_PART)
         config |= {TIE: False} | ({TEXT_PART: part | {TIE: False}} if part else {})
