@@ -19,6 +19,7 @@ container: container_image()
 include: "workflow/rules/download_source.smk"
 include: "workflow/rules/describe_model.smk"
 include: "workflow/rules/tokenize_dataset.smk"
+include: "workflow/rules/preview.smk"
 include: "workflow/rules/quantize_base.smk"
 include: "workflow/rules/preflight_run.smk"
 include: "workflow/rules/finetune.smk"
@@ -38,6 +39,7 @@ include: "workflow/rules/render_benchmark.smk"
 localrules:
     all,
     tokenize,
+    preview,
     preflight,
     train,
     evaluate,

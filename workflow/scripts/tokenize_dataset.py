@@ -44,15 +44,15 @@ from workflow.lib.data.tokens.heldout_drops import (
 )
 from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
 from workflow.lib.data.tokens.manifest_log import log_facts
-from workflow.lib.data.tokens.near_duplicates import (
+from workflow.lib.data.tokens.packing_windows import blocks, packing_windows
+from workflow.lib.data.tokens.process_pool import available_processes
+from workflow.lib.data.tokens.repetition.near_duplicates import (
     NearDuplicates,
     find_near_duplicates,
     make_measure,
     write_keys,
 )
-from workflow.lib.data.tokens.packing_windows import blocks, packing_windows
-from workflow.lib.data.tokens.process_pool import available_processes
-from workflow.lib.data.tokens.shingles import Pieces, pieces_of
+from workflow.lib.data.tokens.repetition.shingles import Pieces, pieces_of
 from workflow.lib.data.tokens.splits import (
     Split,
     check_not_empty,

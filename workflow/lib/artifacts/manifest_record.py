@@ -149,6 +149,17 @@ class Splits(Record):
     """What losses are measured on."""
 
 
+class SampleOrigin(Record):
+    """Where a sample document comes from."""
+
+    source: str
+    """Name of the source."""
+    file: str
+    """Path of the file, as the settings name it."""
+    row: int
+    """Its number in the file, from 1."""
+
+
 class TokenFiles(Record):
     """SHA-256 of the files of a tokens folder, by name."""
 
@@ -229,7 +240,9 @@ class Manifest(Record):
     files: TokenFiles
     """SHA-256 of every other file of the folder, by name."""
     samples: list[list[tuple[str, bool]]]
-    """Three training documents as segments: text, and whether it is trained."""
+    """Three training documents of each source as segments: text, and whether it is trained."""
+    sample_origins: list[SampleOrigin] = Field(default=[])
+    """Where each of them comes from."""
     provenance: Provenance
     """What made the folder."""
     sha256: str | None = None

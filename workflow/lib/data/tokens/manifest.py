@@ -21,13 +21,14 @@ from workflow.lib.data.tokens.manifest_fields import (
     LongRow,
     Manifest,
     Percentiles,
+    SampleOrigin,
     SourceDocuments,
     SourceFacts,
     SplitFacts,
     SplitsFacts,
     TokenizerFacts,
 )
-from workflow.lib.data.tokens.near_duplicates import NearDuplicates
+from workflow.lib.data.tokens.repetition.near_duplicates import NearDuplicates
 from workflow.lib.data.tokens.seeded_draws import Numbers
 from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
@@ -74,7 +75,8 @@ def manifest(
         "template_kwargs": encoding.settings.template_kwargs,
         "train_heldout_near_duplicates": len(near.matches),
         "train_heldout_shared_groups": near.shared_groups,
-        "samples": samples(train, tokenizer),
+        "samples": [_segments(train[position], tokenizer) for position in sampled(train)],
+        "sample_origins": [_sample_origin(train, position) for position in sampled(train)],
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
         "files": file_checksums(folder),
         "provenance": provenance(),
@@ -250,10 +252,21 @@ def file_checksums(folder: Path) -> dict[str, str]:
     return {name: file_sha256(folder / name) for name in names}
 
 
-def samples(train: Split, tokenizer: PreTrainedTokenizerBase) -> list[list[tuple[str, bool]]]:
-    """Return the first, middle and last training document as segments, trained or not."""
-    positions = sorted({0, len(train) // 2, len(train) - 1})
-    return [_segments(train[position], tokenizer) for position in positions]
+def sampled(train: Split) -> list[int]:
+    """Return where the first, middle and last training document of each source stand in train."""
+    positions, first = [], 0
+    for count in documents_by_source(train):
+        some = {first, first + count // 2, first + count - 1} if count else set[int]()
+        positions += sorted(some)
+        first += count
+    return positions
+
+
+def _sample_origin(train: Split, position: int) -> SampleOrigin:
+    number = int(train.chosen[position])
+    file, row = train.documents.origin(number)
+    known = train.corpus.files[file]
+    return {"source": train.corpus.sources[known.source].name, "file": known.file, "row": row}
 
 
 def _segments(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

@@ -85,6 +85,14 @@ class LongRow(TypedDict):
     tokens: int
 
 
+class SampleOrigin(TypedDict):
+    """Where a sample document comes from."""
+
+    source: str
+    file: str
+    row: int
+
+
 class SourceDocuments(TypedDict):
     """How many documents of a split come from a source."""
 
@@ -148,5 +156,6 @@ class Manifest(TokenizerFacts, DropFacts, ChatFacts):
     train_heldout_near_duplicates: int
     train_heldout_shared_groups: int
     samples: list[list[tuple[str, bool]]]
+    sample_origins: list[SampleOrigin]
     files: dict[str, str]
     provenance: Provenance

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import Documents
 from workflow.lib.data.tokens.seeded_draws import Numbers, drawn, times_taken
-from workflow.lib.data.tokens.shingles import mixed
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.system.errors import UserError
 
@@ -139,8 +138,10 @@ def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray
     """
     ordinals, firsts = np.unique(documents.ordinals, return_index=True)
     groups = documents.groups[firsts]
-    groups = np.where(groups == 0, mixed(ordinals + np.uint64(1)), groups)
-    _, numbers, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    _, numbers = np.unique(groups, return_inverse=True)
+    alone = groups == 0
+    numbers[alone] = numbers.max() + 1 + np.arange(np.count_nonzero(alone))
+    _, numbers, sizes = np.unique(numbers, return_inverse=True, return_counts=True)
     if len(sizes) == 1:
         raise UserError(
             "data.group_by: all rows of the training data have the same value in this column, so "

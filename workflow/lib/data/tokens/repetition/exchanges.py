@@ -12,7 +12,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.tokens.shingles import SHINGLE_WORDS, Hashes, Pieces, mixed, shingles
+from workflow.lib.data.tokens.repetition.shingles import (
+    SHINGLE_WORDS,
+    Hashes,
+    Pieces,
+    mixed,
+    shingles,
+)
 
 SHORT_WORDS = 20  # an answer of fewer is given to many questions
 SHORT_SHINGLES = SHORT_WORDS - SHINGLE_WORDS + 1

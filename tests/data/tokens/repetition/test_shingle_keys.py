@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from workflow.lib.data.tokens.shingle_keys import StoredKeys
+from workflow.lib.data.tokens.repetition.shingle_keys import StoredKeys
 
 EVERY = {"lowest": 0, "beyond": 2**32}
 

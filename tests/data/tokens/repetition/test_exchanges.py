@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.support.token_splits import Turn, Words
-from workflow.lib.data.tokens.exchanges import (
+from workflow.lib.data.tokens.repetition.exchanges import (
     NO_CONTEXT,
     TOKENS_AT_ONCE,
     Exchanges,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.token_splits import Turn, Words, split_of
-from workflow.lib.data.tokens.containment import Match, find_contained, shared_tokens
+from workflow.lib.data.tokens.repetition.containment import Match, find_contained, shared_tokens
 
 Rows = list[tuple[Turn, ...]]
 VOCABULARY = [f"w{number}" for number in range(3000)]

@@ -17,19 +17,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.tokens.containment import Match, find_contained
 from workflow.lib.data.tokens.documents import Documents
 from workflow.lib.data.tokens.encoded_shards import Shard
-from workflow.lib.data.tokens.exchanges import (
+from workflow.lib.data.tokens.process_pool import map_in_order
+from workflow.lib.data.tokens.repetition.containment import Match, find_contained
+from workflow.lib.data.tokens.repetition.exchanges import (
     TOKENS_AT_ONCE,
     Exchanges,
     by_stretch,
     exchanges,
     stretches,
 )
-from workflow.lib.data.tokens.process_pool import map_in_order
-from workflow.lib.data.tokens.shingle_keys import Keys, StoredKeys
-from workflow.lib.data.tokens.shingles import (
+from workflow.lib.data.tokens.repetition.shingle_keys import Keys, StoredKeys
+from workflow.lib.data.tokens.repetition.shingles import (
     BINS,
     Hashes,
     Pieces,

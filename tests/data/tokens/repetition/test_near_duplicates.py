@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.token_splits import all_trained, separate, split_of
-from workflow.lib.data.tokens.near_duplicates import (
+from workflow.lib.data.tokens.repetition.near_duplicates import (
     Measure,
     find_near_duplicates,
     stable_order,
@@ -35,7 +35,7 @@ def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(
     assert (at_once.train, at_once.heldout) == (15, 0)
     assert [(m.heldout, m.train) for m in at_once.matches] == [(n, n + 20) for n in range(11)]
     assert find_near_duplicates(train, heldout, measure, processes=1, keys_at_once=4) == at_once
-    monkeypatch.setattr("workflow.lib.data.tokens.near_duplicates.BLOCK", 5)
+    monkeypatch.setattr("workflow.lib.data.tokens.repetition.near_duplicates.BLOCK", 5)
     assert find_near_duplicates(train, heldout, measure, processes=1, keys_at_once=4) == at_once
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.support.tiny import tiny_tokenizer
 from tests.support.token_splits import separate
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
-from workflow.lib.data.tokens.shingles import (
+from workflow.lib.data.tokens.repetition.shingles import (
     BINS,
     band_keys,
     band_rows,

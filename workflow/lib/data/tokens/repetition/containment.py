@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.tokens.encoded_shards import Shard
-from workflow.lib.data.tokens.exchanges import (
+from workflow.lib.data.tokens.process_pool import map_in_order
+from workflow.lib.data.tokens.repetition.exchanges import (
     SHORT_SHINGLES,
     SHORT_WORDS,
     Integers,
     by_stretch,
     exchanges,
 )
-from workflow.lib.data.tokens.heldout_index import Index, grouped, indices, rows_by_key
-from workflow.lib.data.tokens.process_pool import map_in_order
-from workflow.lib.data.tokens.shingles import SHINGLE_WORDS, Pieces
+from workflow.lib.data.tokens.repetition.heldout_index import Index, grouped, indices, rows_by_key
+from workflow.lib.data.tokens.repetition.shingles import SHINGLE_WORDS, Pieces
 from workflow.lib.data.tokens.splits import Split
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.data.tokens.token_writer import spans

@@ -1,0 +1,67 @@
+"""What `preview` shows of a tokens folder."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.tiny import tiny_tokenizer
+from tests.support.tokenizing import NUM_TRAIN, Stage, save_rows
+from workflow.lib.data.tokens.preview import show_samples
+from workflow.lib.data.tokens.token_store import MANIFEST
+from workflow.lib.system.files import read_checked_json
+from workflow.scripts import preview
+from workflow.scripts.command import stage_parser
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preview")
+    tiny_tokenizer(folder / "tokenizer")
+    stage = Stage(folder, folder / "tokenizer")
+    more = save_rows(folder / "more.jsonl", [{"prompt": "a\x1b[31m\nb", "completion": "c"}])
+    named = [{"path": str(stage.train), "name": "first"}, {"path": str(more), "name": "more"}]
+    stage.run(train=named, seq_len=256)
+    return stage.output / MANIFEST
+
+
+def shown(manifest: Path, *, terminal: bool) -> str:
+    file = io.StringIO()
+    colours = "standard" if terminal else None
+    console = Console(file=file, force_terminal=terminal, color_system=colours, width=60)
+    show_samples(read_checked_json(manifest), console)
+    return file.getvalue()
+
+
+def test_three_documents_of_each_source_are_shown_with_their_rows(manifest: Path) -> None:
+    titles = [line for line in shown(manifest, terminal=False).splitlines() if ": row " in line]
+    assert [title.split(" of ")[0] for title in titles] == [
+        "first: row 1",
+        f"first: row {NUM_TRAIN // 2 + 1}",
+        f"first: row {NUM_TRAIN}",
+        "more: row 1",
+    ]
+
+
+def test_trained_text_is_coloured_on_a_terminal_and_bracketed_elsewhere(manifest: Path) -> None:
+    assert "\x1b[1;32mThe answer is 0." in shown(manifest, terminal=True)
+    plain = shown(manifest, terminal=False)
+    assert "\u27e6The answer is 0." in plain
+    assert "\x1b" not in plain
+
+
+def test_control_characters_of_the_data_are_spelled_out(manifest: Path) -> None:
+    text = shown(manifest, terminal=True)
+    assert "a\\x1b[31m\nb" in text
+
+
+def test_counts_are_told_too(manifest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parser = stage_parser("")
+    parser.add_argument("--manifests", type=Path, nargs="+")
+    with caplog.at_level("INFO", logger="workflow"):
+        preview.main(
+            parser.parse_args(["--config", json.dumps([None]), "--manifests", str(manifest)])
+        )
+    assert f"train: {NUM_TRAIN + 1} rows read, {NUM_TRAIN + 1} kept, 0 dropped" in caplog.text
