@@ -27,6 +27,10 @@ def log_facts(
         seq_len,
         100 * train["fill"],
     )
+    repeating = facts["train_heldout_near_duplicates"], facts["train_heldout_shared_groups"]
+    if any(repeating):
+        message = "heldout: %d rows nearly repeat a training row, %d others are of a group of one"
+        logger.info(message, *repeating)
     _log_drops(facts["dropped_by_reason"], rejects=output / REJECTS)
     _log_sources(facts["sources"])
     special = sum(source["special_token_texts"] for source in facts["sources"])

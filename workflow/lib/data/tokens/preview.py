@@ -19,7 +19,9 @@ def show_samples(facts: Manifest, console: Console) -> None:
     marked = "green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
     _print(console, Text(f"Documents as the model sees them; what is trained is {marked}"))
     for segments, origin in zip(facts["samples"], facts["sample_origins"], strict=True):
-        title = f"{origin['source']}: row {origin['row']} of {origin['file']}"
+        title = f"row {origin['row']} of {origin['file']}"
+        if origin["source"] != origin["file"]:
+            title = f"{origin['source']}: {title}"
         _print(console, Text(f"\n{printable(title)}", style="bold"))
         for text, trained in segments:
             _print(console, _segment(text, trained, coloured=console.is_terminal), end="")
