@@ -18,6 +18,7 @@ from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation, RowError
 from workflow.lib.data.encoding.probes import PROBES
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.data.encoding.template_keys import with_arguments
 from workflow.lib.data.encoding.token_rows import TokenRow
 
 EOS_ID, USER_ID = 2, 4
@@ -192,14 +193,33 @@ def test_end_of_turn_is_the_token_that_the_template_ends_an_answer_with(
         assert encoder.end_of_turn_ids() == ends
 
 
-def test_probes_are_encoded_as_stock_transformers_writes_them(tokenizer: Any) -> None:
-    encoder = SampleEncoder(tokenizer, chat_template=TOOL_TEMPLATE, loss_on="completions")
+NINE = "{% if c.id | default('') | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+JOINED = "c.function.name + c.function.arguments }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TOOL_TEMPLATE,
+        TOOL_TEMPLATE.replace("{{ c.function.name", NINE + "{{ c.function.name"),
+        TOOL_TEMPLATE.replace("c.function.name ~ c.function.arguments | tojson }}", JOINED),
+        TOOL_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ mode | default('none') }}"),
+    ],
+)
+def test_probes_are_encoded_as_stock_transformers_writes_them(
+    tokenizer: Any, template: str
+) -> None:
+    arguments = {"mode": "brief"} if "mode" in template else {}
+    encoder = SampleEncoder(
+        tokenizer, chat_template=template, loss_on="completions", template_kwargs=arguments
+    )
+    exported = with_arguments(template, arguments)
     text, *chats = encoder.encoded_probes()
     assert text["ids"] == tokenizer(text["text"], add_special_tokens=False)["input_ids"]
     assert len(chats) == len(PROBES)
     for chat in chats:
         expected = tokenizer.apply_chat_template(
-            chat["messages"], tools=chat["tools"], chat_template=TOOL_TEMPLATE
+            chat["messages"], tools=chat["tools"], chat_template=exported
         )
         assert chat["ids"] == expected["input_ids"]
 

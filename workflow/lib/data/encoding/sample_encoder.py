@@ -139,13 +139,14 @@ class SampleEncoder:
         return sorted(ends & self._encoder.special_ids)
 
     def _answered_probes(self) -> Iterator[tuple[Conversation, list[int], list[int]]]:
-        """Yield each probe that the template takes, its ids, and its turns' last tokens.
+        """Yield each probe in the form that the template takes, its ids, its turns' last tokens.
 
         Only trained turns count.
         """
         for probe in PROBES if self._renderers else ():
             try:
-                yield probe, *self._answered(probe)
+                adapted = _chosen(self._probers, probe).template.adapted(probe)
+                yield adapted, *self._answered(probe)
             except RowError:
                 continue  # a template may refuse system messages or tools, then data with them too
 
