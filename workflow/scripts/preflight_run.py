@@ -19,6 +19,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,12 @@ from workflow.lib.planning.preflight.what_if import (
 )
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import PlanRecorder, recording_process
-from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_checked_json
-from workflow.lib.system.gpu_models import parse_gpus
+from workflow.lib.system.gpu_models import GpuModel, parse_gpus
 from workflow.lib.system.importing import importing
+from workflow.lib.system.units import GIB
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -59,7 +61,9 @@ def main(args: argparse.Namespace) -> None:
     if args.config is None:
         what_if(args)
         return
-    check_arguments(args, needed=("tokens", "output", "run"), foreign=("gpus", "estimate"))
+    check_arguments(
+        args, needed=("tokens", "output", "run"), foreign=("gpus", "estimate", "host_gib")
+    )
     settings = RunConfig.model_validate(args.config)
     if not args.brief:  # finetune's own prediction, which only follows this one
         check_tasks(settings.evaluate)
@@ -81,7 +85,7 @@ def what_if(args: argparse.Namespace) -> None:
         args.set, seq_len=args.seq_len, rank=args.rank, processes=count, batch=args.batch
     )
     shape = find_shape(args.model, revision=args.revision, describe=described)
-    machine = imagined_machine(count, gpu)
+    machine = machine_by_hand(count, gpu, asked_gib=args.host_gib, hardware=settings.hardware)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
 
     def config() -> dict[str, Any]:
@@ -89,6 +93,23 @@ def what_if(args: argparse.Namespace) -> None:
 
     with recorder(shape, machine, config=config, wanted=not args.estimate) as record:
         predict(args, settings, shape, machine, tokens, disk_free_bytes=None, record=record)
+
+
+def machine_by_hand(
+    count: int, gpu: GpuModel, *, asked_gib: float | None, hardware: HardwareConfig
+) -> Machine:
+    """Return a machine of such GPUs, with the host memory that is asked for, or usual."""
+    if asked_gib is not None and not asked_gib > 0:
+        raise setting_error("--host-gib", asked_gib, "it must be above 0", "Give the host's GiB")
+    origin = "--host-gib" if asked_gib is not None else "hardware.host_memory_gib"
+    allowed = hardware.host_memory_gib
+    if asked_gib is None and not isinstance(allowed, str):
+        asked_gib = allowed
+    if asked_gib is None:
+        asked_gib = count * gpu.host_gib
+        origin = "what machines with such GPUs usually have; --host-gib says how much it is"
+    machine = imagined_machine(count, gpu, host_bytes=int(asked_gib * GIB))
+    return replace(machine, imagined_host=origin)
 
 
 @contextmanager
@@ -155,7 +176,7 @@ def predict(
     if args.output is not None:
         write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
     show = logger.debug if args.brief and decision.fits else logger.info
-    show("%s", render(result, run=args.run))
+    show("%s", render(result, run=args.run, host_origin=machine.imagined_host))
     needs = attention_needs(shape)
     attention = training_attention(settings.model, machine, needs)
     show("attention: %s (%s)", attention.name, attention.reason)
@@ -198,6 +219,11 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--tokens", type=Path, help="manifest.json of the tokens")
     by_hand = arguments.add_argument_group("by hand, without --config")
     by_hand.add_argument("--gpus", help="number and kind of GPUs, like 2x4090 or 8xH100")
+    by_hand.add_argument(
+        "--host-gib",
+        type=float,
+        help="host memory of the machine, GiB (what is usual with the GPUs)",
+    )
     by_hand.add_argument("--seq-len", type=int, default=2048, help="tokens of a row (%(default)s)")
     by_hand.add_argument("--rank", type=int, default=16, help="LoRA rank (%(default)s)")
     by_hand.add_argument(

@@ -1,6 +1,7 @@
 """Preflight by hand: what is imagined, what is found, and what is refused."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.preflight_examples import TINY, write_checkpoint
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning.preflight.what_if import find_shape, settings_of
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.units import GIB
 from workflow.scripts.preflight_run import described
 
 
@@ -45,10 +47,31 @@ def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
     assert answer.returncode == 0, answer.stderr
     found = json.loads((tmp_path / "p.json").read_text())
     assert (found["verdict"], found["plan"]["processes"]) == ("fits", 2)
-    assert found["host_capacity_bytes"] is None
+    assert found["host_capacity_bytes"] == 128 * GIB
     assert found["plan"]["offload_layers"] > 0
-    assert f"{found['plan']['offload_layers']} layers; gathered weights" in answer.stderr
+    assert f"{found['plan']['offload_layers']} layers; gathered" in answer.stderr
     assert "fits" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ((), 0, "64.00 GiB (what machines with such GPUs usually have"),
+        (("--host-gib", "128"), 0, "128.00 GiB (--host-gib)"),
+        (("--set", "hardware.host_memory_gib=96"), 0, "96.00 GiB (hardware.host_memory_gib)"),
+        (("--host-gib", "16"), 1, "16.00 GiB (--host-gib)"),
+        (("--host-gib", "-1"), 1, "--host-gib = -1.0: it must be above 0"),
+    ],
+    ids=["usual", "asked for", "by a setting", "too little", "none"],
+)
+def test_host_memory_is_that_of_the_imagined_machine_and_told(
+    words: tuple[str, ...], status: int, said: str
+) -> None:
+    """Activations of rows of 98,304 tokens take 35 GiB of it: more than half of the usual host."""
+    model = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "4090", "--seq-len", "98304")
+    answer = ask(*model, "--estimate", *words)
+    assert answer.returncode == status, answer.stderr
+    assert said in " ".join(re.sub("[│\\n]", " ", answer.stderr).split())
 
 
 def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class Machine:
     """Whether its GPUs multiply int8 as `train.products` needs it."""
     float8: bool = True
     """The same of float8."""
+    imagined_host: str | None = None
+    """What says how much host memory there is, of a machine that is only imagined."""
     nodes: int = 1
     """Machines like this one, which share the processes equally."""
 
@@ -40,7 +42,9 @@ class Machine:
         return self.processes // self.nodes
 
 
-def imagined_machine(count: int, gpu: GpuModel, *, nodes: int = 1) -> Machine:
+def imagined_machine(
+    count: int, gpu: GpuModel, *, nodes: int = 1, host_bytes: int | None = None
+) -> Machine:
     """Return `nodes` machines with `count` such GPUs each and nothing else on them."""
     return Machine(
         device="cuda",
@@ -48,7 +52,7 @@ def imagined_machine(count: int, gpu: GpuModel, *, nodes: int = 1) -> Machine:
         nodes=nodes,
         gpu_names=(gpu.name,) * count * nodes,
         gpu_bytes=int(gpu.memory_gib * GIB),
-        host_bytes=None,
+        host_bytes=host_bytes,
         flash_attention=True,
         int8=gpu.int8,
         float8=gpu.float8,

@@ -63,6 +63,15 @@ class GpuModel:
     aliases: tuple[str, ...]
 
     @property
+    def host_gib(self) -> float:
+        """GiB of host memory for each GPU that machines with such GPUs usually have: 64 with
+        GeForce cards, 128 in workstations, 256 in servers (NVIDIA's DGX of eight have 2 TB).
+        """
+        if "GeForce" in self.name:
+            return 64.0
+        return 256.0 if self.memory_gib > 64 else 128.0
+
+    @property
     def int8(self) -> bool:
         """Whether it multiplies int8 as `train.products` needs it: NVIDIA's in this table do."""
         return self.name.startswith("NVIDIA")

@@ -127,11 +127,11 @@ def _memory_lack(
 def _host_lack(chosen: Candidate, limits: Budget, machine: Machine) -> str | None:
     if limits.host_capacity_bytes is None or chosen.lacking_host_bytes <= 0:
         return None
+    origin = machine.imagined_host or "hardware.host_memory_gib, or what is free"
     return (
         f"the {machine.processes} processes need {chosen.host_bytes / GIB:.2f} GiB of host memory "
         "together, "
-        f"{limits.host_capacity_bytes / GIB:.2f} GiB may be used (hardware.host_memory_gib, or "
-        "what is free). "
+        f"{limits.host_capacity_bytes / GIB:.2f} GiB may be used ({origin}). "
         "Free host memory, or use fewer processes"
     )
 

@@ -186,7 +186,9 @@ def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candi
         if choices.host_layers and options[-1].lacking_bytes > 0:
             hosting = replace(tried, offload_layers=_layers_to_host(question, tried))
             options.append(_candidate(question, hosting, unasked=True))
-    return options
+    if question.machine.imagined_host is None or any(option.fits for option in options):
+        return options
+    return [_in_all_of_the_host(option, question.limits) for option in options]
 
 
 def _layers_to_host(question: Question, setup: Setup) -> int:
@@ -227,6 +229,15 @@ def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:
         host_bytes=host,
         lacking_host_bytes=0 if allowed is None else host - allowed,
     )
+
+
+def _in_all_of_the_host(option: Candidate, limits: Budget) -> Candidate:
+    """Return a plan judged by all of the host memory: of a machine that is only imagined, where
+    none fits by half of it.
+    """
+    if limits.host_capacity_bytes is None:
+        return option
+    return replace(option, lacking_host_bytes=option.host_bytes - limits.host_capacity_bytes)
 
 
 def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> int | None:

@@ -19,12 +19,14 @@ METHODS = {
 WIDTH = 100  # columns
 
 
-def render(forecast: Forecast, *, run: str) -> str:
-    """Return the tables of a forecast as plain text."""
+def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> str:
+    """Return the tables of a forecast as plain text; host_origin: what says how much host memory
+    there is.
+    """
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
     console.print(_terms(forecast, run=run))
     console.print(_plans(forecast))
-    console.print(_facts(forecast))
+    console.print(_facts(forecast, host_origin=host_origin))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
@@ -69,7 +71,7 @@ def _plans(forecast: Forecast) -> Table:
     return table
 
 
-def _facts(forecast: Forecast) -> Table:
+def _facts(forecast: Forecast, *, host_origin: str | None) -> Table:
     """Everything else, a line each."""
     plan, time = forecast.plan, forecast.time
     table = Table(show_header=False)
@@ -91,6 +93,7 @@ def _facts(forecast: Forecast) -> Table:
     host = _size(forecast.host_bytes)
     if forecast.host_capacity_bytes is not None:
         host += f" of {_size(forecast.host_capacity_bytes)}"
+        host += f" ({host_origin})" if host_origin else ""
     table.add_row("host memory", host)
     disk = ", ".join(f"{name} {_size(size)}" for name, size in forecast.disk_bytes.items())
     if forecast.disk_free_bytes is not None:
