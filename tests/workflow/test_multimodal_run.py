@@ -14,6 +14,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.files import read_json
 
+PROCESSOR = "preprocessor_config.json"
 SUBJECTS = ["original", "base", "tuned", "tuned_on_original", "merged"]
 
 
@@ -26,7 +27,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
         evaluate={"subjects": SUBJECTS, "served": "merged"},
     )
     shutil.rmtree(project.root / "model")
-    tiny_family("gemma3", project.root / "model", vocab_size=VOCAB_SIZE)
+    tiny_family("mistral3", project.root / "model", vocab_size=VOCAB_SIZE)
+    (project.root / "model" / PROCESSOR).write_text('{"size": 28}')
     tiny_tokenizer(project.root / "model")
     project.run("all")
     return project
@@ -62,7 +64,9 @@ def assert_merged_is_measured(root: Path) -> None:
         seeing = [name for name in before.names() if "vision" in name or "projector" in name]
         assert len(seeing) > 10
         for name in seeing:
-            assert torch.equal(before.tensor(name).bfloat16(), after.tensor(name)), name
+            assert torch.equal(before.tensor(name), after.tensor(name)), name
+            assert before.dtype(name) == after.dtype(name), name
+    assert (merged / PROCESSOR).read_bytes() == (root / "model" / PROCESSOR).read_bytes()
     model = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32).eval()
     (tokens,) = (root / "results" / "tokens").glob("qa-*")
     documents = TokenStore.open(tokens).heldout_documents()

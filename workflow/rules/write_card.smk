@@ -3,6 +3,7 @@ rule write_card:
     input:
         summary=rules.finetune.output.summary,
         adapter_config="results/runs/{run}/consolidate/adapter/adapter_config.json",
+        base=lambda w: layout.base_dir(RUNS[w.run]),
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
@@ -27,6 +28,7 @@ rule write_card:
         gguf=lambda w, input: ["--gguf", input.gguf] if input.gguf else [],
     shell:
         "python -m workflow.scripts.write_card --config {params.config:q} --summary {input.summary:q}"
-        " --adapter-config {input.adapter_config:q} --manifest {input.manifest:q}"
+        " --adapter-config {input.adapter_config:q} --base {input.base:q}"
+        " --manifest {input.manifest:q}"
         " --parity {input.parity:q} --evaluation {input.evaluation:q} {params.gguf:q}"
         " --output {output:q} --log {log:q}"

@@ -47,6 +47,7 @@ from workflow.lib.model.backends import (
     resolve_attention,
     resolve_dtype,
 )
+from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
@@ -84,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
     adapter = read_sharded_adapter(args.finetune / "adapter")
     trained_config = read_artifact(args.finetune / "adapter_config.json")
     adapter_config = trained_config | base_reference(
-        config.model, args.model, base_id=config.export.base_id
+        config.model, args.model, export=config.export
     )
     original = build_on_meta(args.model, dtype=torch.bfloat16)
     names = exported_names(original, adapter)
@@ -175,7 +176,8 @@ def merge(
     ):
         tensors = merged_tensors(
             without_stacks(adapter, stacks), adapter_config, original=original, nf4=nf4, onto=onto,
-            module_name=ModuleNames(model).of, left=converted.left,
+            module_name=ModuleNames(model).of,
+            left=[*converted.left, *converted.stored_in(other_parts(model))],
         )  # fmt: skip
         experts = merged_stacks(
             adapter, adapter_config, original=converted, nf4=nf4, onto=onto, stacks=stacks

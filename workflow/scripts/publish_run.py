@@ -14,8 +14,10 @@ from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.export.publishing import Publication, refuse_failed, refuse_private, upload
+from workflow.lib.report.card_use import needs_folder
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.checksums import check_files, listed_files
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import provenance, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
@@ -33,6 +35,12 @@ def main(args: argparse.Namespace) -> None:
         repo_id=str(settings.hub_repo),
         private=not settings.hub_public,
     )
+    if settings.hub_form == "adapter" and needs_folder(args.card.read_text(encoding="utf-8")):
+        raise UserError(
+            f"Nothing is published: {args.card} loads the adapter on 4-bit weights that only this "
+            "machine has. Upload a copy of the base's folder below results/base and name it "
+            "(export.nf4_base_id), or serve another form (evaluate.served), and run again."
+        )
     refuse_private(publication)
     address = upload(publication, message=f"{settings.hub_form} of the run {args.run}")
     write_checked_json(args.output, {"commit_url": address, "provenance": provenance()})

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
@@ -34,6 +35,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     copy_companions,
     modules_in_16_bits,
     nf4_config,
+    only_here,
     quantizable_linears,
     quantized_tensors,
     read_model_config,
@@ -71,6 +73,7 @@ def main(args: argparse.Namespace) -> None:
         check_loading(model, reader)
         stacks = expert_stacks(model)
         taken = check_taken(reader, linears, stacks, settings)
+        packed = bool(reader.packed)
     check_blocks(stacks, settings)
     shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
     method, reason = TAKEN if taken else chosen_method(settings.method, shapes)
@@ -86,9 +89,8 @@ def main(args: argparse.Namespace) -> None:
         calibration = None
         total_bytes = write_weights(args.model, partial, model, settings, device)
     copy_companions(args.model, partial)
-    write_json(
-        partial / "config.json", nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
-    )
+    in_16_bits = modules_in_16_bits(model)
+    write_json(partial / "config.json", nf4_config(config, settings, in_16_bits=in_16_bits))
     num_weights = sum(math.prod(shape) for shape in shapes)
     facts = {} if calibration is None else {"calibration": calibration}
     record = Quantization(
@@ -100,6 +102,9 @@ def main(args: argparse.Namespace) -> None:
         method=method,
         method_reason=reason,
         device=device.type,
+        auto_class=auto_class(model.config).__name__,
+        in_16_bits=in_16_bits,
+        only_here=only_here(method, settings, stacks=bool(stacks), packed=packed),
         **facts,
         provenance=Provenance.now(),
     )

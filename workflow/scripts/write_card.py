@@ -11,6 +11,7 @@ from pathlib import Path
 from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.card_inputs import CardInputs
@@ -31,16 +32,17 @@ def main(args: argparse.Namespace) -> None:
     adapter_config = read_json(config_file)
     inputs = CardInputs(
         model_id=config.base_id,
-        revision=adapter_config["revision"],
+        revision=None if config.export.nf4_base_id else adapter_config["revision"],
         adapter_config=adapter_config,
         dataset_id=config.data.source,
         dataset=config.data.name,
-        quantize=config.quantize,
+        quantization=read_record(args.base / "quantization.json", Quantization),
         summary=read_record(args.summary, Summary),
         manifest=read_record(args.manifest, Manifest),
         parity=read_record(args.parity, Parity),
         measured=read_measured(args.evaluation, run=args.evaluation.parent.name),
         gguf=read_record(args.gguf / "gguf.json", GgufChecks) if args.gguf else None,
+        nf4_base_id=config.export.nf4_base_id,
     )
     write_text(args.output, model_card(inputs))
     logger.info("model card: %s", args.output)
@@ -52,6 +54,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--adapter-config", type=Path, required=True, help="adapter_config.json of the export"
     )
+    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
     parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
     parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
     parser.add_argument(

@@ -290,6 +290,7 @@ def unrecorded_json(stage: str, run: RunConfig) -> str:
 
 
 # Keys of these sections that a stage does not read, so that editing them does not run it again.
+BASE_IDS = ("base_id", "nf4_base_id")
 HUB_KEYS = ("hub_repo", "hub_form", "hub_public")
 UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
     "consolidate": {
@@ -297,11 +298,11 @@ UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
         "export": {"gguf", "gguf_of", "llama_cpp", *HUB_KEYS},
     },
     # The merged model is its input, the converters an option.
-    "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", "base_id", *HUB_KEYS}},
-    "publish_run": {"export": {"merge_onto", "shard_gib", "base_id"}},
+    "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", *BASE_IDS, *HUB_KEYS}},
+    "publish_run": {"export": {"merge_onto", "shard_gib", *BASE_IDS}},
     "write_card": {
         "model": {"attention_dropout"},
-        "export": set(ExportConfig.model_fields) - {"base_id"},
+        "export": set(ExportConfig.model_fields) - {*BASE_IDS},
     },
     # It looks whether the tasks exist and measure what is required, and how much is measured.
     "preflight_run": {

@@ -83,6 +83,12 @@ class Quantization(Record):
     """Why, with `quantize.method: auto`, or of a base that is in NF4 already."""
     device: str
     """`cuda` or `cpu`."""
+    auto_class: str = "AutoModelForCausalLM"
+    """Transformers' class that loads this base and its original."""
+    in_16_bits: list[str] = Field(default_factory=list)
+    """Linears that are not in NF4, or ends of their paths: none if it is the head alone."""
+    only_here: str | None = "how they were made is not recorded"
+    """Why Transformers, given the original, makes other 4-bit weights; null: it makes these."""
     calibration: CalibrationFacts | None = None
     """If it was calibrated."""
     provenance: Provenance

@@ -115,15 +115,17 @@ def with_corrections(
 
 
 def base_reference(
-    settings: ModelConfig, folder: Path, *, base_id: str | None
+    settings: ModelConfig, folder: Path, *, export: ExportConfig
 ) -> dict[str, str | None]:
     """Return what PEFT's configuration says of the base in `folder`.
 
-    Repository and commit of a model of the hub; else `base_id`, or without it the absolute path:
-    PEFT takes a relative one from where it runs.
+    `export.nf4_base_id`; else repository and commit of a model of the hub; else `export.base_id`,
+    or without it the absolute path: PEFT takes a relative one from where it runs.
     """
+    if export.nf4_base_id is not None:
+        return {"base_model_name_or_path": export.nf4_base_id, "revision": None}
     if not is_hub_id(settings.source):
-        name = base_id or str(Path(settings.source).absolute())
+        name = export.base_id or str(Path(settings.source).absolute())
         return {"base_model_name_or_path": name, "revision": None}
     record = folder / MANIFEST
     commit = read_artifact(record)["commit"] if record.is_file() else settings.revision
@@ -221,10 +223,9 @@ def merged_tensors(
     module's own where it was trained whole.
 
     The names are those of the original's files; `module_name` returns the model's name for one
-    (`converted_reader.ModuleNames`). What is not text is handed on. Stacks of experts are left out
-    (`merged_stacks`).
-    left: stored names of what the model has no part for, which is handed on as it is stored (what
-    is packed is decoded, as all else).
+    (`converted_reader.ModuleNames`). Stacks of experts are left out (`merged_stacks`).
+    left: stored names of what the model has no part for, or what text never passes, which is handed
+    on as it is stored (what is packed is decoded, as all else).
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
     rounded once. What is not quantized stays in fp32 in a 16-bit checkpoint.
     Raises `UserError` if an adapter belongs to no tensor of the model.

@@ -23,7 +23,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS, WEIGHTS
+from workflow.lib.model.architecture.model_files import (
+    PROCESSOR_PATTERN,
+    TOKENIZER_PATTERNS,
+    WEIGHTS,
+)
 from workflow.lib.model.architecture.quantization_settings import TEXT_PART, without_quantization
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
@@ -36,12 +40,13 @@ from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import atomic_path, write_json
 
+BLOCK_OF_BITSANDBYTES = 64  # weights a scale; `BitsAndBytesConfig` (Transformers 5.23) has no other
 SHARD_BYTES = 2**30  # bounds the host memory that waits to be written
 
 TIE = "tie_word_embeddings"
 
 # Files that make a model folder complete besides its weights.
-COMPANION_PATTERNS = ("generation_config.json", *TOKENIZER_PATTERNS)
+COMPANION_PATTERNS = ("generation_config.json", PROCESSOR_PATTERN, *TOKENIZER_PATTERNS)
 
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -214,6 +219,28 @@ class ShardWriter:
                 "weight_map": dict(sorted(weight_map.items())),
             },
         )
+
+
+def only_here(
+    method: str, settings: QuantizeConfig, *, stacks: bool, packed: bool
+) -> str | None:
+    """Return why Transformers' own quantization makes other weights of the original; None if it
+    makes these.
+
+    stacks: experts are in NF4, too; packed: the original was decoded first.
+    """
+    if method == "calibrated":
+        return "their codes and scales are calibrated"
+    if settings.block_size != BLOCK_OF_BITSANDBYTES:
+        return (
+            f"their blocks hold {settings.block_size} weights, and Transformers itself quantizes "
+            f"in blocks of {BLOCK_OF_BITSANDBYTES}"
+        )
+    if stacks:
+        return "experts are in 4 bits, which Transformers itself leaves in 16"
+    if packed:
+        return "the original is packed in fewer bits, and was decoded first"
+    return None
 
 
 def nf4_config(

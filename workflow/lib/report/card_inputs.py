@@ -8,9 +8,9 @@ from typing import Any
 from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.verdict import Measured
-from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.number_formats import visible
 
 
@@ -19,7 +19,7 @@ class CardInputs:
     """What a card is written from.
 
     `model_id`, `dataset_id`: hub ids, None for local folders and files. `revision`: commit of the
-    base on the hub. `adapter_config`: PEFT's.
+    base on the hub. `adapter_config`: PEFT's. `nf4_base_id`: where the 4-bit base is on the hub.
     """
 
     model_id: str | None
@@ -27,12 +27,13 @@ class CardInputs:
     adapter_config: dict[str, Any]
     dataset_id: str | None
     dataset: str
-    quantize: QuantizeConfig
+    quantization: Quantization
     summary: Summary
     manifest: Manifest
     parity: Parity
     measured: Measured
     gguf: GgufChecks | None = None
+    nf4_base_id: str | None = None
 
     @property
     def base_name(self) -> str:

@@ -1,13 +1,11 @@
 """The section Use of a model card: the code that loads what was evaluated and will be served."""
 
-from workflow.lib.report.card_inputs import CardInputs, code
+from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.verdict import label
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SubjectName
 from workflow.lib.system.number_formats import visible
 
-BLOCK_OF_BITSANDBYTES = (
-    64  # weights per scale; `BitsAndBytesConfig` of Transformers 5.23 names no other
-)
+NF4_FOLDER = "path/to/nf4/base"  # stands for the folder of a base that is nowhere else
 FORMS: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
 
 
@@ -22,77 +20,84 @@ def use_section(inputs: CardInputs) -> str:
     if others := [SUBJECT_LABELS[name] for name in FORMS if name not in measured.subjects]:
         remarks.append(f"Not evaluated, and another model each: {', '.join(others)}.")
     if served == "merged":
-        return f"```python\n{_loading_merged(dtype)}```\n\n{' '.join(remarks)}\n"
+        code = _loading_merged(inputs.quantization.auto_class, dtype)
+        return f"```python\n{code}```\n\n{' '.join(remarks)}\n"
     remarks += _about_the_base(inputs, dtype=dtype)
     return f"```python\n{_loading(inputs, dtype=dtype)}```\n\n{' '.join(remarks)}\n"
 
 
-def _loading_merged(dtype: str) -> str:
+def needs_folder(card: str) -> bool:
+    """Tell whether a card loads the base from a folder that only the machine of the run has."""
+    return NF4_FOLDER in card
+
+
+def _loading_merged(auto_class: str, dtype: str) -> str:
     """Return the code that loads the merged model, its tokenizer and generation settings."""
     return (
         "import torch\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"from transformers import {auto_class}, AutoTokenizer\n\n"
         'merged = "path/to/merged"\n'
-        f"model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.{dtype})\n"
+        f"model = {auto_class}.from_pretrained(merged, dtype=torch.{dtype})\n"
         "tokenizer = AutoTokenizer.from_pretrained(merged)\n"
     )
 
 
 def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
     """Return what a reader must know to put the right base under the adapter."""
-    base, block = code(inputs.base_name), inputs.quantize.block_size
+    base, reason = code(inputs.base_name), inputs.quantization.only_here
     in_4_bits = inputs.measured.served.subject == "tuned"
     remarks = []
-    if in_4_bits and block != BLOCK_OF_BITSANDBYTES:
+    if in_4_bits and inputs.nf4_base_id is None and reason is not None:
         remarks.append(
-            f"`path/to/nf4/base` is the folder that the workflow has made of {base}: its blocks "
-            f"hold {block} weights, "
-            f"and Transformers itself quantizes in blocks of {BLOCK_OF_BITSANDBYTES}."
+            f"`{NF4_FOLDER}` is the folder that the workflow has made of {base}, and no other 4-bit "
+            f"weights of it are these: {text(reason)}. Before you publish the adapter, upload a "
+            "copy of the folder and name it (`export.nf4_base_id`)."
         )
-    elif inputs.model_id is None:
-        remarks.append(f"`path/to/base` is the folder of {base}.")
-    if in_4_bits and block == BLOCK_OF_BITSANDBYTES and dtype != "float32":
+    elif in_4_bits and inputs.nf4_base_id is None and dtype != "float32":
         remarks.append(f"The 4-bit weights are the same if the base is stored in {dtype}.")
-    if inputs.model_id is None:
+    if inputs.model_id is None and inputs.nf4_base_id is None:
         remarks.append(
-            "`adapter_config.json` names the base by its path on the machine that exported the "
-            "adapter. "
-            "Set `export.base_id` to its hub id before you publish it."
+            f"`path/to/base` is the folder of {base}. `adapter_config.json` names it by its path "
+            "on the machine that exported the adapter. Set `export.base_id` to its hub id before "
+            "you publish it."
         )
     return remarks
 
 
 def _loading(inputs: CardInputs, *, dtype: str) -> str:
     """Return the code that loads model, tokenizer and generation settings."""
+    facts, source, revision = inputs.quantization, inputs.model_id, inputs.revision
     in_4_bits = inputs.measured.served.subject == "tuned"
-    is_made_anew = in_4_bits and inputs.quantize.block_size == BLOCK_OF_BITSANDBYTES
-    source = inputs.model_id or "path/to/base"
-    has_source = is_made_anew or not in_4_bits
-    options = [f"{visible(source if has_source else 'path/to/nf4/base')!r},"]
-    if has_source and inputs.revision:
-        options.append(f"revision={visible(inputs.revision)!r},")
+    is_made_anew = in_4_bits and facts.only_here is None and inputs.nf4_base_id is None
+    if in_4_bits and not is_made_anew:
+        source, revision = inputs.nf4_base_id or NF4_FOLDER, None
+    options = [f"{visible(source or 'path/to/base')!r},"]
+    if revision:
+        options.append(f"revision={visible(revision)!r},")
     options.append(f"dtype=torch.{dtype},")
     if is_made_anew:
+        skipped = [f"    llm_int8_skip_modules={facts.in_16_bits},"] if facts.in_16_bits else []
         options += [
             "quantization_config=BitsAndBytesConfig(",
             "    load_in_4bit=True,",
             '    bnb_4bit_quant_type="nf4",',
-            f"    bnb_4bit_use_double_quant={inputs.quantize.double_quant},",
+            f"    bnb_4bit_use_double_quant={facts.settings['double_quant']},",
             f"    bnb_4bit_compute_dtype=torch.{dtype},",
+            *skipped,
             "),",
         ]
     lines = [
         "import torch",
         "from peft import PeftModel",
         "from transformers import (",
-        "    AutoModelForCausalLM,",
+        f"    {facts.auto_class},",
         "    AutoTokenizer,",
         *(["    BitsAndBytesConfig,"] if is_made_anew else []),
         "    GenerationConfig,",
         ")",
         "",
         'adapter = "path/to/this/folder"',
-        "base = AutoModelForCausalLM.from_pretrained(",
+        f"base = {facts.auto_class}.from_pretrained(",
         *(f"    {option}" for option in options),
         ")",
         "model = PeftModel.from_pretrained(base, adapter)",

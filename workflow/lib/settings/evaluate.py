@@ -42,6 +42,11 @@ class ExportConfig(Section):
     """Where `model.source` is a folder: id of the same model on the Hugging Face hub, owner/name.
     `adapter_config.json` and the model card name it in place of the folder, so that the adapter
     loads on any machine. Not looked up."""
+    nf4_base_id: str | None = Field(None, pattern=HUB_REPO)
+    """Where Transformers cannot make the run's 4-bit base of the original (calibrated, other block
+    sizes, experts, a packed original): id on the hub of a copy of its folder below `results/base`.
+    `adapter_config.json` and the model card name it, so that the adapter loads on the base that it
+    was trained on. Not looked up."""
     hub_repo: str | None = Field(None, pattern=HUB_REPO)
     """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
     hub_form: Literal["adapter", "merged", "gguf"] = "adapter"

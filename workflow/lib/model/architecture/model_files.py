@@ -21,11 +21,12 @@ TOKENIZER_PATTERNS = (
     "*.model",
     "chat_template*",
 )
-
-
+# How a multimodal model's images and sounds become its inputs: the merged model needs it.
+PROCESSOR_PATTERN = "*processor_config.json"
 MODEL_PATTERNS = (
     "config.json",
     "generation_config.json",
+    PROCESSOR_PATTERN,
     "*.safetensors",
     "*.safetensors.index.json",
     *TOKENIZER_PATTERNS,

@@ -118,6 +118,12 @@ class ConvertedReader(DecodedReader):
         order = {stored: place for place, stored in enumerate(super().names())}
         return sorted(self._stored, key=lambda name: order[self._stored[name][0][0]])
 
+    def stored_in(self, parts: Iterable[str]) -> list[str]:
+        """Return the stored names of all tensors of these modules."""
+        starts = tuple(f"{path}." for path in parts)
+        inside = (name for name in self.names() if name.startswith(starts))
+        return [stored for name in inside for stored, _ in self._stored[name]]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
         if (only := self._only_stored(name)) is not None:
