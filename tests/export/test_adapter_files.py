@@ -40,7 +40,7 @@ from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_checked_json, read_json, write_json
+from workflow.lib.system.files import read_checked_json, read_json, write_checked_json, write_json
 
 NAME = "base_model.model.model.layers.1.mlp.down_proj"
 A, B = f"{NAME}.lora_A.weight", f"{NAME}.lora_B.weight"
@@ -251,11 +251,11 @@ def test_base_of_the_hub_is_named_by_id_and_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_json(
+    write_checked_json(
         tmp_path / "downloaded" / "source.json", {"repo_id": "acme/tiny", "commit": "c0ffee"}
     )
     settings = ModelConfig(source="acme/tiny", revision="main")
-    assert base_reference(settings, Path("downloaded"), base_id=None) == {
+    assert base_reference(settings, Path("downloaded"), export=ExportConfig()) == {
         "base_model_name_or_path": "acme/tiny",
         "revision": "c0ffee",
     }
@@ -269,7 +269,7 @@ def test_adapter_on_a_local_base_loads_from_another_working_directory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(run)
-    named = base_reference(ModelConfig(source="model"), Path("model"), base_id=None)
+    named = base_reference(ModelConfig(source="model"), Path("model"), export=ExportConfig())
     save_adapter(adapter, config | named, tmp_path / "adapter")
     monkeypatch.chdir(tmp_path)
     tuned = AutoPeftModelForCausalLM.from_pretrained("adapter")
@@ -277,8 +277,16 @@ def test_adapter_on_a_local_base_loads_from_another_working_directory(
 
 
 def test_folder_of_a_model_of_the_hub_is_named_by_its_id() -> None:
-    named = base_reference(ModelConfig(source="model"), Path("model"), base_id="acme/tiny")
+    export = ExportConfig(base_id="acme/tiny")
+    named = base_reference(ModelConfig(source="model"), Path("model"), export=export)
     assert named == {"base_model_name_or_path": "acme/tiny", "revision": None}
+
+
+@pytest.mark.parametrize("source", ["acme/tiny", "model"])
+def test_base_in_4_bits_that_is_published_is_named_before_its_original(source: str) -> None:
+    settings, export = ModelConfig(source=source), ExportConfig(nf4_base_id="acme/tiny-nf4")
+    named = base_reference(settings, Path("model"), export=export)
+    assert named == {"base_model_name_or_path": "acme/tiny-nf4", "revision": None}
 
 
 def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(

@@ -1,6 +1,7 @@
 """The model card: metadata that the hub reads, and facts that are the run's."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -15,13 +16,15 @@ from huggingface_hub.utils import validate_repo_id
 from markdown_it import MarkdownIt
 
 from tests.evaluation.test_four_bits import facts as calibration_facts
+from tests.support.families import FAMILIES, tiny_model
+from tests.support.forked_stage import forked_stage
 from tests.support.hub_server import start_hub
-from tests.support.models import quantized, tiny_llama
-from tests.support.report_examples import HOSTILE, add_original, edit, write_run
+from tests.support.report_examples import HOSTILE, add_original, edit, quantization, write_run
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import tiny_adapter
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.evaluation.four_bits import summarize
@@ -41,7 +44,7 @@ def read(folder: Path, **changes: Any) -> CardInputs:
         adapter_config={"r": 16, "lora_alpha": 32.0},
         dataset_id="acme/questions",
         dataset="questions",
-        quantize=QuantizeConfig(),
+        quantization=Quantization(**quantization()),
         summary=read_record(folder / "finetune" / "summary.json", Summary),
         manifest=read_record(tokens / "manifest.json", Manifest),
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
@@ -225,6 +228,15 @@ def test_each_metric_of_a_task_is_told_by_its_own_interval(
     assert found == {sentence.format(metric) for metric, sentence in told.items()}
 
 
+WHOLE_BLOCKS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
 def used(card: str, **replaced: Path) -> dict[str, Any]:
     """Run the code of the section Use with the paths of a reader, and return its names."""
     (block,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
@@ -238,23 +250,46 @@ def used(card: str, **replaced: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "quantize", [{}, {"double_quant": False}, {"block_size": 128}], ids=["usual", "single", "wide"]
+    ("family", "quantize"),
+    [
+        ("llama", {}),
+        ("llama", {"double_quant": False}),
+        ("llama", {"block_size": 128}),
+        ("mistral3", {}),
+        ("mixtral", {}),
+    ],
+    ids=["usual", "single", "wide", "multimodal", "experts"],
 )
-def test_card_loads_what_was_evaluated(run: Path, tmp_path: Path, quantize: dict[str, Any]) -> None:
-    """Bit for bit: the NF4 weights, the types, and the adapter. Rows are whole blocks: others stock
-    packages misread.
+def test_card_loads_what_was_evaluated(
+    run: Path, tmp_path: Path, family: str, quantize: dict[str, Any]
+) -> None:
+    """Bit for bit: the NF4 weights, the types, and the adapter; so are the logits. Rows are whole
+    blocks: others stock packages misread.
     """
-    shapes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    model = tiny_llama(tmp_path / "model", dtype=torch.bfloat16, **shapes, num_key_value_heads=2)
-    nf4, adapter = quantized(model, tmp_path / "nf4", **quantize), tmp_path / "adapter"
+    config = FAMILIES[family].config(family)
+    for name, size in WHOLE_BLOCKS.items():
+        setattr(config.get_text_config(), name, size)
+    model = tiny_model(config, tmp_path / "model", dtype=torch.bfloat16)
+    nf4, adapter = tmp_path / "nf4", tmp_path / "adapter"
+    settings = json.dumps({"quantize": QuantizeConfig(**quantize).model_dump(mode="json")})
+    paths = {"model": model, "output": nf4, "log": tmp_path / "log.txt"}
+    options = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
+    done = forked_stage("quantize_base", "--config", settings, *options)
+    assert done.returncode == 0, done.stderr
+    facts = read_record(nf4 / "quantization.json", Quantization)
     tiny_tokenizer(adapter)
     write_json(adapter / "generation_config.json", {"eos_token_id": [2, 4]})
-    options = {"device": torch.device("cpu"), "compute_dtype": torch.bfloat16, "attention": "sdpa"}
-    tiny_adapter(load_base(nf4, **options), adapter)
-    evaluated = load_adapter(load_base(nf4, **options), adapter)
-    changes = {"model_id": None, "revision": None, "quantize": QuantizeConfig(**quantize)}
-    base = {"nf4__base": nf4} if "block_size" in quantize else {"base": model}
+    told: dict[str, Any] = {"compute_dtype": torch.bfloat16, "attention": "eager"}
+    told["device"] = torch.device("cpu")
+    tiny_adapter(load_base(nf4, **told), adapter)
+    evaluated = load_adapter(load_base(nf4, **told), adapter)
+    changes = {"model_id": None, "revision": None, "quantization": facts}
+    base = {"nf4__base": nf4} if facts.only_here else {"base": model}
     loaded = used(model_card(read(run, **changes)), **base, this__folder=adapter)
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad():
+        loaded["model"].set_attn_implementation("eager")
+        assert torch.equal(loaded["model"](ids).logits, evaluated(ids).logits)
     expected, found = (dict(m.named_parameters()) for m in (evaluated, loaded["model"]))
     assert found.keys() == expected.keys()
     assert {n for n in found if not torch.equal(found[n], expected[n])} == set()

@@ -138,6 +138,11 @@ def name_folder_in_adapter(run: Path) -> None:
     write_checksums(adapter)
 
 
+def name_folder_of_base_in_card(run: Path) -> None:
+    card = run / "consolidate" / "adapter" / "README.md"
+    card.write_text(f"{CARD}```python\nbase = load('path/to/nf4/base')\n```\n")
+
+
 def fail_training_check(run: Path) -> None:
     edit(run / "finetune" / "summary.json", lambda d: d["checks"][0].update(passed=False))
 
@@ -155,6 +160,7 @@ def damage_weights(run: Path) -> None:
     [
         (name_folder_in_card, "README.md names"),
         (name_folder_in_adapter, "adapter_config.json names"),
+        (name_folder_of_base_in_card, "4-bit weights that only this machine has"),
         (fail_training_check, "a check failed (Gathered weights equal"),
         (fail_parity, "a check failed (the exported adapter gives"),
         (damage_weights, "adapter_model.safetensors is damaged"),

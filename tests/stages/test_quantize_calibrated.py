@@ -70,7 +70,9 @@ def losses(model: torch.nn.Module, store: TokenStore) -> list[float]:
 
 def test_losses_in_the_record_are_those_of_the_whole_models(folder: Path, base: Path) -> None:
     store = TokenStore.open(folder / "tokens")
-    record = read_checked_json(base / "quantization.json")["calibration"]["heldout"]
+    made = read_checked_json(base / "quantization.json")
+    assert made["only_here"] == "their codes and scales are calibrated"
+    record = made["calibration"]["heldout"]
     assert record["tokens"] == [int(mask.sum()) for _, mask in store.heldout_documents()]
     original = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     assert record["original"] == pytest.approx(losses(original, store), rel=1e-5)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.report_examples import edit, write_run
+from tests.support.report_examples import edit, quantization, write_run
+from workflow.lib.system.files import write_checked_json
 
 
 def write_card(root: Path, **data: Any) -> subprocess.CompletedProcess[str]:
@@ -17,11 +18,14 @@ def write_card(root: Path, **data: Any) -> subprocess.CompletedProcess[str]:
         "config": json.dumps({"model": {"source": "example/base-8b"}, "data": data}),
         "summary": run / "finetune" / "summary.json",
         "adapter-config": run / "consolidate" / "adapter" / "adapter_config.json",
+        "base": root / "base",
         "manifest": root / "tokens" / "demo-data" / "manifest.json",
         "parity": run / "consolidate" / "parity.json",
         "evaluation": run / "evaluate_run",
         "output": root / "README.md",
     }
+    (root / "base").mkdir(exist_ok=True)
+    write_checked_json(root / "base" / "quantization.json", quantization())
     parts = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     return forked_stage("write_card", *parts)
 

@@ -437,7 +437,7 @@ def tiny_family(family: str, folder: Path, *, vocab_size: int = VOCAB) -> Path:
     return tiny_model(config, folder)
 
 
-def tiny_model(config: Any, folder: Path) -> Path:
+def tiny_model(config: Any, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Save a random model to `folder`, its norms and biases off their initial values; return
     `folder`.
     """
@@ -447,7 +447,7 @@ def tiny_model(config: Any, folder: Path) -> Path:
         for name, tensor in (*model.named_parameters(), *_stored_buffers(model)):
             if tensor.dim() <= 1 or name.endswith("bias"):
                 tensor.add_(0.1 * torch.randn_like(tensor))
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 

@@ -199,6 +199,19 @@ def parity() -> dict[str, Any]:
     }
 
 
+def quantization(**changes: Any) -> dict[str, Any]:
+    return {
+        "quantized_linears": 224,
+        "quantized_parameters": 6_979_321_856,
+        "total_bytes": 5_700_000_000,
+        "settings": {"block_size": 64, "double_quant": True},
+        "method": "absmax",
+        "device": "cuda",
+        "only_here": None,
+        "provenance": provenance("quantize_base"),
+    } | changes
+
+
 def metric(value: float, stderr: float | None) -> dict[str, Any]:
     return {"value": value, "stderr": stderr, "higher_is_better": True}
 

@@ -84,9 +84,7 @@ def main(args: argparse.Namespace) -> None:
     check_files(without_weights(downloaded_files(args.model)))
     adapter = read_sharded_adapter(args.finetune / "adapter")
     trained_config = read_artifact(args.finetune / "adapter_config.json")
-    adapter_config = trained_config | base_reference(
-        config.model, args.model, export=config.export
-    )
+    adapter_config = trained_config | base_reference(config.model, args.model, export=config.export)
     original = build_on_meta(args.model, dtype=torch.bfloat16)
     names = exported_names(original, adapter)
     with CheckpointReader(args.base) as base:

@@ -221,9 +221,7 @@ class ShardWriter:
         )
 
 
-def only_here(
-    method: str, settings: QuantizeConfig, *, stacks: bool, packed: bool
-) -> str | None:
+def only_here(method: str, settings: QuantizeConfig, *, stacks: bool, packed: bool) -> str | None:
     """Return why Transformers' own quantization makes other weights of the original; None if it
     makes these.
 

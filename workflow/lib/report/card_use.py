@@ -20,8 +20,8 @@ def use_section(inputs: CardInputs) -> str:
     if others := [SUBJECT_LABELS[name] for name in FORMS if name not in measured.subjects]:
         remarks.append(f"Not evaluated, and another model each: {', '.join(others)}.")
     if served == "merged":
-        code = _loading_merged(inputs.quantization.auto_class, dtype)
-        return f"```python\n{code}```\n\n{' '.join(remarks)}\n"
+        loading = _loading_merged(inputs.quantization.auto_class, dtype)
+        return f"```python\n{loading}```\n\n{' '.join(remarks)}\n"
     remarks += _about_the_base(inputs, dtype=dtype)
     return f"```python\n{_loading(inputs, dtype=dtype)}```\n\n{' '.join(remarks)}\n"
 
@@ -49,17 +49,17 @@ def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
     remarks = []
     if in_4_bits and inputs.nf4_base_id is None and reason is not None:
         remarks.append(
-            f"`{NF4_FOLDER}` is the folder that the workflow has made of {base}, and no other 4-bit "
-            f"weights of it are these: {text(reason)}. Before you publish the adapter, upload a "
-            "copy of the folder and name it (`export.nf4_base_id`)."
+            f"`{NF4_FOLDER}` is the folder that the workflow has made of {base}. Transformers "
+            f"makes other 4-bit weights of it: {text(reason)}. Before you publish the adapter, "
+            "upload a copy of the folder and name it (`export.nf4_base_id`)."
         )
     elif in_4_bits and inputs.nf4_base_id is None and dtype != "float32":
         remarks.append(f"The 4-bit weights are the same if the base is stored in {dtype}.")
     if inputs.model_id is None and inputs.nf4_base_id is None:
         remarks.append(
-            f"`path/to/base` is the folder of {base}. `adapter_config.json` names it by its path "
-            "on the machine that exported the adapter. Set `export.base_id` to its hub id before "
-            "you publish it."
+            f"`path/to/base` is the folder of {base}. `adapter_config.json` names the base by its "
+            "path on the machine that exported the adapter. Set `export.base_id` to its hub id "
+            "before you publish it."
         )
     return remarks
 
@@ -86,6 +86,8 @@ def _loading(inputs: CardInputs, *, dtype: str) -> str:
             *skipped,
             "),",
         ]
+    if in_4_bits and facts.quantized_stacks:
+        return _loading_by_the_workflow(inputs, dtype=dtype)
     lines = [
         "import torch",
         "from peft import PeftModel",
@@ -101,6 +103,36 @@ def _loading(inputs: CardInputs, *, dtype: str) -> str:
         *(f"    {option}" for option in options),
         ")",
         "model = PeftModel.from_pretrained(base, adapter)",
+        "tokenizer = AutoTokenizer.from_pretrained(adapter)",
+        "model.generation_config = GenerationConfig.from_pretrained(adapter)",
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _loading_by_the_workflow(inputs: CardInputs, *, dtype: str) -> str:
+    """Return the code that loads experts in 4 bits, which Transformers itself does not."""
+    folder = f"{NF4_FOLDER!r}"
+    if inputs.nf4_base_id is not None:
+        folder = f"snapshot_download({visible(inputs.nf4_base_id)!r})"
+    lines = [
+        "# Transformers itself loads no experts in 4 bits: run this in a checkout of the workflow.",
+        "from pathlib import Path",
+        "",
+        "import torch",
+        *(["from huggingface_hub import snapshot_download"] if inputs.nf4_base_id else []),
+        "from transformers import AutoTokenizer, GenerationConfig",
+        "",
+        "from workflow.lib.export.stock_models import load_adapter, load_base",
+        "from workflow.lib.model.backends import choose_device",
+        "",
+        'adapter = "path/to/this/folder"',
+        "base = load_base(",
+        f"    Path({folder}),",
+        "    device=choose_device(),",
+        f"    compute_dtype=torch.{dtype},",
+        '    attention="eager",',
+        ")",
+        "model = load_adapter(base, Path(adapter))",
         "tokenizer = AutoTokenizer.from_pretrained(adapter)",
         "model.generation_config = GenerationConfig.from_pretrained(adapter)",
     ]
