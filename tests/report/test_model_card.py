@@ -19,6 +19,7 @@ from tests.evaluation.test_four_bits import facts as calibration_facts
 from tests.support.families import FAMILIES, tiny_model
 from tests.support.forked_stage import forked_stage
 from tests.support.hub_server import start_hub
+from tests.support.models import quantized
 from tests.support.report_examples import HOSTILE, add_original, edit, quantization, write_run
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import tiny_adapter
@@ -257,8 +258,9 @@ def used(card: str, **replaced: Path) -> dict[str, Any]:
         ("llama", {"block_size": 128}),
         ("mistral3", {}),
         ("mixtral", {}),
+        ("llama in NF4", {}),
     ],
-    ids=["usual", "single", "wide", "multimodal", "experts"],
+    ids=["usual", "single", "wide", "multimodal", "experts", "original in NF4"],
 )
 def test_card_loads_what_was_evaluated(
     run: Path, tmp_path: Path, family: str, quantize: dict[str, Any]
@@ -266,10 +268,13 @@ def test_card_loads_what_was_evaluated(
     """Bit for bit: the NF4 weights, the types, and the adapter; so are the logits. Rows are whole
     blocks: others stock packages misread.
     """
+    family, _, packed = family.partition(" in ")
     config = FAMILIES[family].config(family)
     for name, size in WHOLE_BLOCKS.items():
         setattr(config.get_text_config(), name, size)
     model = tiny_model(config, tmp_path / "model", dtype=torch.bfloat16)
+    if packed:
+        model = quantized(model, tmp_path / "packed")
     nf4, adapter = tmp_path / "nf4", tmp_path / "adapter"
     settings = json.dumps({"quantize": QuantizeConfig(**quantize).model_dump(mode="json")})
     paths = {"model": model, "output": nf4, "log": tmp_path / "log.txt"}

@@ -104,7 +104,10 @@ def main(args: argparse.Namespace) -> None:
         device=device.type,
         auto_class=auto_class(model.config).__name__,
         in_16_bits=in_16_bits,
-        only_here=only_here(method, settings, stacks=bool(stacks), packed=packed),
+        taken=taken,
+        only_here=(
+            None if taken else only_here(method, settings, stacks=bool(stacks), packed=packed)
+        ),
         **facts,
         provenance=Provenance.now(),
     )

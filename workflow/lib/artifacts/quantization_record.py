@@ -87,6 +87,8 @@ class Quantization(Record):
     """Transformers' class that loads this base and its original."""
     in_16_bits: list[str] = Field(default_factory=list)
     """Linears that are not in NF4, or ends of their paths: none if it is the head alone."""
+    taken: bool = False
+    """Whether the original is in NF4 itself, and its bytes are these."""
     only_here: str | None = "how they were made is not recorded"
     """Why Transformers, given the original, makes other 4-bit weights; null: it makes these."""
     calibration: CalibrationFacts | None = None

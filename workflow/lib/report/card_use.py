@@ -42,6 +42,13 @@ def _loading_merged(auto_class: str, dtype: str) -> str:
     )
 
 
+def _is_made_anew(inputs: CardInputs) -> bool:
+    """Tell whether Transformers makes the 4-bit base of the original when it loads it."""
+    facts, in_4_bits = inputs.quantization, inputs.measured.served.subject == "tuned"
+    is_other = facts.taken or facts.only_here is not None or inputs.nf4_base_id is not None
+    return in_4_bits and not is_other
+
+
 def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
     """Return what a reader must know to put the right base under the adapter."""
     base, reason = code(inputs.base_name), inputs.quantization.only_here
@@ -53,7 +60,7 @@ def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
             f"makes other 4-bit weights of it: {text(reason)}. Before you publish the adapter, "
             "upload a copy of the folder and name it (`export.nf4_base_id`)."
         )
-    elif in_4_bits and inputs.nf4_base_id is None and dtype != "float32":
+    elif _is_made_anew(inputs) and dtype != "float32":
         remarks.append(f"The 4-bit weights are the same if the base is stored in {dtype}.")
     if inputs.model_id is None and inputs.nf4_base_id is None:
         remarks.append(
@@ -68,8 +75,8 @@ def _loading(inputs: CardInputs, *, dtype: str) -> str:
     """Return the code that loads model, tokenizer and generation settings."""
     facts, source, revision = inputs.quantization, inputs.model_id, inputs.revision
     in_4_bits = inputs.measured.served.subject == "tuned"
-    is_made_anew = in_4_bits and facts.only_here is None and inputs.nf4_base_id is None
-    if in_4_bits and not is_made_anew:
+    is_made_anew = _is_made_anew(inputs)
+    if in_4_bits and not is_made_anew and not facts.taken:
         source, revision = inputs.nf4_base_id or NF4_FOLDER, None
     options = [f"{visible(source or 'path/to/base')!r},"]
     if revision:
