@@ -10,7 +10,8 @@ from jinja2.exceptions import SecurityError, UndefinedError
 from lm_eval import utils
 
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.data.encoding.row_formats import RowError, to_sample
+from workflow.lib.data.encoding.row_formats import to_sample
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks
 from workflow.lib.evaluation.task_templates import sandbox_task_templates

@@ -7,8 +7,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.support.encoding import CHAT, PLAIN_TEMPLATE, encode
 from tests.support.tiny import CHAT_TEMPLATE
-from workflow.lib.data.encoding.chat_messages import Conversation, RowError
+from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import without_generation_tags
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.system import limits
 from workflow.lib.system.errors import UserError

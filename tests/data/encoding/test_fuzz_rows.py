@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.data.encoding.row_formats import RowError, to_sample
+from workflow.lib.data.encoding.row_formats import to_sample
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import read_chat_template
 from workflow.lib.data.reading.data_file import read_rows

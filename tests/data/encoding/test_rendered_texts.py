@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.encoding import PLAIN_TEMPLATE, TOOL_TEMPLATE, conversation, encode, trained
-from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 
 EXCHANGE = [{"role": "user", "content": "Why is that?"}, {"role": "assistant", "content": "So."}]

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
-from workflow.lib.data.encoding.chat_messages import Conversation, RowError
+from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.row_columns import REQUIRED
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.token_rows import TokenRow
 
 

@@ -15,8 +15,9 @@ from tests.support.encoding import (
     trained,
 )
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from workflow.lib.data.encoding.chat_messages import Conversation, RowError
+from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.probes import PROBES
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.template_keys import with_arguments
 from workflow.lib.data.encoding.token_rows import TokenRow

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.encoding import conversation
-from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
 
 TEMPLATES = Path(__file__).with_name("templates")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.encoding import TOOL_TEMPLATE, conversation, encode, trained
 from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
-from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.tool_calls import with_short_ids
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}

@@ -16,20 +16,16 @@ from workflow.lib.data.encoding.row_values import (
     check_unicode,
     json_value,
     kind,
-    map_texts,
     text_of,
-    texts_of,
     without_nulls,
 )
-from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, read_calls
+from workflow.lib.data.encoding.tool_calls import Tool, read_calls
 from workflow.lib.data.encoding.turn_flags import (
     all_trained,
     check_not_trained_by_role,
     flags_of,
 )
 from workflow.lib.data.reading.row import Values
-
-__all__ = ["Conversation", "Message", "RowError", "Tool", "ToolCall", "map_texts", "texts_of"]
 
 # A message as the template gets it: `role`, `content`, perhaps `tool_calls`, and any keys more.
 Message = dict[str, Any]
@@ -64,7 +60,11 @@ PAIRS = (
 )
 CALL_KEYS = ("tool_calls", "function_call")
 MESSAGE = Place(
-    "message", frozenset({*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS}), passed=True, has_flags=True
+    "message",
+    frozenset({*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS}),
+    optional=frozenset(CALL_KEYS),
+    passed=True,
+    has_flags=True,
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
 PART = Place("part", frozenset({"type", "text"}))
@@ -141,7 +141,9 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, bool]:
         more = {key: without_nulls(value) for key, value in more.items()}
         check_unicode(more, where)
     content = _one_of(item, CONTENT_KEYS, where)
-    raw_calls = content if given == "function_call" else _one_of(item, CALL_KEYS, where)
+    raw_calls = _one_of(item, CALL_KEYS, where) if shape.has_optional else None
+    if given == "function_call":
+        raw_calls = content
     calls = [] if raw_calls is None else read_calls(raw_calls, where, keys)
     if calls:
         more["tool_calls"] = calls

@@ -5,7 +5,8 @@ An export encodes them again by the written files alone, and must get the same i
 
 from typing import TypedDict
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message, Tool, ToolCall
+from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
 
 PROBE = Conversation(
     [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}],

@@ -10,12 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from workflow.lib.data.encoding.chat_messages import (
-    ROLE_KEYS,
-    Conversation,
-    Message,
-    read_messages,
-)
+from workflow.lib.data.encoding.chat_messages import ROLE_KEYS, Conversation, Message, read_messages
 from workflow.lib.data.encoding.keys_read import (
     REASONING_KEYS,
     KeyAccount,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.data.encoding.chat_messages import Conversation, RowError
+from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.probes import (
     OFFERING_PROBE,
@@ -27,6 +27,7 @@ from workflow.lib.data.encoding.probes import (
 )
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder, token_span
 from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer

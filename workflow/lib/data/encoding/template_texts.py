@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message, Tool, ToolCall
+from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
 from workflow.lib.settings.data import TextKind
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -14,16 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from workflow.lib.data.encoding.chat_messages import (
-    Conversation,
-    Message,
-    RowError,
-    map_texts,
-    texts_of,
-)
+from workflow.lib.data.encoding.chat_messages import Conversation, Message
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.probes import NEXT_TURNS, PROBE
 from workflow.lib.data.encoding.rendered_texts import RenderedTexts, Turn, TurnText
+from workflow.lib.data.encoding.row_values import RowError, map_texts, texts_of
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.template_texts import without_reasoning
 from workflow.lib.data.encoding.turn_openings import ReasoningClosedError, TurnOpenings

@@ -10,9 +10,10 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message, RowError
+from workflow.lib.data.encoding.chat_messages import Conversation, Message
 from workflow.lib.data.encoding.chat_template import ChatTemplate
 from workflow.lib.data.encoding.probes import PROBE
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.template_texts import (
     BEGIN_OF_REASONING,
