@@ -38,16 +38,7 @@ from tests.support.families import (
     WINDOW,
     tiny_model,
 )
-from tests.support.family_runs import (
-    LENGTHS,
-    exported,
-    family_store,
-    in_float64,
-    names_of,
-    run_family,
-    stock_gradients,
-    stock_model,
-)
+from tests.support.family_runs import difference_from_stock, run_family
 from tests.support.models import quantized
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.describe_model import describe_folder
@@ -55,8 +46,6 @@ from workflow.lib.system.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "families.md"
 MARKS = ("<!-- decoders: begin -->\n", "<!-- decoders: end -->")
-# As in tests/training/test_families.py, but that rounding may be more with sizes that nobody chose.
-LOSS, GRADIENT = 2e-5, 5e-4
 TOGETHER = 2  # processes
 MOST_S = 300.0  # of a family
 ALONE = {
@@ -217,25 +206,8 @@ def looked_at(family: str, number: int, folder: Path) -> Found:
         return Found(family, "refused", str(error))
     if family in AT_RANDOM:
         return Found(family, "not compared", AT_RANDOM[family])
-    return _compared(family, ours, folder)
-
-
-def _compared(family: str, ours: dict[str, Any], folder: Path) -> Found:
-    stock = in_float64(stock_model(folder, exported(folder / "of-1")))
-    names = names_of(folder / "of-1")
-    for rows in LENGTHS:
-        theirs = stock_gradients(stock, family_store(rows))
-        gradients = {names.exported(n): x for n, x in ours[rows]["gradients"].items()}
-        off = abs(ours[rows]["loss"] / theirs["loss"] - 1)
-        if gradients.keys() != theirs["gradients"].keys():
-            return Found(family, "differs", "other adapters have gradients")
-        worst = max(
-            float((gradients[name] - x).abs().max() / x.abs().max().clamp(min=1e-30))
-            for name, x in theirs["gradients"].items()
-        )
-        if off > LOSS or worst > GRADIENT:
-            return Found(family, "differs", f"{rows}: loss by {off:.1g}, a gradient by {worst:.1g}")
-    return Found(family, "as stock")
+    difference = difference_from_stock(ours, folder)
+    return Found(family, "differs", difference) if difference else Found(family, "as stock")
 
 
 def survey(families: Iterable[str]) -> Iterator[Found]:

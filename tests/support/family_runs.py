@@ -24,6 +24,7 @@ from tests.support.families import FAMILIES, VOCAB, tiny_family
 from tests.support.gathering import all_full
 from tests.support.models import quantized
 from tests.support.plans import make_plan
+from tests.support.rounding import allowed, lost
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
@@ -62,6 +63,7 @@ from workflow.lib.training.expert_load import expert_load, routed_rows
 from workflow.lib.training.startup_checks import check_attention, startup_checks
 
 CPU = torch.device("cpu")
+LOSS = 2e-5  # a sum of 60 tokens; stock code in fp32 loses up to 3e-7
 SEQ_LEN = 23
 LENGTHS = {
     "packed": [[9, 6, 8], [23], [3, 19, 1], [2, 2, 17, 2]],
@@ -341,6 +343,29 @@ def in_float64(model: PeftModel) -> PeftModel:
     base: Any = model.get_base_model()
     base.set_experts_implementation("eager")  # grouped products have no fp64
     return model.double()
+
+
+def difference_from_stock(ours: dict[str, Any], folder: Path) -> str:
+    """Return what a family's run (`of-1` in its folder) has otherwise than its stock model in fp64
+    by more than rounding, nothing if it is the same.
+    """
+    adapter, names = exported(folder / "of-1"), names_of(folder / "of-1")
+    in_float32 = stock_model(folder, adapter)
+    rounded = {rows: stock_gradients(in_float32, family_store(rows)) for rows in LENGTHS}
+    exact = in_float64(in_float32)
+    differences = {}
+    for rows in LENGTHS:
+        theirs = stock_gradients(exact, family_store(rows))
+        gradients = {names.exported(n): x for n, x in ours[rows]["gradients"].items()}
+        if gradients.keys() != theirs["gradients"].keys():
+            return "other adapters have gradients"
+        felt = {name: x for name, x in theirs["gradients"].items() if x.any()}
+        share = allowed(lost(rounded[rows]["gradients"][name], x) for name, x in felt.items())
+        worst = max(lost(gradients[name], x) for name, x in felt.items())
+        off = abs(ours[rows]["loss"] / theirs["loss"] - 1)
+        if off > LOSS or worst > share:
+            differences[rows] = f"loss by {off:.1g}, a gradient by {worst:.1g} (of {share:.1g})"
+    return ", ".join(f"{rows}: {difference}" for rows, difference in differences.items())
 
 
 def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:

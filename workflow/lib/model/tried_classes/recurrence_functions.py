@@ -2,7 +2,7 @@
 convolution by our operations (`layers.recurrences`).
 
 Families do so by functions of their file, which the layer's forward calls by their names. Such a
-function is found by what its torch code does with small random values, and ours is called in its
+function is found by what its torch code does with random values, and ours is called in its
 place (`called_functions`), unless a call asks for more: a state to begin with, or the last one.
 """
 

@@ -2,7 +2,7 @@
 (`layers.rotary.heads`).
 
 Families rotate by a function of their file, which the attention's forward calls by its name. Such a
-function is found by what it does with small random values, and ours is called in its place
+function is found by what it does with random values, and ours is called in its place
 (`called_functions`). Whatever else the forward does (norms, gates, scales, windows, keys of other
 layers) need not be known.
 """

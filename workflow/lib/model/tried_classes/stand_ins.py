@@ -1,4 +1,4 @@
-"""A family's class tried on small random values, with attributes of a module of a real model but
+"""A family's class tried on random values, with attributes of a module of a real model but
 other weights: how fused operations find what a module computes, whatever its family calls it.
 """
 
