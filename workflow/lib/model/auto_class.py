@@ -22,7 +22,14 @@ TABLES: dict[type[Any], dict[str, Any]] = {
 }
 
 
-def auto_class(config: PretrainedConfig) -> type[Any] | None:
-    """Return the auto class that builds the model of a configuration; None if none does."""
+def is_built(config: PretrainedConfig) -> bool:
+    """Tell whether an auto class builds the model of a configuration."""
+    return any(config.model_type in table for table in TABLES.values())
+
+
+def auto_class(config: PretrainedConfig) -> type[Any]:
+    """Return the auto class that builds the model of a configuration; if none does, the one for
+    causal language models, which says so.
+    """
     found = (one for one, table in TABLES.items() if config.model_type in table)
-    return next(found, None)
+    return next(found, AutoModelForCausalLM)

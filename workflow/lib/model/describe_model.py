@@ -31,7 +31,7 @@ from workflow.lib.model.architecture.quantization_settings import (
     said_of_quantization,
     without_quantization,
 )
-from workflow.lib.model.auto_class import auto_class
+from workflow.lib.model.auto_class import is_built
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
 from workflow.lib.model.description.layer_kinds import described_layers
@@ -215,7 +215,7 @@ def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) ->
             "Give the config.json that belongs to the checkpoint (model.source)."
         )
     whole = kind.from_dict(with_infinities(config))
-    if auto_class(whole) is None:
+    if not is_built(whole):
         raise UserError(
             f"{origin}: model_type = {whole.model_type!r}: Transformers "
             f"{transformers.__version__} has no causal language model of this type. "

@@ -16,7 +16,7 @@ import torch
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from workflow.lib.model.architecture.attention_needs import ATTENTION_DROPOUT
 from workflow.lib.model.architecture.config_file import read_bounded
@@ -101,7 +101,7 @@ def build_config_on_meta(
 ) -> PreTrainedModel:
     """Build the causal LM of a configuration without memory; raises what Transformers does."""
     with torch.device("meta"):
-        model: PreTrainedModel = (auto_class(config) or AutoModelForCausalLM).from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     return model
