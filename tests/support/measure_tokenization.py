@@ -9,6 +9,10 @@ file on is; the repetitions alternate, so a change of the machine's load meets a
 seconds of all processes are shown too, which feel that load less. TRL and axolotl live in
 environments of their own: `python -m tests.support.measure_tokenization --trl PYTHON --axolotl
 PYTHON [--copies N] [--repeat N]`.
+
+`--rows N` measures this workflow alone, with the settings of a user (5% held out, near-duplicates
+removed) on N short conversations: seconds, rows per second and the largest memory of all processes
+together (proportional set size, sampled).
 """
 
 import argparse
@@ -21,17 +25,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import psutil
 
 BASE = Path("workflow/resources/base")
 SEQ_LEN = 1024
 
 
-def write_messages(source: Path, target: Path, *, copies: int) -> int:
-    """Write the pairs of `source` as conversations, `copies` times with their words in new orders;
-    return the count.
+def write_messages(source: Path, target: Path, *, rows: int | None, copies: int) -> int:
+    """Write the pairs of `source` as conversations, `copies` times with their words in new orders,
+    or as often as gives `rows`; return the count.
     """
     pairs = [
         json.loads(line) for line in gzip.decompress(source.read_bytes()).decode().splitlines()
@@ -42,13 +50,13 @@ def write_messages(source: Path, target: Path, *, copies: int) -> int:
         words = text.split()
         return " ".join(draw.sample(words, len(words)))
 
+    count = copies * len(pairs) if rows is None else rows
     with target.open("w", encoding="utf-8") as file:
-        for _ in range(copies):
-            for pair in pairs:
-                turns = [("user", pair["prompt"]), ("assistant", pair["completion"])]
-                messages = [{"role": role, "content": shuffled(text)} for role, text in turns]
-                file.write(json.dumps({"messages": messages}) + "\n")
-    return copies * len(pairs)
+        for pair in islice(cycle(pairs), count):
+            turns = [("user", pair["prompt"]), ("assistant", pair["completion"])]
+            messages = [{"role": role, "content": shuffled(text)} for role, text in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return count
 
 
 class Clock:
@@ -71,15 +79,52 @@ class Clock:
         return time.monotonic(), sum(os.times()[:4])
 
 
-def time_ours(data: Path, folder: Path, processes: int) -> Clock:
-    """Run the stage's own main."""
+class Memory:
+    """The largest memory of this process and its children together while it is inside, MiB.
+
+    Pages that they share count once.
+    """
+
+    def __enter__(self) -> Self:
+        self.largest = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        own = psutil.Process()
+        while not self._ended.wait(0.25):
+            total = 0
+            for process in [own, *own.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+            self.largest = max(self.largest, total / 2**20)
+
+
+def measure_rows(data: Path, rows: int, processes: int) -> None:
+    """Run the stage on `rows` rows with a user's settings; print seconds and memory."""
+    with tempfile.TemporaryDirectory() as folder, Memory() as memory:
+        clock = time_ours(data, Path(folder), processes, heldout_share=0.05)
+    print(
+        f"{rows:,} rows on {processes} processes: {clock.wall:.0f} s, {rows / clock.wall:,.0f} "
+        f"rows/s, {clock.processors:.1f} processor seconds, {memory.largest:,.0f} MiB at most"
+    )
+
+
+def time_ours(data: Path, folder: Path, processes: int, **changed: float) -> Clock:
+    """Run the stage's own main; all but `changed` settings are those that the peers can match."""
     from workflow.lib.data.encoding.tokenizer import load_tokenizer
     from workflow.lib.settings.config import DataConfig
     from workflow.scripts.tokenize_dataset import main
 
     load_tokenizer(BASE)  # imports what TRL's side has imported too before its clock starts
-    settings = DataConfig(
-        train=str(data), heldout=None, heldout_share=0.001, seq_len=SEQ_LEN, near_duplicates="keep"
+    settings = DataConfig.model_validate(
+        {"train": str(data), "heldout": None, "heldout_share": 0.001, "seq_len": SEQ_LEN} | changed
     )
     args = argparse.Namespace(
         config={"data": settings.model_dump(mode="json")},
@@ -213,6 +258,7 @@ def main() -> None:
         "--data", type=Path, default=Path("workflow/resources/pydocs/train.jsonl.gz")
     )
     parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--rows", type=int, help="short rows to measure this workflow alone on")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--trl", help="python that has TRL")
@@ -226,7 +272,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "messages.jsonl"
-        rows = write_messages(args.data, data, copies=args.copies)
+        rows = write_messages(args.data, data, rows=args.rows, copies=args.copies)
+        if args.rows is not None:
+            measure_rows(data, rows, args.processes)
+            return
         pythons = {"ours": sys.executable, "trl": args.trl, "axolotl": args.axolotl}
         taken: dict[str, list[tuple[float, float]]] = {n: [] for n, p in pythons.items() if p}
         for number in range(args.repeat):
