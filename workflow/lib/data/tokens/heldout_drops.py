@@ -125,8 +125,9 @@ def check_heldout_left(heldout: Split, listing: Listing, *, rejects: Path) -> No
         f"{files} were read for it, {heldout.rows_dropped} of them dropped, {equal} as they equal "
         f"a training row, {nearly} as they nearly repeat one and {grouped} as they are of a group "
         f"of one (what is shared with which row: {rejects}). Hold out rows that are not trained "
-        "too: take repetitions out of the data. If they are no repetitions, raise "
-        "data.near_duplicate_threshold or set data.near_duplicates to keep."
+        "too: take repetitions out of the data, or keep rows that belong together on one side by "
+        "data.group_by. If they are no repetitions, raise data.near_duplicate_threshold or set "
+        "data.near_duplicates to keep."
     )
 
 
