@@ -78,7 +78,9 @@ def test_file_that_is_not_utf8_is_refused(folder: Path) -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"manifest\.json: there is no such file\. Run the stage"):
+    with pytest.raises(
+        UserError, match=r"manifest\.json: there is no such file\. Repeat"
+    ):
         read_record(tmp_path / "manifest.json", Manifest)
 
 

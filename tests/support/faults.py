@@ -59,7 +59,7 @@ READERS = {
 STAGES = sorted({stage for stage in READERS.values() if stage})
 TOLD = re.compile(r"[Dd]elete (?:the folder )?(results/[\w./-]+?)[ .,;]")
 OUTCOMES = ("refused", "healed", "silent", "broken", "lost")
-SPARE_BYTES = 2**17  # of a full disk: Snakemake's own files, and no result
+SPARE_BYTES = 2**24  # of a small disk, until it is filled
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def artifacts(project: Project) -> dict[str, str]:
 def planned(project: Project, *, faults: int, flips: int, seed: int) -> list[Fault]:
     """Return the faults: of a quarter the stage is hit at work, of the others a file at rest."""
     read, chance = artifacts(project), random.Random(seed)
-    at_work = [KILLED, KILLED, FULL, READ_ONLY] if may_mount() else [KILLED]
+    at_work = [KILLED, FULL, KILLED, READ_ONLY] if may_mount() else [KILLED]
     plan = []
     for kind, names in ((FLIP, flips), (None, faults - faults // 4)):
         files = sorted(read)
@@ -153,13 +153,11 @@ def disk(project: Project, fault: Fault) -> Iterator[None]:
     folder.rename(copy)
     folder.mkdir()
     size = sum(-(-p.stat().st_size // 4096) * 4096 + 4096 for p in copy.rglob("*")) + SPARE_BYTES
-    option = f"size={size if fault.kind == FULL else 2**26}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)], check=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    subprocess.run(mount, check=True)
     try:
         shutil.copytree(copy, folder, dirs_exist_ok=True, symlinks=True)
-        if fault.kind == FULL:
-            (folder / "ballast").write_bytes(bytes(max(0, left(folder) - SPARE_BYTES)))
-        else:
+        if fault.kind == READ_ONLY:
             subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         yield
     finally:
@@ -181,12 +179,17 @@ def left(folder: Path) -> int:
 def run_stage(project: Project, fault: Fault) -> Finished:
     """Run the stage that reads the damaged file, or the stage that is hit."""
     command = ["--forcerun", fault.stage, "--until", fault.stage, "--", "all"]
-    if fault.kind != KILLED:
+    if fault.kind not in (KILLED, FULL):
         return project.snakemake(*command)
     process = project.start(*command, forks_stages=True)
     time.sleep(random.Random(fault.seed).uniform(0.5, 8.0))
-    kill_all(process)
-    return Finished(-9, "")
+    if fault.kind == KILLED:
+        kill_all(process)
+        return Finished(-9, "")
+    ballast = project.root / "results" / "ballast"
+    ballast.write_bytes(bytes(max(0, left(ballast.parent) - 4096)))
+    output, _ = process.communicate()
+    return Finished(process.returncode, output)
 
 
 def met(project: Project, undisturbed: Project, fault: Fault) -> tuple[str, str, str]:

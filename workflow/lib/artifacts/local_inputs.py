@@ -115,7 +115,10 @@ def _check_readable(key: str, path: Path) -> None:
 
 def _check_name(key: str, path: str) -> None:
     """Raise `UserError` for characters by which Snakemake puts something else into a path."""
-    for characters, meaning in (("{}", "wildcards"), ("<>", "variables of a path")):
+    for characters, words, meaning in (
+        ("{}", "braces", "wildcards"),
+        ("<>", "angle brackets", "variables of a path"),
+    ):
         if set(characters) & set(path):
-            reason = f"Snakemake reads {characters[0]} and {characters[1]} in a path as {meaning}"
+            reason = f"Snakemake reads {words} in a path as {meaning}"
             raise setting_error(key, path, reason, unexpanded(path) or "Rename the file or folder")

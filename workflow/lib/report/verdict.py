@@ -137,7 +137,7 @@ def read_measured(folder: Path, *, run: str) -> Measured:
         raise UserError(
             f"{folder}: of the evaluations there ({', '.join(found) or 'none'}) {len(served)} are "
             f"of what is served, which must be one; and one of {', '.join(REFERENCES)} must be "
-            "measured. Run evaluate_run again."
+            f"measured. Delete the folder {folder} and repeat the command; it is made again."
         )
     for name, evaluation in found.items():
         refuse_mismatch(files[name], "run", evaluation.run, "its folder", run)

@@ -30,13 +30,20 @@ def read_artifact(path: Path) -> dict[str, Any]:
     try:
         return read_checked_json(path)
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file. Run the stage that writes it.") from None
+        raise _missing(path) from None
     except OSError as error:
         if is_passing(error) or isinstance(error, PermissionError):
             raise
         raise damaged(path.parent, path.name, f"cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path.parent, path.name, said(error)) from None
+
+
+def _missing(path: Path) -> UserError:
+    return UserError(
+        f"{path}: there is no such file. Repeat the command, which makes it; if it comes to this "
+        f"again, delete the folder {path.parent} and repeat the command."
+    )
 
 
 def said(error: Exception) -> str:
@@ -72,7 +79,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file. Run the stage that writes it.") from None
+        raise _missing(path) from None
     rows = []
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line:  # behind the last line's end
