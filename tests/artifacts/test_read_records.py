@@ -78,9 +78,7 @@ def test_file_that_is_not_utf8_is_refused(folder: Path) -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"manifest\.json: there is no such file\. Repeat"
-    ):
+    with pytest.raises(UserError, match=r"manifest\.json: there is no such file\. Repeat"):
         read_record(tmp_path / "manifest.json", Manifest)
 
 
