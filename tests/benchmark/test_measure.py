@@ -3,11 +3,16 @@
 import time
 from collections.abc import Iterator
 
+import pytest
+import torch
+
+from workflow.lib.benchmark import measure
 from workflow.lib.benchmark.measure import Observed, _time_steps
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.training.loop import StepMetrics
 
 PAUSE_S = 0.02
+PULSE = Pulse(rank=0, start_s=600.0, step_s=600.0)
 
 
 def steps() -> Iterator[StepMetrics]:
@@ -25,7 +30,24 @@ def steps() -> Iterator[StepMetrics]:
 def test_step_lasts_from_the_end_of_the_one_before() -> None:
     seen = Observed()
     began = time.monotonic()
-    _time_steps(steps(), seen, Pulse(rank=0, start_s=600.0, step_s=600.0))
+    _time_steps(steps(), seen, PULSE, device=torch.device("cpu"))
     assert len(seen.step_s) == 2
     assert all(seconds >= PAUSE_S for seconds in seen.step_s)
     assert sum(seen.step_s) <= time.monotonic() - began
+
+
+def test_block_of_steps_has_what_the_device_does_after_the_last_one_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device that works on for a while, which only a wait for it shows."""
+    waited: list[torch.device] = []
+
+    def wait(device: torch.device) -> None:
+        waited.append(device)
+        time.sleep(PAUSE_S if len(waited) > 1 else 0.0)
+
+    monkeypatch.setattr(measure, "synchronize", wait)
+    seen = Observed()
+    _time_steps(steps(), seen, PULSE, device=torch.device("cpu"))
+    assert len(waited) == 2
+    assert seen.step_s[-1] >= 2 * PAUSE_S

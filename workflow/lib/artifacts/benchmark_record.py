@@ -42,7 +42,8 @@ class WorkerMeasurement(Record):
     """What the workers of a case measured."""
 
     tokens_per_s_per_process: float
-    """Tokens a second of the main process: median over the last two thirds of the steps."""
+    """Tokens a second of the main process, over the last two thirds of the steps: the device is
+    waited for before and behind them."""
     allocated_bytes: int
     """Largest allocated peak of any process while it trains; 0 on a CPU."""
     reserved_bytes: int

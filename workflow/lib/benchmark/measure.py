@@ -153,17 +153,22 @@ class Observed:
         self.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def warm_up_steps(count: int) -> int:
+    """Return how many of `count` steps come before those that are timed."""
+    return count // 3
+
+
 def together(everyone: list[Observed], *, tokens_per_step: int) -> WorkerMeasurement:
     """Return the measurement over all processes: the largest peaks, the slowest load, the speed of
     the main process.
 
-    tokens_per_step: of one process. Speed is the median over the last two thirds of the steps.
+    tokens_per_step: of one process. Speed is that of the last two thirds of the steps together.
     """
     main = everyone[0]
-    timed = main.step_s[len(main.step_s) // 3 :]
+    timed = main.step_s[warm_up_steps(len(main.step_s)) :]
     largest = {name: max(getattr(seen, name) for seen in everyone) for name in LARGEST}
     return WorkerMeasurement(
-        tokens_per_s_per_process=tokens_per_step / statistics.median(timed),
+        tokens_per_s_per_process=tokens_per_step * len(timed) / sum(timed),
         **largest,
         allocated_bytes_by_process=[seen.allocated_bytes for seen in everyone],
         reserved_bytes_by_process=[seen.reserved_bytes for seen in everyone],
@@ -244,10 +249,15 @@ def _train(
     )
     count = plan.num_steps
 
-    def training_steps(first: int, last: int) -> Iterator[StepMetrics]:
-        return trainer.steps(first_step=first, num_steps=last)
+    def training_steps(first: int, last: int, *, until: int | None = None) -> Iterator[StepMetrics]:
+        return trainer.steps(first_step=first, num_steps=last, until=until)
 
-    _time_steps(islice(training_steps(0, count), count), seen, pulse)  # keeps their graphs
+    seen.start_training()
+    warm = warm_up_steps(count)
+    for first, until in ((0, warm), (warm, count)):
+        block = islice(training_steps(first, count, until=until), until - first)
+        _time_steps(block, seen, pulse, device=world.device)  # a slice keeps its graphs
+    seen.end_training()
     seen.graphs_off = trainer.graphs_off
     if job.profile:  # by itself, so that no part of it has run before and none of the next one does
         step = training_steps(count, count + 1)
@@ -288,13 +298,16 @@ def _load(
     return model
 
 
-def _time_steps(training: Iterator[StepMetrics], seen: Observed, pulse: Pulse) -> None:
-    """Take the steps; note seconds, loss and gradient norm of each, and the peaks.
+def _time_steps(
+    training: Iterator[StepMetrics], seen: Observed, pulse: Pulse, *, device: torch.device
+) -> None:
+    """Take the steps of a block; note seconds, loss and gradient norm of each.
 
     A step lasts from the end of the one before: the device may have begun it before this process
-    asks for it.
+    asks for it. The block as a whole has all of its work and no other: the device is waited for
+    before and behind it.
     """
-    seen.start_training()
+    synchronize(device)
     ended = time.monotonic()
     for metrics in training:
         pulse.step(metrics.step + 1)
@@ -302,7 +315,9 @@ def _time_steps(training: Iterator[StepMetrics], seen: Observed, pulse: Pulse) -
         seen.step_s.append(ended - began)
         seen.losses.append(metrics.loss)
         seen.grad_norms.append(metrics.grad_norm)
-    seen.end_training()
+    synchronize(device)
+    if seen.step_s:
+        seen.step_s[-1] += time.monotonic() - ended
 
 
 def _checkpoint_cost(

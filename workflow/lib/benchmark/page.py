@@ -121,7 +121,7 @@ def _conditions(rows: Sequence[BenchmarkRow]) -> str:
     return (
         f"Shape of `{sizes['model']}`, random weights and rows, every token trained. "
         f"{', '.join(known)}; where a case "
-        f"differs, it says so. Speed: median over the last two thirds of the steps. {checked}\n"
+        f"differs, it says so. Speed: of the last two thirds of the steps together. {checked}\n"
         f"{', '.join(versions)}; commit {commit}.\n"
     )
 

@@ -29,7 +29,7 @@ class BenchmarkConfig(Section):
     rank: int = Field(16, ge=1, le=1024)
     """Rank of the adapter, on all linear layers."""
     steps: int = Field(6, ge=1, le=10_000)
-    """Optimizer steps of a case; speed is the median of the last two thirds."""
+    """Optimizer steps of a case; speed is that of the last two thirds together."""
     device: Literal["auto", "cpu"] = "auto"
     """Where it runs; `auto` = on the GPUs, if any is visible."""
     processes: tuple[int, ...] | Literal["auto"] = "auto"

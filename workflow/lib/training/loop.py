@@ -176,26 +176,33 @@ class Trainer:
     """What launches micro-batches as CUDA graphs; None: Python launches each kernel."""
 
     def steps(
-        self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0
+        self,
+        *,
+        first_step: int,
+        num_steps: int,
+        elapsed_s: float = 0.0,
+        until: int | None = None,
     ) -> Iterator[StepMetrics]:
         """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
         processes.
 
-        elapsed_s: seconds that earlier invocations of this run have trained. Raises `UserError` if
+        elapsed_s: seconds that earlier invocations of this run have trained. until: the step before
+        which to end; nothing of it is begun. Raises `UserError` if
         the loss or the gradient is not finite, or the gradient is zero.
         """
         self.training.train()
         self._drop_gradients()  # of a step that was begun and not finished
-        batches = self._batches_ahead(range(first_step, num_steps))
+        end = num_steps if until is None else until
+        batches = self._batches_ahead(range(first_step, end))
         ahead: StepUnderWay | None = None
-        for step in range(first_step, num_steps):
+        for step in range(first_step, end):
             began = time.monotonic()
             under_way = ahead or self._begun(step, batches)
             rate = learning_rate(self.settings, step=step, num_steps=num_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             result = self._finished(under_way)
-            ahead = self._begun_ahead(range(step + 1, num_steps), batches)
+            ahead = self._begun_ahead(range(step + 1, end), batches)
             numbers = self._judged(under_way.rows, result, ahead)
             peak = peak_bytes(self.world.device)
             seconds = time.monotonic() - began
