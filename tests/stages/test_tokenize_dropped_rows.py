@@ -158,11 +158,13 @@ def test_what_is_read_of_a_source_and_what_is_not_is_listed(
     spoken = [{**row, "lang": "en", "score": n or None} for n, row in enumerate(rows(NUM_TRAIN))]
     save_rows(stage.train, [*spoken, {"prompt": "q", "completion": "a", "weight": 0.5}])
     caplog.set_level("INFO")
-    (train, _) = stage.run(max_rejected_share=0.5).manifest["sources"]
+    store = stage.run(max_rejected_share=0.5, leave_out=["score", "scroe"])
+    (train, _) = store.manifest["sources"]
     assert train["format"] == "prompt_completion"
     assert train["columns"] == ["prompt", "completion", "weight"]
     assert train["not_read"] == {"lang": NUM_TRAIN, "score": NUM_TRAIN - 1}
     assert train["dropped_by_reason"] == {"unknown weight": 1}
+    assert "data.leave_out names 'scroe', which holds a value in no row" in caplog.text
     assert f"not read: lang ({NUM_TRAIN:,}), score ({NUM_TRAIN - 1:,})" in caplog.text
 
 

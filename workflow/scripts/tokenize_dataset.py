@@ -110,7 +110,12 @@ def main(args: argparse.Namespace) -> None:
             folder=folder,
         )
         write_checked_json(folder / MANIFEST, facts)
-    log_facts(facts, output=args.output, special_tokens=settings.special_tokens_in_text)
+    log_facts(
+        facts,
+        output=args.output,
+        special_tokens=settings.special_tokens_in_text,
+        leave_out=settings.leave_out,
+    )
 
 
 def check_downloads(args: argparse.Namespace) -> None:

@@ -14,7 +14,11 @@ logger = logging.getLogger("workflow")
 
 
 def log_facts(
-    facts: Manifest, *, output: Path, special_tokens: SpecialTokens | None = None
+    facts: Manifest,
+    *,
+    output: Path,
+    special_tokens: SpecialTokens | None = None,
+    leave_out: Sequence[str] = (),
 ) -> None:
     """Log the splits, the packing, the dropped rows, and what is special about the data."""
     train, seq_len = facts["splits"]["train"], facts["seq_len"]
@@ -33,6 +37,10 @@ def log_facts(
         logger.info(message, *repeating)
     _log_drops(facts["dropped_by_reason"], rejects=output / REJECTS)
     _log_sources(facts["sources"])
+    left = {label.split(" (")[0] for source in facts["sources"] for label in source["not_read"]}
+    for key in leave_out:
+        if key not in left:
+            logger.warning("data.leave_out names %r, which holds a value in no row", key)
     special = sum(source["special_token_texts"] for source in facts["sources"])
     log_special_texts(special, setting=special_tokens)
     if facts["pad_token_origin"] == "eos_token":
