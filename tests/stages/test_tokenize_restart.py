@@ -133,7 +133,7 @@ def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part: str, tmp_
     )
     assert is_finished(stem)
     path = Path(f"{stem}.{part}")
-    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    path.write_bytes(path.read_bytes()[:-4] + b"\xa5\xa5\xa5\xa5")
     assert not is_finished(stem)
 
 
