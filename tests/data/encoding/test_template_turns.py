@@ -151,6 +151,10 @@ def own_ids(name: str, messages: list[Any], *, prompt: bool, tools: Any) -> list
     return ids
 
 
+def decoded(name: str, ids: Any) -> str:
+    return str(tokenizer_of(name).decode([int(number) for number in ids]))
+
+
 def runs(encoded: Encoded) -> list[tuple[int, int]]:
     """Where the trained runs of an example begin and end."""
     edges = [0, *(encoded.mask[1:] != encoded.mask[:-1]).nonzero()[0] + 1, len(encoded.ids)]
@@ -175,7 +179,6 @@ def test_each_turn_is_trained_behind_the_prompt_of_inference_up_to_its_end(
             encoder_of(name).encode(sample)
         return
     examples = encoder_of(name).encode(sample)
-    decode = tokenizer_of(name).decode
     turns = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n > 0]
     assert sum(len(runs(example)) for example in examples) == len(turns)
     for index in turns:
@@ -191,26 +194,25 @@ def test_each_turn_is_trained_behind_the_prompt_of_inference_up_to_its_end(
         if written[: len(prompt)] == prompt:
             assert written[: len(prompt) + len(ended)] == prompt + ended
         elif name in OPENED:
-            assert decode(trained).startswith(OPENED[name])
+            assert decoded(name, trained).startswith(OPENED[name])
         assert int(host.ids[stop - 1]) in encoder_of(name).end_of_turn_ids()
-        shown = decode(host.ids[:stop].tolist())
+        shown = decoded(name, host.ids[:stop])
         assert all(text in shown for m in messages[:index] for text in values(m))
-        said = decode(trained)
+        said = decoded(name, trained)
         assert all(text in said for text in values(messages[index]))
         assert messages[index].get("reasoning_content", "") in said
 
 
 def test_open_turn_ends_with_the_token_of_the_next_role_and_of_results_behind_calls() -> None:
     (encoded, _) = encoder_of("glm4_5").encode(conversation(CASES["call"], tools=[TOOL]))
-    decode = tokenizer_of("glm4_5").decode
-    assert decode(encoded.ids[encoded.mask].tolist()).endswith("Foggy.<|user|>")
-    ends = decode(encoder_of("glm4_5").end_of_turn_ids())
+    assert decoded("glm4_5", encoded.ids[encoded.mask]).endswith("Foggy.<|user|>")
+    ends = decoded("glm4_5", encoder_of("glm4_5").end_of_turn_ids())
     assert {"<|user|>", "<|observation|>"} == set(re.findall(r"<\|\w+\|>", ends))
 
 
 @pytest.mark.parametrize(("name", "closing"), OPENED.items())
 def test_reasoning_that_the_prompt_opens_is_closed_once(name: str, closing: str) -> None:
     (encoded,) = encoder_of(name).encode(conversation(CASES["plain"]))
-    said = tokenizer_of(name).decode(encoded.ids[encoded.mask].tolist())
+    said = decoded(name, encoded.ids[encoded.mask])
     assert said.startswith(f"{closing}Foggy.")
     assert said.count("</think>") == closing.count("</think>")
