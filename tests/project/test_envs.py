@@ -99,7 +99,7 @@ def test_container_installs_the_lists_with_their_pins_and_names_no_version(name:
 
 def test_stages_run_in_the_image_that_the_definition_builds() -> None:
     common = (ENVS.parent / "workflow" / "rules" / "common.smk").read_text(encoding="utf-8")
-    assert 'Path(workflow.basedir) / "envs" / "workflow.sif"' in common
+    assert 'SOURCES / "envs" / "workflow.sif"' in common
     assert (
         "apptainer build envs/workflow.sif envs/apptainer.def"
         in (ENVS / "apptainer.def").read_text()
