@@ -18,7 +18,7 @@ from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.describe_model import describe_config, describe_folder
-from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.system.errors import UserError
 
 SIZES: dict[str, Any] = {

@@ -18,7 +18,7 @@ from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.document_states import separate_documents_
-from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.layers.expert_stacks import experts_modules
 from workflow.lib.settings.benchmark import BenchmarkConfig

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
-from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.lora import init_adapters_, inject_adapters

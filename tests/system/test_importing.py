@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from workflow.lib.system.importing import importing
+from workflow.lib.system.environment import importing
 
 
 def test_nothing_is_collected_while_packages_are_imported_and_what_they_make_never_is() -> None:

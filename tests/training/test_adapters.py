@@ -31,7 +31,7 @@ from workflow.lib.export.adapter_files import (
 )
 from workflow.lib.export.parity import compare_logits, save_logits, trained_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_dropout import AdapterDropout, row_keys
 from workflow.lib.model.layers.dora import lengthened
 from workflow.lib.model.lora import trainable_parameters

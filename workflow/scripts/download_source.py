@@ -15,8 +15,8 @@ from typing import Any
 from workflow.lib.data.reading import hub_download
 from workflow.lib.data.reading.hub_errors import explained_errors
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
+from workflow.lib.system.environment import importing
 from workflow.lib.system.files import write_checked_json
-from workflow.lib.system.importing import importing
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")

@@ -17,9 +17,8 @@ from pathlib import Path
 from workflow.lib.evaluation.task_files import environment
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECTS
-from workflow.lib.system.environment import is_worker
+from workflow.lib.system.environment import importing, is_worker
 from workflow.lib.system.hardware import available_host_bytes, visible_gpus
-from workflow.lib.system.importing import importing
 from workflow.scripts.command import run, stage_parser
 
 

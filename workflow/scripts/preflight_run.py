@@ -47,10 +47,10 @@ from workflow.lib.planning.preflight.what_if import (
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import PlanRecorder, recording_process
 from workflow.lib.settings.config import HardwareConfig, RunConfig
+from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_checked_json
 from workflow.lib.system.gpu_models import GpuModel, parse_gpus
-from workflow.lib.system.importing import importing
 from workflow.lib.system.units import GIB
 from workflow.scripts.command import run, stage_parser
 

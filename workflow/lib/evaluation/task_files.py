@@ -15,9 +15,9 @@ import yaml
 
 from workflow.lib.evaluation.code_free_tasks import METRICS, possible_code
 from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
+from workflow.lib.settings.yaml_files import compose_yaml
+from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.importing import importing
-from workflow.lib.system.yaml_files import compose_yaml
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -15,7 +15,7 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.kept_tapes import kept_or_made
 from workflow.lib.recording.request import Request
-from workflow.lib.system.importing import importing
+from workflow.lib.system.environment import importing
 from workflow.lib.system.undocumented_interfaces import check_recordings
 
 

@@ -30,9 +30,9 @@ from workflow.lib.settings.train import (
     QuantizeConfig,
     TrainConfig,
 )
+from workflow.lib.settings.yaml_files import check_aliases
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import read_input
-from workflow.lib.system.yaml_files import check_aliases
 
 __all__ = [
     "BenchmarkConfig",

@@ -23,7 +23,7 @@ from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice, choose_layers
 from workflow.lib.model.backends import products_hardware
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import nf4_linears

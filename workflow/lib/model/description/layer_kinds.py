@@ -15,8 +15,8 @@ from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.model.description.any_layer import any_layers
 from workflow.lib.model.description.layer_calls import Attended, LayerCalls
 from workflow.lib.model.description.layer_parameters import linears_of, others_of
-from workflow.lib.model.fuse_layers import fuse_layer_
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
+from workflow.lib.model.fusion.fuse_layers import fuse_layer_
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.system.errors import UserError
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.fuse_layers import fuse_layers_
-from workflow.lib.model.fused_attention import FusedAttention
+from workflow.lib.model.fusion.fuse_layers import fuse_layers_
+from workflow.lib.model.fusion.fused_attention import FusedAttention
 
 
 def phi(**changes: Any) -> torch.nn.Module:

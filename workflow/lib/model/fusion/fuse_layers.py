@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.fused_attention import as_fused_attention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
+from workflow.lib.model.fusion.fused_attention import as_fused_attention
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.shared_input import share_input_
