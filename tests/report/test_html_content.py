@@ -152,7 +152,8 @@ def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
     # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the
     # longest row
     assert {13, 3, 2, 802, 313} <= page.numbers
-    assert "Held-out rows that equal a training row: 3; that nearly repeat one: 2." in "".join(page.text)
+    repeating = "Held-out rows that equal a training row: 3; that nearly repeat one: 2."
+    assert repeating in "".join(page.text)
 
 
 def test_heldout_loss_of_every_source_is_shown(tmp_path: Path) -> None:
