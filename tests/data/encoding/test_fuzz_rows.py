@@ -25,7 +25,7 @@ from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import read_chat_template
 from workflow.lib.data.reading.data_file import read_rows
 from workflow.lib.data.reading.row import BrokenRow, Row
-from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import DataColumns
 from workflow.lib.settings.data import Format
@@ -223,7 +223,7 @@ def test_no_bytes_of_a_checkpoint_end_in_a_traceback(
     path.write_bytes(mutated(path.read_bytes(), edits))
     if name == "model.safetensors":
         (tmp_path / "model.safetensors.index.json").unlink()
-    for read in (read_headers, read_all):
+    for read in (loaded_tensors, read_all):
         refusal = ""
         try:
             read(tmp_path)

@@ -87,6 +87,7 @@ INTERFACES = (
         "transformers",
         "PreTrainedModel",
         "_init_weights",
+        "_keep_in_fp32_modules",
         "_keep_in_fp32_modules_strict",
         "_no_split_modules",
     ),
