@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.quantization.test_layer_stream import folder_of
 from tests.support.families import FAMILIES, VOCAB
@@ -17,6 +17,7 @@ from tests.support.models import quantized
 from workflow.lib.artifacts.quantization_record import HeldoutLosses
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization import resumable
@@ -103,7 +104,7 @@ def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(
     kill_before_last_layer(original, target, monkeypatch)
     recorded = calibrate(original, target)
     attention = attention_of(original)
-    whole = AutoModelForCausalLM.from_pretrained(
+    whole = auto_class(AutoConfig.from_pretrained(original)).from_pretrained(
         original, dtype=torch.float32, attn_implementation=attention
     )
     assert recorded.original == pytest.approx(losses(whole), rel=ROUNDING)

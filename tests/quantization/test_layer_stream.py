@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.model.test_nf4_model import tiny
 from tests.support.families import FAMILIES, ROUTED_IN_GROUPS, SIZES, VOCAB, tiny_model
 from tests.support.models import tiny_llama
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -108,9 +109,11 @@ def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(
         batch = Batch(ids, positions)
         hidden = through_all_layers(stream, batch)
         found = stream.logits(batch, hidden, torch.arange(sum(LENGTHS)))
-    whole = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=attention_of(folder)
-    ).eval()
+    whole = (
+        auto_class(AutoConfig.from_pretrained(folder))
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation=attention_of(folder))
+        .eval()
+    )
     alone = [whole(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
     expected = torch.cat(alone, 1)
     assert float((found - expected).abs().max()) < 1e-3 * float(expected.abs().max())

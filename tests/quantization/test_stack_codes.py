@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from tests.support.models import decoded_by_hand, quantized
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.model.published.loading import check_loading
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization import stack_codes
-from workflow.lib.quantization.nf4_checkpoint import check_checkpoint, quantizable_linears
+from workflow.lib.quantization.nf4_checkpoint import check_model, quantizable_linears
 from workflow.lib.quantization.stack_codes import check_blocks, quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
@@ -130,7 +130,7 @@ def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(
 def refusal(folder: Path) -> str:
     model = build_on_meta(folder, dtype=torch.float32)
     with pytest.raises(UserError) as caught, ConvertedReader(folder, model) as reader:
-        check_checkpoint(model, quantizable_linears(model), reader)
+        check_loading(model, reader)
     return str(caught.value)
 
 
@@ -162,7 +162,7 @@ def test_experts_in_a_module_of_another_kind_are_refused() -> None:
     )  # fmt: skip
     model = build_config_on_meta(config, dtype=torch.float32)
     with pytest.raises(UserError) as caught:
-        check_checkpoint(model, {"some": (1, 1)}, ANY)
+        check_model(model, {"some": (1, 1)})
     assert str(caught.value).startswith(
         "JetMoeForCausalLM keeps the weights of several experts in model.layers.0."
     )

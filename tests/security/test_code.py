@@ -15,9 +15,9 @@ import torch
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
-from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.safetensors_reader import shard_of_tensor
 from workflow.lib.system.errors import UserError
 
@@ -120,8 +120,9 @@ def test_base_in_a_pickle_is_refused_and_not_read(tmp_path: Path, name: str) -> 
     target = tmp_path / "here"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / name).write_bytes(pickle.dumps(Bomb(target)))
-    with pytest.raises(UserError, match=rf"model\.source: .* has only {name}.*safetensors"):
-        read_headers(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(UserError, match=rf"model\.source = .*: it has only {name}.*safetensors"):
+        loaded_tensors(tmp_path / "model")
     with pytest.raises(UserError, match=r"model\.source"):
         shard_of_tensor(tmp_path / "model")
     assert not target.exists()
@@ -130,8 +131,9 @@ def test_base_in_a_pickle_is_refused_and_not_read(tmp_path: Path, name: str) -> 
 def test_pickle_under_a_safetensors_name_is_refused_and_not_read(tmp_path: Path) -> None:
     target = tmp_path / "here"
     torch.save(Bomb(target), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     with pytest.raises(UserError, match="is not a safetensors file"):
-        read_headers(tmp_path)
+        loaded_tensors(tmp_path)
     with pytest.raises(UserError, match="is not a whole safetensors file"):
         shard_of_tensor(tmp_path)
     assert not target.exists()

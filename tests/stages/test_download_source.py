@@ -260,9 +260,9 @@ def test_model_without_safetensors_says_what_was_found(tmp_path: Path) -> None:
     files = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"pickle"}
     with start_hub({"owner/name": HubRepo(files)}) as endpoint:
         message = refusal(endpoint, tmp_path / "out")
-    assert "has no model.safetensors or model.safetensors.index.json" in message
-    assert "it has config.json, tokenizer.json, pytorch_model.bin" in message
-    assert "Name a repository with a Transformers model in safetensors files" in message
+    assert "it has only pytorch_model.bin" in message
+    assert "neither model.safetensors nor model.safetensors.index.json" in message
+    assert "Convert them with `save_pretrained` of Transformers" in message
 
 
 @pytest.mark.parametrize(

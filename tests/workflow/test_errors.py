@@ -207,9 +207,7 @@ def write_nothing(project: Project) -> None:
 
 
 def write_other_columns(project: Project) -> None:
-    rows = (
-        {"question": row["prompt"], "answer": row["completion"]} for row in qa_rows(first=0, rows=5)
-    )
+    rows = ({"asked": row["prompt"], "said": row["completion"]} for row in qa_rows(first=0, rows=5))
     lines = (json.dumps(row) + "\n" for row in rows)
     (project.root / "data" / "train.jsonl").write_text("".join(lines))
 
@@ -234,7 +232,7 @@ UNUSABLE_DATA: list[Mistake] = [
     (write_nothing, ["data.train = 'data/train.jsonl'", "no row", "Name a file with rows"]),
     (
         write_other_columns,
-        ["data.format = 'auto'", "'question', 'answer'", "prompt, completion", "data.columns"],
+        ["data.format = 'auto'", "'asked', 'said'", "prompt, completion", "data.columns"],
     ),
 ]
 UNUSABLE_TOKENIZERS: list[Mistake] = [

@@ -72,7 +72,9 @@ def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = Tr
     A family that does something else is found out by `startup_checks.startup_checks`.
     """
     scale = _number(config, "logit_scale") / _number(config, "logits_scaling")
-    return OutputHead(module, scale, getattr(config, "final_logit_softcapping", None), fused)
+    # Gemma 4 caps by the text part of a multimodal config.
+    cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return OutputHead(module, scale, cap, fused)
 
 
 def _number(config: PretrainedConfig, key: str) -> float:
