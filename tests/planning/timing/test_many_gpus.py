@@ -154,7 +154,7 @@ def held(training: torch.nn.Module) -> dict[str, int]:
 def sharded(*, rank: int, shards: int, layers: int) -> dict[str, int]:
     """Return what one of 512 ranks holds of 405B, of which each `shards` share a copy."""
     with fake_group(rank=rank, size=512):
-        names = ("replicate", "shard")
+        names = ("replica", "shard")
         mesh = init_device_mesh("cpu", (512 // shards, shards), mesh_dim_names=names)
         training = build_405b(layers=layers)
         units = shard_(

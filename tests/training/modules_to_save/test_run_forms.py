@@ -144,7 +144,7 @@ def test_resumed_run_is_the_uninterrupted_one(
 
 def replicas(base: Path) -> dict[str, Any]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
         model = build(base, "both", replace(world, mesh=mesh))
         optimizer = make_optimizer(model.training, TRAIN)
         take(model, optimizer, world)

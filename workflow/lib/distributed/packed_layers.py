@@ -73,11 +73,11 @@ class _PackedLayer:
     ) -> None:
         self._parts = list(_laid_out(linears))
         last = self._parts[-1]
-        share = math.ceil((last.start + last.num_bytes) / world.shard_size)
+        self._axis = world.axis("shard")
+        share = math.ceil((last.start + last.num_bytes) / self._axis.size())
         self.slice_bytes = _aligned(share)
         self.on_host = on_host
-        mesh = world.mesh
-        self._slice_start = mesh.get_local_rank(mesh.ndim - 1) * self.slice_bytes
+        self._slice_start = self._axis.get_local_rank() * self.slice_bytes
         self._world, self._stream = world, stream
         self._gpu = torch.get_device_module(world.device)
         self.slice = torch.empty(0, dtype=torch.uint8)
@@ -127,7 +127,7 @@ class _PackedLayer:
         """Start to gather the weights, unless they are there. Collective."""
         if self._buffer is not None:
             return
-        device, shards = self._world.device, self._world.shard_size
+        device, shards = self._world.device, self._axis.size()
         if shards == 1 and not self.on_host:
             self._buffer = self.slice
             return
@@ -146,9 +146,8 @@ class _PackedLayer:
         if self.on_host:
             mine = buffer.narrow(0, self._slice_start, self.slice_bytes)
             mine.copy_(self.slice, non_blocking=True)
-        if self._world.shard_size > 1:
-            mesh = self._world.mesh
-            ALL_GATHER(buffer, mine, group=mesh.get_group(mesh.ndim - 1))
+        if self._axis.size() > 1:
+            ALL_GATHER(buffer, mine, group=self._axis.get_group())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

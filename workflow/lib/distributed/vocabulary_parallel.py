@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from workflow.lib.distributed.world import vocabulary_mesh
 from workflow.lib.model.architecture.vocabulary_slices import (
     chunk_rows,
     exchanged_rows,
-    vocabulary_slices,
 )
 from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
@@ -42,54 +42,46 @@ def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn
     """Cut embedding, head and other tables of tokens into slices; return these parameters, which
     FSDP must leave alone.
 
-    mesh: its last dimension are the processes that share a copy of the model, of which neighbours
-    share the vocabulary (`vocabulary_slices`). Call on a meta-device model. A tied table stays one
-    parameter; an embedding without rows stays as it is.
+    mesh: of `process_mesh`. Call on a meta-device model. A tied table stays one parameter; an
+    embedding without rows stays as it is.
     """
-    mesh = _slices_mesh(mesh)
+    mesh, axis = vocabulary_mesh(mesh)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    group = mesh.get_group(mesh.ndim - 1)
-    weight = _sliced(head.weight, mesh)
-    bias = None if head.bias is None else _sliced(head.bias, mesh)
+    group = axis.get_group()
+    weight = _sliced(head.weight, mesh, axis)
+    bias = None if head.bias is None else _sliced(head.bias, mesh, axis)
     if embedding.weight is head.weight:
         embedding.weight = weight
     elif len(embedding.weight):
-        embedding.weight = _sliced(embedding.weight, mesh)
+        embedding.weight = _sliced(embedding.weight, mesh, axis)
     shared = SlicedHead(weight, bias, group)
     model.set_output_embeddings(shared)
     training.head_loss = SlicedCrossEntropy(replace(training.head_loss.head, module=shared), group)
     training.rows_of = ExchangedRows(embedding, group, model.config.dtype)
-    others = [_shared_table(table, mesh, model.config.dtype) for table in other_tables(model)]
+    others = [_shared_table(table, mesh, axis, model.config.dtype) for table in other_tables(model)]
     return {p for p in (embedding.weight, weight, bias, *others) if p is not None}
 
 
-def _shared_table(table: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Parameter:
+def _shared_table(
+    table: nn.Embedding, mesh: DeviceMesh, axis: DeviceMesh, dtype: torch.dtype
+) -> nn.Parameter:
     """Slice a table beside the embedding; return its parameter."""
     weight = table.weight
     assert isinstance(weight, nn.Parameter)
-    table.weight = own_rows = _sliced(weight, mesh)
-    look_up_elsewhere_(table, ExchangedRows(table, mesh.get_group(mesh.ndim - 1), dtype))
+    table.weight = own_rows = _sliced(weight, mesh, axis)
+    look_up_elsewhere_(table, ExchangedRows(table, axis.get_group(), dtype))
     return own_rows
 
 
-def _slices_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh whose last dimension are the processes that share the vocabulary."""
-    shards = mesh.size(mesh.ndim - 1)
-    slices = vocabulary_slices(shards)
-    if slices == shards:
-        return mesh
-    names = ("copies", "slices")
-    return init_device_mesh(
-        mesh.device_type, (dist.get_world_size() // slices, slices), mesh_dim_names=names
-    )
-
-
-def _sliced(table: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a meta-device table as a parameter of which this process holds rows, cut as FSDP2
-    cuts.
+def _sliced(table: nn.Parameter, mesh: DeviceMesh, axis: DeviceMesh) -> nn.Parameter:
+    """Return a meta-device table as a parameter of which this process holds rows, cut along `axis`
+    as FSDP2 cuts.
     """
-    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    placements: list[Placement] = [
+        Shard(0) if (name,) == axis.mesh_dim_names else Replicate()
+        for name in mesh.mesh_dim_names or ()
+    ]
     whole = DTensor.from_local(
         table.detach()[:0],
         mesh,

@@ -9,11 +9,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -26,15 +28,20 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # ("shard",), or with several replicas ("replicate", "shard")
+    mesh: DeviceMesh
+    """Of `process_mesh`."""
     io_group: dist.ProcessGroup
     """gloo, for decisions and the traffic of checkpoints: beside the collectives of the training,
     without waiting for a GPU."""
 
+    def axis(self, name: Literal["replica", "shard"]) -> DeviceMesh:
+        """Return the processes along one axis of the mesh, this one among them."""
+        return self.mesh[name]
+
     @property
     def shard_size(self) -> int:
         """How many processes share one copy of the model."""
-        return self.mesh.size(self.mesh.ndim - 1)
+        return self.axis("shard").size()
 
     @property
     def is_main(self) -> bool:
@@ -66,7 +73,7 @@ def process_group(
     dist.init_process_group(
         backend, timeout=timeout, device_id=device if device_type == "cuda" else None
     )
-    mesh = _mesh(device_type, size=size, shard_size=shard_size or size)
+    mesh = process_mesh(device_type, size=size, shard_size=shard_size or size)
     try:
         yield World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
     except SystemExit:  # asked to stop, all processes alike
@@ -75,12 +82,30 @@ def process_group(
     dist.destroy_process_group()
 
 
-def _mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
+def process_mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
+    """Return all processes by the axis `shard`, along which each group of `shard_size` neighbours
+    shards a copy of the model, and before it `replica` if there are several groups.
+    """
     assert size % shard_size == 0, f"{size} processes cannot form groups of {shard_size}"
     if shard_size == size:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
     sizes = (size // shard_size, shard_size)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard"))
+
+
+def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return all processes of a mesh of `process_mesh` with the axis along which they share the
+    vocabulary, and that axis: `shard`, or where fewer are enough (`vocabulary_slices`) one of its
+    own, `vocabulary`.
+    """
+    shards = mesh["shard"].size()
+    slices = vocabulary_slices(shards)
+    if slices == shards:
+        return mesh, mesh["shard"]
+    sizes = (dist.get_world_size() // slices, slices)
+    names = ("replica", "vocabulary")
+    mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
+    return mesh, mesh["vocabulary"]
 
 
 def die_with_parent() -> None:

@@ -276,15 +276,22 @@ def local(param: torch.Tensor) -> torch.Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
+def cut_of(param: torch.Tensor) -> tuple[int, int]:
+    """Return into how many shards a parameter is cut, and which one is this process's."""
+    if not isinstance(param, DTensor):
+        return 1, 0
+    mesh = param.device_mesh
+    axis = next(axis for axis, cut in enumerate(param.placements) if cut.is_shard())
+    return mesh.size(axis), mesh.get_local_rank(axis)
+
+
 def local_range(param: torch.Tensor) -> tuple[int, int]:
     """Return start and stop on dim 0 of this process's slice (FSDP2 cuts dim 0 as `torch.chunk`
     does).
     """
-    if not isinstance(param, DTensor):
-        return 0, param.shape[0]
-    mesh, axis = param.device_mesh, param.device_mesh.ndim - 1  # replicas come first
-    size = -(-param.shape[0] // mesh.size(axis))
-    start = min(mesh.get_local_rank(axis) * size, param.shape[0])
+    count, index = cut_of(param)
+    size = -(-param.shape[0] // count)
+    start = min(index * size, param.shape[0])
     return start, min(start + size, param.shape[0])
 
 

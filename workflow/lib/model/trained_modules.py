@@ -141,4 +141,4 @@ def sum_copies_(training: Any) -> None:
     for param in (p for table in tables for p in table.parameters() if p.requires_grad):
         grad = param.grad
         if isinstance(grad, DTensor) and grad.device_mesh.ndim > 1:
-            dist.all_reduce(grad.to_local(), group=grad.device_mesh.get_group(0))
+            dist.all_reduce(grad.to_local(), group=grad.device_mesh.get_group("replica"))

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import forward_only
-from workflow.lib.distributed.world import World
+from workflow.lib.distributed.world import World, process_mesh
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.documents import documents_of
@@ -157,16 +156,10 @@ def _fake_world(setup: Setup) -> Iterator[World]:
     group = dist.group.WORLD
     assert group is not None
     try:
-        yield World(0, setup.processes, torch.device(RECORDED, 0), _mesh(setup), group)
+        mesh = process_mesh(RECORDED, size=setup.processes, shard_size=setup.shards)
+        yield World(0, setup.processes, torch.device(RECORDED, 0), mesh, group)
     finally:
         dist.destroy_process_group()
-
-
-def _mesh(setup: Setup) -> DeviceMesh:
-    if setup.replicas == 1:
-        return init_device_mesh(RECORDED, (setup.processes,), mesh_dim_names=("shard",))
-    sizes = (setup.replicas, setup.shards)
-    return init_device_mesh(RECORDED, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 class _Run:

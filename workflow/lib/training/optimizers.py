@@ -18,10 +18,9 @@ import torch
 from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
 from bitsandbytes.optim.adamw import AdamW
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from workflow.lib.distributed.sharded_files import DamagedError, Piece, piece_of
-from workflow.lib.model.nf4_model import local, local_range
+from workflow.lib.model.nf4_model import cut_of, local, local_range
 
 # Elements that share a scale: bitsandbytes/optim/optimizer.py, Optimizer2State.init_state.
 BLOCK_SIZE = 256
@@ -86,7 +85,7 @@ class ShardwiseAdam(torch.optim.Optimizer):
             return {}
         param, shard, buffers = self._params[name], self._shards[name], {}
         for moment, key in MOMENTS.items():
-            buffers[moment] = shard.new_zeros(_blocks(param.shape, cuts=_cuts(param)[0]))
+            buffers[moment] = shard.new_zeros(_blocks(param.shape, cuts=cut_of(param)[0]))
             if shard.numel():
                 state, scales = self._inner.state_of(shard), key.replace("state", "absmax")
                 state[scales] = buffers[moment][: len(state[scales])]
@@ -145,7 +144,7 @@ class ShardwiseAdam(torch.optim.Optimizer):
         param = self._params[name]
         weight = piece_of(param.detach(), rank=rank)
         pieces = {moment: replace(weight, local=self._moment(name, moment)) for moment in MOMENTS}
-        cuts, cut = _cuts(param)
+        cuts, cut = cut_of(param)
         for moment, scales in self._scales[name].items():
             row = scales.view(1, -1)
             pieces[f"{moment}_absmax"] = Piece(row, (cut, 0), (cuts, len(scales)), weight.mine)
@@ -253,14 +252,6 @@ def _shard(param: nn.Parameter) -> torch.Tensor:
     values = local(param)
     assert values.is_contiguous(), "a copy would be updated"
     return values.detach()
-
-
-def _cuts(param: nn.Parameter) -> tuple[int, int]:
-    """Return in how many shards a parameter is cut, and which one is this process's."""
-    if not isinstance(param, DTensor):
-        return 1, 0
-    mesh, axis = param.device_mesh, param.device_mesh.ndim - 1  # replicas come first
-    return mesh.size(axis), mesh.get_local_rank(axis)
 
 
 def _blocks(shape: torch.Size, *, cuts: int) -> int:
