@@ -38,9 +38,7 @@ NO_STAGES = {
     "evaluate_run_worker",
     "finetune_worker",
     "lease_gpus",
-    "write_artifact_fields",
     "write_model_descriptions",
-    "write_scaling_page",
     "write_settings_pages",
 }
 HEAVY = {"transformers", "peft", "bitsandbytes", "accelerate"}

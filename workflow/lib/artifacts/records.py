@@ -1,9 +1,8 @@
 """The JSON files that stages exchange, as types: each field once, with what it means.
 
-A stage writes a record (`Record.as_json`), another reads it (`read_records.read_record`), and
-`record_reference` makes `docs/artifact_fields.md` of them. Here stands what all records share; the
-files of the stages are in `manifest_record` (tokens), `preflight_record`, `training_record`,
-`parity_record`, `evaluation_record` and `benchmark_record`.
+A stage writes a record (`Record.as_json`), another reads it (`read_records.read_record`). The
+docstring below a field is its reference. The files of the stages are in `manifest_record` (tokens),
+`preflight_record`, `training_record`, `parity_record`, `evaluation_record` and `benchmark_record`.
 """
 
 from typing import Any, ClassVar, Self
