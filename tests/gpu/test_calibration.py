@@ -10,7 +10,7 @@ import torch
 from tests.quantization.test_layer_stream import LENGTHS, through_all_layers
 from tests.support.families import VOCAB, tiny_family
 from tests.support.rounding_cases import columns
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization.layer_stream import Batch, LayerStream

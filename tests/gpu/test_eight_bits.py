@@ -16,8 +16,8 @@ from tests.support.eight_bit_cases import (
 )
 from tests.support.feed_forward_cases import passes_behind_a_norm
 from tests.support.models import nf4_linear
-from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.frozen_products import ProductTypes
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.model.layers.frozen_matmul import ProductTypes
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
 
 pytestmark = pytest.mark.gpu

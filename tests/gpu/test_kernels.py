@@ -24,10 +24,10 @@ from tests.support.kernel_cases import (
     sums_by_token,
     sums_with_low_rank,
 )
-from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.flex_attention import all_scores, flex_arguments, flex_attention
-from workflow.lib.model.layers.flex_masks import MaskKind, first_keys
-from workflow.lib.model.layers.packed_attention import varlen_attention
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.attention.flex import all_scores, flex_arguments, flex_attention
+from workflow.lib.kernels.attention.flex_masks import MaskKind, first_keys
+from workflow.lib.kernels.attention.packed import varlen_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS
-from workflow.lib.model.layers import kernels
-from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
-from workflow.lib.model.loss.fused_logits import (
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.loss.fused_logits import (
     ELSEWHERE,
     IGNORED,
     FusedLogits,
     LogitForm,
     usable,
 )
-from workflow.lib.model.loss.head_product import aligned
+from workflow.lib.kernels.loss.head_matmul import aligned
+from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS
+from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
 
 pytestmark = pytest.mark.gpu
 HIDDEN, VOCAB = 256, 10_007

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.support.recurrence_cases import convolutions, deltas, gated_norms, largest_error, spaces
-from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.recurrences.gated_delta_rule import gated_delta_rule
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.export.stock_models import decode_partial_rows_
+from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.nf4_lora_matmul import NF4LoraMatMul
-from workflow.lib.model.layers.packed_attention import document_bounds
 from workflow.lib.model.lora import (
     init_adapters_,
     inject_adapters,

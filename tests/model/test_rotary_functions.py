@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from workflow.lib.kernels.exact_activations import is_exact
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.layers.eight_bits.exact_activations import is_exact
 from workflow.lib.model.tried_classes.rotary_functions import (
     Form,
     rotary_form,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from workflow.lib.kernels.eight_bits.matmul import restored, rounded
+from workflow.lib.kernels.exact_activations import keep_exact
 from workflow.lib.model.activation_offload import ActivationOffload
-from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.eight_bits.products import restored, rounded
 from workflow.lib.model.rounded_activations import FLOAT8, RoundedActivations
 
 CPU = torch.device("cpu")

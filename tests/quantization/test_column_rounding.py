@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 
 # 128 columns, and the last ones of a weight; rows that are no whole programs; scales of 0.
 SAME = """

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.fused_kernels.wide_attention import wide_attention
+from workflow.lib.kernels.attention.wide import wide_attention
 
 
 class WideHeads(NamedTuple):

@@ -1,5 +1,5 @@
 """What the GPU kernels of products in 8 bits must compute: by Triton's interpreter on the CPU,
-compiled on a GPU; each beside what `eight_bits.products` computes on a CPU.
+compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU.
 """
 
 import itertools
@@ -8,8 +8,8 @@ import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
 from tests.support.kernel_cases import norm_module
-from workflow.lib.model.layers.eight_bits import gpu_kernels
-from workflow.lib.model.layers.eight_bits.products import (
+from workflow.lib.kernels.eight_bits import gpu_kernels
+from workflow.lib.kernels.eight_bits.matmul import (
     FORMATS,
     Format,
     Rounded,
@@ -21,8 +21,8 @@ from workflow.lib.model.layers.eight_bits.products import (
     row_scales,
     unfilled,
 )
-from workflow.lib.model.layers.fused_kernels import norm
-from workflow.lib.model.layers.kernels import NF4Data
+from workflow.lib.kernels.elementwise import NF4Data
+from workflow.lib.kernels.rows import norm
 
 # (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
 SHAPES = ((16, 256), (144, 192))

@@ -10,17 +10,17 @@ from functools import partial
 import torch
 
 from tests.support.stacks import packed_stack
-from workflow.lib.model.experts import grouped_kernels
-from workflow.lib.model.experts.decoded_weights import column_weights, operand, row_weights
-from workflow.lib.model.experts.gates import ACTIVATIONS, Gate
-from workflow.lib.model.experts.grouped_products import (
+from workflow.lib.kernels.eight_bits.matmul import FORMATS
+from workflow.lib.kernels.experts import grouped_kernels
+from workflow.lib.kernels.experts.grouped_matmul import (
     bias_products,
     route,
     rows_product,
     weights_product,
 )
-from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
-from workflow.lib.model.layers.eight_bits.products import FORMATS
+from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.model.experts.decoded_weights import column_weights, operand, row_weights
+from workflow.lib.model.experts.gates import ACTIVATIONS, Gate
 
 EXPERTS, TOP_K = 6, 2
 Function = Callable[[torch.Tensor], torch.Tensor]

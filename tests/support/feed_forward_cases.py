@@ -12,10 +12,10 @@ from tests.support.adapted_layers import Layer, random
 from tests.support.models import nf4_linear
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.adapter_dropout import Draw, row_keys
-from workflow.lib.model.layers.eight_bits.written_copies import COPY
-from workflow.lib.model.layers.frozen_products import ProductTypes, operand
+from workflow.lib.model.layers.frozen_matmul import ProductTypes, operand
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
+from workflow.lib.model.layers.written_copies import COPY
 
 HIDDEN, WIDE, ROWS, RANK = 192, 128, 9, 5
 FACTORS = ("plain", "dropout", "dora")

@@ -8,10 +8,11 @@ import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 from torch import nn
 
-from workflow.lib.model.layers import kernels, nf4_linear
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.rows import low_rank, norm
+from workflow.lib.kernels.rows.low_rank import LowRank
+from workflow.lib.model.layers import nf4_linear
 from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
-from workflow.lib.model.layers.fused_kernels import low_rank, norm
-from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
 from workflow.lib.model.layers.fused_norm import FusedNorm
 
 ACTIVATIONS = {

@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 from workflow.lib.benchmark.cases import model_config
+from workflow.lib.kernels.eight_bits.matmul import FORMATS
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.model.layers.eight_bits.products import FORMATS
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import Replay, replay

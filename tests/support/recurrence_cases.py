@@ -5,15 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.recurrences import (
-    delta_kernels,
-    gated_norm,
-    space_kernels,
-    state_space,
-)
-from workflow.lib.model.layers.recurrences import short_convolution as short
-from workflow.lib.model.layers.recurrences.gated_delta_rule import by_kernels, by_torch, gradients
-from workflow.lib.model.layers.recurrences.state_space import Steps
+from workflow.lib.kernels.recurrences import delta_kernels, space_kernels, state_space
+from workflow.lib.kernels.recurrences import short_convolution as short
+from workflow.lib.kernels.recurrences.gated_delta_rule import by_kernels, by_torch, gradients
+from workflow.lib.kernels.recurrences.state_space import Steps
+from workflow.lib.kernels.rows import gated_norm
 
 
 class Convolution(NamedTuple):

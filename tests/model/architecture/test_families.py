@@ -21,10 +21,10 @@ from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.kernels.attention import packed as packed_attention
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
-from workflow.lib.model.layers import packed_attention
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.recomputation import checkpoint_activations_

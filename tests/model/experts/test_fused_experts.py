@@ -12,19 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.stacks import packed_stack
-from workflow.lib.model.experts import (
-    expert_products,
-    fused_experts,
-    grouped_products,
-    replace_experts,
-)
-from workflow.lib.model.experts.expert_products import value
+from workflow.lib.kernels.experts import grouped_matmul as grouped_products
+from workflow.lib.kernels.experts.grouped_kernels import GateForm
+from workflow.lib.model.experts import expert_matmul as expert_products
+from workflow.lib.model.experts import fused_experts, replace_experts
+from workflow.lib.model.experts.expert_matmul import value
 from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.experts.grouped_kernels import GateForm
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers import nf4_stack
 from workflow.lib.model.layers.expert_stacks import experts_modules, product_names
-from workflow.lib.model.layers.frozen_products import ProductTypes
+from workflow.lib.model.layers.frozen_matmul import ProductTypes
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.layers.nf4_stack import NF4Stack

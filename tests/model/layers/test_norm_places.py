@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workflow.lib.model.layers.fused_kernels.norm import _places, _readable
+from workflow.lib.kernels.rows.norm import _places, _readable
 
 NUMBERS = torch.arange(2 * 5 * 7 * 9 * 4)
 WIDE = NUMBERS.view(2, 5, 7, 36)[..., 8:20]

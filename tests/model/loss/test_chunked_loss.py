@@ -6,11 +6,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tests.support.models import VOCAB, adapted, quantized, tiny_llama
+from workflow.lib.kernels.attention.packed import document_bounds
+from workflow.lib.kernels.loss.head_matmul import frozen_logits, head_product, with_aligned_rows
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
-from workflow.lib.model.layers.packed_attention import document_bounds
 from workflow.lib.model.loss import chunked_loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, output_head
-from workflow.lib.model.loss.head_product import frozen_logits, head_product, with_aligned_rows
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 

@@ -18,7 +18,7 @@ from torch import nn
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
-from workflow.lib.model.layers.rotary.by_length import rotated_alike
+from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
 LOGITS_BYTES = (

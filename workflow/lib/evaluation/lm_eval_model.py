@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.distributed.work_sharing import in_step, is_sharded, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
-from workflow.lib.model.layers.rotary.by_length import in_groups, rotated_alike
+from workflow.lib.model.layers.rotary_by_length import in_groups, rotated_alike
 from workflow.lib.system.progress import Progress
 
 WINDOWS = 64

@@ -37,7 +37,7 @@ from workflow.lib.model.architecture.quantization_settings import QUANTIZATION
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import decoded
-from workflow.lib.model.layers.rotary.by_length import rotate_by_call_alone_
+from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.safetensors_reader import check_whole, open_whole
 from workflow.lib.system.errors import UserError

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.kernels.attention.flex import flex_arguments
+from workflow.lib.kernels.attention.packed import flash_arguments
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.documents import Documents
 from workflow.lib.model.layers.adapter_state import AdapterState
-from workflow.lib.model.layers.flex_attention import flex_arguments
-from workflow.lib.model.layers.packed_attention import flash_arguments
 from workflow.lib.system.errors import UserError
 
 # The bounds of documents for attention, which sees the rows as they are packed.

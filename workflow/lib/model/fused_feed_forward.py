@@ -3,14 +3,14 @@ gate(x) and y multiplied by constants (Falcon H1).
 
 Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that
 `down` takes anew: two wide tensors (T, f) less than one node per linear. It is two nodes
-(`layers.two_nodes`), so recomputation of a layer makes neither the product nor `down` again. With
-DoRA a third node gives the rows of `down` their lengths, and keeps its value.
+(`layers.split_autograd`), so recomputation of a layer makes neither the product nor `down`
+again. With DoRA a third node gives the rows of `down` their lengths, and keeps its value.
 
 One linear may make gate and up side by side. It is one product then, gate and up are halves of its
 value, and their gradients halves of one gradient.
 
 On a GPU gate(x) and up(x) are kept without their adapters' parts, and so is the product's gradient:
-the kernels that read them add the parts (`fused_kernels.low_rank`). DoRA needs whole values.
+the kernels that read them add the parts (`kernels.rows.low_rank`). DoRA needs whole values.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.rows import low_rank as low_rank_kernels
+from workflow.lib.kernels.rows.low_rank import LowRank
 from workflow.lib.model.layers.adapter_dropout import drop_
 from workflow.lib.model.layers.dora import lengthened, summed_products
-from workflow.lib.model.layers.fused_kernels import low_rank as low_rank_kernels
-from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
-from workflow.lib.model.layers.lora_products import (
+from workflow.lib.model.layers.lora_matmul import (
     Adapted,
     Draws,
     adapted,
@@ -41,7 +41,7 @@ from workflow.lib.model.layers.lora_products import (
     value,
     values,
 )
-from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
+from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
 
 Gates = tuple[torch.Tensor, torch.Tensor]
 Factors = Sequence[torch.Tensor | None]

@@ -15,7 +15,7 @@ class MicroBatch:
     input_ids, position_ids: (rows, seq_len); a position 0 starts a document, which attention does
     not leave. positions: (trained tokens,), into the flattened (rows * seq_len) hidden states.
     targets: (trained tokens,), the tokens predicted there.
-    bounds: `packed_attention.document_bounds(position_ids)`, found in host memory: on a device they
+    bounds: `attention.packed.document_bounds(position_ids)`, found in host memory: on a device they
     would have to be waited for.
     embedded: the tokens' embedding rows (rows * seq_len, hidden), where they are looked up outside
     of the model.

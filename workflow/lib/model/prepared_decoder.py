@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from workflow.lib.kernels.attention.flex import flex_arguments
+from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.model.document_states import separate_documents_, tell_documents_
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.adapter_state import AdapterState
-from workflow.lib.model.layers.flex_attention import flex_arguments
-from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
-from workflow.lib.model.layers.rotary.by_document import rotate_by_document_
+from workflow.lib.model.layers.rotary_by_document import rotate_by_document_
 from workflow.lib.system.compute_choice import FLEX
 
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from workflow.lib.kernels.attention.reference import attending_by_reference
+from workflow.lib.kernels.eight_bits.matmul import FORMATS, check_shape
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.model.decoder_layers import decoder_layers
@@ -19,12 +21,10 @@ from workflow.lib.model.experts.router_balance import (
     router_balance,
 )
 from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with_embeddings
-from workflow.lib.model.layers.eight_bits.products import FORMATS, check_shape
-from workflow.lib.model.layers.frozen_products import ProductTypes
+from workflow.lib.model.layers.frozen_matmul import ProductTypes
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.layers.nf4_stack import NF4Stack
-from workflow.lib.model.layers.reference_attention import attending_by_reference
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch

@@ -6,13 +6,13 @@ without it every column is a dozen launches, which took most of a calibration's 
 
 import torch
 
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.quantization.nf4_codes import code_edges, code_table, nearest_codes
 
 PROGRAM_ROWS = 4
 
 if kernels.INSTALLED:
-    from workflow.lib.quantization import triton_rounding
+    from workflow.lib.kernels.triton_code import rounding as triton_rounding
 
 
 def round_columns(

@@ -31,7 +31,7 @@ from workflow.lib.model.documents import documents_of
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Spec
-from workflow.lib.model.layers.rotary.by_document import RotaryByDocument
+from workflow.lib.model.layers.rotary_by_document import RotaryByDocument
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
 from workflow.lib.model.recomputation import recompute_without_draws_

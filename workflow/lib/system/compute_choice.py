@@ -14,7 +14,7 @@ FAMILY = "family"  # as the model's family has it
 FLEX_BLOCK = 128  # tokens of a block of flex's masks; what torch's own have
 OWN_SCORES = "this model's layers compute their scores themselves"
 WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
-WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`fused_kernels.wide_attention`)
+WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`kernels.attention.wide`)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.documents import documents_of
-from workflow.lib.model.layers.packed_attention import document_bounds
 from workflow.lib.model.micro_batch import MicroBatch
 
 

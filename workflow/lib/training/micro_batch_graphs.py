@@ -25,8 +25,8 @@ from torch import nn
 from workflow.lib.distributed.abandoned import abandon_micro_batch_
 from workflow.lib.distributed.agreement import any_of_all, largest_of_all
 from workflow.lib.distributed.world import World
+from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.model.documents import Documents, Room, documents_of, places_in, room_of
-from workflow.lib.model.loss.fused_logits import IGNORED
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay, first_cause

@@ -18,10 +18,10 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.distributed.world import World
+from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.layers.reference_attention import attending_by_reference
 from workflow.lib.model.nf4_model import local
 from workflow.lib.model.recomputation import nothing_recomputed, recomputes
 from workflow.lib.model.safetensors_reader import CheckpointReader

@@ -2,7 +2,7 @@
 rows to match.
 
 In float8 an expert's weights have one scale, which brings its largest block scale to the format's
-largest value. A linear has one for each row (`eight_bits.products`); but a float keeps its digits
+largest value. A linear has one for each row (`eight_bits.matmul`); but a float keeps its digits
 whatever its size, e4m3 down to 1/28,000 of its largest value, and with one scale for an expert the
 scales need not be multiplied into the gradient before that is rounded. So a token's gradient is
 rounded once, not once for each of its experts.
@@ -12,10 +12,10 @@ int8 would need scales within a row: experts stay in the compute type.
 
 import torch
 
-from workflow.lib.model.experts import grouped_kernels
-from workflow.lib.model.experts.routing import Rows, Weights
-from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.eight_bits.products import Format, decoded, rounded, row_scales
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.eight_bits.matmul import Format, decoded, rounded, row_scales
+from workflow.lib.kernels.experts import grouped_kernels
+from workflow.lib.kernels.experts.routing import Rows, Weights
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 
 

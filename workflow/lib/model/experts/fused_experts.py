@@ -2,9 +2,9 @@
 
 Takes the place of a family's experts module as Transformers 5 has it: all experts in 3-D
 parameters, the router beside them. Backward keeps x (T, hidden), the routing and up(x)
-(T * k, 2 * intermediate) alone, and no decoded weight. It is two nodes (`layers.two_nodes`), so
-recomputation of a layer makes `down` not a second time. The router's weights p get their gradient,
-which the router's input needs although the router is frozen.
+(T * k, 2 * intermediate) alone, and no decoded weight. It is two nodes
+(`layers.split_autograd`), so recomputation of a layer makes `down` not a second time. The router's
+weights p get their gradient, which the router's input needs although the router is frozen.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.experts.expert_products import (
+from workflow.lib.kernels.experts.grouped_matmul import bias_products, route, summed_by_token
+from workflow.lib.kernels.experts.routing import Routing, Rows
+from workflow.lib.model.experts.expert_matmul import (
     Stack,
     adapter_gradients,
     input_gradient,
@@ -23,12 +25,10 @@ from workflow.lib.model.experts.expert_products import (
     value,
 )
 from workflow.lib.model.experts.gates import Gate
-from workflow.lib.model.experts.grouped_products import bias_products, route, summed_by_token
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
-from workflow.lib.model.experts.routing import Routing, Rows
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.nf4_stack import NF4Stack
-from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
+from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
 
 
 class FusedExperts(nn.Module):

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from workflow.lib.model.experts import grouped_kernels
-from workflow.lib.model.experts.grouped_kernels import GateForm
-from workflow.lib.model.experts.routing import Routing
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.experts import grouped_kernels
+from workflow.lib.kernels.experts.grouped_kernels import GateForm
+from workflow.lib.kernels.experts.routing import Routing
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

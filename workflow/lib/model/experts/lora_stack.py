@@ -16,7 +16,7 @@ from workflow.lib.model.layers.nf4_stack import NF4Stack
 
 
 class FusedLoraStack(FusedLoraLinear):
-    """Adapters of all experts of a stack; `expert_products` computes them."""
+    """Adapters of all experts of a stack; `expert_matmul` computes them."""
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **kwargs: Any) -> None:
         """Give the layer the adapter `adapter_name` of rank `r` for each expert."""

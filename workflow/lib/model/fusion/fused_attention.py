@@ -2,7 +2,7 @@
 are tensors of their own and not parts of that linear's value, which would be kept as a whole.
 
 It takes the place of a family's module that projects, rotates heads or a part of each
-(`layers.rotary.heads`), calls an attention function and projects again. Found by what the family's
+(`kernels.rows.rotary`), calls an attention function and projects again. Found by what the family's
 class does with random values (`fuse_layers`). The arguments that the class hands to the
 attention function (scale, window) are recorded then, and handed on by ours. For training: without a
 cache.
@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.rotary.heads import split_rotary
+from workflow.lib.kernels.exact_activations import keep_exact
+from workflow.lib.kernels.rows.rotary import split_rotary
 from workflow.lib.model.tried_classes.magnitudes import alike, magnitudes
 
 INTO, OUTPUT = "qkv_proj", "o_proj"  # all queries, then all keys, then all values
@@ -41,7 +41,7 @@ class FusedAttention(nn.Module):
         eager: Callable[..., Any],
         neighbours: bool,
     ) -> None:
-        """neighbours: which dimensions are a pair, as in `layers.rotary.heads`."""
+        """neighbours: which dimensions are a pair, as in `kernels.rows.rotary`."""
         super().__init__()
         for name, value in vars(original).items():  # attention functions ask for some of these
             if not name.startswith("_") and name != "training":

@@ -1,5 +1,5 @@
-"""Single layers: the NF4 linear, its products with adapters, norms, attention, GPU kernels.
+"""Single layers: the NF4 linear, its products with adapters, norms, rotary positions.
 
 Begin with `nf4_linear` and `nf4_lora_matmul`. Each has a test against a plain implementation.
-It imports `architecture` and `system`, and knows neither a whole model nor processes.
+It imports `architecture`, `kernels` and `system`, and knows neither a whole model nor processes.
 """

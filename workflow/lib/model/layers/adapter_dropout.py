@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.model.layers.adapter_state import AdapterState
 
 DRAWS = 2**16  # values of a draw

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 
 GRADIENT_CHUNKS = 8  # of rows, for the products in fp32 of which a factor's gradient is the sum
 

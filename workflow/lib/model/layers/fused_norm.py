@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.eight_bits.written_copies import Maker, note
-from workflow.lib.model.layers.fused_kernels.norm import normed
+from workflow.lib.kernels.rows.norm import normed
+from workflow.lib.model.layers.written_copies import Maker, note
 
 # attribute of an output: the norm, its input, and the output's version then
 SOURCE = "workflow_norm_source"

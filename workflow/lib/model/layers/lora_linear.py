@@ -14,7 +14,7 @@ from torch import nn
 from workflow.lib.model.layers.adapter_dropout import AdapterDropout, Draw
 from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.layers.dora import Magnitude, direction_norms
-from workflow.lib.model.layers.frozen_products import frozen_product
+from workflow.lib.model.layers.frozen_matmul import frozen_product
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 from workflow.lib.model.layers.shared_input import SharedInput

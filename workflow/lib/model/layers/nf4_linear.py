@@ -20,8 +20,8 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 from torch import nn
 
-from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.frozen_products import ProductTypes, frozen_product
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.model.layers.frozen_matmul import ProductTypes, frozen_product
 
 # bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
 NESTED_BLOCK_SIZE = 256
@@ -140,7 +140,7 @@ class NF4Linear(nn.Linear):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """(out_features, in_features), for products (`frozen_products`)."""
+        """(out_features, in_features), for products (`frozen_matmul`)."""
         return self.spec.shape
 
     def nf4_data(self) -> kernels.NF4Data:

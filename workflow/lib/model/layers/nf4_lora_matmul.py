@@ -11,7 +11,7 @@ import torch
 
 from workflow.lib.model.layers.dora import lengthen_backward
 from workflow.lib.model.layers.fused_norm import keepable, restored
-from workflow.lib.model.layers.lora_products import (
+from workflow.lib.model.layers.lora_matmul import (
     Draws,
     adapted,
     adapter_gradients,
@@ -22,12 +22,12 @@ from workflow.lib.model.layers.lora_products import (
     value,
     values,
 )
-from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
+from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
 
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return W x + b + s B A d(x) for x (..., in_features), of a `FusedLoraLinear`: dequantization,
-    product and adapter in two nodes, for the reason that `two_nodes` gives.
+    product and adapter in two nodes, for the reason that `split_autograd` gives.
 
     With DoRA in one node, as backward needs the value.
     """

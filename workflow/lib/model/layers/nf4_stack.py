@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
+from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.model.architecture.expert_slices import DECODED_BYTES
-from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE, NF4Linear, NF4Spec
 from workflow.lib.system.errors import UserError
 
-TILE_COLUMNS = 256  # of a program of the grouped product (`experts.grouped_kernels`)
+TILE_COLUMNS = 256  # of a program of the grouped product (`kernels.experts.grouped_kernels`)
 
 
 class NF4Stack(NF4Linear):

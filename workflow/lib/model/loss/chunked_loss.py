@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
-from workflow.lib.model.loss.fused_logits import IGNORED, FusedLogits, LogitForm, usable
-from workflow.lib.model.loss.head_product import (
+from workflow.lib.kernels.loss.fused_logits import IGNORED, FusedLogits, LogitForm, usable
+from workflow.lib.kernels.loss.head_matmul import (
     frozen_logits,
     head_product,
     states_gradient,
     with_aligned_rows,
 )
+from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.model.trained_modules import trained_parts
 
 

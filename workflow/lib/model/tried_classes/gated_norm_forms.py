@@ -1,5 +1,5 @@
 """Gated RMS norms of recurrent layers, found by what they compute: whether the gate comes first,
-and how many groups a row has (`layers.recurrences.gated_norm`).
+and how many groups a row has (`kernels.rows.gated_norm`).
 """
 
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.recurrences.gated_norm import GatedNorm, by_torch
+from workflow.lib.kernels.rows.gated_norm import GatedNorm, by_torch
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, tried
 

@@ -1,5 +1,5 @@
 """Recurrent layers that run by their family's own code, but compute recurrence and short
-convolution by our operations (`layers.recurrences`).
+convolution by our operations (`kernels.recurrences`).
 
 Families do so by functions of their file, which the layer's forward calls by their names. Such a
 function is found by what its torch code does with random values, and ours is called in its
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.recurrences.gated_delta_rule import gated_delta_rule
-from workflow.lib.model.layers.recurrences.short_convolution import short_convolution
-from workflow.lib.model.layers.recurrences.state_space import state_space
+from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
+from workflow.lib.kernels.recurrences.short_convolution import short_convolution
+from workflow.lib.kernels.recurrences.state_space import state_space
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 

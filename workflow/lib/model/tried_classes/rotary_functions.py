@@ -1,5 +1,5 @@
 """A family's attention that runs by its own code, but has its heads rotated by our operation
-(`layers.rotary.heads`).
+(`kernels.rows.rotary`).
 
 Families rotate by a function of their file, which the attention's forward calls by its name. Such a
 function is found by what it does with random values, and ours is called in its place
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.rotary.heads import apply_rotary
+from workflow.lib.kernels.exact_activations import keep_exact
+from workflow.lib.kernels.rows.rotary import apply_rotary
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
@@ -36,7 +36,7 @@ class Form(NamedTuple):
     axis: int
     """Of the heads, unless a call names another."""
     neighbours: bool
-    """As in `layers.rotary.heads`."""
+    """As in `kernels.rows.rotary`."""
     table: str
     """How `cos` and `sin` hold the angle of each pair: `TABLES`."""
     parts: bool = False

@@ -1,0 +1,198 @@
+"""Attention of documents in packed rows that is soft-capped, has sinks or chunks: equal to each
+document alone, to the families' own, and to torch's kernel."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.support.models import adapted, quantized, random_store, tiny_gemma2
+from workflow.lib.kernels.attention.flex import blockwise, flex_arguments, flex_attention
+from workflow.lib.kernels.attention.flex_masks import MaskKind, PackedMasks
+from workflow.lib.system.errors import UserError
+
+LENGTHS = [[13, 1, 9], [23]]
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+def layer(**config: Any) -> torch.nn.Module:
+    """Return what an attention layer of a family shows of itself."""
+    module = torch.nn.Module()
+    module.config = SimpleNamespace(**config)
+    module.layer_idx = 0
+    return module
+
+
+def heads(
+    count: int = 4, key_heads: int = 2, width: int = 8, value_width: int = 8, seed: int = 0
+) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    rows, length = POSITIONS.shape
+    sizes = [(count, width), (key_heads, width), (key_heads, value_width)]
+    return [
+        torch.randn(rows, number, length, size, generator=draw).requires_grad_()
+        for number, size in sizes
+    ]
+
+
+def one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any
+) -> torch.Tensor:
+    """Return attention of each document in a row of its own."""
+    rows = []
+    for row, lengths in enumerate(LENGTHS):
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        parts = [
+            flex_attention(
+                layer(),
+                *(x[row : row + 1, :, end - length : end] for x in (query, key, value)),
+                None,
+                **flex_arguments(torch.arange(length)[None]),
+                **arguments,
+            )[0]
+            for length, end in zip(lengths, ends, strict=True)
+        ]
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"sliding_window": 4, "scaling": 0.7},
+        {"softcap": 2.0},
+        {"s_aux": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+        {"softcap": 2.0, "sliding_window": 1, "s_aux": torch.zeros(4)},
+    ],
+)
+def test_document_has_the_same_attention_packed_and_alone(arguments: dict[str, Any]) -> None:
+    given = heads(value_width=6)
+    packed, _ = flex_attention(layer(), *given, None, **flex_arguments(POSITIONS), **arguments)
+    alone = one_by_one(*given, **arguments)
+    torch.testing.assert_close(packed, alone)
+    draw = torch.randn(packed.shape, generator=torch.Generator().manual_seed(1))
+    grads = [torch.autograd.grad(output, given, draw) for output in (packed, alone)]
+    torch.testing.assert_close(*grads)
+
+
+def test_plain_attention_is_torchs() -> None:
+    query, key, value = heads()
+    output = one_by_one(query, key, value)
+    theirs = scaled_dot_product_attention(
+        query[1:], key[1:], value[1:], is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(output[1:], theirs.transpose(1, 2))
+
+
+def test_sink_is_a_score_without_a_value() -> None:
+    """By hand: one key of score 0 beside a sink of log 3 keeps a quarter of its value."""
+    query, key, value = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 2)
+    sink = torch.tensor([3.0]).log()
+    documents = flex_arguments(torch.zeros(1, 1, dtype=torch.long))
+    output, _ = flex_attention(layer(), query, key, value, None, s_aux=sink, **documents)
+    torch.testing.assert_close(output, torch.full((1, 1, 1, 2), 0.25))
+
+
+def test_chunk_starts_with_the_document() -> None:
+    config = {"layer_types": ["chunked_attention"], "attention_chunk_size": 5}
+    query, key, value = heads()
+    chunked, _ = flex_attention(
+        layer(**config), query, key, value, None, **flex_arguments(POSITIONS)
+    )
+    cut, _ = flex_attention(layer(), query, key, value, None, **flex_arguments(POSITIONS % 5))
+    torch.testing.assert_close(chunked, cut)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"is_causal": False}, "is_causal"),
+        ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"),
+    ],
+)
+def test_what_flex_would_leave_out_is_refused(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        flex_attention(
+            layer(),
+            *heads(),
+            **({"attention_mask": None} | flex_arguments(POSITIONS) | arguments),
+        )
+    assert str(caught.value) == (
+        f"model.attention = 'flex': Module asks its attention for {named}, which flex cannot do, "
+        "and the model would be trained without. Set it to eager."
+    )
+
+
+def test_layer_that_does_not_hand_documents_on_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.attention = 'flex': the layers of Module do not"):
+        flex_attention(layer(), *heads(), None)
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with caps that bite, and windows in every other layer."""
+    folder = tmp_path_factory.mktemp("gemma2")
+    source = tiny_gemma2(folder / "original", attn_logit_softcapping=0.5, initializer_range=0.3)
+    return quantized(source, folder / "nf4")
+
+
+def losses_and_gradients(base: Path, attention: str) -> list[torch.Tensor]:
+    """Return logits (positions, vocab) of packed rows, and the adapters' gradients."""
+    training = adapted(base, attention=attention)
+    store = random_store(rows=2, seq_len=37, seed=3)
+    ids = torch.from_numpy(store.input_ids.astype("int64")) % 101
+    rows = torch.from_numpy(store.position_ids.astype("int64"))
+    logits = training.logits(ids, rows, torch.arange(ids.numel()))
+    logits.log_softmax(-1).square().mean().backward()
+    return [logits.detach(), *(p.grad for p in training.parameters() if p.grad is not None)]
+
+
+def test_gemma_2_has_its_own_logits_and_gradients(gemma2: Path) -> None:
+    eager, flex = (losses_and_gradients(gemma2, attention) for attention in ("eager", "flex"))
+    torch.testing.assert_close(flex, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", [{"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}, {"value_width": 6}]
+)
+def test_torchs_kernel_follows_the_blocks_and_is_compiled_once_for_all_packings(
+    case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients: on a CPU it has none."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    torch.compiler.reset()
+    arguments: dict[str, Any] = {"scale": 0.3, "softcap": None, "sinks": None} | case
+    query, key, value = (x.detach() for x in heads(value_width=arguments.pop("value_width", 8)))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(blockwise, fullgraph=True, backend=counter)
+    told = {"softcap": arguments["softcap"], "s_aux": arguments["sinks"], "scaling": 0.3}
+    for kind in (MaskKind(), MaskKind(window=4), MaskKind(window=9)):
+        for position_ids in (POSITIONS, POSITIONS % 11, POSITIONS % 23):
+            mask = PackedMasks(position_ids).block_mask(kind)
+            output = compiled(query, key, value, mask, **arguments)
+            expected, _ = flex_attention(
+                layer(),
+                query,
+                key,
+                value,
+                None,
+                **flex_arguments(position_ids),
+                sliding_window=kind.window,
+                **told,
+            )
+            torch.testing.assert_close(output, expected)
+    assert counter.frame_count == 1
+
+
+def test_kernel_that_is_not_compiled_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="all scores would be made"):
+        blockwise(
+            *heads(), PackedMasks(POSITIONS).block_mask(MaskKind()),
+            scale=1.0, softcap=None, sinks=None,
+        )  # fmt: skip

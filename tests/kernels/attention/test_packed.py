@@ -1,0 +1,275 @@
+"""Which attention a run gets, and that no path lets a document see another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import VOCAB, quantized, random_store, tiny_llama
+from workflow.lib.kernels.attention import packed as packed_attention
+from workflow.lib.kernels.attention.packed import (
+    document_bounds,
+    flash_arguments,
+    varlen_attention,
+)
+from workflow.lib.kernels.attention.wide import Seen
+from workflow.lib.model.backends import resolve_training_attention
+from workflow.lib.model.lora import init_adapters_, inject_adapters
+from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.compute_choice import AttentionNeeds, automatic_attention
+from workflow.lib.system.errors import UserError
+
+NOTHING, SOFTCAP = AttentionNeeds(), AttentionNeeds(softcap=True)
+EAGER_ALONE = AttentionNeeds(eager_alone=True, no_sdpa=True)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def resolved(
+    name: str,
+    device: torch.device = GPU,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    needs: AttentionNeeds = NOTHING,
+) -> str:
+    return resolve_training_attention(name, device, needs, compute_dtype=dtype).name
+
+
+def test_auto_on_a_cpu_is_sdpa() -> None:
+    assert resolved("auto", CPU, dtype=torch.float32) == "sdpa"
+
+
+def test_auto_on_a_gpu_without_the_package_is_the_flash_attention_of_torch() -> None:
+    assert resolved("auto") in ("varlen", "flash_attention_2")
+
+
+def test_auto_in_fp32_is_sdpa_even_on_a_gpu() -> None:
+    assert resolved("auto", dtype=torch.float32) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("needs", "name"),
+    [
+        (SOFTCAP, "eager"),
+        (AttentionNeeds(sinks=True), "flex"),
+        (AttentionNeeds(masks_of_rows=True), "flex"),
+        (AttentionNeeds(no_sdpa=True), "eager"),
+        (EAGER_ALONE, "eager"),
+    ],
+)
+def test_auto_is_not_sdpa_for_what_it_would_leave_out(needs: AttentionNeeds, name: str) -> None:
+    assert resolved("auto", CPU, dtype=torch.float32, needs=needs) == name
+    assert resolved("auto", dtype=torch.float32, needs=needs) == name
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (SOFTCAP, "it cannot soft-cap attention scores, as this model does"),
+        (AttentionNeeds(sinks=True), "it has no attention sinks, as this model has"),
+        (AttentionNeeds(chunks=True), "it has no chunks, as this model's attention has"),
+        (
+            AttentionNeeds(head_dim=192),
+            "it wants values as wide as keys, and this model's are 128 and 192",
+        ),
+    ],
+)
+def test_auto_on_a_gpu_is_flex_for_what_varlen_cannot_do(
+    needs: AttentionNeeds, reason: str
+) -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    choice = automatic_attention(needs, **on, flash_package=False, training=True)
+    assert choice == ("flex", f"not varlen: {reason}")
+    with pytest.raises(UserError, match=f"'varlen': {reason}"):
+        resolved("varlen", needs=needs)
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (AttentionNeeds(dropout=0.1), r"attention_dropout is 0\.1"),
+        (AttentionNeeds(head_dim=576, value_dim=576), "this model's 576"),
+        (AttentionNeeds(masked=True), "tell of documents by nothing else"),
+    ],
+)
+def test_auto_is_sdpa_for_what_no_packed_attention_can_do(
+    needs: AttentionNeeds, reason: str
+) -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    choice = automatic_attention(needs, **on, flash_package=False, training=True)
+    assert choice.name == "sdpa"
+    for name in ("varlen", "flex"):
+        with pytest.raises(UserError, match=f"'{name}': .*{reason}"):
+            resolved(name, needs=needs)
+
+
+def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours() -> None:
+    needs = AttentionNeeds(head_dim=512, value_dim=512)
+    on: dict[str, Any] = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    on |= {"flash_package": True}
+    assert automatic_attention(needs, **on, training=True).name == "varlen"
+    assert automatic_attention(needs, **on, training=False).name == "sdpa"
+    without = automatic_attention(needs, **on, training=True, varlen_runs=False)
+    assert without.name == "sdpa"
+    assert resolved("varlen", needs=needs) == "varlen"
+    with pytest.raises(UserError, match="flex': its heads are 256 wide at most"):
+        resolved("flex", needs=needs)
+
+
+@pytest.mark.parametrize("width", [256, 264])
+def test_varlen_hands_wide_heads_to_kernels_of_ours(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the layer's bounds, scale and window; both kernels are for GPUs."""
+    told: list[dict[str, Any]] = []
+
+    def wide(query: torch.Tensor, *given: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        told.append({"bounds": given[-1].tolist(), **arguments})
+        return query
+
+    monkeypatch.setattr(packed_attention, "wide_attention", wide)
+    monkeypatch.setattr(packed_attention, "varlen_attn", lambda query, *_, **__: query)
+    heads = [torch.randn(1, count, 6, width) for count in (4, 2, 2)]
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    output, _ = varlen_attention(
+        torch.nn.Module(), *heads, None, cu_seq_lens_q=bounds, max_length_q=4,
+        scaling=0.5, sliding_window=3,
+    )  # fmt: skip
+    assert torch.equal(output[0], heads[0][0].transpose(0, 1))
+    assert told == [{"bounds": [0, 2, 6], "scale": 0.5, "window": 3}] * (width > 256)
+
+
+def test_queries_with_wide_heads_see_their_document_and_window() -> None:
+    """Bounds are repeated at the end where a CUDA graph has room for more documents."""
+    bounds = torch.tensor([0, 3, 4, 9, 9, 9], dtype=torch.int32)
+    first, last = Seen.of(bounds, 9, None)
+    assert first.tolist() == [0, 0, 0, 3, 4, 4, 4, 4, 4]
+    assert last.tolist() == [3, 3, 3, 4, 9, 9, 9, 9, 9]
+    first, last = Seen.of(bounds, 9, 2)
+    assert first.tolist() == [0, 0, 1, 3, 4, 4, 5, 6, 7]
+    assert last.tolist() == [2, 3, 3, 4, 6, 7, 8, 9, 9]
+
+
+def test_flash_packages_are_not_chosen_for_what_they_would_leave_out() -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16", "flash_package": True}
+    assert automatic_attention(SOFTCAP, **on, training=True).name == "flash_attention_2"
+    assert automatic_attention(AttentionNeeds(sinks=True), **on, training=True).name == "flex"
+    assert automatic_attention(AttentionNeeds(sinks=True), **on, training=False).name == "eager"
+    assert automatic_attention(AttentionNeeds(masked=True), **on, training=True).name == "sdpa"
+
+
+@pytest.mark.parametrize("flash_package", [False, True])
+def test_layers_with_scores_of_their_own_are_eager_everywhere(flash_package: bool) -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    for training in (False, True):
+        choice = automatic_attention(
+            EAGER_ALONE, **on, flash_package=flash_package, training=training
+        )
+        assert choice.name == "eager"
+    for name in ("varlen", "flex"):
+        with pytest.raises(UserError, match=f"'{name}': this model's layers compute their scores"):
+            resolved(name, needs=EAGER_ALONE)
+    with pytest.raises(UserError, match="'sdpa': the class of this model rules it out"):
+        resolved("sdpa", needs=EAGER_ALONE)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [
+        (CPU, torch.bfloat16, "it needs a GPU, and this runs on cpu"),
+        (GPU, torch.float32, "it computes in 16 bits, and compute_dtype is float32"),
+    ],
+)
+def test_varlen_where_it_cannot_run_is_refused(
+    device: torch.device, dtype: torch.dtype, reason: str
+) -> None:
+    with pytest.raises(UserError, match=f"model.attention = 'varlen': {reason}"):
+        resolved("varlen", device, dtype=dtype)
+
+
+@pytest.mark.parametrize("needs", [SOFTCAP, AttentionNeeds(sinks=True)])
+def test_sdpa_for_what_it_ignores_is_refused(needs: AttentionNeeds) -> None:
+    with pytest.raises(UserError, match="it ignores the"):
+        resolved("sdpa", needs=needs)
+
+
+def test_document_bounds_of_two_rows_with_three_documents() -> None:
+    bounds, longest = document_bounds(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]))
+    assert bounds.tolist() == [0, 3, 5, 10]
+    assert bounds.dtype == torch.int32
+    assert longest == 5
+
+
+def test_boundaries_carry_the_names_that_attention_layers_pass_on() -> None:
+    bounds, longest = document_bounds(torch.tensor([[0, 1, 0]]))
+    assert flash_arguments(bounds, longest)["cu_seq_lens_k"] is bounds
+    assert flash_arguments(bounds, longest)["max_length_q"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"softcap": 50.0}, "softcap"),
+        ({"is_causal": False}, "is_causal"),
+        ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"),
+        ({"s_aux": 1, "softcap": 2.0}, "s_aux, softcap"),
+    ],
+)
+def test_varlen_refuses_whatever_it_would_leave_out(arguments: dict[str, Any], named: str) -> None:
+    """Sinks, for instance: the check of the family uses the same attention, so it would not
+    notice.
+    """
+    heads = torch.zeros(1, 2, 5, 16)
+    bounds = flash_arguments(torch.tensor([0, 5], dtype=torch.int32), 5)
+    with pytest.raises(UserError) as caught:
+        varlen_attention(
+            torch.nn.Linear(1, 1),
+            heads,
+            heads,
+            heads,
+            **({"attention_mask": None} | bounds | arguments),
+        )
+    assert str(caught.value) == (
+        f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot "
+        "do, and the model would be "
+        "trained without. Set it to flex."
+    )
+
+
+def logits(training: CausalLMForTraining, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the logits (rows, seq_len, vocab) of packed rows, as training computes them."""
+    everywhere = torch.arange(ids.numel())
+    with torch.no_grad():
+        return training.logits(ids, rows, everywhere).unflatten(0, ids.shape)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_changed_document_changes_no_other_document(tmp_path: Path, attention: str) -> None:
+    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
+    training = whole_model(base, attention=attention)
+    store = random_store(rows=2, seq_len=37, seed=3)
+    ids = torch.from_numpy(store.input_ids.astype("int64"))
+    positions = torch.from_numpy(store.position_ids.astype("int64"))
+    start = int((positions[0] == 0).nonzero().flatten()[-1])
+    assert start > 0, "the first row holds several documents"
+    last, first = ids.clone(), ids.clone()
+    last[0, start:] = (last[0, start:] + 1) % VOCAB
+    first[0, :start] = (first[0, :start] + 1) % VOCAB
+    plain, with_last, with_first = (logits(training, x, positions) for x in (ids, last, first))
+    torch.testing.assert_close(with_last[0, :start], plain[0, :start])
+    torch.testing.assert_close(with_first[0, start:], plain[0, start:])
+    torch.testing.assert_close(with_last[1], plain[1])
+    assert not torch.allclose(with_last[0, start:], plain[0, start:])
+
+
+def whole_model(base: Path, *, attention: str) -> CausalLMForTraining:
+    """Build the training module of an NF4 base in this process, fp32."""
+    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
+    training = CausalLMForTraining(inject_adapters(model, LoraSettings(r=2)))
+    materialize_(training, transformers_model=model, device=CPU)
+    load_weights_(model, base)
+    init_adapters_(training, seed=0, base=base)
+    return training

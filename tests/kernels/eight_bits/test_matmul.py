@@ -1,0 +1,151 @@
+"""Weights and activations in 8 bits, and their products, as a CPU computes them; `tests/gpu` and
+Triton's interpreter (`test_kernels`) hold the kernels against these.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.adapted_layers import random
+from tests.support.models import nf4_linear
+from workflow.lib.kernels.eight_bits.matmul import (
+    FORMATS,
+    Format,
+    RoundedWeight,
+    add_product_,
+    check_shape,
+    decoded,
+    product,
+    rounded,
+    row_scales,
+)
+from workflow.lib.model.layers.nf4_linear import NF4Linear
+from workflow.lib.system.errors import UserError
+
+OUT, IN = 48, 192  # three blocks a row, or one and a half of int8's blocks
+# A float8 has 3 bits of mantissa, so a value is off by 1/16 of itself; below 2^-6 by 2^-10.
+RELATIVE = {"float8": 2.0**-4, "int8": 0.0}
+ABSOLUTE = {"float8": 2.0**-10, "int8": 0.5}
+
+
+@pytest.fixture(params=[True, False], ids=["double", "single"])
+def linear(request: pytest.FixtureRequest, tmp_path: Path) -> NF4Linear:
+    weight = random(OUT, IN) * torch.logspace(-2, 1, OUT)[:, None]
+    weight[5] = 0
+    return nf4_linear(tmp_path / "base", weight, double_quant=request.param)
+
+
+@pytest.fixture(params=FORMATS.values(), ids=FORMATS)
+def form(request: pytest.FixtureRequest) -> Format:
+    chosen: Format = request.param
+    return chosen
+
+
+def weight_of(linear: NF4Linear, form: Format) -> RoundedWeight:
+    data, shape = linear.nf4_data(), linear.spec.shape
+    scales = row_scales(data, shape, form)
+    return RoundedWeight(decoded(data, scales, shape, form), scales)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def test_weight_in_8_bits_is_the_nf4_weight_rounded_once(linear: NF4Linear, form: Format) -> None:
+    """bitsandbytes decodes what is compared with."""
+    values, scales = weight_of(linear, form)
+    assert scales is not None
+    exact = linear.dequantize(torch.float32) / scales[:, None]
+    assert float(exact.abs().max()) <= form.largest * (1 + 1e-6)
+    bound = RELATIVE[form.name] * exact.abs() + ABSOLUTE[form.name]
+    assert ((values.float() - exact).abs() <= bound * (1 + 1e-5)).all()
+
+
+def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(
+    linear: NF4Linear, form: Format
+) -> None:
+    """By absmax the largest weight of a block has the code 1 or -1."""
+    data, shape = linear.nf4_data(), linear.spec.shape
+    scales = row_scales(data, shape, form)
+    largest = linear.dequantize(torch.float32).abs().amax(dim=1)
+    used = torch.arange(OUT) != 5  # of a row of zeros the scale may be anything small
+    torch.testing.assert_close(scales[used] * form.largest, largest[used], rtol=1e-6, atol=0.0)
+    assert float(scales[5]) > 0
+
+
+def test_transposed_weight_is_the_same(linear: NF4Linear, form: Format) -> None:
+    values, scales = weight_of(linear, form)
+    assert scales is not None
+    turned = decoded(linear.nf4_data(), scales, linear.spec.shape, form, transposed=True)
+    assert turned.is_contiguous()
+    assert torch.equal(bits(turned), bits(values.t().contiguous()))
+
+
+def test_rows_are_rounded_by_their_own_scales(form: Format) -> None:
+    rows, factors = random(7, IN, seed=1) * torch.logspace(-5, 5, 7)[:, None], random(IN).abs()
+    copy = rounded(rows, form, factors=factors)
+    size = form.block or IN
+    assert copy.scales.shape == (7, -(-IN // size))
+    exact = rows * factors / copy.scales.repeat_interleave(size, dim=1)[:, :IN]
+    for block in copy.values.float().split(size, dim=1):
+        assert (block.abs().amax(dim=1) == form.largest).all()
+    bound = RELATIVE[form.name] * exact.abs() + ABSOLUTE[form.name]
+    assert ((copy.values.float() - exact).abs() <= bound * (1 + 1e-5)).all()
+
+
+def test_product_is_that_of_what_was_rounded(linear: NF4Linear, form: Format) -> None:
+    """In fp64, from values times scales; fp32 sums of 192 terms are off by 1e-6 of the largest."""
+    weight = weight_of(linear, form)
+    assert weight.scales is not None
+    copy = rounded(random(7, IN, seed=1), form)
+    size = form.block or IN
+    scaled = copy.values.double() * copy.scales.double().repeat_interleave(size, dim=1)[:, :IN]
+    expected = scaled @ (weight.values.double() * weight.scales.double()[:, None]).t()
+    y = product(copy, weight, dtype=torch.float32)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6 * largest)
+    total = add_product_(torch.ones_like(y), copy, weight)
+    torch.testing.assert_close(total, y + 1, rtol=1e-6, atol=1e-6 * largest)
+
+
+def test_int8_keeps_small_columns_beside_one_of_outliers() -> None:
+    """One scale for a token would round every other column to 0; blocks lose 128 columns of
+    512.
+    """
+    rows = random(16, 512, seed=1)
+    rows[:, 3] = 10_000
+    copy = rounded(rows, FORMATS["int8"])
+    lost = (copy.values == 0).all(dim=0)
+    assert int(lost[:128].sum()) == 127
+    assert not lost[128:].any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_row_that_is_not_finite_stays_so_and_alone(
+    linear: NF4Linear, form: Format, value: float
+) -> None:
+    rows = random(4, IN, seed=1)
+    rows[2, 7] = value
+    y = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    others = [0, 1, 3]
+    assert not y[2][torch.arange(OUT) != 5].isfinite().any()
+    rows[2] = 0.0  # as many rows as before: a CPU may sum other numbers of rows in another order
+    clean = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    assert torch.equal(y[others], clean[others])
+
+
+def test_row_of_zeros_gives_zeros(linear: NF4Linear, form: Format) -> None:
+    rows = random(3, IN, seed=1)
+    rows[1] = 0
+    y = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    assert (y[1] == 0).all()
+    assert (y[:, 5] == 0).all()
+    assert (y[0] != 0).sum() >= OUT - 2
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (40, 128), (48, 100)])
+def test_linear_that_8_bits_cannot_multiply_is_named(shape: tuple[int, int]) -> None:
+    check_shape("model.layers.3.up_proj", (48, 128), block_size=64, name="int8")
+    with pytest.raises(UserError, match=r"train.products = int8: model.layers.3.up_proj .*multip"):
+        check_shape("model.layers.3.up_proj", shape, block_size=64, name="int8")

@@ -1,0 +1,150 @@
+"""Attention over packed rows: no mask, and no way from one document to another.
+
+Flash implementations get all rows of a micro-batch as one row, with the documents' boundaries
+(`cu_seq_lens`). Documents of one length, as rows that one long document fills, go to cuDNN where
+that is faster, and heads wider than FlashAttention's to kernels of ours. Transformers would find
+the boundaries itself only in batches of one row, and otherwise attend across documents without a
+word (`_is_packed_sequence` in modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention
+as built into torch (torch.nn.attention.varlen), so it needs no further package.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from workflow.lib.kernels.attention.arguments import (
+    mask_kind,
+    refuse_dropout,
+    refuse_others,
+    refuse_without_documents,
+)
+from workflow.lib.kernels.attention.wide import wide_attention
+from workflow.lib.kernels.exact_activations import keep_exact
+from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
+
+FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
+
+# torch 2.11 takes fewer key than query heads as they come, newer releases want to be told.
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+def document_bounds(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return `cu_seq_lens` (documents + 1,) int32 and the longest document's tokens.
+
+    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
+    """
+    flat = position_ids.flatten()
+    starts = (flat == 0).nonzero().flatten()
+    bounds = torch.cat([starts, starts.new_tensor([flat.numel()])])
+    return bounds.to(torch.int32), int(bounds.diff().max())
+
+
+def flash_arguments(bounds: torch.Tensor, longest: int) -> dict[str, torch.Tensor | int]:
+    """Return the boundaries under the names that Transformers' attention layers pass on."""
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within documents, in the form of Transformers' attention functions.
+
+    query: (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns
+    (1, tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do
+    anything else.
+    """
+    refuse_dropout(module, dropout, implementation=VARLEN)
+    bidirectional = True if is_causal is False else None
+    others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
+    others["chunked attention"] = mask_kind(module, sliding_window).chunk
+    refuse_others(module, others, implementation=VARLEN, instead=FLEX)
+    if cu_seq_lens_q is None or max_length_q is None:
+        refuse_without_documents(module, implementation=VARLEN)
+    keep_exact(query, key)
+    # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if query.shape[-1] > WIDEST_HEAD:
+        wide = wide_attention(q, k, v, cu_seq_lens_q, scale=scaling, window=sliding_window)
+        return wide[None], None
+    alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
+    output: Any = None
+    if alike and sliding_window is None:
+        output = _equal_lengths_attention(q, k, v, length=max_length_q, scaling=scaling)
+    if output is None:
+        output = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            **GROUPED_HEADS,
+        )
+    assert isinstance(output, torch.Tensor)
+    return output[None], None
+
+
+def _equal_lengths_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, length: int, scaling: float | None
+) -> torch.Tensor | None:
+    """Return causal attention (tokens, heads, head_dim) within documents of `length` tokens each by
+    cuDNN; None where it does not serve.
+    """
+    queries, keys, values = (  # (documents, heads, length, head_dim)
+        x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
+    )
+    if not _cudnn_serves(queries, keys, values):
+        return None
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        output = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+        )
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim), and
+    faster than FlashAttention 2.
+
+    It does from Hopper on: forward and backward of 4,096 tokens take 0.6 times as long on an H200
+    (64 heads, 8 of keys). Its packed form makes a plan at every call, which takes 40 ms (torch
+    2.11, cuDNN 9.19, November 2026). Deterministic runs do without it: it promises no equal bits.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if q.device.type != "cuda" or torch.version.hip:
+        return False
+    if torch.cuda.get_device_capability(q.device) < (9, 0):
+        return False
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+
+
+AttentionInterface.register(VARLEN, varlen_attention)

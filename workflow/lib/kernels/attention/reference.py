@@ -1,0 +1,93 @@
+"""The family's own eager attention, with the family's own masks: what the attention of a training
+is compared with before the first step.
+
+Transformers hands a layer's mask to some implementations, and to others only what the layer tells
+besides (a window, say). So it is compared, too, whether the layer tells what its mask does. A
+window may be longer than the documents that are tried.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import eager_mask
+
+from workflow.lib.kernels.attention.arguments import mask_kind
+from workflow.lib.system.compute_choice import FLEX, VARLEN
+from workflow.lib.system.errors import UserError
+
+REFERENCE = "workflow_reference"
+REACH = "workflow_reach"  # of a mask: the tokens of its window or chunk; None for neither
+WITHOUT_MASK = frozenset({VARLEN, FLEX, "flash_attention_2", "flash_attention_3"})
+
+
+@contextmanager
+def attending_by_reference(config: PreTrainedConfig) -> Iterator[None]:
+    """Within the block the layers of this config attend as their family does it by default.
+
+    Raises `UserError` if a layer does not tell the window of its mask to an attention that gets no
+    mask.
+    """
+    usual = config._attn_implementation
+    assert usual is not None, "models are built with an attention"
+    config._attn_implementation = REFERENCE
+    config.workflow_told_alone = usual in WITHOUT_MASK
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+        del config.workflow_told_alone
+
+
+def reference_mask(
+    *positional: Any, local_size: int | None = None, **named: Any
+) -> torch.Tensor | None:
+    """Return the mask that eager attention gets, which knows its reach."""
+    mask: torch.Tensor | None = eager_mask(*positional, **named)
+    if mask is not None:
+        setattr(mask, REACH, local_size)
+    return mask
+
+
+def reference_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    **told: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call the eager attention of the module's family; raises `UserError` if the module does not
+    tell what its mask does.
+    """
+    config: Any = module.config
+    kind = mask_kind(module, sliding_window)
+    reach = getattr(attention_mask, REACH, kind.window or kind.chunk)
+    if config.workflow_told_alone and reach != (kind.window or kind.chunk):
+        raise UserError(
+            f"{type(module).__name__} masks what is beyond {reach} tokens, and tells its attention "
+            f"{kind.window or kind.chunk}, so it would be trained with another mask. "
+            "Set model.attention to sdpa."
+        )
+    eager = getattr(module, "_eager", None) or vars(sys.modules[type(module).__module__]).get(
+        "eager_attention_forward"
+    )
+    if eager is None:
+        raise UserError(
+            f"{type(module).__name__} has no attention of its own that others could be compared "
+            "with. Choose another model.source."
+        )
+    output: tuple[torch.Tensor, torch.Tensor | None] = eager(
+        module, query, key, value, attention_mask, sliding_window=sliding_window, **told
+    )
+    return output
+
+
+AttentionInterface.register(REFERENCE, reference_attention)
+AttentionMaskInterface.register(REFERENCE, reference_mask)

@@ -1,0 +1,276 @@
+"""Causal attention within documents by GPU kernels of ours, for heads wider than FlashAttention's
+(256): Gemma 4 has some of 512, for which torch has one kernel alone, slow and without documents.
+
+Scores are never stored (as in FlashAttention 2, arXiv 2307.08691); softmax is computed in fp32,
+products in the type of the queries with sums in fp32. Backward computes the scores twice: for the
+gradients of queries, and for those of keys and values. So no two programs add to the same sum, and
+every run gives the same bits.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.trials import are_right, gradients_alone
+from workflow.lib.system.compute_choice import WIDEST_KERNEL_HEAD
+from workflow.lib.system.device_types import RECORDED
+
+TRIED_BOUNDS = (0, 70, 200)  # of documents
+LOG2_E = math.log2(math.e)  # the kernels take powers of two
+
+if kernels.INSTALLED:
+    from workflow.lib.kernels.triton_code import wide_attention as wide_attention_code
+
+
+class Tile(NamedTuple):
+    """How a program is cut: tokens that it has, and those that it goes through at a time."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1  # 2 need less shared memory where one tile is an operand of two products
+
+
+OF_KEYS = Tile(16, 32, 4, 2)
+TILES = {
+    200: {
+        "attention": Tile(64, 64, 8),
+        "attention_of_queries": Tile(64, 32, 8),
+        "attention_of_keys": OF_KEYS,
+    },
+    150: {
+        "attention": Tile(64, 32, 8, 2),
+        "attention_of_queries": Tile(32, 32, 4, 2),
+        "attention_of_keys": OF_KEYS,
+    },
+    0: {
+        "attention": Tile(32, 32, 4, 2),
+        "attention_of_queries": Tile(32, 16, 4, 2),
+        "attention_of_keys": OF_KEYS,
+    },
+}
+"""By the KiB of shared memory that a program may have, at least. The first are the fastest of 10 to
+13 tried on an H100. The others are what fits an A100 (163 KiB), and GPUs that have 99."""
+PRODUCT_ROWS, PRODUCT_WARPS = 16, 4  # of a program of `attention_products`
+
+
+class Seen(NamedTuple):
+    """What documents and windows let queries see: keys from `first` (tokens,) of a query to itself,
+    so that a key is seen by queries before its `last` (tokens,); int32.
+    """
+
+    first: torch.Tensor
+    last: torch.Tensor
+
+    @classmethod
+    def of(cls, bounds: torch.Tensor, tokens: int, window: int | None) -> "Seen":
+        """bounds: of documents (documents + 1,), repeated at will at the end; window: keys that a
+        query sees at most, itself among them.
+        """
+        places = torch.arange(tokens, dtype=torch.int32, device=bounds.device)
+        after = torch.bucketize(places, bounds, right=True)
+        first, last = bounds[after - 1], bounds[after]
+        if window is not None:
+            first = torch.maximum(first, places - (window - 1))
+            last = torch.minimum(last, places + window)
+        return cls(first, last)
+
+
+def usable(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Return whether the kernels can attend by heads of this width; tried once."""
+    if width > WIDEST_KERNEL_HEAD or not kernels.usable(device):
+        return False
+    return device.type == RECORDED or _tried(device, dtype, width)
+
+
+@functools.cache
+@torch.no_grad()
+def _tried(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernels give what torch's operations give of small values."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = TRIED_BOUNDS[-1]
+    query, grad = torch.randn(2, tokens, 2, width, generator=draw).to(device, dtype)
+    key, value = torch.randn(2, tokens, 1, width, generator=draw).to(device, dtype)
+    given = query, key, value
+    seen = Seen.of(torch.tensor(TRIED_BOUNDS, dtype=torch.int32, device=device), tokens, None)
+    scale = width**-0.5
+
+    def made(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        output, log_sums = forward(query, key, value, seen, scale)
+        return [output, *backward(grad, query, key, value, output, log_sums, seen, scale)]
+
+    with gradients_alone():
+        leaves = [x.float().requires_grad_() for x in given]
+        query, key, value = leaves
+        output = by_torch(query, key, value, seen, scale)
+    expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
+    return are_right(lambda: made(*given), expected, of="attention with wide heads")
+
+
+def by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
+) -> torch.Tensor:
+    """Return what `wide_attention` does, by all scores."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    places = torch.arange(query.shape[0], device=query.device)
+    mask = (places >= seen.first[:, None]) & (places <= places[:, None])
+    shares = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", shares, value)
+
+
+def wide_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return causal attention (tokens, heads, width) within documents; for what `usable` says.
+
+    query: (tokens, heads, width); key, value: (tokens, key heads, width), each serving neighbouring
+    heads of queries. bounds, window: as in `Seen.of`. scale: of scores, width^-0.5 if it is None.
+    """
+    tokens, _, width = query.shape
+    seen = Seen.of(bounds, tokens, window)
+    scale = width**-0.5 if scale is None else scale
+    output: torch.Tensor = _WideAttention.apply(query, key, value, *seen, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _WideAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        output, log_sums = forward(query, key, value, Seen(first, last), scale)
+        ctx.save_for_backward(query, key, value, output, log_sums, first, last)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sums, *seen = ctx.saved_tensors
+        grads = backward(grad, query, key, value, output, log_sums, Seen(*seen), ctx.scale)
+        return *grads, None, None, None
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, contiguous, and of each query the logarithm (to 2) of its sum of powers
+    (heads, tokens) fp32.
+    """
+    call = _Call.of(query, key, value, seen, scale)
+    output = query.new_empty(query.shape)
+    log_sums = query.new_empty(call.heads, call.tokens, dtype=torch.float32)
+    call.launch("attention", call.heads, output, log_sums, *call.inputs, seen.first, *call.strides)
+    return output, log_sums
+
+
+def backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    seen: Seen,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value, contiguous, for that of the output, `grad`."""
+    call = _Call.of(query, key, value, seen, scale)
+    grad, output = grad.contiguous(), output.contiguous()
+    sums = torch.empty_like(log_sums)
+    call.sum_products(sums, grad, output)
+    of_query, of_key, of_value = (x.new_empty(x.shape) for x in call.inputs)
+    given = (grad, log_sums, sums, *call.inputs, seen.first)
+    call.launch("attention_of_queries", call.heads, of_query, *given, *call.strides, factor=scale)
+    call.launch(
+        "attention_of_keys", call.groups, of_key, of_value, *given, seen.last, *call.strides,
+        factor=scale,
+    )  # fmt: skip
+    return of_query, of_key, of_value
+
+
+class _Call(NamedTuple):
+    """The inputs of one call, and how they lie."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    scale: float
+
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
+    ) -> "_Call":
+        assert all(x.stride(2) == 1 for x in (query, key, value)), "columns are read side by side"
+        assert query.shape[0] == len(seen.first) == key.shape[0], "as many keys as queries"
+        return cls((query, key, value), scale)
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs[0].shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.inputs[0].shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys."""
+        return self.inputs[1].shape[1]
+
+    @property
+    def strides(self) -> list[int]:
+        """Of tokens and heads of query, key and value."""
+        return [stride for x in self.inputs for stride in x.stride()[:2]]
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        dim = self.inputs[0].shape[2]
+        return {"dim": dim, "width": kernels.power_of_two(dim)}
+
+    def launch(
+        self, name: str, heads: int, *arguments: torch.Tensor | int, **numbers: float
+    ) -> None:
+        """Start a kernel for all tiles of this many heads; a device that is recorded computes
+        nothing.
+        """
+        device = self.inputs[0].device
+        if device.type == RECORDED:
+            return
+        tile = _tiles(device)[name]
+        getattr(wide_attention_code, name)[-(-self.tokens // tile.rows), heads](
+            *arguments, self.tokens, self.heads, self.heads // self.groups, self.scale * LOG2_E,
+            **numbers, **self._widths, rows=tile.rows, columns=tile.columns,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def sum_products(self, sums: torch.Tensor, grad: torch.Tensor, output: torch.Tensor) -> None:
+        """Fill sums (heads, tokens) with output times gradient of each head, summed."""
+        if sums.device.type != RECORDED:
+            wide_attention_code.attention_products[-(-self.tokens // PRODUCT_ROWS), self.heads](
+                sums, grad, output, self.tokens, self.heads, **self._widths,
+                rows=PRODUCT_ROWS, num_warps=PRODUCT_WARPS,
+            )  # fmt: skip
+
+
+@functools.cache
+def _tiles(device: torch.device) -> dict[str, Tile]:
+    if device.type == "cpu":  # Triton's interpreter
+        return TILES[0]
+    properties: Any = torch.cuda.get_device_properties(device)  # whose stubs lack some
+    memory = properties.shared_memory_per_block_optin
+    return next(tiles for least, tiles in TILES.items() if memory >= least * 1024)

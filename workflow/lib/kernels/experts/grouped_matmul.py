@@ -1,0 +1,149 @@
+"""Products of rows with the weights of the expert that each goes to.
+
+Rows are sorted by expert, so those of an expert are one range, and where the ranges end stays on
+the device: all shapes are known beforehand, and a GPU never waits for the host. There kernels of
+our own make all products at once (`grouped_kernels`), or torch's grouped product where they cannot
+be built. It is a loop over experts on CPUs, where a product for each expert costs no launch, and
+rows may have any width.
+"""
+
+import torch
+from torch import nn
+
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.experts import grouped_kernels
+from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.system.device_types import GPUS
+
+ROW_UNIT = 8
+"""Of 16-bit values in 16 bytes: torch's grouped products ask GPUs for rows of whole units."""
+
+
+def route(top_k_index: torch.Tensor, *, num_experts: int) -> Routing:
+    """Return the rows of tokens whose experts are `top_k_index` (T, k)."""
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    numbers = torch.arange(max(num_experts, len(order)), device=order.device)
+    ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
+    places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
+    tiles = None
+    if kernels.usable(order.device):
+        tiles = grouped_kernels.row_tiles(ends, num_rows=len(order))
+    return Routing(order, places.view(top_k_index.shape), ends, tiles, top_k_index.shape[-1])
+
+
+def summed_by_token(
+    rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum (T, width) of the rows (T * k, width) of each token, times `weights` (T, k) if
+    there are any; in fp32, rounded once.
+
+    One choice after the other: the sum does not depend on the order in which a GPU adds, and no
+    copy of all rows is made.
+    """
+    if kernels.usable(rows.device):
+        return kernels.sum_by_token(rows, routing.places, weights)
+    total = rows.new_zeros((len(routing.places), rows.shape[1]), dtype=torch.float32)
+    for choice in range(routing.top_k):
+        part = rows[routing.places[:, choice]]
+        if weights is None:
+            total += part
+        else:
+            total.addcmul_(part, weights[:, choice, None])
+    return total.to(rows.dtype)
+
+
+def rows_product(
+    rows: Rows,
+    weights: Weights,
+    routing: Routing,
+    *,
+    update: Update | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x W^T (R, out) of each row x (in,) of `rows`, with W of the row's expert; and +
+    the update and + the bias (experts, out).
+
+    out: where it is written, if not to a new tensor of the rows' type; its columns are contiguous.
+    """
+    if out is None:
+        out = rows.values.new_empty(len(routing.order), weights.values.shape[1])
+    if routing.tiles is not None:
+        return grouped_kernels.rows_product(out, rows, weights, routing, update=update, bias=bias)
+    if weights.scales is None:
+        _products(out, _sorted(rows, routing), weights.values, routing)
+    else:
+        _scaled_products(out, rows, weights, routing)
+    if update is not None:
+        of_low = torch.empty_like(out, memory_format=torch.contiguous_format)
+        _products(of_low, update.low, update.small, routing)
+        out.add_(of_low, alpha=update.scale)
+    return out if bias is None else out.add_(bias[routing.experts])
+
+
+def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return x b (T, k) fp32 of each row x and the bias b (experts, width) of its expert, at the
+    row's place.
+    """
+    if routing.tiles is not None:
+        products = torch.empty(len(routing.order), 1, dtype=torch.float32, device=bias.device)
+        rows_product(rows, Weights(bias[:, None]), routing, out=products)
+    else:
+        products = (_sorted(rows, routing) * bias[routing.experts]).sum(1, dtype=torch.float32)
+    return products.view(-1)[routing.places]
+
+
+def weights_product(
+    left: torch.Tensor, right: Rows, routing: Routing, *, scale: float, out: torch.Tensor
+) -> torch.Tensor:
+    """Fill `out` (experts, m, n) fp32 with the sum over the rows of each expert of their outer
+    products, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0.
+    """
+    if routing.tiles is not None:
+        return grouped_kernels.weights_product(out, left, right, routing, scale=scale)
+    there = _sorted(right, routing)
+    if left.device.type in GPUS:
+        sums = nn.functional.grouped_mm(left.t(), there, offs=routing.ends)
+        # A sum over nothing is left to the kernel otherwise.
+        empty = (routing.counts == 0)[:, None, None]
+        sums = sums.float().masked_fill_(empty, 0.0)
+    else:
+        sums = left.new_empty(len(routing.ends), left.shape[1], there.shape[1])
+        for expert, (start, stop) in enumerate(_ranges(routing)):
+            torch.mm(left[start:stop].t(), there[start:stop], out=sums[expert])
+        sums = sums.float()
+    return out.copy_(sums[:, : out.shape[1]]).mul_(scale)
+
+
+def _products(
+    out: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, routing: Routing
+) -> None:
+    """Fill `out` with the products of rows (R, in) without kernels of our own."""
+    transposed = weights.transpose(1, 2)
+    if rows.device.type in GPUS:
+        out.copy_(nn.functional.grouped_mm(rows, transposed, offs=routing.ends))
+        return
+    for expert, (start, stop) in enumerate(_ranges(routing)):
+        torch.mm(rows[start:stop], transposed[expert], out=out[start:stop])
+
+
+def _scaled_products(out: torch.Tensor, rows: Rows, weights: Weights, routing: Routing) -> None:
+    """The same of values in 8 bits, on a CPU in fp32."""
+    assert rows.scales is not None
+    assert weights.scales is not None
+    exact = Rows(rows.values.float() * rows.scales, rows.by_token)
+    scaled = weights.values.float() * weights.scales[:, None, None]
+    total = torch.empty_like(out, dtype=torch.float32)
+    _products(total, _sorted(exact, routing), scaled, routing)
+    out.copy_(total)
+
+
+def _sorted(rows: Rows, routing: Routing) -> torch.Tensor:
+    """Return the rows in the order of the experts."""
+    return rows.values[routing.tokens] if rows.by_token else rows.values
+
+
+def _ranges(routing: Routing) -> list[tuple[int, int]]:
+    """Return where the rows of each expert begin and end; on a GPU it would wait for the device."""
+    ends = routing.ends.tolist()
+    return list(zip([0, *ends], ends, strict=False))

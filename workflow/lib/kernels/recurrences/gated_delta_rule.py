@@ -1,0 +1,227 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) over rows of tokens.
+
+With the state S of a head (key width x value width), a token's decay exp(g), key k, value v and
+learning rate b, and its query q:
+
+    S <- exp(g) (S - b k (k^T S)) + b k v^T,   output S^T q
+
+Within a chunk of tokens all corrections are one triangular system, so that a chunk maps the state
+that it gets to the one it leaves by one matrix: S' = M S + N. What runs from chunk to chunk is one
+product each; all else is products of all chunks at once. On a GPU kernels do so (`delta_kernels`).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.exact_activations import keep_exact
+from workflow.lib.kernels.recurrences import delta_kernels
+from workflow.lib.kernels.recurrences.chunks import chunked, decays, joined
+from workflow.lib.kernels.recurrences.recomputed import recomputed
+from workflow.lib.kernels.rows import norm
+from workflow.lib.kernels.trials import are_right, gradients_alone
+from workflow.lib.system.device_types import RECORDED
+
+CHUNK = 64
+TRIED_TOKENS = 2 * CHUNK + 2
+NORM_EPS = 1e-6  # of query and key, as in the published models' code
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    normalize: bool,
+) -> torch.Tensor:
+    """Return (rows, tokens, value heads, value width) in the queries' type; states begin at zero
+    with each row. Queries are scaled by one over the root of their width.
+
+    query, key: (rows, tokens, key heads, key width), each serving neighbouring value heads.
+    value: (rows, tokens, value heads, value width). g (at most 0), beta: (rows, tokens, value
+    heads). normalize: queries and keys to length one.
+    """
+    if _kernels_compute(value.device, value.dtype, key.shape[2:], value.shape[2:]):
+        apply: Callable[..., torch.Tensor] = _ByKernels.apply
+        return apply(normalize, query, key, value, g, beta)
+    return recomputed(partial(by_torch, normalize=normalize), query, key, value, g, beta)
+
+
+def _kernels_compute(
+    device: torch.device, dtype: torch.dtype, keys: Sequence[int], values: Sequence[int]
+) -> bool:
+    """Return whether the kernels are right on a device, of values in a type. keys, values: heads
+    and width.
+    """
+    if not kernels.usable(device) or keys[1] > delta_kernels.MOST_KEYS[dtype.itemsize]:
+        return False
+    share = values[0] // keys[0]
+    return device.type == RECORDED or _tried(device, dtype, keys[1], values[1], share)
+
+
+@functools.cache
+@torch.no_grad()
+def _tried(
+    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, share: int
+) -> bool:
+    """Whether the kernels give what torch's operations give of small values."""
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, TRIED_TOKENS, 1, key_width, generator=draw)
+    value, grad = torch.randn(2, 1, TRIED_TOKENS, share, value_width, generator=draw)
+    decay, rate = torch.rand(2, 1, TRIED_TOKENS, share, generator=draw)
+    given = [x.to(device, dtype) for x in (query, key, value)]
+    given += [-decay.to(device), rate.to(device, dtype)]
+    grad = grad.to(device, dtype)
+
+    def made() -> list[torch.Tensor]:
+        output = by_kernels(*given, normalize=True)
+        return [output, *gradients(grad, *given, normalize=True)]
+
+    with gradients_alone():
+        leaves = [x.float().requires_grad_() for x in given]
+        query, key, *others = leaves
+        output = by_torch(query, key, *others, normalize=True)
+    expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
+    return are_right(made, expected, of="the gated delta rule")
+
+
+class _ByKernels(torch.autograd.Function):
+    """Keeps its inputs alone, which are never rounded."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, normalize: bool, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor
+    ) -> torch.Tensor:
+        keep_exact(query, key, *others)
+        ctx.save_for_backward(query, key, *others)
+        ctx.normalize = normalize
+        return by_kernels(query, key, *others, normalize=normalize)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *gradients(grads[0], *ctx.saved_tensors, normalize=ctx.normalize)
+
+
+def by_kernels(
+    query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, normalize: bool
+) -> torch.Tensor:
+    """Return what `gated_delta_rule` does, by kernels."""
+    if normalize:
+        of_queries, of_keys = _unit_norms(query)
+        return delta_kernels.forward(
+            norm.forward(query, of_queries), norm.forward(key, of_keys), *others
+        )
+    return delta_kernels.forward(query * query.shape[-1] ** -0.5, key, *others)
+
+
+def gradients(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *others: torch.Tensor,
+    normalize: bool,
+) -> list[torch.Tensor]:
+    """Return those of the rule's inputs, by kernels, for that of its output."""
+    if normalize:
+        of_queries, of_keys = _unit_norms(query)
+        taken = norm.forward(query, of_queries), norm.forward(key, of_keys)
+        of_query, of_key, *of_others = delta_kernels.backward(grad, *taken, *others)
+        of_query = norm.backward(of_query, query, of_queries)
+        return [of_query, norm.backward(of_key, key, of_keys), *of_others]
+    scale = query.shape[-1] ** -0.5
+    of_query, *of_rest = delta_kernels.backward(grad, query * scale, key, *others)
+    return [of_query * scale, *of_rest]
+
+
+class _UnitNorm:
+    """x * length / sqrt(sum(x^2) + eps): an RMS norm whose weights are all alike."""
+
+    bias, offset, subtracts_mean = None, 0.0, False
+
+    def __init__(self, x: torch.Tensor, length: float) -> None:
+        width = x.shape[-1]
+        self.weight = x.new_full((width,), length * width**-0.5, dtype=torch.float32)
+        self.eps = NORM_EPS / width
+
+
+def _unit_norms(x: torch.Tensor) -> tuple[_UnitNorm, _UnitNorm]:
+    """Return those of queries like x, which are scaled too, and of keys."""
+    return _UnitNorm(x, x.shape[-1] ** -0.5), _UnitNorm(x, 1.0)
+
+
+def _direction(x: torch.Tensor) -> torch.Tensor:
+    """Return x in fp32, of length one in its last dimension."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + NORM_EPS)
+
+
+def by_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    normalize: bool,
+) -> torch.Tensor:
+    """Return what `gated_delta_rule` does, by torch's operations and with their memory."""
+    tokens, groups = key.shape[1:3]
+    of_values = (groups, value.shape[2] // groups)
+    q, k = (chunked(x, CHUNK, (groups, 1)) for x in (query, key))
+    v, log_decay, rate = (chunked(x, CHUNK, of_values) for x in (value, g, beta))
+    q, k = (_direction(x) if normalize else x for x in (q, k))
+    q = q * key.shape[-1] ** -0.5
+    sums = log_decay.cumsum(dim=-1)
+    between, since, until = decays(sums), sums.exp(), (sums[..., -1:] - sums).exp()
+    system = (k @ k.mT) * between * rate[..., None]
+    known = torch.cat((v, k * since[..., None]), dim=-1) * rate[..., None]
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    new, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    left = k * until[..., None]
+    kept = torch.diag_embed(since[..., -1:].expand(*since.shape[:-1], k.shape[-1]))
+    states = states_before(kept - left.mT @ read, left.mT @ new)
+    values = new - read @ states
+    output = (q * since[..., None]) @ states + ((q @ k.mT) * between) @ values
+    return joined(output, tokens, query.dtype)
+
+
+def states_before(matrices: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Return the state before each chunk, where it becomes matrix @ state + added in each.
+
+    matrices: (chunks, ..., width, width); added: (chunks, ..., width, other width). The first
+    state is zero.
+    """
+    apply: Callable[..., torch.Tensor] = _Chain.apply
+    return apply(matrices, added)
+
+
+class _Chain(torch.autograd.Function):
+    """One product a chunk in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, matrices: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        by, more = matrices.flatten(1, -3), added.flatten(1, -3)
+        states = torch.empty_like(more)
+        states[0].zero_()
+        for i in range(1, len(states)):
+            torch.baddbmm(more[i - 1], by[i - 1], states[i - 1], out=states[i])
+        ctx.save_for_backward(by, states)
+        ctx.shapes = matrices.shape, added.shape
+        return states.view(added.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        by, states = ctx.saved_tensors
+        of_states = grads[0].reshape(states.shape)
+        after = torch.empty_like(states)  # the gradient of the state that each chunk leaves
+        after[-1].zero_()
+        for i in range(len(states) - 1, 0, -1):
+            torch.baddbmm(of_states[i], by[i].mT, after[i], out=after[i - 1])
+        of_matrices, of_added = ctx.shapes
+        return (after @ states.mT).view(of_matrices), after.view(of_added)

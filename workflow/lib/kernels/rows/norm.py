@@ -1,0 +1,147 @@
+"""Norms in one pass over memory: RMS norms and LayerNorms, with and without a bias, times w, or
+times 1 + w as those of Gemma, Qwen3.5 and Nemotron.
+
+torch's own operations multiply by w alone, and 1 + w in 16 bits would lose digits of w. Values are
+computed in fp32 and rounded once. Backward keeps x alone, and makes mean and root again. As an RMS
+norm, on an H100, 4,096 rows of 8,192 take 0.051 ms forth and 0.085 back, torch's operation 0.075
+and 0.121.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.eight_bits.matmul import Rounded
+from workflow.lib.system.device_types import RECORDED
+
+ELEMENTS = 4096  # of a program, or more if a row has more
+THREAD_ELEMENTS = 16
+
+if kernels.INSTALLED:
+    from workflow.lib.kernels.triton_code import norm as norm_code
+
+
+class Norm(Protocol):
+    """What the node asks of a norm."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(width,), frozen."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(width,), frozen."""
+
+    eps: float
+    offset: float
+    """What is added to the weight: 0 or 1."""
+    subtracts_mean: bool
+    """Whether it is a LayerNorm."""
+
+
+def normed(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
+    """Return d / sqrt(mean(d^2) + eps) * (offset + w) + b of x (..., width), where d is x or, of a
+    LayerNorm, x - mean(x).
+
+    copy: of the result in 8 bits, which the kernel fills; there are none without a kernel.
+    """
+    apply: Callable[..., torch.Tensor] = _Normed.apply
+    return apply(x, norm, copy)
+
+
+class _Normed(torch.autograd.Function):
+    """Asks the norm again for its weight in backward: FSDP has gathered it by then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, norm: Norm, copy: Rounded | None) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.norm = norm
+        if kernels.usable(x.device):
+            return forward(x, norm, copy)
+        assert copy is None, "only the kernel writes copies"
+        factors, bias = norm.offset + norm.weight.float(), norm.bias
+        if norm.subtracts_mean:
+            shift = None if bias is None else bias.float()
+            y = nn.functional.layer_norm(x.float(), factors.shape, factors, shift, norm.eps)
+        else:
+            y = nn.functional.rms_norm(x.float(), factors.shape, factors, norm.eps)
+            y = y if bias is None else y.add_(bias)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        norm: Norm = ctx.norm
+        if kernels.usable(x.device):
+            return backward(grads[0], x, norm), None, None
+        deviation = x.float()
+        if norm.subtracts_mean:
+            deviation = deviation - deviation.mean(-1, keepdim=True)
+        inverse = deviation.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+        normal, slope = deviation * inverse, grads[0].float() * (norm.offset + norm.weight.float())
+        mean = (slope * normal).mean(-1, keepdim=True)
+        if norm.subtracts_mean:
+            slope = slope - slope.mean(-1, keepdim=True)
+        return slope.sub_(normal.mul_(mean)).mul_(inverse).to(x.dtype), None, None
+
+
+def forward(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
+    """Return the norm of x (..., width) by a kernel, which rounds it into `copy`, too."""
+    x = _readable(x)
+    out = torch.empty_like(x)
+    if copy is None:
+        written, most, block = (out, out), 0.0, 0  # pointers that are not used
+    else:
+        size = kernels.power_of_two(x.shape[-1])
+        written, most, block = copy[:2], copy.form.largest, min(copy.form.block or size, size)
+    bias = norm.weight if norm.bias is None else norm.bias  # a pointer that is not read, or
+    given = (x, norm.weight, bias, *written, *_places(out, x))
+    _launch("norm", out, *given, norm=norm, biased=norm.bias is not None, most=most, block=block)
+    return out
+
+
+def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Return the gradient of x (..., width) for that of the norm, `grad`, by a kernel."""
+    x, grad = _readable(x), _readable(grad)
+    of_x = torch.empty_like(x)
+    _launch("norm_backward", of_x, grad, x, norm.weight, *_places(of_x, grad, x), norm=norm)
+    return of_x
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Return x (..., width) itself where its rows are heads of tokens at equal distances, as in a
+    part of a wider tensor; else a copy.
+    """
+    if x.dim() > 2 and x.stride(-1) == 1:
+        leading = [(size, x.stride(i)) for i, size in enumerate(x.shape[:-2]) if size > 1]
+        if all(far == size * near for (_, far), (size, near) in pairwise(leading)):
+            return x
+    return x.contiguous()
+
+
+def _places(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Return how many heads a token has, and the distances of tokens and heads in each tensor; of
+    contiguous ones, whatever they are, one.
+    """
+    if all(x.is_contiguous() for x in tensors):
+        return 1, *(y for x in tensors for y in (x.shape[-1], 0))
+    tokens = max((i for i, size in enumerate(tensors[0].shape[:-2]) if size > 1), default=0)
+    return tensors[0].shape[-2], *(y for x in tensors for y in (x.stride(tokens), x.stride(-2)))
+
+
+def _launch(name: str, out: torch.Tensor, *given: Any, norm: Norm, **options: Any) -> None:
+    """Start a kernel on rows of `out`; a device that is recorded computes nothing."""
+    if out.device.type == RECORDED:
+        return
+    width = out.shape[-1]
+    num_rows, size = out.numel() // width, kernels.power_of_two(width)
+    rows = max(1, ELEMENTS // size)
+    getattr(norm_code, name)[(-(-num_rows // rows),)](
+        out, *given, norm.eps, num_rows, width, offset=norm.offset,
+        subtracts_mean=norm.subtracts_mean, rows=rows, size=size,
+        num_warps=min(32, max(4, rows * size // 32 // THREAD_ELEMENTS)), **options,
+    )  # fmt: skip

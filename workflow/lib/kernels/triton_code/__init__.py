@@ -1,0 +1,3 @@
+"""The GPU kernels themselves, in Triton, whose language is not Python's: no type checker reads this
+package, and it is imported only where Triton is installed.
+"""

@@ -1,0 +1,165 @@
+"""Products of frozen stacks of experts with LoRA adapters on top, and their gradients.
+
+y = W_e x + s B_e A_e x + b_e for a row x that goes to expert e: `lora_matmul` for stacks. The
+frozen weights are decoded slice by slice (`nf4_stack`), and the adapters' part is two products of
+rank r: no update (out, in) of an expert is ever made. A and B are fp32 masters, cast to the compute
+type; their gradients are summed in fp32 (without our kernels a GPU rounds them to 16 bits once
+for each micro-batch, which is what torch's grouped products give).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from workflow.lib.kernels.experts.grouped_matmul import (
+    ROW_UNIT,
+    rows_product,
+    weights_product,
+)
+from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.model.experts.decoded_weights import (
+    column_weights,
+    form_of_experts,
+    operand,
+    row_weights,
+)
+from workflow.lib.model.experts.lora_stack import FusedLoraStack
+from workflow.lib.model.layers.nf4_stack import NF4Stack
+from workflow.lib.system.device_types import GPUS
+
+
+class Adapter(NamedTuple):
+    """The adapters of all experts in the compute type, as one pass uses them."""
+
+    a: torch.Tensor
+    """(experts, r, in), on GPUs with r filled up by zeros to whole `ROW_UNIT`s."""
+    b: torch.Tensor
+    """(experts, out, r)."""
+    scale: float
+    """Of B A."""
+    rank: int
+    """Without what is filled up."""
+
+
+class Stack(NamedTuple):
+    """A stack as one pass uses it: FSDP frees and regathers its weights."""
+
+    base: NF4Stack
+    bias: torch.Tensor | None
+    """(experts, out)."""
+    adapter: Adapter | None
+
+
+def stack_of(layer: nn.Module, *, bias: torch.Tensor | None, dtype: torch.dtype) -> Stack:
+    """Read the weights of an `NF4Stack`, or of the PEFT layer on it."""
+    if isinstance(layer, NF4Stack):
+        return Stack(layer, bias, None)
+    assert isinstance(layer, FusedLoraStack)
+    if layer.disable_adapters:
+        return Stack(layer.stack(), bias, None)
+    assert layer.can_share_node(), "experts have one adapter, not merged, without bias and DoRA"
+    a, b = (_cast(weight, layer, dtype) for weight in layer.fused_weights())
+    rank = layer.fused_weights()[0].shape[0] // layer.stack().num_experts
+    return Stack(layer.stack(), bias, Adapter(a, b, layer.fused_scale(), rank))
+
+
+def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> torch.Tensor:
+    """Return a master by expert in the compute type; from where the layer keeps casts, if it
+    does.
+    """
+    casts, key = layer.shared.casts(), (dtype, id(weight))
+    if casts is not None and key in casts:
+        return casts[key]
+    experts, is_a = layer.stack().num_experts, weight is layer.fused_weights()[0]
+    by_expert = (
+        weight.view(experts, -1, weight.shape[1])
+        if is_a
+        else weight.view(weight.shape[0], -1, experts).permute(2, 0, 1)
+    )
+    rank_dim = 1 if is_a else 2
+    rank, shape = by_expert.shape[rank_dim], list(by_expert.shape)
+    if weight.device.type in GPUS:
+        shape[rank_dim] = -(-rank // ROW_UNIT) * ROW_UNIT
+    cast = weight.new_zeros(shape, dtype=dtype)
+    cast.narrow(rank_dim, 0, rank).copy_(by_expert)
+    if casts is not None:
+        casts[key] = cast
+    return cast
+
+
+def low_rank(stack: Stack, rows: Rows, routing: Routing) -> torch.Tensor | None:
+    """Return A x (R, r) of rows (R, in); None without adapter."""
+    return stack.adapter and rows_product(rows, Weights(stack.adapter.a), routing)
+
+
+def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) -> torch.Tensor:
+    """Return y (R, out) of rows (R, in), for low = A x."""
+    base, dtype = stack.base, rows.values.dtype
+    form = form_of_experts(base.product_types.forward)
+    given = operand(rows, form)
+    y = rows.values.new_empty(len(routing.order), stack.base.expert_rows)
+    for start, stop in base.row_slices(form.dtype if form else dtype):
+        update = None
+        if stack.adapter is not None:
+            assert low is not None
+            update = Update(low, stack.adapter.b[:, start:stop], stack.adapter.scale)
+        rows_product(
+            given,
+            row_weights(base, start, stop, form=form, dtype=dtype),
+            routing,
+            update=update,
+            bias=None if stack.bias is None else stack.bias[:, start:stop],
+            out=y[:, start:stop],
+        )
+    return y
+
+
+def low_gradient(stack: Stack, grad: Rows, routing: Routing) -> torch.Tensor | None:
+    """Return the gradient of `low_rank` (R, r) for that of the value (R, out)."""
+    if stack.adapter is None:
+        return None
+    of_low = rows_product(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
+    return of_low.mul_(stack.adapter.scale)
+
+
+def input_gradient(
+    stack: Stack, grad: Rows, of_low: torch.Tensor | None, routing: Routing
+) -> torch.Tensor:
+    """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
+    base, dtype = stack.base, grad.values.dtype
+    form = form_of_experts(base.product_types.backward)
+    given = operand(grad, form)
+    of_rows = grad.values.new_empty(len(routing.order), base.in_features)
+    for start, stop in base.column_slices(form.dtype if form else dtype):
+        update = None
+        if stack.adapter is not None:
+            assert of_low is not None
+            update = Update(of_low, stack.adapter.a[:, :, start:stop].transpose(1, 2), 1.0)
+        weights = column_weights(base, start, stop, form=form, dtype=dtype)
+        rows_product(given, weights, routing, update=update, out=of_rows[:, start:stop])
+        del weights  # before the next slice is decoded
+    return of_rows
+
+
+def adapter_gradients(
+    stack: Stack,
+    grad: Rows,
+    rows: Rows,
+    lows: tuple[torch.Tensor | None, torch.Tensor | None],
+    routing: Routing,
+) -> list[torch.Tensor]:
+    """Return the gradients of the masters A and B, fp32 in their layout; none without adapter.
+
+    lows: A x, and the gradient of it.
+    """
+    low, of_low = lows
+    if stack.adapter is None or low is None or of_low is None:
+        return []
+    experts, rank = stack.base.num_experts, stack.adapter.rank
+    sums = low.new_empty(0, dtype=torch.float32)
+    of_a = sums.new_empty(experts, rank, stack.base.in_features)
+    weights_product(of_low, rows, routing, scale=1.0, out=of_a)
+    of_b = sums.new_empty(stack.base.expert_rows, rank, experts)
+    weights_product(low, grad, routing, scale=stack.adapter.scale, out=of_b.permute(2, 1, 0))
+    return [of_a.flatten(0, 1), of_b.flatten(1)]

@@ -1,0 +1,192 @@
+"""The one door for products of frozen NF4 weights: decoding, the type of the product, the adapter's
+part, the bias.
+
+Forward y = x W^T, and backward the gradient g W of x, are made in the compute type or in 8 bits
+(`eight_bits`), as the model's `ProductTypes` say at the moment. Frozen weights need no gradient, so
+no other product of a step is made in 8 bits.
+
+In the compute type the product is added to the adapter's part, which is rounded once more then. In
+8 bits it is the other way round: a product with scales of rows cannot add to what is there. A
+feed-forward adds both adapters' parts where it reads the values (`kernels.rows.low_rank`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from workflow.lib.kernels.eight_bits.matmul import (
+    FORMATS,
+    Format,
+    Rounded,
+    RoundedWeight,
+    add_product_,
+    decoded,
+    product,
+    rounded,
+    row_scales,
+)
+from workflow.lib.kernels.elementwise import NF4Data
+from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
+from workflow.lib.model.layers.written_copies import taken_copy
+
+
+class ProductTypes:
+    """In what a model multiplies its frozen weights: in the compute type, and within the block
+    `in_eight_bits` as the run asks for. All linears of a model share one.
+    """
+
+    def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
+        """forward, backward: names of `eight_bits.FORMATS`; None: the compute type."""
+        self.asked = [None if name is None else FORMATS[name] for name in (forward, backward)]
+        """Forward and backward within the block."""
+        self.forward: Format | None = None
+        """Of y = x W^T now; None: the compute type."""
+        self.backward: Format | None = None
+        """Of g W now."""
+
+    @contextmanager
+    def in_eight_bits(self) -> Iterator[None]:
+        """Within the block multiply in what is asked for: a training step does. What is measured
+        or exported is not in it.
+        """
+        self.forward, self.backward = self.asked
+        try:
+            yield
+        finally:
+            self.forward = self.backward = None
+
+
+class FrozenWeight(Protocol):
+    """What a product asks of a linear (out, in)."""
+
+    bias: Any
+    product_types: ProductTypes
+    row_scales: dict[str, torch.Tensor]
+    """By the name of a format, made at its first use: weights do not change."""
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return W in `dtype`."""
+
+    def nf4_data(self) -> NF4Data:
+        """Return W as it is stored."""
+
+
+Operand = torch.Tensor | Rounded
+
+
+def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
+    """Return x (..., in) as the rows (T, in) that forward multiplies: linears that share x share
+    this, too.
+    """
+    types, rows = linear.product_types, x.reshape(-1, x.shape[-1])
+    copy = taken_copy(x, types)
+    if copy is not None or types.forward is None:
+        return rows if copy is None else copy
+    return rounded(rows, types.forward)
+
+
+def adapted_product(
+    linear: FrozenWeight, rows: Operand, update: LowRank, *, dtype: torch.dtype, bias: bool
+) -> torch.Tensor:
+    """Return W x + update, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
+    if isinstance(rows, Rounded):
+        return add_low_rank_(frozen_value(linear, rows, dtype=dtype, bias=bias), update)
+    if bias and linear.bias is not None:
+        y = torch.addmm(linear.bias, update.low, update.small, alpha=update.scale)
+    else:
+        y = scaled_product(update.low, update.small, update.scale)
+    return y.addmm_(rows, linear.dequantize(dtype).t())
+
+
+def frozen_value(
+    linear: FrozenWeight, rows: Operand, *, dtype: torch.dtype, bias: bool
+) -> torch.Tensor:
+    """Return W x, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
+    if isinstance(rows, Rounded):
+        scales = _row_scales(linear, rows.form)
+        weight = decoded(linear.nf4_data(), scales, linear.matrix_shape, rows.form)
+        y = product(rows, RoundedWeight(weight, scales), dtype=dtype)
+        return y.add_(linear.bias) if bias and linear.bias is not None else y
+    return nn.functional.linear(rows, linear.dequantize(dtype), linear.bias if bias else None)
+
+
+def frozen_input_gradient(grad: torch.Tensor, linear: FrozenWeight) -> torch.Tensor:
+    """Return g W (T, in) for the gradient g (T, out) of a value."""
+    form = linear.product_types.backward
+    if form is None:
+        return grad @ linear.dequantize(grad.dtype)
+    return product(*_backward_operands(grad, linear, form), dtype=grad.dtype)
+
+
+def add_input_gradient_(
+    of_rows: torch.Tensor, grad: torch.Tensor, linear: FrozenWeight
+) -> torch.Tensor:
+    """Add g W to `of_rows` (T, in), for the gradient g (T, out) of a value; return it."""
+    form = linear.product_types.backward
+    if form is None:
+        return of_rows.addmm_(grad, linear.dequantize(grad.dtype))
+    return add_product_(of_rows, *_backward_operands(grad, linear, form))
+
+
+def scaled_product(
+    left: torch.Tensor, right: torch.Tensor, scale: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return scale * left @ right in one operation."""
+    # torch has no scaled product without a term that is added; with beta=0 it is not even read.
+    ignored = left.new_empty(())
+    return torch.addmm(ignored, left, right, beta=0, alpha=scale, out=out)
+
+
+def _backward_operands(
+    grad: torch.Tensor, linear: FrozenWeight, form: Format
+) -> tuple[Rounded, RoundedWeight]:
+    """Return what g W is the product of: the gradient with the rows' scales in it, and W / s,
+    transposed, since both have to be contiguous along what is summed over.
+    """
+    scales = _row_scales(linear, form)
+    left = rounded(grad, form, factors=scales)
+    shape = linear.matrix_shape
+    weight = decoded(linear.nf4_data(), scales, shape, form, transposed=True)
+    return left, RoundedWeight(weight, None)
+
+
+def _row_scales(linear: FrozenWeight, form: Format) -> torch.Tensor:
+    kept = linear.row_scales.get(form.name)
+    if kept is None:
+        kept = row_scales(linear.nf4_data(), linear.matrix_shape, form)
+        linear.row_scales[form.name] = kept
+    return kept
+
+
+def frozen_product(x: torch.Tensor, linear: FrozenWeight, *, bias: bool) -> torch.Tensor:
+    """Return x W^T, and + b if `bias`; x: (..., in_features)."""
+    multiply: Callable[..., torch.Tensor] = _FrozenProduct.apply
+    return multiply(x, linear, bias)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
+    by then).
+
+    Autograd's own linear would save the decoded weight: 16 bits where 4 are stored.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, linear: FrozenWeight, bias: bool) -> torch.Tensor:
+        ctx.linear = linear
+        rows = operand(x, linear)
+        y = frozen_value(linear, rows, dtype=x.dtype, bias=bias)
+        return y.view(*x.shape[:-1], -1).detach()  # no view: a family may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,) = grads
+        of_rows = frozen_input_gradient(grad.reshape(-1, grad.shape[-1]), ctx.linear)
+        return of_rows.view(*grad.shape[:-1], -1), None, None

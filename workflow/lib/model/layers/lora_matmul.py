@@ -1,0 +1,254 @@
+"""Products of frozen NF4 weights with LoRA adapters on top, of linears that share their input, and
+their gradients.
+
+y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i, where d_i is a dropout (`adapter_dropout`) and f_i the
+row factor of DoRA (`dora`), 1 without it. Without dropout the A of all linears are one matrix, so x
+is read once for all adapters. `frozen_matmul` multiplies W. A and B are fp32 masters, cast to the
+compute type; their gradients are made in fp32. Gradients here are those of y / f: who has a factor
+takes it out before (`dora.lengthen_backward`).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_, no_part
+from workflow.lib.model.layers.adapter_dropout import (
+    Draw,
+    add_dropped_,
+    drop_,
+    dropped,
+)
+from workflow.lib.model.layers.adapter_state import Casts
+from workflow.lib.model.layers.frozen_matmul import (
+    Operand,
+    adapted_product,
+    add_input_gradient_,
+    frozen_input_gradient,
+    frozen_value,
+    operand,
+    scaled_product,
+)
+from workflow.lib.system.device_types import GPUS
+
+# torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
+FLOAT32_PRODUCTS = torch.version.hip is None
+
+
+class Adapted(NamedTuple):
+    """A linear with its adapter, as one pass uses it: FSDP frees and regathers its weights."""
+
+    base: Any
+    """The `NF4Linear`."""
+    a: torch.Tensor
+    """(r, in) fp32."""
+    b: torch.Tensor
+    """(out, r) fp32."""
+    scale: float
+    """Of B A, with what dropout asks for."""
+    draw: Draw | None = None
+    """What decides which features the adapter's input loses."""
+    casts: Casts | None = None
+    """Where casts of A and B are kept; None: nowhere."""
+
+
+Draws = Sequence[Draw | None]
+
+
+def draws_of(layers: Iterable[Any]) -> list[Draw | None]:
+    """Return what decides the masks of PEFT layers in this pass; backward wants the same."""
+    return [layer.fused_draw() for layer in layers]
+
+
+def adapted(layers: Iterable[Any], draws: Draws) -> list[Adapted]:
+    """Read the weights of PEFT layers (`lora_linear.FusedLoraLinear`)."""
+    linears = []
+    for layer, draw in zip(layers, draws, strict=True):
+        scale = layer.fused_scale() * (draw.scale if draw else 1.0)
+        a_weight, b_weight = layer.fused_weights()
+        base, casts = layer.get_base_layer(), layer.shared.casts()
+        linears.append(Adapted(base, a_weight, b_weight, scale, draw, casts))
+    return linears
+
+
+def low_rank(linears: Sequence[Adapted], rows: torch.Tensor) -> torch.Tensor:
+    """Return A_i d_i(x) of all linears side by side, (T, sum of ranks), for rows (T, in)."""
+    if not _drops(linears):
+        return rows @ _cast([linear.a for linear in linears], linears[0], rows.dtype).t()
+    low = rows.new_empty(rows.shape[0], sum(linear.a.shape[0] for linear in linears))
+    for linear, part in zip(linears, _parts(linears, low), strict=True):
+        torch.mm(_input(linear, rows), _cast([linear.a], linear, rows.dtype).t(), out=part)
+    return low
+
+
+def value(linear: Adapted, x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return W x + s B low + b (T, out) of x (..., in), for low = A d(x) (T, r)."""
+    return _value(linear, operand(x, linear.base), low, dtype=x.dtype, bias=True)
+
+
+def _value(
+    linear: Adapted, rows: Operand, low: torch.Tensor, *, dtype: torch.dtype, bias: bool
+) -> torch.Tensor:
+    update = _update(linear, low)
+    return adapted_product(linear.base, rows, update, dtype=dtype, bias=bias)
+
+
+def _update(linear: Adapted, low: torch.Tensor) -> LowRank:
+    """Return the adapter's part of a value, for low = A d(x) (T, r)."""
+    return LowRank(low, _cast([linear.b], linear, low.dtype).t(), linear.scale)
+
+
+def updates(linears: Sequence[Adapted], low: torch.Tensor) -> list[LowRank]:
+    """Return the adapters' parts of the values, for `low_rank` (T, sum of ranks)."""
+    parts = _parts(linears, low)
+    return [_update(linear, part) for linear, part in zip(linears, parts, strict=True)]
+
+
+def frozen_values(linears: Sequence[Adapted], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return W x + b (T, out) of every linear for x (..., in), without the adapters' parts."""
+    shared = operand(x, linears[0].base)
+    return [frozen_value(y.base, shared, dtype=x.dtype, bias=True) for y in linears]
+
+
+def values(
+    linears: Sequence[Adapted],
+    x: torch.Tensor,
+    low: torch.Tensor,
+    factors: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """Return y (T, out) of every linear for x (..., in); with a factor of DoRA without the bias,
+    which is added after it.
+    """
+    made, shared = [], operand(x, linears[0].base)
+    for linear, part, factor in zip(linears, _parts(linears, low), factors, strict=True):
+        y = _value(linear, shared, part, dtype=x.dtype, bias=factor is None)
+        made.append(y if factor is None else y.mul_(factor))
+    return made
+
+
+def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the gradient of `low_rank` (T, sum of ranks) for those of the values (T, out)."""
+    if len(linears) == 1:
+        small = _cast([linears[0].b], linears[0], grads[0].dtype)
+        return scaled_product(grads[0], small, linears[0].scale)
+    of_low = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
+    for linear, grad, part in zip(linears, grads, _parts(linears, of_low), strict=True):
+        scaled_product(grad, _cast([linear.b], linear, grad.dtype), linear.scale, out=part)
+    return of_low
+
+
+def input_gradient(
+    linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
+    form = linears[0].base.product_types.backward
+    if form is not None and not form.adds and not _drops(linears):
+        return _products_first(linears, grads, of_low)
+    of_rows = _adapters_input_gradient(linears, of_low)
+    for linear, grad in zip(linears, grads, strict=True):
+        add_input_gradient_(of_rows, grad, linear.base)
+    return of_rows
+
+
+def _products_first(
+    linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
+) -> torch.Tensor:
+    """The same by products that cannot add: the last is added with the adapters' part at once."""
+    small = _cast([linear.a for linear in linears], linears[0], of_low.dtype)
+    (first, grad), *others = zip(linears, grads, strict=True)
+    of_rows = frozen_input_gradient(grad, first.base)
+    for linear, grad in others[:-1]:
+        add_input_gradient_(of_rows, grad, linear.base)
+    last = None
+    if others:
+        linear, grad = others[-1]
+        last = frozen_input_gradient(grad, linear.base)
+    return add_low_rank_(of_rows, LowRank(of_low, small, 1.0), last)
+
+
+def split_input_gradient(
+    linear: Adapted, grad: torch.Tensor, of_low: torch.Tensor
+) -> tuple[torch.Tensor, LowRank]:
+    """Return the gradient of one linear's rows (T, in), and what is still to be added to it."""
+    if linear.draw is not None:
+        of_rows = input_gradient([linear], [grad], of_low)
+        return of_rows, no_part(of_rows)
+    small = _cast([linear.a], linear, of_low.dtype)
+    return frozen_input_gradient(grad, linear.base), LowRank(of_low, small, 1.0)
+
+
+def _adapters_input_gradient(linears: Sequence[Adapted], of_low: torch.Tensor) -> torch.Tensor:
+    """Return the part of the rows' gradient that comes through A."""
+    if not _drops(linears):
+        return of_low @ _cast([linear.a for linear in linears], linears[0], of_low.dtype)
+    of_rows = None
+    for linear, part in zip(linears, _parts(linears, of_low), strict=True):
+        update = part @ _cast([linear.a], linear, of_low.dtype)
+        assert linear.draw is not None
+        if of_rows is None:
+            of_rows = drop_(update, linear.draw)
+        else:
+            add_dropped_(of_rows, update, linear.draw)
+    assert of_rows is not None
+    return of_rows
+
+
+def adapter_gradients(
+    linears: Sequence[Adapted],
+    grads: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    low: torch.Tensor,
+    of_low: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Return the gradients of A and B of every linear, in this order, fp32."""
+    if _drops(linears):
+        of_a = [
+            _float32_product(part.t(), _input(linear, rows))
+            for linear, part in zip(linears, _parts(linears, of_low), strict=True)
+        ]
+    else:
+        of_a = [*_float32_product(of_low.t(), rows).split([x.a.shape[0] for x in linears])]
+    gradients = []
+    for linear, grad, part, a in zip(linears, grads, _parts(linears, low), of_a, strict=True):
+        gradients += [a, _float32_product(grad.t(), part).mul_(linear.scale)]
+    return gradients
+
+
+def _drops(linears: Sequence[Adapted]) -> bool:
+    """Whether the adapters have inputs of their own; dropout is a setting of all or of none."""
+    return linears[0].draw is not None
+
+
+def _input(linear: Adapted, rows: torch.Tensor) -> torch.Tensor:
+    """Return the adapter's input d(x) (T, in), not scaled."""
+    return rows if linear.draw is None else dropped(rows, linear.draw)
+
+
+def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the columns (T, r) of each linear."""
+    columns: tuple[torch.Tensor, ...] = low.split([linear.a.shape[0] for linear in linears], dim=1)
+    return columns
+
+
+def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch.Tensor:
+    """Return masters one below the other in the compute type; from where `of` keeps its casts, if
+    it does.
+    """
+    key = (dtype, *map(id, weights))
+    if of.casts is not None and key in of.casts:
+        return of.casts[key]
+    cast = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+    if of.casts is not None:
+        of.casts[key] = cast
+    return cast
+
+
+def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left @ right in fp32, on a GPU without rounding to the inputs' type in between.
+
+    For the gradients of adapters, which are sums over all tokens.
+    """
+    if left.device.type in GPUS and left.dtype != torch.float32 and FLOAT32_PRODUCTS:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
