@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import yaml
 
 from workflow.lib.artifacts.layout import (
-    STAGE_SECTIONS,
-    UNRECORDED_SECTIONS,
     base_dir,
     base_key,
     calibration_hash,
@@ -30,7 +29,25 @@ from workflow.lib.artifacts.layout import (
     tokens_dir,
     tokens_key,
 )
-from workflow.lib.settings.config import HardwareConfig, RunConfig, TrainConfig, load_config, merge
+from workflow.lib.settings.config import (
+    BenchmarkConfig,
+    HardwareConfig,
+    ReportConfig,
+    RunConfig,
+    Section,
+    load_config,
+    merge,
+)
+from workflow.lib.settings.effects import Stage
+from workflow.lib.system.files import short_hash
+
+ROOT = Path(__file__).resolve().parents[2]
+# Stages that receive settings as JSON; the others are told by options alone.
+STAGES = [
+    stage
+    for stage in get_args(Stage)
+    if stage not in ("check_gguf", "require_gain", "render_report", "benchmark_run")
+]
 
 KEYS = {
     "model": model_key,
@@ -113,74 +130,146 @@ def test_measurements_that_times_are_fitted_to_count_by_their_content(tmp_path: 
     assert calibration_hash(run_with()) is None
 
 
-# One other value for every setting of `train`; a new setting must be added here, and so thought
-# about.
-OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
-    "seed": {"seed": 7},
-    "epochs": {"epochs": 2.5},
-    "max_steps": {"epochs": None, "max_steps": 11},
-    "global_batch_size": {"global_batch_size": 13},
-    "micro_batch_size": {"micro_batch_size": 2},
-    "optimizer": {"optimizer": "adamw_8bit"},
-    "learning_rate": {"learning_rate": 1e-3},
-    "lr_schedule": {"lr_schedule": "linear"},
-    "warmup_share": {"warmup_share": 0.1},
-    "min_lr_share": {"min_lr_share": 0.1},
-    "weight_decay": {"weight_decay": 0.1},
-    "router_aux_loss_coef": {"router_aux_loss_coef": 0.1},
-    "adam_beta1": {"adam_beta1": 0.8},
-    "adam_beta2": {"adam_beta2": 0.9},
-    "adam_eps": {"adam_eps": 1e-7},
-    "max_grad_norm": {"max_grad_norm": None},
-    "activation_checkpointing": {"activation_checkpointing": False},
-    "fused_layers": {"fused_layers": False},
-    "evaluate_every_steps": {"evaluate_every_steps": 3},
-    "evaluate_documents": {"evaluate_documents": 3},
-    "select": {"evaluate_every_steps": 3, "select": "best"},
-    "checkpoint_every_steps": {"checkpoint_every_steps": 3},
-    "checkpoint_every_minutes": {"checkpoint_every_minutes": None},
-    "keep_checkpoints": {"keep_checkpoints": 1},
-    "grace_seconds": {"grace_seconds": 5.0},
-    "hang_seconds": {"hang_seconds": 7.0},
-    "deterministic": {"deterministic": True},
-    "log_every_steps": {"log_every_steps": 5},
-    "fused_loss": {"fused_loss": False},
-    "saved_activations": {"saved_activations": "float8"},
-    "products": {"products": "int8"},
-    "products_in": {"products_in": "backward"},
-    "max_products_loss_rise": {"max_products_loss_rise": 0.1},
-}
-# What has a meaning beside another setting alone.
-BESIDE: dict[str, dict[str, Any]] = {
-    "products_in": {"products": "float8"},
-    "max_products_loss_rise": {"products": "float8"},
-}
+def changed_value(section: Section, key: str) -> Any:
+    """Return another value of a setting, which need not be a valid one."""
+    default = getattr(section, key)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    if isinstance(default, Section):
+        inner = next(iter(type(default).model_fields))
+        return default.model_copy(update={inner: "other"})
+    return {"other": 1.0} if isinstance(default, dict) else ("other",)
 
 
-# Settings that cannot change the trained adapter; stated here again, not taken from the code under
-# test.
-OPERATIONAL = {
-    "micro_batch_size",
-    "activation_checkpointing",
-    "checkpoint_every_steps",
-    "checkpoint_every_minutes",
-    "keep_checkpoints",
-    "grace_seconds",
-    "hang_seconds",
-    "log_every_steps",
-    "max_products_loss_rise",
+def edited(name: str, key: str) -> tuple[RunConfig, RunConfig]:
+    """Return a run before and after an edit of one setting; what it needs is there in both."""
+    before = RunConfig()
+    needs = type(getattr(before, name)).affected_by(key).needs
+    for setting in (*([needs] if needs else []), key):
+        section = getattr(before, name)
+        update = {setting: changed_value(section, setting)}
+        after = before.model_copy(update={name: section.model_copy(update=update)})
+        if setting == needs:
+            before = after
+    return before, after
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: type(getattr(RunConfig(), name)) for name in RunConfig.model_fields
+}
+SETTINGS = [(name, key) for name, section in SECTIONS.items() for key in section.model_fields]
+
+# Stated here again, not taken from the code under test.
+WITHOUT_EFFECT = {
+    *(("train", key) for key in ("checkpoint_every_steps", "checkpoint_every_minutes")),
+    *(("train", key) for key in ("grace_seconds", "hang_seconds", "log_every_steps")),
+    *(("evaluate", key) for key in ("batch_size", "processes", "shard")),
+    *(("tracking", key) for key in SECTIONS["tracking"].model_fields),
+    ("train", "max_products_loss_rise"),
+    ("data", "max_rejected_share"),
+}
+OF_THE_PLAN = {
+    *(("train", key) for key in ("micro_batch_size", "activation_checkpointing")),
+    *(("hardware", key) for key in SECTIONS["hardware"].model_fields),
+    ("train", "keep_checkpoints"),
 }
 
 
-@pytest.mark.parametrize("key", list(TrainConfig.model_fields))
-def test_fingerprint_reacts_to_every_train_setting_but_the_operational_ones(key: str) -> None:
-    beside = BESIDE.get(key, {})
-    plain, other = (
-        run_with("train", **beside),
-        run_with("train", **beside, **OTHER_TRAIN_VALUES[key]),
-    )
-    changed = fingerprint(plain) != fingerprint(other)
-    assert changed is (key not in OPERATIONAL)
+def test_every_setting_says_what_it_affects_and_who_reads_it() -> None:
+    silent = [
+        f"{name}.{key}"
+        for name, section in {
+            **SECTIONS,
+            "report": ReportConfig,
+            "benchmark": BenchmarkConfig,
+        }.items()
+        for key in section.model_fields
+        if section.affected_by(key).effect is None
+        or not (section.affected_by(key).read_by or section.affected_by(key).told)
+    ]
+    assert silent == []
+    said = {place: SECTIONS[place[0]].affected_by(place[1]).effect for place in SETTINGS}
+    assert {place for place, effect in said.items() if effect == "none"} == WITHOUT_EFFECT
+    assert {place for place, effect in said.items() if effect == "plan"} == OF_THE_PLAN
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_editing_a_setting_reruns_exactly_the_stages_that_it_names() -> None:
+    wrong = []
+    for name, key in SETTINGS:
+        if name == "tracking":  # which `unrecorded_json` has
+            continue
+        before, after = edited(name, key)
+        affects = SECTIONS[name].affected_by(key)
+        named = {s for s in STAGES if affects.reruns(s) and s in (affects.read_by or ())}
+        reruns = {s for s in STAGES if recorded_json(s, before) != recorded_json(s, after)}
+        received = {s for s in STAGES if stage_json(s, before) != stage_json(s, after)}
+        if reruns != named or received != {s for s in STAGES if affects.received_by(s)}:
+            wrong.append((f"{name}.{key}", named, reruns, received))
+    assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited() -> None:
+    changed = set()
+    for name, key in SETTINGS:
+        before, after = edited(name, key)
+        if fingerprint(before) != fingerprint(after):
+            changed.add((name, key))
+    trained = {place for place in SETTINGS if place[0] in ("data", "quantize", "lora", "train")}
+    model = {("model", k) for k in ("source", "revision", "compute_dtype", "attention_dropout")}
+    assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN
+
+
+def test_setting_without_what_it_needs_affects_nothing() -> None:
+    plain = run_with("train", products_in="both")
+    assert fingerprint(plain) == fingerprint(run_with("train", products_in="backward"))
+
+
+# Keys of tokens, base and checkpoints, and the hash of what Snakemake compares of all stages, by
+# the version of 2026-11-26: finished results stay valid.
+RECORDED = {
+    ("demo", "demo"): ("2369bf4c021a", "891fa95e9de0", "12066417f2c2", "14f2aeb05688"),
+    ("llama3-8b-1x24gb", "llama3-8b"): (
+        "c65caf22d3a2",
+        "712da332629a",
+        "1a366a3483c3",
+        "834a0265b912",
+    ),
+    ("mixture-demo", "mixture-demo"): (
+        "3a718143cf3f",
+        "20cc99e8e7cc",
+        "71797cd6770c",
+        "0d5ac8125af7",
+    ),
+    ("qwen3-30b-a3b-1x24gb", "qwen3-30b-a3b"): (
+        "cd5798bba688",
+        "bc08d9ff7e47",
+        "584678cd3ea9",
+        "ed4c6d0712a7",
+    ),
+    ("sweep-demo", "r4-lr1e-3"): ("2369bf4c021a", "891fa95e9de0", "65a6bdd5597d", "3f295fb18236"),
+    ("llama2-70b-2x24gb", "llama2-70b"): (
+        "1740ffd3d098",
+        "4d7535bed75e",
+        "b0d542c1cd1a",
+        "e0431831be89",
+    ),
+}
+
+
+@pytest.mark.parametrize(("preset", "name"), RECORDED)
+def test_finished_results_of_earlier_versions_stay_valid(preset: str, name: str) -> None:
+    document = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
+    if preset != "demo":
+        of_preset = (ROOT / "workflow" / "presets" / f"{preset}.yaml").read_text(encoding="utf-8")
+        document = merge(document, yaml.safe_load(of_preset))
+    run = load_config(document)[1][name]
+    keys = (tokens_key(run), base_key(run), fingerprint(run))
+    compared = short_hash([recorded_json(stage, run) for stage in STAGES])
+    assert (*keys, compared) == RECORDED[preset, name]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +306,7 @@ def test_editing_a_section_changes_only_the_stages_that_read_it(
     section: str, change: dict[str, Any], stages: set[str]
 ) -> None:
     before, after = run_with(), run_with(section, **change)
-    assert {s for s in STAGE_SECTIONS if stage_json(s, before) != stage_json(s, after)} == stages
+    assert {s for s in STAGES if stage_json(s, before) != stage_json(s, after)} == stages
 
 
 @pytest.mark.parametrize(
@@ -236,30 +325,23 @@ def test_setting_that_changes_no_result_reaches_its_stage_and_runs_none_again(
     section: str, change: dict[str, Any], stages: set[str]
 ) -> None:
     before, after = run_with(), run_with(section, **change)
-    changed = {s for s in STAGE_SECTIONS if recorded_json(s, before) != recorded_json(s, after)}
+    changed = {s for s in STAGES if recorded_json(s, before) != recorded_json(s, after)}
     assert changed == stages
-    assert any(stage_json(s, before) != stage_json(s, after) for s in STAGE_SECTIONS)
+    assert any(stage_json(s, before) != stage_json(s, after) for s in STAGES)
 
 
 def test_what_is_recorded_of_defaults_is_what_stages_receive() -> None:
     """So that results from before a key was recorded as its default stay up to date."""
-    for stage in STAGE_SECTIONS:
+    for stage in STAGES:
         assert recorded_json(stage, run_with()) == stage_json(stage, run_with())
 
 
 def test_editing_the_report_changes_no_stage_of_a_run() -> None:
     plain, titled = (load_config({"report": r})[1]["demo"] for r in ({}, {"title": "Other"}))
-    assert [stage_json(s, plain) for s in STAGE_SECTIONS] == [
-        stage_json(s, titled) for s in STAGE_SECTIONS
-    ]
+    assert [stage_json(s, plain) for s in STAGES] == [stage_json(s, titled) for s in STAGES]
 
 
-def test_every_section_of_a_run_is_read_by_some_stage() -> None:
-    read = [*STAGE_SECTIONS.values(), *UNRECORDED_SECTIONS.values()]
-    assert set().union(*read) == set(RunConfig.model_fields)
-
-
-@pytest.mark.parametrize("stage", list(STAGE_SECTIONS))
+@pytest.mark.parametrize("stage", STAGES)
 def test_stage_json_does_not_depend_on_the_order_of_keys(stage: str) -> None:
     def reordered(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -273,14 +355,14 @@ def test_stage_json_does_not_depend_on_the_order_of_keys(stage: str) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", list(STAGE_SECTIONS))
+@pytest.mark.parametrize("stage", STAGES)
 def test_stage_json_loads_back_to_the_sections_of_the_stage(stage: str) -> None:
     run = run_with()
     settings = json.loads(stage_json(stage, run))
     assert settings == stage_settings(stage, run)
-    assert {
-        name: type(getattr(run, name)).model_validate(value) for name, value in settings.items()
-    } == {name: getattr(run, name) for name in STAGE_SECTIONS[stage]}
+    for name, value in settings.items():
+        section = getattr(run, name).model_validate(value)
+        assert section.model_dump(mode="json", include=set(value)) == value
 
 
 def test_stage_json_is_one_line_without_characters_that_yaml_would_wrap() -> None:

@@ -6,7 +6,7 @@ sections torn out.
 
 import copy
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import Config, RunConfig, load_config
+from workflow.lib.settings.effects import Stage
 from workflow.lib.system.errors import UserError
 
 DOCUMENT = Config().model_dump(mode="json") | {
@@ -99,7 +100,7 @@ def use(run: RunConfig) -> None:
     """Do with settings what the Snakefile does when it is parsed."""
     layout.tokens_dir(run), layout.base_dir(run), layout.model_dir(run), layout.data_files(run)
     layout.fingerprint(run)
-    for stage in layout.STAGE_SECTIONS:
+    for stage in get_args(Stage):
         json.loads(layout.stage_json(stage, run))
 
 

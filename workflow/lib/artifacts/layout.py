@@ -1,24 +1,24 @@
 """From settings to artifacts: which folder a run's stage uses, and which settings each stage reads.
 
 A shared artifact's folder carries a key: the short hash of everything that it depends on, so two
-runs with equal data settings share one tokenization. A stage receives exactly its sections, as one
-JSON string with sorted keys. Snakemake compares such a string too (`recorded_json`) to decide
-whether to run the stage again; keys that cannot change the result are at their defaults in it.
+runs with equal data settings share one tokenization. A stage receives exactly the settings that
+it reads (`settings.effects`), as one JSON string with sorted keys. Snakemake compares such a string
+too (`recorded_json`); settings that do not rerun the stage are at their defaults in it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.settings.config import (
-    EvaluateConfig,
-    ExportConfig,
     ReportConfig,
     RunConfig,
+    Section,
     is_hub_id,
 )
+from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
 from workflow.lib.system.files import canonical_json, file_sha256, short_hash
 
@@ -31,55 +31,47 @@ CONVERTERS = str(RESULTS / "llama_cpp" / LLAMA_CPP_RELEASE)
 # Random models of the benchmark, undeclared for the same reason.
 BENCHMARK_BASES = str(RESULTS / "benchmark" / "bases")
 
-# Keys of `train` that cannot change the trained adapter: a checkpoint stays valid when they are
-# edited.
-OPERATIONAL_KEYS = frozenset(
-    {
-        "micro_batch_size",
-        "activation_checkpointing",
-        "max_products_loss_rise",
-        "checkpoint_every_steps",
-        "checkpoint_every_minutes",
-        "keep_checkpoints",
-        "grace_seconds",
-        "hang_seconds",
-        "log_every_steps",
-    }
-)
 
-# Keys that cannot change what a stage makes, by section.
-WITHOUT_EFFECT: dict[str, frozenset[str]] = {
-    "data": frozenset({"max_rejected_share"}),
-    "train": OPERATIONAL_KEYS,
-    "evaluate": frozenset({"batch_size", "processes", "shard"}),
-}
-# Of these, the ones that the prediction depends on.
-PREDICTED_KEYS = frozenset({"micro_batch_size", "activation_checkpointing", "keep_checkpoints"})
-# Keys of `quantize` that a calibration alone reads.
-CALIBRATION_KEYS = frozenset({"calibration_tokens", "calibration_text"})
+def _comparable(run: RunConfig, counts: Callable[[Affects], bool]) -> RunConfig:
+    """Return the settings with every one that does not count at its default: equal results have
+    equal ones.
 
-
-def effective(run: RunConfig, *, but: frozenset[str] = frozenset()) -> RunConfig:
-    """Return the settings with every key `WITHOUT_EFFECT` (`but` these) at its default: equal
-    results have equal ones.
-
-    A default, not nothing: what was made before such a key existed stays up to date.
+    A default, not nothing: what was made before such a setting existed stays up to date.
     """
-    without_effect = {name: keys - but for name, keys in WITHOUT_EFFECT.items()}
-    if run.quantize.method == "absmax":
-        without_effect["quantize"] = CALIBRATION_KEYS
-    return _with_defaults(run, without_effect)
-
-
-def _with_defaults(run: RunConfig, keys: Mapping[str, Iterable[str]]) -> RunConfig:
-    """Return the settings with these keys of sections at their defaults."""
     changed = {}
-    for name, of_section in keys.items():
-        section = getattr(run, name)
-        defaults = type(section)()
-        update = {key: getattr(defaults, key) for key in of_section}
+    for name, section in _sections(run):
+        defaults, of = type(section)(), section.affected_by
+        update = {
+            key: getattr(defaults, key)
+            for key in type(section).model_fields
+            if not counts(of(key)) or _at_default(section, of(key).needs)
+        }
         changed[name] = section.model_copy(update=update)
     return run.model_copy(update=changed)
+
+
+def _sections(run: RunConfig) -> list[tuple[str, Section]]:
+    return [(name, getattr(run, name)) for name in RunConfig.model_fields]
+
+
+def _at_default(section: Section, key: str | None) -> bool:
+    return key is not None and getattr(section, key) == getattr(type(section)(), key)
+
+
+def _plain(section: Section, wanted: Callable[[Affects], bool]) -> dict[str, Any]:
+    """Return the wanted settings of a section, without the `later` ones that say nothing."""
+    of = section.affected_by
+    keys = {
+        key
+        for key in type(section).model_fields
+        if wanted(of(key)) and not (of(key).later and _at_default(section, of(key).needs or key))
+    }
+    document: dict[str, Any] = section.model_dump(mode="json", include=keys)
+    return document
+
+
+def _defines_result(affects: Affects) -> bool:
+    return affects.effect == "result"
 
 
 def model_key(run: RunConfig) -> str:
@@ -96,7 +88,7 @@ def tokens_key(run: RunConfig) -> str:
     """Short hash of all that the tokens depend on: the data settings and the tokenizer's
     identity.
     """
-    data = effective(run).data.model_dump(mode="json")
+    data = _comparable(run, _defines_result).data.model_dump(mode="json")
     return short_hash([data, run.model.source, run.model.revision])
 
 
@@ -242,11 +234,9 @@ def fingerprint(run: RunConfig) -> str:
     """Short hash of what defines the training trajectory: a checkpoint of another one is never
     resumed.
     """
-    train = run.train.model_dump(mode="json", exclude=set(OPERATIONAL_KEYS))
+    lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
     numerics = [run.model.compute_dtype, run.model.attention_dropout]
-    return short_hash(
-        [tokens_key(run), base_key(run), run.lora.model_dump(mode="json"), train, *numerics]
-    )
+    return short_hash([tokens_key(run), base_key(run), lora, train, *numerics])
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
@@ -256,87 +246,26 @@ def checkpoint_dir(name: str, run: RunConfig) -> str:
     return str(RESULTS / "checkpoints" / f"{name}-{fingerprint(run)}")
 
 
-# What each stage reads. A section not listed for a stage can be edited without running the stage
-# again.
-STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
-    "tokenize_dataset": ("data",),
-    "quantize_base": ("quantize",),
-    "preflight_run": (
-        "model",
-        "data",
-        "quantize",
-        "lora",
-        "train",
-        "hardware",
-        "evaluate",
-        "export",
-    ),
-    "finetune": ("model", "lora", "train"),
-    "consolidate": ("model", "export"),
-    "convert_gguf": ("export",),
-    "publish_run": ("export",),
-    "evaluate_run": ("model", "evaluate"),
-    "write_card": ("model", "data", "quantize", "export"),
-}
+def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
+    """Return the settings that a stage receives: of each section exactly those that it reads."""
+    return _received(stage, run, tracked=False)
 
-# What a stage reads and what cannot change its outputs: editing it never runs the stage again.
-UNRECORDED_SECTIONS: dict[str, tuple[str, ...]] = {"finetune": ("tracking",)}
+
+def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:
+    """Return what a stage receives of the sections that can change nothing (`tracked`), or of the
+    others.
+    """
+    read = {
+        name: _plain(section, lambda affects: affects.received_by(stage))
+        for name, section in _sections(run)
+        if (section.affects.effect == "none") is tracked
+    }
+    return {name: settings for name, settings in read.items() if settings}
 
 
 def unrecorded_json(stage: str, run: RunConfig) -> str:
-    """Return a stage's `UNRECORDED_SECTIONS` as one canonical JSON string."""
-    sections = set(UNRECORDED_SECTIONS[stage])
-    return canonical_json(run.model_dump(mode="json", include=sections))
-
-
-# Keys of these sections that a stage does not read, so that editing them does not run it again.
-BASE_IDS = ("base_id", "nf4_base_id")
-HUB_KEYS = ("hub_repo", "hub_form", "hub_public")
-UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
-    "consolidate": {
-        "model": {"attention_dropout"},
-        "export": {"gguf", "gguf_of", "llama_cpp", *HUB_KEYS},
-    },
-    # The merged model is its input, the converters an option.
-    "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", *BASE_IDS, *HUB_KEYS}},
-    "publish_run": {"export": {"merge_onto", "shard_gib", *BASE_IDS}},
-    "write_card": {
-        "model": {"attention_dropout"},
-        "export": set(ExportConfig.model_fields) - {*BASE_IDS},
-    },
-    # It looks whether the tasks exist and measure what is required, and how much is measured.
-    "preflight_run": {
-        "evaluate": {"bootstrap_resamples", "task_code", "apply_chat_template", "shard", "seed"}
-        | {"require_by"},
-        "export": set(ExportConfig.model_fields) - {"merged"},
-    },
-    # What is measured and what is served it is told by options.
-    "evaluate_run": {
-        "model": {"attention_dropout"},
-        "evaluate": {"require", "require_by", "subjects", "served"},
-    },
-}
-
-
-# Keys that a stage reads for what it foretells alone: editing them does not run it again. Preflight
-# predicts how long the evaluation takes, and an edited evaluation must not wait for a machine that
-# could train.
-FORETOLD_KEYS: dict[str, dict[str, set[str]]] = {
-    "preflight_run": {
-        "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"},
-        "export": set(ExportConfig.model_fields),
-    },
-}
-
-
-def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
-    """Return the settings that a stage receives: exactly its sections, less the keys that it does
-    not read.
-    """
-    settings: dict[str, Any] = run.model_dump(
-        mode="json", include=set(STAGE_SECTIONS[stage]), exclude=UNREAD_KEYS.get(stage)
-    )
-    return settings
+    """Return what a stage receives of `tracking`, which never runs it again, as canonical JSON."""
+    return canonical_json(_received(stage, run, tracked=True))
 
 
 def stage_json(stage: str, run: RunConfig) -> str:
@@ -351,21 +280,18 @@ def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
     It changes none of their outputs. Defaults are left out: a command's argument has at most 128
     KiB.
     """
-    sections = set(STAGE_SECTIONS["preflight_run"])
     changed = {
-        name: run.model_dump(mode="json", include=sections, exclude_defaults=True)
+        name: run.model_dump(mode="json", exclude={"tracking"}, exclude_defaults=True)
         for name, run in runs.items()
     }
     return canonical_json({"trains_here": trains_here, "runs": changed})
 
 
 def recorded_json(stage: str, run: RunConfig) -> str:
-    """Return `stage_json` of the `effective` settings, `FORETOLD_KEYS` at their defaults too, which
+    """Return `stage_json` with every setting that does not rerun the stage at its default, which
     Snakemake compares to decide whether the stage runs again.
     """
-    but = PREDICTED_KEYS if stage == "preflight_run" else frozenset[str]()
-    same = _with_defaults(effective(run, but=but), FORETOLD_KEYS.get(stage, {}))
-    return stage_json(stage, same)
+    return stage_json(stage, _comparable(run, lambda affects: affects.reruns(stage)))
 
 
 def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
@@ -380,5 +306,6 @@ def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
 
 
 def recorded_report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
-    """Return `report_json` of the `effective` settings, which Snakemake compares."""
-    return report_json(report, {name: effective(run) for name, run in runs.items()})
+    """Return `report_json` with what has no effect at its default, which Snakemake compares."""
+    same = {name: _comparable(run, lambda a: a.effect != "none") for name, run in runs.items()}
+    return report_json(report, same)

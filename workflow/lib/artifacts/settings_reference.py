@@ -8,15 +8,15 @@ This module spells settings. What they do stands in `settings`, once.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic.fields import FieldInfo
 
-from workflow.lib.artifacts.layout import STAGE_SECTIONS, UNRECORDED_SECTIONS, WITHOUT_EFFECT
 from workflow.lib.settings.config import Config, RunConfig, Section, json_schema
+from workflow.lib.settings.effects import Affects, Stage
 from workflow.lib.settings.errors_in_words import is_section
 from workflow.lib.system.files import write_text
 
@@ -32,12 +32,9 @@ effect. Written by `python -m workflow.scripts.write_settings_pages` from the mo
 [`workflow/lib/settings/config.py`](../lib/settings/config.py).
 
 Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override
-any setting of any section except `report` and `benchmark`. A stage runs again when a section that
-it reads changes, or a file that it reads; changing `hardware` or `tracking` never trains again.
+any setting of any section except `report` and `benchmark`. A stage reruns when a setting or a file
+that it reads changes, unless the section says otherwise.
 """
-
-# Readers of the sections that belong to no run.
-WHOLE_DOCUMENT_READERS = {"report": "render_report", "benchmark": "benchmark_run"}
 
 # Words for the types and bounds of a JSON schema; {} is the bound.
 _TYPES = {
@@ -91,18 +88,30 @@ def _sections(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _section_md(name: str, field: FieldInfo) -> str:
-    both = (*STAGE_SECTIONS.items(), *UNRECORDED_SECTIONS.items())
-    readers = [f"`{stage}`" for stage, sections in both if name in sections]
-    readers = readers or [f"`{WHOLE_DOCUMENT_READERS[name]}`"]
-    lines = [f"## {name}\n", f"{_description(field)} Read by {', '.join(readers)}.\n"]
-    free = [f"`{key}`" for key in _model(field).model_fields if key in WITHOUT_EFFECT.get(name, ())]
-    if free:
-        lines.append(
-            "What is finished, and every checkpoint, stays valid when these change: "
-            f"{', '.join(free)}.\n"
-        )
+    lines = [f"## {name}\n", f"{_description(field)} {_effect_md(_model(field))}\n"]
     lines += ["| key | value | default | effect |", "|---|---|---|---|", *_rows(field, prefix="")]
     return "\n".join(lines) + "\n"
+
+
+def _effect_md(section: type[Section]) -> str:
+    """Say who reads a section, and which of its settings rerun less than all readers."""
+    every = {key: section.affected_by(key) for key in section.model_fields}
+    readers = [stage for stage in get_args(Stage) if any(_reads(a, stage) for a in every.values())]
+    sentences = [f"Read by {_named(readers)}."]
+    for effect, reruns in (("plan", "preflight alone"), ("none", "nothing")):
+        keys = [key for key, affects in every.items() if affects.effect == effect]
+        if keys:
+            what = "a setting of it" if len(keys) == len(every) else _named(keys)
+            sentences.append(f"Editing {what} reruns {reruns}.")
+    return " ".join(sentences)
+
+
+def _reads(affects: Affects, stage: str) -> bool:
+    return affects.received_by(stage) or stage in (affects.told or ())
+
+
+def _named(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _rows(field: FieldInfo, *, prefix: str) -> Iterator[str]:

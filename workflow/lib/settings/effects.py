@@ -1,0 +1,62 @@
+"""What a setting affects: which stages read it, and what changes when it is edited.
+
+A section says it once for its settings (`affects`); a setting that differs has a marker of its own:
+
+    keep_checkpoints: Annotated[int, Affects("plan")] = 2
+
+Folder keys, the settings that a stage receives, what reruns and the settings page follow from it.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+Stage = Literal[
+    "tokenize_dataset",
+    "quantize_base",
+    "preflight_run",
+    "finetune",
+    "consolidate",
+    "check_gguf",
+    "convert_gguf",
+    "publish_run",
+    "evaluate_run",
+    "write_card",
+    "require_gain",
+    "render_report",
+    "benchmark_run",
+]
+# none: editing it reruns nothing. plan: it reruns preflight alone. result: it reruns all stages
+# that read it, and finished work and checkpoints of another value are not used.
+Effect = Literal["none", "plan", "result"]
+
+
+@dataclass(frozen=True)
+class Affects:
+    """What one setting affects; None = as its section says."""
+
+    effect: Effect | None = None
+    read_by: tuple[Stage, ...] | None = None
+    """Stages that receive it in their settings."""
+    told: tuple[Stage, ...] | None = None
+    """Stages that get what follows from it as an option of their command."""
+    forecast: bool | None = None
+    """Preflight receives it, too, to foretell how long something takes: that reruns nothing."""
+    later: bool = False
+    """Left out of keys and settings of stages at its default: it is younger than the first runs."""
+    needs: str | None = None
+    """The setting beside it without which (at its default) it means nothing."""
+
+    def within(self, section: "Affects") -> "Affects":
+        """Fill in what the section says of all its settings."""
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(section, **{name: own for name, own in said.items() if own is not None})
+
+    def received_by(self, stage: str) -> bool:
+        """Tell whether the settings of a stage have it."""
+        return stage in (self.read_by or ()) or bool(self.forecast and stage == "preflight_run")
+
+    def reruns(self, stage: str) -> bool:
+        """Tell whether editing it runs a stage again."""
+        readers = (*(self.read_by or ()), *(self.told or ()))
+        planned = self.effect == "plan" and stage == "preflight_run"
+        return stage in readers and (self.effect == "result" or planned)
