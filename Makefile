@@ -7,7 +7,7 @@ PYTEST_OPTIONS = -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile --no-
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest $(PYTEST_OPTIONS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install train all test nightly lint format audit clean
+.PHONY: install train all test nightly gpu lint format audit clean
 
 install: $(VENV)/.installed
 
@@ -26,13 +26,18 @@ train all: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all $@
 
 # One process more than cores: some tests wait, for a hung process to be noticed or for Slurm.
-# Files that take long are marked `slow`, and left to `make nightly`.
+# The slow files of tests/slow.txt are left to `make nightly`.
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
 
 # All tests, and those of numbers in the order of sums of every processor that this one can be; writes tests/nightly.json.
 nightly: $(VENV)/.installed-dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" python -m tests.support.nightly -- $(PYTEST_OPTIONS)
+
+# On the GPUs of this machine, one test after the other; fails where there is none.
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python -c 'import torch; torch.cuda.device_count() or exit("make gpu: this machine shows no GPU")'
+	PATH="$(CURDIR)/$(BIN):$$PATH" python -m pytest -p no:xdist -rfEs tests/gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -23,72 +23,7 @@ if TYPE_CHECKING:
 # the processor time of a training by one process with two threads. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# By falling processor time or wait, measured on two cores. Processes take whole files: a long one
-# begun last would run alone at the end. The interruptions come later than that: they wait as Slurm
-# does, and the cores would have less to do.
-LONGEST_FIRST = (
-    "workflow/test_slurm.py",
-    "training/test_families.py",
-    "docs/test_readme.py",
-    "recording/test_engine_run.py",
-    "planning/preflight/test_presets.py",
-    "training/test_loop.py",
-    "training/test_checkpoint.py",
-    "training/test_sharded_graphs.py",
-    "workflow/test_interruptions.py",
-    "training/modules_to_save/test_stock_peft.py",
-    "recording/test_repeat_layers.py",
-    "stages/test_download_source.py",
-    "training/test_eight_bit_training.py",
-    "distributed/test_packed_layers.py",
-    "workflow/test_dag.py",
-    "recording/test_real_engine.py",
-    "recording/test_measured.py",
-    "stages/test_convert_gguf.py",
-    "training/test_launch.py",
-    "workflow/test_errors.py",
-    "stages/test_finetune.py",
-    "evaluation/test_lm_eval_by_hand.py",
-    "training/modules_to_save/test_run_forms.py",
-    "stages/test_tokenize_restart.py",
-    "project/test_resources.py",
-    "planning/preflight/test_what_if.py",
-    "stages/test_check_gguf.py",
-    "model/architecture/test_families.py",
-    "export/test_sharded_models.py",
-    "distributed/test_stop_signals.py",
-    "workflow/test_sweep_plan.py",
-    "training/test_saved_activations.py",
-    "workflow/test_kubernetes.py",
-    "stages/test_consolidate_mixture.py",
-    "model/loss/test_loss_scale.py",
-    "training/test_best_adapter.py",
-    "workflow/test_hub_run.py",
-    "training/test_adapters.py",
-    "training/routers/test_export.py",
-    "stages/test_quantize_calibrated_mixture.py",
-    "model/test_nf4_model.py",
-    "stages/test_render_report.py",
-    "workflow/test_run.py",
-    "stages/test_publish_run.py",
-    "benchmark/test_prediction.py",
-    "stages/test_download_converter.py",
-    "export/test_mixtures.py",
-    "recording/test_trained_routers.py",
-    "security/test_code.py",
-    "planning/preflight/test_decision.py",
-    "evaluation/test_task_files.py",
-    "model/test_describe_model.py",
-    "distributed/test_vocabulary_parallel.py",
-    "recording/test_layer_embeddings.py",
-    "training/test_steps_ahead.py",
-    "planning/preflight/test_plan_search.py",
-    "planning/preflight/test_replay_check.py",
-    "stages/test_command.py",
-    "training/test_nonfinite.py",
-    "training/routers/test_run_forms.py",
-    "recording/test_kernel_packages.py",
-)
+pytest_plugins = ["tests.support.suite"]
 
 
 def pytest_configure() -> None:
@@ -111,16 +46,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; all others keep their order."""
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(_below_tests(item.path), len(places)))
-
-
-def _below_tests(path: Path) -> str:
-    return Path(os.path.relpath(path, Path(__file__).parent)).as_posix()
 
 
 @pytest.hookimpl(wrapper=True)

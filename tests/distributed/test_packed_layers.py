@@ -26,8 +26,6 @@ from workflow.lib.training.build import Numerics, TrainingModel, build_training_
 from workflow.lib.training.micro_batch_graphs import forward_backward
 from workflow.lib.training.startup_checks import startup_checks
 
-pytestmark = pytest.mark.slow
-
 LAYERS = 3
 # Recomputation, and how many layers are on the host with it.
 CASES = {False: (0, 2), True: (0, 1, 2), 3: (0, LAYERS)}

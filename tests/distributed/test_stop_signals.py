@@ -23,8 +23,6 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import saved_steps
 
-pytestmark = pytest.mark.slow
-
 FEW = 4  # steps
 SMALL = partial(tiny_llama, num_hidden_layers=2)
 

@@ -25,8 +25,6 @@ from tests.support.preloaded_python import preloaded_python
 from tests.support.workflow_project import FORKING
 from workflow.lib.settings.config import load_config, merge
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ACTIVATE = Path(sys.prefix) / "bin" / "activate"

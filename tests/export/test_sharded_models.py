@@ -42,8 +42,6 @@ from workflow.lib.settings.subjects import SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
 
-pytestmark = pytest.mark.slow
-
 Measurements = dict[SubjectName, Measurement]
 EXACT = ModelConfig(compute_dtype="float32")
 

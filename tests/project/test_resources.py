@@ -195,7 +195,6 @@ def test_choices_of_an_item_come_from_one_class_or_module(items):
         assert len({choice.rpartition(".")[0] for choice in item["choices"]}) == 1
 
 
-@pytest.mark.slow
 def test_lm_eval_runs_the_task_offline(tmp_path):
     pytest.importorskip("lm_eval")
     code = (

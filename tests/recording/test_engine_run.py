@@ -21,8 +21,6 @@ from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 from workflow.lib.recording.term_names import MAKERS
 
-pytestmark = pytest.mark.slow
-
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 8192,

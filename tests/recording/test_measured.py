@@ -22,8 +22,6 @@ from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 
-pytestmark = pytest.mark.slow
-
 COUNTED = [line for line in all_lines() if counts(line)]
 LINES = {(line["case"], line["versions"]["commit"]): line for line in COUNTED}
 # One of each kind: `python -m tests.support.measurements` looks at all.

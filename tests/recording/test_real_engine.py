@@ -34,8 +34,6 @@ from workflow.lib.training.batches import make_batch
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
-pytestmark = pytest.mark.slow
-
 ROWS, SEQ_LEN = 2, 64
 ATTENTION_ONLY = SEVEN[:4]
 RANK_4 = LoraSettings(r=4)

@@ -18,8 +18,6 @@ from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
 from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import representatives
 
-pytestmark = pytest.mark.slow
-
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 256,

@@ -16,8 +16,6 @@ from workflow.lib.planning.memory.terms import stored_terms
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 
-pytestmark = pytest.mark.slow
-
 EXPERTS, HIDDEN, LAYERS = 64, 1024, 12
 MIXTURE = {
     "model_type": "qwen3_moe",

@@ -18,8 +18,6 @@ from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import read_checked_json
 from workflow.scripts.consolidate import main
 
-pytestmark = pytest.mark.slow
-
 IDS = torch.arange(3, 40)[None]
 
 

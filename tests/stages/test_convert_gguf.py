@@ -29,8 +29,6 @@ from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
 from workflow.scripts.convert_gguf import main
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("export", "message"),

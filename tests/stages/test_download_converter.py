@@ -21,8 +21,6 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
 from workflow.scripts.download_converter import main
 
-pytestmark = pytest.mark.slow
-
 INSIDE = "xllamacpp-1.0/thirdparty/llama.cpp"
 
 

@@ -15,8 +15,6 @@ from tests.support.preflight_examples import TINY
 from tests.support.shared import reserved_ports
 from workflow.lib.system.files import read_checked_json
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_QZJXVKWYPLMNBTRDFGHC"
 SHARDS = {

@@ -23,8 +23,6 @@ from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,8 +26,6 @@ from workflow.lib.data.tokens.work_folder import work_folder
 from workflow.lib.system.files import file_sha256
 from workflow.scripts.tokenize_dataset import make_splits
 
-pytestmark = pytest.mark.slow
-
 
 def many_files(stage: Stage) -> str:
     """Save more chunks than one process encodes alone; return their glob."""

@@ -1,5 +1,5 @@
-"""Run all tests, then those that compare numbers as each processor that this one can be would add
-them up; write what was found to tests/nightly.json.
+"""Run all tests as the newest instructions of this processor add numbers up, then those that
+compare numbers as every older set would; write what was found to tests/nightly.json.
 
 python -m tests.support.nightly -- OPTIONS OF PYTEST
 
@@ -13,68 +13,38 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypedDict
 
 from tests.support.processors import CPUINFO, flags, supported
+from tests.support.suite import ROOT, Summary
 
-ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = ROOT / "tests" / "nightly.json"
 # What compares numbers with stock code, or one way to compute them with another.
-NUMERIC = ("tests/model", "tests/quantization", "tests/training/test_families.py")
-LONGEST = 40  # files whose seconds are listed
+NUMERIC = ("tests/model", "tests/kernels", "tests/quantization", "tests/training/test_families.py")
 
 
-class Run(TypedDict):
-    """What one run of pytest counted; seconds are wall time, those of files their tests' sum."""
-
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-    files: dict[str, float]
-
-
-def counted(report: Path, *, seconds: float) -> Run:
-    """Return what a JUnit report of pytest says."""
-    outcomes: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        tags = {child.tag for child in case}
-        outcome = "failed" if tags & {"failure", "error"} else "passed"
-        outcomes["skipped" if "skipped" in tags else outcome] += 1
-        files[_file(case.get("classname", ""))] += float(case.get("time", 0))
-    longest = {name: round(total, 1) for name, total in files.most_common(LONGEST)}
-    return Run(
-        passed=outcomes["passed"],
-        failed=outcomes["failed"],
-        skipped=outcomes["skipped"],
-        seconds=round(seconds, 1),
-        files=longest,
-    )
-
-
-def _file(name: str) -> str:
-    """Return the file of a test's dotted name, which may end with a class."""
-    parts = name.split(".")
-    while parts and not parts[-1].startswith("test_"):
-        parts.pop()
-    return "/".join(parts) + ".py"
-
-
-def run_pytest(arguments: list[str], variables: dict[str, str]) -> Run:
-    """Run pytest with these arguments and variables of the environment."""
+def run_pytest(arguments: list[str], variables: dict[str, str]) -> Summary:
+    """Run pytest with these arguments and variables of the environment. A run that ends without a
+    summary has failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
+        path = Path(folder) / "summary.json"
+        command = [sys.executable, "-m", "pytest", f"--summary={path}", *arguments]
         began = time.monotonic()
-        subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, check=False
-        )
-        return counted(report, seconds=time.monotonic() - began)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if path.exists():
+            summary: Summary = json.loads(path.read_text(encoding="utf-8"))
+            return summary
+    return Summary(
+        passed=0,
+        failed=1,
+        skipped=0,
+        seconds=round(time.monotonic() - began, 1),
+        failures=[f"pytest ended with status {status} and without a summary"],
+        files={},
+    )
 
 
 def machine() -> str:
@@ -88,23 +58,27 @@ def machine() -> str:
 
 
 def main(options: list[str]) -> int:
-    """Run everything; return the exit status."""
+    """Run everything; return the exit status. The file is written after every run."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
-    runs = {"all": run_pytest(options, {})}
-    processors = supported(flags(CPUINFO.read_text() if CPUINFO.exists() else ""))
-    for name, processor in processors.items():
-        runs[f"numeric, {name}"] = run_pytest([*options, *NUMERIC], processor.variables)
-    summary = {
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "runs": runs,
-    }
-    SUMMARY.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    *older, newest = supported(flags(CPUINFO.read_text() if CPUINFO.exists() else "")).items()
+    numeric = [folder for folder in NUMERIC if (ROOT / folder).exists()]
+    runs: dict[str, Summary] = {}
+    parts = [("all", newest[1], []), *((f"numeric, {name}", x, numeric) for name, x in older)]
+    for name, processor, files in parts:
+        runs[name] = run_pytest([*options, *files], processor.variables)
+        summary = {
+            "commit": commit.stdout.strip(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "machine": machine(),
+            "instructions": newest[0],
+            "runs": runs,
+        }
+        SUMMARY.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     for name, run in runs.items():
         print(f"{name}: {run['passed']} passed, {run['failed']} failed, {run['skipped']} skipped")
+        print(*(f"  {failure}" for failure in run["failures"]), sep="\n")
     return 1 if any(run["failed"] or not run["passed"] for run in runs.values()) else 0
 
 

@@ -1,9 +1,10 @@
-"""The summary of all tests."""
+"""The summary of all tests, and the files that it leaves to `make nightly`."""
 
 import sys
 from pathlib import Path
 
 from tests.support import nightly
+from tests.support.suite import ALWAYS, OTHERS, read_table, table_of
 
 TESTS = """
 import os
@@ -20,17 +21,33 @@ class TestGroup:
 def broken(): raise ValueError
 def test_whose_fixture_is_broken(broken): pass
 """
+OPTIONS = ["-p", "tests.support.suite", "-p", "no:cacheprovider", "-c", "/dev/null"]
 
 
-def test_outcomes_are_counted_and_files_timed(tmp_path: Path) -> None:
+def test_outcomes_are_counted_and_failures_named(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(TESTS, encoding="utf-8")
-    options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={tmp_path}"]
+    (tmp_path / "test_two.py").write_text("import nothing_of_this_name", encoding="utf-8")
+    options = [*OPTIONS, "--continue-on-collection-errors", f"--rootdir={tmp_path}"]
     run = nightly.run_pytest([*options, str(tmp_path)], {"SUMS": "as they come"})
-    assert (run["passed"], run["failed"], run["skipped"]) == (2, 2, 1)
-    assert [*run["files"]] == ["test_one.py"]
+    assert (run["passed"], run["failed"], run["skipped"]) == (2, 3, 1)
+    failed = [name.partition("::test_")[2] for name in run["failures"]]
+    assert failed == ["whose_fixture_is_broken", "wrong", ""]
+    assert run["files"].keys() == {OTHERS}
     assert run["seconds"] > 0
+
+
+def test_run_that_cannot_begin_has_failed() -> None:
+    run = nightly.run_pytest([*OPTIONS, "--no-such-option"], {})
+    assert (run["passed"], run["failed"]) == (0, 1)
+    assert "status 4" in run["failures"][0]
 
 
 def test_machine_names_what_computes() -> None:
     assert "torch" in nightly.machine()
     assert sys.version.split()[0] in nightly.machine()
+
+
+def test_longest_files_are_slow_but_those_of_every_change() -> None:
+    seconds = {"a.py": 50.0, ALWAYS[0]: 40.0, "b.py": 30.0, "c.py": 10.0, OTHERS: 10.0}
+    rows = read_table(table_of(seconds))
+    assert rows == {"a.py": "slow", ALWAYS[0]: "always", "b.py": "slow", "c.py": "slow"}

@@ -26,8 +26,6 @@ from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows
 from workflow.lib.training.build import Numerics, build_training_model
 
-pytestmark = pytest.mark.slow
-
 STEPS = 5
 BEST = CONFIG.train.model_dump() | {
     "max_steps": STEPS,

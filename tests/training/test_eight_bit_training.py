@@ -28,8 +28,6 @@ from workflow.lib.training.build import Numerics, TrainingModel, build_training_
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.products_gate import check_products
 
-pytestmark = pytest.mark.slow
-
 RESOURCES = Path("workflow/resources")
 SEQ_LEN, ROWS, STEPS = 64, 80, 40
 DOCUMENTS = 199  # with more tokens than are needed

@@ -52,8 +52,6 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 from workflow.lib.training.startup_checks import check_attention
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -33,8 +33,6 @@ from workflow.lib.training.launch import (
     worker_environment,
 )
 
-pytestmark = pytest.mark.slow
-
 WORKER = "tests.support.launch_worker"
 TIMEOUT_S = 600.0  # of what takes moments, on a busy machine
 

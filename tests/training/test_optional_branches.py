@@ -11,8 +11,6 @@ from tests.support.distributed import run_distributed
 from tests.support.families import FAMILIES
 from tests.support.optional_branches import DRAWN, branches, run_branches
 
-pytestmark = pytest.mark.slow
-
 OTHERS = ("olmo", "phimoe", "minimax_m2")
 SWITCHED = {family: branches(family) for family in (*FAMILIES, *OTHERS)}
 # Attention's dropout alone is one for all: `tests/training/test_build.py`.

@@ -20,8 +20,6 @@ from workflow.lib.training.best_adapter import HeldOut
 from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import Trainer, make_optimizer
 
-pytestmark = pytest.mark.slow
-
 STEPS = 20
 FEW = 2
 MOST_LOSS = 0.003  # nats per token, either way: of the held-out loss after training

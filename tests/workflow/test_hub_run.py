@@ -34,7 +34,6 @@ def hub_project(root: Path, endpoint: str, **changes: object) -> Project:
     return Project(made.root, environment=variables)
 
 
-@pytest.mark.slow
 def test_model_and_dataset_of_the_hub_are_downloaded_recorded_and_trained(
     hub_files: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:

@@ -20,8 +20,6 @@ from tests.support.chaos import complete, differences, storm
 from tests.support.finished_runs import adapter_bytes
 from tests.support.workflow_project import STEPS, TIMEOUT_S, Finished, Project, run_folders
 
-pytestmark = pytest.mark.slow
-
 # Faults of `tests.support.chaos` that cost no wait and make no artifact anew.
 QUICK = (
     "SIGKILL of a rank",

@@ -176,7 +176,6 @@ def on_pods(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield OnPods(project, cluster, store, output)
 
 
-@pytest.mark.slow
 @on_request
 def test_every_stage_runs_in_a_pod_of_its_own_and_its_artifacts_are_in_the_store(
     on_pods: OnPods,
@@ -200,7 +199,6 @@ def test_every_stage_runs_in_a_pod_of_its_own_and_its_artifacts_are_in_the_store
     assert "results/report/report.html" in on_pods.store.listing()
 
 
-@pytest.mark.slow
 @on_request
 def test_results_equal_those_of_a_run_on_one_machine(
     on_pods: OnPods, finished_project: Project
@@ -214,7 +212,6 @@ def test_results_equal_those_of_a_run_on_one_machine(
     assert tuned["heldout"] == finished_project.json("evaluate_run", "tuned.json")["heldout"]
 
 
-@pytest.mark.slow
 @on_request
 def test_training_whose_node_is_taken_away_goes_on_from_the_claim(on_pods: OnPods) -> None:
     summary = json.loads(on_pods.store.read("results/runs/demo/finetune/summary.json"))
@@ -223,14 +220,12 @@ def test_training_whose_node_is_taken_away_goes_on_from_the_claim(on_pods: OnPod
     assert summary["resumed_from_steps"][0] >= 1
 
 
-@pytest.mark.slow
 @on_request
 def test_every_job_is_one_that_kubernetes_admits(on_pods: OnPods) -> None:
     assert on_pods.cluster.refused == []
     assert len(on_pods.cluster.pods) == 10
 
 
-@pytest.mark.slow
 @on_request
 def test_secrets_are_in_a_secret_of_the_cluster_and_nowhere_else(on_pods: OnPods) -> None:
     manifests = json.dumps([pod.job for pod in on_pods.cluster.pods.values()])

@@ -70,14 +70,12 @@ def on_two_nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
     return Trained(project, jobs)
 
 
-@pytest.mark.slow
 def test_two_nodes_train_one_run(on_two_nodes: Trained) -> None:
     summary = on_two_nodes.project.json("finetune", "summary.json")
     assert (summary["processes"], summary["num_steps"]) == (2, 6)
     assert on_two_nodes.jobs["finetune"]["NumNodes"] == "2"
 
 
-@pytest.mark.slow
 def test_every_stage_is_a_job(on_two_nodes: Trained) -> None:
     assert set(on_two_nodes.jobs) == {
         "describe_model",
@@ -92,12 +90,10 @@ def test_every_stage_is_a_job(on_two_nodes: Trained) -> None:
     }
 
 
-@pytest.mark.slow
 def test_report_is_there_after_the_last_job(on_two_nodes: Trained) -> None:
     assert (on_two_nodes.project.root / "results" / "report" / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_training_asks_for_what_preflight_predicts(on_two_nodes: Trained) -> None:
     """Memory of a node; and minutes, the shortest there are for a run of a few steps."""
     predicted = on_two_nodes.project.json("preflight_run", "preflight.json")
@@ -149,7 +145,6 @@ def disturbed(cluster: Cluster, on_two_nodes: Trained) -> Disturbed:
     return Disturbed(project, int(cluster.facts(job)["Restarts"]))
 
 
-@pytest.mark.slow
 def test_preempted_run_and_run_of_a_lost_node_go_on_by_themselves(disturbed: Disturbed) -> None:
     assert disturbed.restarts == 2
     resumed = disturbed.project.json("finetune", "summary.json")["resumed_from_steps"]
@@ -157,13 +152,11 @@ def test_preempted_run_and_run_of_a_lost_node_go_on_by_themselves(disturbed: Dis
     assert 0 < resumed[0] < resumed[1] < STEPS
 
 
-@pytest.mark.slow
 def test_disturbed_run_has_every_step_once(disturbed: Disturbed) -> None:
     lines = (disturbed.project.folder("finetune") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
 def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
     cluster: Cluster, on_two_nodes: Trained
 ) -> None:
@@ -185,7 +178,6 @@ def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
     assert facts["CPUs/Task"] == "2"
 
 
-@pytest.mark.slow
 def test_gpus_of_the_login_node_are_not_taken_for_those_of_the_cluster(
     cluster: Cluster, on_two_nodes: Trained
 ) -> None:

@@ -6,11 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.workflow_project import REPOSITORY, make_project
-
-pytestmark = pytest.mark.slow
 
 SIZES = (5, 25, 45)  # equal steps: what every plan takes falls out of the differences
 

@@ -36,8 +36,6 @@ from workflow.lib.settings.config import (
     merge,
 )
 
-pytestmark = pytest.mark.slow
-
 # Recordings of these take as long as those of all others: `python -m tests.support.preset_texts`
 # writes the lines of all.
 LONG = ("gpt-oss-120b-4x24gb", "glm-4.5-air-4x24gb", "mixtral-8x7b-2x24gb")

@@ -30,8 +30,6 @@ from workflow.lib.training.checkpoint import CheckpointWriter, resume_
 from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.startup_checks import startup_checks
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> tuple[Path, dict[str, Any]]:

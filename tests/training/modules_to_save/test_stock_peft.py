@@ -35,8 +35,6 @@ from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.files import read_json
 from workflow.lib.training.batches import make_batch
 
-pytestmark = pytest.mark.slow
-
 HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
 # fp32 on both sides, sums in another order. AdamW divides gradients by their own magnitude, so
 # adam_eps is far above their rounding errors.

@@ -39,8 +39,6 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import read_json
 
-pytestmark = pytest.mark.slow
-
 IDS = torch.arange(3, 40)[None]
 MODELS = 8  # at most: that a rounding decides something in each of so many is unlikely
 
