@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tests.quantization.test_layer_stream import folder_of
-from tests.support.families import FAMILIES, VOCAB
+from tests.support.families import FAMILIES, VOCAB, by_kind
 from tests.support.models import quantized
 from workflow.lib.artifacts.quantization_record import HeldoutLosses
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -90,13 +90,7 @@ def losses(model: torch.nn.Module) -> list[float]:
     return totals
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
-        for name in dict.fromkeys((*KINDS, *FAMILIES))
-    ],
-)
+@pytest.mark.parametrize("name", by_kind(dict.fromkeys((*KINDS, *FAMILIES)), KINDS))
 def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

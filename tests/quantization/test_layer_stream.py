@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.model.test_nf4_model import tiny
-from tests.support.families import FAMILIES, ROUTED_IN_GROUPS, SIZES, VOCAB, tiny_model
+from tests.support.families import FAMILIES, ROUTED_IN_GROUPS, SIZES, VOCAB, by_kind, tiny_model
 from tests.support.models import tiny_llama
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.nf4_model import build_on_meta
@@ -88,13 +88,7 @@ def through_all_layers(stream: LayerStream, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ORDINARY else pytest.mark.slow)
-        for name in (*FAMILIES, *OTHERS)
-    ],
-)
+@pytest.mark.parametrize("name", by_kind((*FAMILIES, *OTHERS), ORDINARY))
 def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(
     tmp_path: Path, name: str
 ) -> None:

@@ -3,10 +3,12 @@
 The table is the only one: tests and the page `workflow/docs/families.md` read it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
@@ -399,6 +401,29 @@ FAMILIES: dict[str, FamilyCase] = {
         },
     ),
 }
+
+KINDS = {
+    "llama": "plain",
+    "qwen2": "biases",
+    "olmo2": "post-norms",
+    "phi3": "fused projections",
+    "gemma2": "soft-caps",
+    "gpt_oss": "sinks",
+    "mistral": "sliding windows",
+    "deepseek_v3": "latent attention",
+    "qwen3_moe": "experts",
+    "glm4_moe": "a shared expert",
+    "qwen3_5_text": "a delta rule",
+    "nemotron_h": "Mamba 2",
+}
+"""Kinds of layer by the family that every change is tested with; the others are nightly."""
+
+
+def by_kind(families: Iterable[str] = FAMILIES, kinds: Iterable[str] = KINDS) -> list[Any]:
+    """Return parameters of a test, of which those that are no `kinds` are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in set(kinds) else slow) for name in families]
+
 
 RECURRENT = ("qwen3_5_text", "olmo_hybrid", "lfm2", "falcon_h1", "nemotron_h")
 RECURRENT_EXPERTS = (

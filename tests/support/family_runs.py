@@ -7,7 +7,7 @@ and each document by itself.
 """
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,9 @@ def stock_attention(folder: Path) -> str:
     return resolve_attention("auto", CPU, read_attention_needs(folder))
 
 
-def make_bases(folder: Path) -> Path:
-    """Save and quantize the tiny model of every family; return `folder`."""
-    for family in FAMILIES:
+def make_bases(folder: Path, families: Iterable[str]) -> Path:
+    """Save and quantize the tiny models of families; return `folder`."""
+    for family in families:
         quantized(tiny_family(family, folder / family / "original"), folder / family / "nf4")
     return folder
 
@@ -114,7 +114,7 @@ def make_bases(folder: Path) -> Path:
 def run_families(
     folder: Path,
     target: str | None,
-    families: Sequence[str] = tuple(FAMILIES),
+    families: Sequence[str],
     *,
     fused: bool = True,
     break_checks: bool = False,

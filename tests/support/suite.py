@@ -18,8 +18,13 @@ TABLE = ROOT / "tests" / "slow.txt"
 LISTED_S = 5.0  # files that take less are not worth an order
 OTHERS = "(others)"
 SHARE = 0.35  # of the time of everything, for `make test`
-# One run of the whole workflow, and its graph: of every change, however long they take.
-ALWAYS = ("tests/workflow/test_run.py", "tests/workflow/test_dag.py")
+# One run of the whole workflow, its graph, and one family of each kind: of every change, however
+# long they take.
+ALWAYS = (
+    "tests/workflow/test_run.py",
+    "tests/workflow/test_dag.py",
+    "tests/training/test_families.py",
+)
 
 
 class Summary(TypedDict):

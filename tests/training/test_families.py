@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 
 from tests.support.distributed import run_distributed
-from tests.support.families import EXPERTS, FAMILIES, RECURRENT, RECURRENT_EXPERTS
+from tests.support.families import EXPERTS, FAMILIES, RECURRENT, RECURRENT_EXPERTS, by_kind
 from tests.support.family_runs import (
     LENGTHS,
     LOSS,
@@ -54,21 +54,29 @@ from workflow.lib.training.startup_checks import check_attention
 
 CPU = torch.device("cpu")
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", by_kind())
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bases(tmp_path_factory.mktemp("families"))
+def families(request: pytest.FixtureRequest) -> list[str]:
+    """Those whose tests were chosen to run."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    chosen = {call.params.get("family") for call in calls if call is not None}
+    return [family for family in FAMILIES if family in chosen | {"glm4_moe"}]
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[int, dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory, families: list[str]) -> Path:
+    return make_bases(tmp_path_factory.mktemp("families"), families)
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, families: list[str]) -> dict[int, dict[str, Any]]:
     """Losses and gradients by number of processes and family."""
     alone = partial(run_families, break_checks=True)
     return {
-        1: run_distributed(alone, folder, None, world_size=1)[0],
-        2: run_distributed(run_families, folder, "of-2", world_size=2)[0],
+        1: run_distributed(alone, folder, None, families, world_size=1)[0],
+        2: run_distributed(run_families, folder, "of-2", families, world_size=2)[0],
     }
 
 
@@ -120,7 +128,7 @@ def test_losses_and_gradients_are_those_of_the_stock_model(
     assert_equals_stock(ours, folder / family)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", by_kind(EXPERTS))
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tokens_go_to_the_experts_of_the_stock_model(
     folder: Path, found: dict[int, dict[str, Any]], family: str, processes: int
@@ -187,14 +195,15 @@ def test_start_up_check_finds_attention_to_the_document_before(
     assert run["broken"]["joined, unpacked"] == ""
 
 
-def test_start_up_check_names_flex_where_masks_leave_out_documents(folder: Path) -> None:
-    training = adapted(folder / "afmoe" / "nf4", attention="sdpa", r=2).eval()
+def test_start_up_check_names_flex_where_masks_leave_out_documents(tmp_path: Path) -> None:
+    base = make_bases(tmp_path, ["afmoe"]) / "afmoe" / "nf4"
+    training = adapted(base, attention="sdpa", r=2).eval()
     world: Any = SimpleNamespace(device=CPU)
     with pytest.raises(UserError, match=r"Set model\.attention to flex, or data\.packing to false"):
         check_attention(training, family_store("packed"), world)
 
 
-@pytest.mark.parametrize("family", [*RECURRENT, *RECURRENT_EXPERTS])
+@pytest.mark.parametrize("family", by_kind([*RECURRENT, *RECURRENT_EXPERTS]))
 def test_start_up_check_finds_a_state_of_the_document_before(
     found: dict[int, dict[str, Any]], family: str
 ) -> None:
@@ -204,10 +213,10 @@ def test_start_up_check_finds_a_state_of_the_document_before(
 
 
 def test_start_up_check_finds_a_state_that_adds_up_over_layers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bf16, whose bound for one layer is wider than what a state of Falcon H1 adds there."""
-    base: Path = folder / "falcon_h1" / "nf4"
+    base = make_bases(tmp_path, ["falcon_h1"]) / "falcon_h1" / "nf4"
     training = adapted(base, attention=attention_of(base), dtype=torch.bfloat16, r=2).eval()
     world: Any = SimpleNamespace(device=CPU)
     assert check_attention(training, family_store("packed"), world).passed
