@@ -1,5 +1,5 @@
-"""The one list of undocumented names: the installed packages have them, the design lists them, and
-a lack is said clearly.
+"""The one list of undocumented names: the installed packages have them, and a lack is said
+clearly.
 """
 
 import re
@@ -20,19 +20,11 @@ from workflow.lib.system.undocumented_interfaces import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-DECISIONS = (ROOT / "workflow" / "docs" / "decisions.md").read_text(encoding="utf-8")
 
 
 def test_installed_packages_have_every_name() -> None:
     check_interfaces(*OF_MODELS, "lm_eval")
     check_recordings()
-
-
-@pytest.mark.parametrize(
-    "used", [*INTERFACES, *OF_RECORDINGS], ids=lambda used: f"{used.owner_name}.{used.name}"
-)
-def test_name_is_in_the_designs_list(used: Interface) -> None:
-    assert f"`{used.owner_name}.{used.name}`" in DECISIONS
 
 
 @pytest.mark.parametrize(

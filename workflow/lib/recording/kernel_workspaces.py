@@ -14,6 +14,7 @@ aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm})
 # cuBLAS on Hopper (aten/src/ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize)
 WORKSPACE_BYTES = 2**25
+DOCUMENT_PADDING = 128  # tokens, of FlashAttention's sums in backward
 
 
 def workspaces(func: Any, args: Any, result: Any) -> Sequence[int]:
@@ -31,12 +32,16 @@ def _name(func: Any) -> str:
 
 def _flash_backward(args: Any, _: Any) -> list[int]:
     """FlashAttention 2, query (tokens, heads, head_dim): sums of rows and the queries' gradient in
-    fp32; gradients of keys and values for every query head.
+    fp32, both padded per document; gradients of keys and values for every query head.
+
+    Source: `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
-    query, key = args[1], args[2]
-    sums = 4 * query.shape[0] * query.shape[1]
-    grouped = [query.nbytes, query.nbytes] if key.shape[1] != query.shape[1] else []
-    return [sums, 4 * query.numel(), *grouped]
+    query, key, starts = args[1], args[2], args[6]
+    tokens, heads, head_dim = query.shape
+    padded = tokens + DOCUMENT_PADDING * (starts.shape[0] - 1)
+    width = -(-head_dim // 32) * 32
+    grouped = [query.nbytes, query.nbytes] if key.shape[1] != heads else []
+    return [4 * padded * heads, 4 * padded * heads * width, *grouped]
 
 
 def _efficient_backward(args: Any, _: Any) -> list[int]:

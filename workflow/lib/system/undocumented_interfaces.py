@@ -1,7 +1,8 @@
 """Undocumented names of packages that this workflow uses, checked before work begins.
 
 A release without one of them would fail late, by an AttributeError, or not at all: an attribute
-that nobody reads any more can still be set. `docs/decisions.md` says what each is used for.
+that nobody reads any more can still be set. Only torch's flight recorder (`heartbeat`) has no
+check, since there is another way without it.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,30 +50,32 @@ def _of_instance(
 FSDP2 = "torch.distributed.fsdp._fully_shard"
 
 INTERFACES = (
-    *_of("torch", "torch", "", "_foreach_mul_", "_foreach_zero_", "_scaled_mm"),
+    # float16: gradients divided by the loss scale; gradients that stay for CUDA graphs, zeroed
+    *_of("torch", "torch", "", "_foreach_mul_", "_foreach_zero_"),
+    *_of("torch", "torch", "", "_scaled_mm"),  # matmuls in float8 with a scale per row
+    # where a process's part of a tensor begins
     *_of("torch", "torch.distributed.tensor", "DTensor", "__create_chunk_list__"),
-    *_of("torch", "torch", "Tensor", "_base", "_make_wrapper_subclass", "_version"),
-    *_of("torch", "torch", "UntypedStorage", "_cdata"),
-    *_of("torch", "torch", "_C", "_current_graph_task_id", "_cuda_endAllocateToPool"),
-    *_of("torch", "torch", "_C", "_cuda_releasePool"),
+    # which saved tensors are views of parameters, and which have changed since
+    *_of("torch", "torch", "Tensor", "_base", "_version"),
+    *_of("torch", "torch", "Tensor", "_make_wrapper_subclass"),  # NF4 experts of stock models
+    *_of("torch", "torch", "UntypedStorage", "_cdata"),  # whether two tensors share memory
+    *_of("torch", "torch", "_C", "_current_graph_task_id"),  # whether a matmul is in backward
+    # a failed capture leaves the allocator as if it went on
+    *_of("torch", "torch", "_C", "_cuda_endAllocateToPool", "_cuda_releasePool"),
+    # a micro-batch that broke off within a capture is forgotten
     *_of("torch", "torch.distributed.fsdp", "FSDPModule", "_get_fsdp_state"),
     *_of("torch", f"{FSDP2}._fsdp_common", "TrainingState", "IDLE"),
     *_of("torch", f"{FSDP2}._fsdp_param_group", "FSDPParamGroup", "_to_sharded"),
     *_of_instance(
         "torch", f"{FSDP2}._fsdp_state", "FSDPState", "_comm_ctx", "_state_ctx", "_fsdp_param_group"
     ),
-    *_of_instance(
-        "torch",
-        "torch.nn",
-        "Module",
-        "_modules",
-        "_parameters",
-        "_buffers",
-        "_non_persistent_buffers_set",
-    ),
+    # a module's tensors without a search by attribute, and buffers that no checkpoint holds
+    *_of_instance("torch", "torch.nn", "Module", "_modules", "_parameters", "_buffers"),
+    *_of_instance("torch", "torch.nn", "Module", "_non_persistent_buffers_set"),
+    # the state of a stored weight; moments made before the first step
     *_of("bitsandbytes", "bitsandbytes.functional", "QuantState", "from_dict"),
     *_of("bitsandbytes", "bitsandbytes.optim.adamw", "AdamW", "init_state"),
-    *_of_instance(
+    *_of_instance(  # the compute dtype of stock linears; no repacking on CPUs
         "bitsandbytes",
         "bitsandbytes.nn",
         "Linear4bit",
@@ -82,41 +85,30 @@ INTERFACES = (
         output_features=2,
         device="meta",
     ),
-    *_of(
-        "transformers",
-        "transformers",
-        "PreTrainedModel",
-        "_init_weights",
-        "_keep_in_fp32_modules",
-        "_keep_in_fp32_modules_strict",
-        "_no_split_modules",
-    ),
-    *_of_instance(
-        "transformers",
-        "transformers",
-        "PreTrainedConfig",
-        "_attn_implementation",
-        "_experts_implementation",
-    ),
+    # buffers that the family computes; modules that stay in 16 or 32 bits; the layers' class
+    *_of("transformers", "transformers", "PreTrainedModel", "_init_weights"),
+    *_of("transformers", "transformers", "PreTrainedModel", "_keep_in_fp32_modules"),
+    *_of("transformers", "transformers", "PreTrainedModel", "_keep_in_fp32_modules_strict"),
+    *_of("transformers", "transformers", "PreTrainedModel", "_no_split_modules"),
+    # a model's attention, and the experts of a layer that is described
+    *_of_instance("transformers", "transformers", "PreTrainedConfig", "_attn_implementation"),
+    *_of_instance("transformers", "transformers", "PreTrainedConfig", "_experts_implementation"),
     *_of("transformers", "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "get_interface"),
+    # the files that Transformers loads from a folder, and a module's name for a stored tensor
     *_of("transformers", "transformers.modeling_utils", "", "_get_resolved_checkpoint_files"),
-    *_of(
-        "transformers",
-        "transformers.conversion_mapping",
-        "",
-        "get_model_conversion_mapping",
-    ),
+    *_of("transformers", "transformers.conversion_mapping", "", "get_model_conversion_mapping"),
     *_of("transformers", "transformers.core_model_loading", "", "rename_source_key"),
-    *_of(
+    *_of(  # what experts compute between their matmuls
         "transformers",
         "transformers.models.mixtral.modeling_mixtral",
         "MixtralExperts",
         "_apply_gate",
     ),
-    *_of("peft", "peft", "LoraConfig", "_register_custom_module"),
+    *_of("peft", "peft", "LoraConfig", "_register_custom_module"),  # PEFT's layer for our linear
+    # linears that get no adapter, and so stay in 16 bits
     *_of("peft", "peft.tuners.tuners_utils", "", "_check_lora_target_modules_mamba"),
-    *_of("lm_eval", "lm_eval.utils", "", "env"),
-    *_of(
+    *_of("lm_eval", "lm_eval.utils", "", "env"),  # task templates in a sandbox
+    *_of(  # requests shared by processes, and counted
         "lm_eval",
         "lm_eval.models.huggingface",
         "HFLM",
@@ -125,7 +117,8 @@ INTERFACES = (
         "_model_generate",
     ),
 )
-# What recordings of the engine need (`workflow.lib.recording`), and nothing else does.
+# Recordings of the engine (`workflow.lib.recording`): tensors without values, what operations make
+# of them, a device and processes that are not there, what kernels allocate by operator.
 OF_RECORDINGS = (
     *_of("torch", "torch._subclasses.fake_tensor", "", "FakeTensor", "FakeTensorMode"),
     *_of("torch", "torch._subclasses.fake_tensor", "", "in_kernel_invocation_manager"),
@@ -141,7 +134,7 @@ OF_RECORDINGS = (
         "_setup_privateuseone_for_python_backend",
     ),
     *_of("torch", "torch.testing._internal.distributed.fake_pg", "", "FakeStore"),
-    *_of("torch", "torch.autograd", "Variable", "_execution_engine"),
+    *_of("torch", "torch.autograd", "Variable", "_execution_engine"),  # the end of backward
     *_of(
         "torch",
         "torch",
