@@ -53,7 +53,7 @@ localrules:
 rule tokenize:
     input:
         [layout.description(run) for run in RUNS.values()],
-        [f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
+        [manifest(run) for run in RUNS.values()],
 
 
 rule preflight:
@@ -66,8 +66,18 @@ rule train:
     input:
         rules.preflight.input,
         [layout.base_dir(run) for run in RUNS.values()],
-        of_runs("finetune", *TRAINED_FILES),
-        exports(),
+        of_runs(
+            "finetune",
+            "adapter",
+            "adapter_config.json",
+            "metrics.jsonl",
+            "parity.safetensors",
+            "summary.json",
+        ),
+        of_runs("consolidate", *[f"adapter/{file}" for file in ADAPTER_FILES]),
+        of_runs("consolidate", "parity.json"),
+        [merged_model(name) for name in MERGED],
+        [layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
 
 
 rule evaluate:

@@ -29,7 +29,6 @@ LOADED_LATE = (  # by Snakemake and by the workflow, in every run
     "pydantic",
     "snakemake.report.html_reporter",
     "snakemake.storage",
-    "snakemake_storage_plugin_s3",
 )
 
 

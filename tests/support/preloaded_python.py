@@ -64,7 +64,6 @@ PACKAGES_OF_SNAKEMAKE = (
     "snakemake.cli",
     "snakemake.report.html_reporter",
     "snakemake.storage",
-    "snakemake_storage_plugin_s3",
 )
 # By these packages. Not the number of threads: Snakemake sets it for every job, and forks obey it.
 # Nor XDG_CACHE_HOME: tests move recordings by it, and no package keeps anything of theirs there.

@@ -1,3 +1,21 @@
+def benchmark_requests():
+    """What the benchmark measures on this machine."""
+    return requests(BENCHMARK, num_gpus=len(visible_gpus()))
+
+
+def benchmark_request(wildcards):
+    """The measurement that a job makes."""
+    label = f"{wildcards.case}-x{wildcards.processes}"
+    return next(found for found in benchmark_requests() if found.label == label)
+
+
+def benchmark_gpus(wildcards):
+    """GPUs that a measurement gets; of more than there are, all, and its row says what is lacking."""
+    there = len(visible_gpus())
+    cuda = on_gpus(BENCHMARK, num_gpus=there)
+    return min(int(wildcards.processes), there) if cuda else 0
+
+
 # A case with a number of processes is a job; its row says so if it cannot run here, and nothing else waits for that.
 rule benchmark_run:
     output:
@@ -14,9 +32,7 @@ rule benchmark_run:
     resources:
         gpu=lambda w: benchmark_gpus(w) or None,
     params:
-        config=lambda w: json.dumps(
-            {"requests": [benchmark_request(w).document()]}, sort_keys=True
-        ),
+        config=lambda w: json.dumps({"requests": [benchmark_request(w).document()]}, sort_keys=True),
         gpus=lambda w, output: benchmark_gpus(w),
         # Not an output: a base serves many cases, and 70B parameters are 34 GiB.
         bases=lambda w, output: layout.BENCHMARK_BASES,

@@ -13,7 +13,7 @@ rule check_gguf:
     conda:
         "../../envs/gguf.yaml"
     params:
-        model=lambda w, input: model_folder(RUNS[w.run], input.model),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
         llama_cpp=lambda w, input: input.converter or RUNS[w.run].export.llama_cpp,
     shell:
         "python -m workflow.scripts.check_gguf --model {params.model:q}"

@@ -1,3 +1,14 @@
+ADAPTER_FILES = [
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "SHA256SUMS",
+]
+
+
 # Two rules, one stage: where a merged model is exported, its folder is one more output.
 rule consolidate:
     input:
@@ -5,7 +16,7 @@ rule consolidate:
         summary=rules.finetune.output.summary,
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
-        manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        manifest=lambda w: manifest(RUNS[w.run]),
     output:
         adapter=expand(
             "results/runs/{{run}}/consolidate/adapter/{file}",
@@ -26,18 +37,14 @@ rule consolidate:
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
-        mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", cluster_request.reading, input, attempt, run=RUNS[w.run]
-        ),
-        runtime=lambda w, input, attempt: asked(
-            "runtime", cluster_request.reading, input, attempt, run=RUNS[w.run]
-        ),
+        mem_mb=asks("mem_mb", cluster_request.reading),
+        runtime=asks("runtime", cluster_request.reading),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
         finetune=subpath(input.summary, parent=True),
         folder=subpath(output.parity, parent=True),
-        model=lambda w, input: model_folder(RUNS[w.run], input.model),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
@@ -47,9 +54,7 @@ rule consolidate:
 
 use rule consolidate as consolidate_and_merged with:
     output:
-        adapter=expand(
-            "results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES
-        ),
+        adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         parity=report(
             "results/runs/{run}/consolidate/parity.json",
             caption="../report/captions/parity.rst",

@@ -11,7 +11,7 @@ rule describe_model:
         "../../envs/torch.yaml"
     threads: all_cores
     params:
-        model=lambda w, input: model_folder(BY_MODEL[w.model], input.model),
+        model=lambda w: layout.model_dir(BY_MODEL[w.model]),
         # Not recorded, as what is derived from `output`: it does not change the description.
         checks=lambda w, output: checks(layout.description, str(output)),
     shell:

@@ -1,3 +1,6 @@
+from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE, LLAMA_CPP_SHA256
+
+
 rule download_converter:
     output:
         directory(layout.CONVERTERS),

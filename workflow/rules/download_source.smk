@@ -1,3 +1,10 @@
+BY_DOWNLOAD = {
+    f"{kind}/{Path(folder).name}": layout.download_settings(kind, run)
+    for run in RUNS.values()
+    for kind, folder in layout.download_dirs(run).items()
+}
+
+
 rule download_source:
     output:
         directory("results/hub/{kind}/{download}"),
@@ -9,13 +16,9 @@ rule download_source:
         "../../envs/torch.yaml"
     threads: lambda w: workflow.cores if on_this_machine() else 1
     params:
-        config=lambda w: json.dumps(
-            BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True
-        ),
+        config=lambda w: json.dumps(BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True),
         # Not recorded, as what is derived from `output`: it does not change the files.
-        checks=lambda w, output: checks(
-            layout.model_dir, f"results/hub/{w.kind}/{w.download}"
-        ),
+        checks=lambda w, output: checks(layout.model_dir, f"results/hub/{w.kind}/{w.download}"),
     shell:
         "python -m workflow.scripts.download_source --config {params.config:q}"
         " --checks {params.checks:q} --output {output:q} --log {log:q}"

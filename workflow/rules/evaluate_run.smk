@@ -1,16 +1,26 @@
+def original_files(run):
+    """The original model's files as inputs, if the evaluation loads them."""
+    loads = {"original", "tuned_on_original"} & set(run.subjects)
+    return model_files(run) if loads else []
+
+
+def task_files(run):
+    """Task files as inputs."""
+    folder = run.evaluate.tasks_dir
+    return layout.local_files(folder, layout.TASK_PATTERNS) if folder else []
+
+
 rule evaluate_run:
     input:
         base=lambda w: layout.base_dir(RUNS[w.run]),
-        adapter=expand(
-            "results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES
-        ),
+        adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         model=lambda w: original_files(RUNS[w.run]),
         merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].subjects else [],
-        tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         tasks=lambda w: task_files(RUNS[w.run]),
-        chat_template=lambda w: chat_template(RUNS[w.run]),
+        chat_template=lambda w: RUNS[w.run].data.chat_template or [],
     # A file a subject; which ones, the settings say.
     output:
         directory("results/runs/{run}/evaluate_run"),
@@ -21,12 +31,8 @@ rule evaluate_run:
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
-        mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", cluster_request.reading, input, attempt, run=RUNS[w.run]
-        ),
-        runtime=lambda w, input, attempt: asked(
-            "runtime", cluster_request.reading, input, attempt, run=RUNS[w.run]
-        ),
+        mem_mb=asks("mem_mb", cluster_request.reading),
+        runtime=asks("runtime", cluster_request.reading),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         # What Snakemake compares. What is derived from `output` it does not record.
@@ -39,15 +45,11 @@ rule evaluate_run:
         subjects=lambda w: list(RUNS[w.run].subjects),
         served=lambda w: RUNS[w.run].served,
         models=lambda w, input: model_options(RUNS[w.run], input),
-        travelling=lambda w: travelling(RUNS[w.run], tasks=True),
         # Only told in the log. What is derived from `output` is not recorded.
         preflight=lambda w, output: f"{layout.stage_dir(w.run, 'preflight_run')}/preflight.json",
-        chat_template=lambda w: [
-            part
-            for path in [RUNS[w.run].data.chat_template]
-            if path
-            for part in ("--chat-template", path)
-        ],
+        chat_template=lambda w, input: (
+            ["--chat-template", *input.chat_template] if input.chat_template else []
+        ),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"

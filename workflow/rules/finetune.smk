@@ -1,6 +1,32 @@
+def checkpoints(wildcards, input):
+    """Folder of a run's checkpoints, named by its settings and by the content that it trains on.
+
+    Data or weights edited in place must not continue from what their old content has trained.
+    """
+    # An input that is still to be made has to be named by the error; then Snakemake asks again later.
+    for path in (input.tokens, input.base):
+        Path(path).stat()
+    folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
+    return f"{folder}-{trained_content(Path(input.tokens), Path(input.base))}"
+
+
+def several_nodes(run, value):
+    """A resource of runs that train on several nodes; None leaves it out."""
+    return value if run.hardware.nodes > 1 else None
+
+
+def on_each_node(run, threads):
+    """What starts a command with so many threads once on every node of a Slurm job; nothing on a single one."""
+    nodes = run.hardware.nodes
+    if nodes == 1:
+        return []
+    tasks = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    return ["srun", *tasks, f"--cpus-per-task={threads}", "--kill-on-bad-exit=1"]
+
+
 rule finetune:
     input:
-        tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
@@ -27,12 +53,8 @@ rule finetune:
         tasks=lambda w: several_nodes(RUNS[w.run], RUNS[w.run].hardware.nodes),
         tasks_per_gpu=lambda w: several_nodes(RUNS[w.run], 0),
         mpi=lambda w: several_nodes(RUNS[w.run], "srun"),
-        mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", cluster_request.training, input, attempt, run=RUNS[w.run]
-        ),
-        runtime=lambda w, input, attempt: asked(
-            "runtime", cluster_request.training, input, attempt, run=RUNS[w.run]
-        ),
+        mem_mb=asks("mem_mb", cluster_request.training),
+        runtime=asks("runtime", cluster_request.training),
     params:
         # What Snakemake compares. What is derived from `output` it does not record.
         recorded=lambda w: layout.recorded_json("finetune", RUNS[w.run]),
@@ -41,7 +63,7 @@ rule finetune:
         # Not an output: Snakemake deletes the outputs of a job that failed.
         checkpoints=checkpoints,
         tokens=subpath(input.tokens, parent=True),
-        model=lambda w, input: model_folder(RUNS[w.run], input.model),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
         # Other hardware does not change the result, so it must not train again: what is derived from
         # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
         # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)

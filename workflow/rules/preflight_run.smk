@@ -1,7 +1,7 @@
 rule preflight_run:
     input:
         description=lambda w: layout.description(RUNS[w.run]),
-        manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        manifest=lambda w: manifest(RUNS[w.run]),
     output:
         report(
             "results/runs/{run}/preflight_run/preflight.json",

@@ -1,14 +1,12 @@
 # Shows what the data become, on the terminal; no part of `all`. It has no output: it runs whenever it is asked for.
 rule preview:
     input:
-        [f"{layout.tokens_dir(run)}/manifest.json" for run in BY_TOKENS.values()],
+        [manifest(run) for run in BY_TOKENS.values()],
     log:
         "logs/preview/preview.log",
     conda:
         "../../envs/torch.yaml"
     params:
-        config=json.dumps(
-            [run.data.special_tokens_in_text for run in BY_TOKENS.values()]
-        ),
+        config=json.dumps([run.data.special_tokens_in_text for run in BY_TOKENS.values()]),
     shell:
         "python -m workflow.scripts.preview --config {params.config:q} --manifests {input:q} --log {log:q}"

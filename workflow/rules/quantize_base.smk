@@ -3,7 +3,7 @@ rule quantize_base:
         model=lambda w: model_files(BY_BASE[w.base]),
         # With absmax neither: then a base does not wait for tokens.
         tokens=lambda w: layout.calibration_tokens(BY_BASE[w.base]),
-        text=lambda w: calibration_text(BY_BASE[w.base]),
+        text=lambda w: layout.calibration_text(BY_BASE[w.base]) or [],
     output:
         directory("results/base/{base}"),
     log:
@@ -13,22 +13,14 @@ rule quantize_base:
     threads: lambda w: cores(BY_BASE[w.base], most=1)
     resources:
         gpu=lambda w: cards(BY_BASE[w.base], most=1),
-        mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", cluster_request.quantizing, input, attempt, run=BY_BASE[w.base]
-        ),
-        runtime=lambda w, input, attempt: asked(
-            "runtime", cluster_request.quantizing, input, attempt, run=BY_BASE[w.base]
-        ),
+        mem_mb=asks("mem_mb", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
+        runtime=asks("runtime", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.recorded_json("quantize_base", BY_BASE[w.base]),
-        model=lambda w, input: model_folder(BY_BASE[w.base], input.model),
-        # Where it is no input, its content is compared here.
-        text=lambda w: STORED and layout.calibration_text_hash(BY_BASE[w.base]),
+        model=lambda w: layout.model_dir(BY_BASE[w.base]),
         tokens=lambda w, input: [
-            part
-            for file in input.tokens[:1]
-            for part in ("--tokens", subpath(file, parent=True))
+            part for file in input.tokens[:1] for part in ("--tokens", subpath(file, parent=True))
         ],
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"

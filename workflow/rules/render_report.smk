@@ -6,7 +6,7 @@ rule render_report:
         parity=expand("results/runs/{run}/consolidate/parity.json", run=RUNS),
         evaluation=evaluations(),
         gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
-        tokens=[f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
+        tokens=[manifest(run) for run in RUNS.values()],
     output:
         page=report(
             "results/report/report.html",

@@ -1,8 +1,8 @@
 rule tokenize_dataset:
     input:
-        data=lambda w: data_files(BY_TOKENS[w.tokens]),
+        data=lambda w: layout.data_files(BY_TOKENS[w.tokens]),
         tokenizer=lambda w: model_files(BY_TOKENS[w.tokens], TOKENIZER_PATTERNS),
-        chat_template=lambda w: chat_template(BY_TOKENS[w.tokens]),
+        chat_template=lambda w: BY_TOKENS[w.tokens].data.chat_template or [],
     output:
         manifest="results/tokens/{tokens}/manifest.json",
         arrays=expand("results/tokens/{{tokens}}/{file}", file=layout.ARRAYS),
@@ -17,13 +17,10 @@ rule tokenize_dataset:
     params:
         # What Snakemake compares. What is derived from `output` it does not record.
         recorded=lambda w: layout.recorded_json("tokenize_dataset", BY_TOKENS[w.tokens]),
-        config=lambda w, output: layout.stage_json(
-            "tokenize_dataset", BY_TOKENS[w.tokens]
-        ),
+        config=lambda w, output: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         folder=subpath(output.manifest, parent=True),
-        model=lambda w, input: model_folder(BY_TOKENS[w.tokens], input.tokenizer),
-        dataset=lambda w, input: data_root(BY_TOKENS[w.tokens], input.data),
-        travelling=lambda w: travelling(BY_TOKENS[w.tokens]),
+        model=lambda w: layout.model_dir(BY_TOKENS[w.tokens]),
+        dataset=lambda w: layout.dataset_dir(BY_TOKENS[w.tokens]) or ".",
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
         " --dataset {params.dataset:q} --tokenizer {params.model:q}"

@@ -4,12 +4,10 @@ rule write_card:
         summary=rules.finetune.output.summary,
         adapter_config="results/runs/{run}/consolidate/adapter/adapter_config.json",
         base=lambda w: layout.base_dir(RUNS[w.run]),
-        manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        manifest=lambda w: manifest(RUNS[w.run]),
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
-        gguf=lambda w: (
-            layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else []
-        ),
+        gguf=lambda w: (layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else []),
     output:
         report(
             "results/runs/{run}/consolidate/adapter/README.md",

@@ -112,12 +112,6 @@ def calibration_tokens(run: RunConfig) -> list[str]:
     return [f"{tokens_dir(run)}/{MANIFEST}", *token_arrays(run)]
 
 
-def calibration_text_hash(run: RunConfig) -> str | None:
-    """Return the SHA-256 of the text that calibrates the base, if there is one."""
-    text = calibration_text(run)
-    return None if text is None else file_sha256(Path(text))
-
-
 def calibration_text(run: RunConfig) -> str | None:
     """Return the text that calibrates the base; None with absmax, or if none is named."""
     return None if run.quantize.method == "absmax" else run.quantize.calibration_text

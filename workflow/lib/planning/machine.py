@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from workflow.lib.settings.config import HardwareConfig
-from workflow.lib.system.errors import setting_error
+from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.gpu_models import GpuModel, parse_gpu
 from workflow.lib.system.hardware import visible_gpus
 from workflow.lib.system.units import GIB
@@ -80,6 +80,22 @@ def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
     """
     count = len(visible_gpus()) if hardware.gpus == "auto" else hardware.gpus
     return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
+
+
+def check_place(name: str, hardware: HardwareConfig, *, here: bool, elsewhere: bool) -> None:
+    """Raise `UserError` for settings that do not suit where jobs run: on this machine, or sent to
+    a cluster (neither within a job of one).
+    """
+    if here and hardware.nodes > 1:
+        raise UserError(
+            f"hardware.nodes = {hardware.nodes} (run {name}): this machine is one node. "
+            "Run with --profile workflow/profiles/slurm, or set it to 1."
+        )
+    if elsewhere and hardware.gpus == "auto":
+        raise UserError(
+            f"hardware.gpus = 'auto' (run {name}): the GPUs of a cluster are not seen from here. "
+            "Set it to the number that a run takes on each node; 0 trains on CPUs."
+        )
 
 
 def imagined_model(hardware: HardwareConfig) -> GpuModel | None:

@@ -1,4 +1,4 @@
-"""A signal to Snakemake's process alone ends its jobs too, in order.
+"""SIGINT and SIGTERM to Snakemake's process alone end its jobs too, in order.
 
 `kill` or a scheduler sends it so. Snakemake waits for its jobs, and a signal tells it only to start
 no more: a training would run to its end. A terminal tells all processes at once; here the jobs are
@@ -7,12 +7,55 @@ told in the same way. Those on a cluster Snakemake cancels itself.
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 POLL_S = 0.2
+INTERRUPTED = "interrupted; the same command takes up the work again"
+_ENDING = list[int]()
+
+
+def end_at_signals() -> None:
+    """End the process at once, while Snakemake reads the Snakefile or builds the graph.
+
+    An exception within Snakemake's event loop would end in its traceback. Nothing is written by
+    then.
+    """
+    _catch(_end_at_once)
+
+
+def end_with_jobs(*, jobs_run_here: bool) -> None:
+    """Once Snakemake schedules jobs: end it and, if they run here, its jobs."""
+    _catch(partial(_end_with_jobs, jobs_run_here))
+
+
+def _catch(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Answer both signals by `handler`, unless they are ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    sys.stdout.flush()
+    print(INTERRUPTED, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _end_with_jobs(jobs_run_here: bool, number: int, frame: FrameType | None) -> None:
+    if not _ENDING:
+        _ENDING.append(number)
+        if jobs_run_here:
+            tell_jobs()
+        sys.exit(INTERRUPTED)  # Snakemake catches it, and waits for the jobs
 
 
 def tell_jobs() -> None:
