@@ -55,7 +55,7 @@ def _end_with_jobs(jobs_run_here: bool, number: int, frame: FrameType | None) ->
         _ENDING.append(number)
         if jobs_run_here:
             tell_jobs()
-        sys.exit(INTERRUPTED)  # Snakemake catches it, and waits for the jobs
+        raise SystemExit(INTERRUPTED)  # Snakemake catches it, and waits for the jobs
 
 
 def tell_jobs() -> None:
