@@ -12,8 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.data.reading import hub_download
-from workflow.lib.data.reading.hub_errors import explained_errors
+from workflow.lib.data.reading import hub_download as hub
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.environment import importing
 from workflow.lib.system.files import write_checked_json
@@ -24,53 +23,35 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     """Resolve, choose, check the disk, download and verify, publish."""
-    source = hub_download.Source(**args.config)
-    with explained_errors(source), hub_download.partial_folder(args.output) as partial:
-        commit = hub_download.resolve_commit(source)
+    source = hub.Source(**args.config)
+    with hub.explained_errors(source):
+        partial = hub.partial_folder(args.output)
+        commit, listing = hub.list_files(source)
         logger.info("%s at %s is commit %s", source.repo_id, source.revision or "main", commit)
-        listing = hub_download.list_files(source, commit=commit)
-        check_runs(args.checks, source, listing, commit=commit, folder=partial)
-        files = hub_download.choose_files(source, listing, commit=commit, folder=partial)
-        hub_download.check_disk_space(source, files, folder=partial)
-        sha256 = fetch_all(source, files, commit=commit, folder=partial)
-        write_checked_json(
-            partial / hub_download.MANIFEST,
-            hub_download.manifest(source, files, commit=commit, sha256=sha256),
-        )
-        hub_download.publish(partial, args.output, keep=[hub_download.MANIFEST, *sha256])
+        paths = [file.path for file in listing]
+        check_runs(args.checks, source, paths, commit=commit, folder=partial)
+        chosen = hub.choose_files(source, paths, commit=commit, folder=partial)
+        files = sorted((f for f in listing if f.path in chosen), key=lambda file: file.path)
+        hub.check_disk_space(source, {f.path: f.size for f in files}, folder=partial)
+        logger.info("%d files, %.3f GiB", len(files), sum(f.size for f in files) / 2**30)
+        hub.fetch(source, chosen, commit=commit, folder=partial)
+        record = hub.record(source, files, commit=commit, folder=partial)
+        write_checked_json(partial / hub.MANIFEST, record)
+        hub.publish(partial, args.output, keep=[hub.MANIFEST, *chosen])
 
 
 def check_runs(
-    checks: dict[str, Any],
-    source: hub_download.Source,
-    listing: list[hub_download.HubFile],
-    *,
-    commit: str,
-    folder: Path,
+    checks: dict[str, Any], source: hub.Source, paths: list[str], *, commit: str, folder: Path
 ) -> None:
     """Refuse settings that cannot work with the model before its weights are downloaded."""
-    configs = [file for file in listing if file.path == "config.json"]
-    if not checks.get("runs") or not configs:  # a dataset; or no model, which is told next
+    if not checks.get("runs") or "config.json" not in paths:  # a dataset; or no model, told next
         return
-    hub_download.fetch_file(source, configs[0], commit=commit, folder=folder)
+    config = hub.fetch_first(source, "config.json", commit=commit, folder=folder)
     # Loading torch takes seconds, and a dataset needs none.
     with importing():
         from workflow.lib.model.describe_model import describe_file
 
-    check_models(checks, describe_file(folder / "config.json"))
-
-
-def fetch_all(
-    source: hub_download.Source, files: list[hub_download.HubFile], *, commit: str, folder: Path
-) -> dict[str, str]:
-    """Download every file that `folder` lacks; return their SHA-256 by path."""
-    total = sum(file.size for file in files)
-    logger.info("%d files, %.3f GiB", len(files), total / 2**30)
-    sha256 = {}
-    for number, file in enumerate(files, start=1):
-        logger.info("%d of %d: %s, %.3f GiB", number, len(files), file.path, file.size / 2**30)
-        sha256[file.path] = hub_download.fetch_file(source, file, commit=commit, folder=folder)
-    return sha256
+    check_models(checks, describe_file(config))
 
 
 def parser() -> argparse.ArgumentParser:

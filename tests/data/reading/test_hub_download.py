@@ -10,28 +10,21 @@ from pathlib import Path
 import pytest
 
 from workflow.lib.data.reading.hub_download import (
-    HubFile,
     Source,
     choose_files,
+    explain,
     partial_folder,
     publish,
     weight_shards,
 )
-from workflow.lib.data.reading.hub_errors import explain
 from workflow.lib.system.errors import UserError
 
 MODEL = Source("owner/name", None, "model")
 
 
-def listing(*paths: str) -> list[HubFile]:
-    """Return files of these names; what they hold does not matter here."""
-    return [HubFile(path, 7, "0" * 40, None) for path in paths]
-
-
 def chosen(source: Source, *paths: str) -> list[str]:
     """Return the names of the files chosen among `paths`, which need no download to tell."""
-    files = choose_files(source, listing(*paths), commit="c" * 40, folder=Path("unused"))
-    return [file.path for file in files]
+    return sorted(choose_files(source, paths, commit="c" * 40, folder=Path("unused")))
 
 
 def dataset(*files: str) -> Source:
@@ -110,39 +103,21 @@ def test_index_that_is_none_is_one_message(tmp_path: Path, text: str) -> None:
         weight_shards(MODEL, index, listed=[])
 
 
-def test_partial_folder_survives_a_failure(tmp_path: Path) -> None:
-    def interrupted_download() -> None:
-        with partial_folder(tmp_path / "out") as partial:
-            (partial / "half").write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_download()
-    with partial_folder(tmp_path / "out") as partial:
-        assert (partial / "half").read_text() == "half"
-
-
-def test_second_download_to_the_same_folder_is_refused(tmp_path: Path) -> None:
-    refused = pytest.raises(UserError, match="another process is downloading to it")
-    with partial_folder(tmp_path / "out"), refused, partial_folder(tmp_path / "out"):
-        pytest.fail("the folder was locked")
-
-
 def test_publishing_leaves_exactly_the_kept_files(tmp_path: Path) -> None:
-    with partial_folder(tmp_path / "out") as partial:
-        for name in ("kept.txt", "deep/er/kept.txt", "old/er/file", "stale.txt"):
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            (partial / name).write_text(name)
-        publish(partial, tmp_path / "out", keep=["kept.txt", "deep/er/kept.txt"])
+    partial = partial_folder(tmp_path / "out")
+    for name in ("kept.txt", "deep/er/kept.txt", "old/er/file", "stale.txt"):
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).write_text(name)
+    publish(partial, tmp_path / "out", keep=["kept.txt", "deep/er/kept.txt"])
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
     assert left == {"out", "out/kept.txt", "out/deep", "out/deep/er", "out/deep/er/kept.txt"}
 
 
 def test_empty_output_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with partial_folder(tmp_path / "out") as partial:
-        (partial / "kept.txt").touch()
-        publish(partial, tmp_path / "out", keep=["kept.txt"])
+    partial = partial_folder(tmp_path / "out")
+    (partial / "kept.txt").touch()
+    publish(partial, tmp_path / "out", keep=["kept.txt"])
     assert (tmp_path / "out" / "kept.txt").exists()
 
 

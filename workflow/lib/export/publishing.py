@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.data.reading.hub_errors import TransportError
+from workflow.lib.data.reading.hub_download import TransportError
 from workflow.lib.export.private_paths import named_paths
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text

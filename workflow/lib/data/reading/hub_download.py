@@ -1,28 +1,25 @@
 """Files of a Hugging Face hub repository at one commit: chosen, downloaded, verified.
 
-The idea: everything is asked for by commit, never by branch, so a branch that moves meanwhile
-changes nothing; and a folder appears under its name only when every byte in it was checked against
-the hub's metadata (SHA-256 of LFS files, git blob id of the others). Until then the files lie in
-the hidden sibling folder `.<name>.partial`, from which a repeated command goes on: finished files
-are kept, others start again. Weights are safetensors only: pickles can run code when loaded, and
-code is never fetched.
+Everything is asked for by commit, never by branch, so a branch that moves meanwhile changes
+nothing. A folder appears under its name only when the hub's checksums are those of its files. Until
+then they lie in the hidden sibling folder `.<name>.partial`, from which a repeated command goes on.
+Weights are safetensors only: pickles can run code when loaded, and code is never fetched.
 
 The access token (`HF_TOKEN`) and the endpoint (`HF_ENDPOINT`) are `huggingface_hub`'s business.
 """
 
 import difflib
-import fcntl
-import hashlib
-import os
+import errno
+import glob
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
 from workflow.lib.data.reading.sources import matching
@@ -35,7 +32,7 @@ from workflow.lib.model.architecture.model_files import (
 from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.files import file_sha256, read_json
+from workflow.lib.system.files import file_sha256, read_json, sync
 
 MANIFEST = HUB_RECORD
 MODEL_FILES = (
@@ -51,14 +48,18 @@ MODEL_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
+# The HTTP client's base error: httpx2's or httpx's, whichever this version of huggingface_hub uses.
+TransportError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+REPEAT = "repeat the command: finished files are kept"
+LOCAL = {
+    "model": "set model.source to a folder that exists",
+    "dataset": "set data.source to null and data.train to a file or folder that exists",
+}
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the user asked for.
-
-    `revision` None is the main branch; `files` are of a dataset.
-    """
+    """A repository of the hub; `revision` None is the main branch, `files` are of a dataset."""
 
     repo_id: str
     revision: str | None
@@ -75,109 +76,56 @@ class Source:
         return setting_error(f"{self.section}.source", self.repo_id, bound, change)
 
 
-@dataclass(frozen=True)
-class HubFile:
-    """A file as the hub lists it.
-
-    `sha256` is known for LFS files, `blob_id` (git) is right for the others.
-    """
-
-    path: str
-    size: int  # bytes
-    blob_id: str
-    sha256: str | None
-
-
-class DownloadedFile(TypedDict):
-    """A file of a download; `size` in bytes."""
-
-    path: str
-    size: int
-    sha256: str
-
-
-class DownloadRecord(TypedDict):
-    """`source.json` of a download: what was asked for, what it was, and every file."""
-
-    repo_id: str
-    kind: Literal["model", "dataset"]
-    requested_revision: str | None
-    commit: str
-    files: list[DownloadedFile]
-
-
-def resolve_commit(source: Source) -> str:
-    """Return the commit that the revision names now."""
-    info = HfApi().repo_info(source.repo_id, revision=source.revision, repo_type=source.kind)
-    assert info.sha is not None, "the hub answers every repository request with its commit"
-    return info.sha
-
-
-def list_files(source: Source, *, commit: str) -> list[HubFile]:
-    """Return all files of the repository at `commit`.
+def list_files(source: Source) -> tuple[str, list[RepoFile]]:
+    """Return the commit that the revision names now, and all of its files.
 
     Raises `UserError` if a path would leave the folder that it is saved in.
     """
-    tree = HfApi().list_repo_tree(
-        source.repo_id, revision=commit, repo_type=source.kind, recursive=True
-    )
-    files = [
-        HubFile(entry.path, entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None)
-        for entry in tree
-        if isinstance(entry, RepoFile)
-    ]
-    for file in files:
-        leaves = "\\" in file.path or any(p in ("", ".", "..") for p in file.path.split("/"))
-        if leaves or not file.path.isprintable():  # it is logged: a terminal would obey escapes
+    api, kind = HfApi(), source.kind
+    commit = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind).sha
+    assert commit is not None, "the hub answers every repository request with its commit"
+    tree = api.list_repo_tree(source.repo_id, revision=commit, repo_type=kind, recursive=True)
+    files = [entry for entry in tree if isinstance(entry, RepoFile)]
+    for path in (file.path for file in files):
+        leaves = "\\" in path or any(part in ("", ".", "..") for part in path.split("/"))
+        if leaves or not path.isprintable():  # it is logged: a terminal would obey escapes
             raise source.error(
-                f"the repository lists the unsafe path {file.path!r}",
-                "Do not use this repository",
+                f"the repository lists the unsafe path {path!r}", "Do not use this repository"
             )
-    return files
+    return commit, files
 
 
-def choose_files(
-    source: Source, listing: Sequence[HubFile], *, commit: str, folder: Path
-) -> list[HubFile]:
-    """Return the files to download, by path.
+def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: Path) -> set[str]:
+    """Return the files to download.
 
     Of a sharded model, the index is downloaded into `folder` to tell. Raises `UserError` if the
     repository lacks a file that is needed.
     """
-    by_path = {file.path: file for file in listing}
     if source.kind == "dataset":
-        wanted = _dataset_files(source, list(by_path))
-    else:
-        wanted = _model_files(source, list(by_path))
-        if INDEX in wanted:
-            fetch_file(source, by_path[INDEX], commit=commit, folder=folder)
-            wanted |= weight_shards(source, folder / INDEX, listed=by_path)
-    return [by_path[path] for path in sorted(wanted)]
-
-
-def _model_files(source: Source, paths: Sequence[str]) -> set[str]:
-    """Configuration, tokenizer, and the one weights file or the index of several."""
+        return _dataset_files(source, paths)
     fault = fault_of_files(paths) or fault_of_tokenizer(paths)
     if fault is not None:
         raise source.error(*fault)
-    weights = next(name for name in (SINGLE, INDEX) if name in paths)
-    return {weights} | {path for path in paths if _matches(path, MODEL_FILES)}
+    wanted = {path for path in paths if _matches(path, MODEL_FILES)}
+    if SINGLE in paths:
+        return wanted | {SINGLE}
+    index = fetch_first(source, INDEX, commit=commit, folder=folder)
+    return wanted | {INDEX} | weight_shards(source, index, listed=paths)
 
 
 def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[str]:
     """Names of the weight files in an index; raises `UserError` if it is none."""
+    change = f"Set {source.section}.revision to a complete commit, or name another repository"
     try:
         shards = set(map(str, read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise source.error(
-            f"{INDEX} of this repository is no index of a checkpoint ({error!r})",
-            f"Set {source.section}.revision to a complete commit, or name another repository",
+            f"{INDEX} of this repository is no index of a checkpoint ({error!r})", change
         ) from None
     wrong = sorted(s for s in shards if s not in listed or not s.endswith(".safetensors"))
     if wrong:
         raise source.error(
-            f"{INDEX} names {_some(wrong)}, no safetensors file of this repository",
-            f"Set {source.section}.revision to a complete commit, or name another repository",
+            f"{INDEX} names {_some(wrong)}, no safetensors file of this repository", change
         )
     return shards
 
@@ -213,9 +161,10 @@ def _some(names: Sequence[str], *, limit: int = 8) -> str:
     return ", ".join(names[:limit]) + rest or "no files"
 
 
-def check_disk_space(source: Source, files: Sequence[HubFile], *, folder: Path) -> None:
+def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) -> None:
     """Raise `UserError` if what `folder` still lacks does not fit on its disk."""
-    needed = sum(file.size for file in files if not _has_size(folder / file.path, file.size))
+    there = {path for path, size in sizes.items() if _size(folder / path) == size}
+    needed = sum(size for path, size in sizes.items() if path not in there)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise source.error(
@@ -225,83 +174,143 @@ def check_disk_space(source: Source, files: Sequence[HubFile], *, folder: Path) 
         )
 
 
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
-def fetch_file(source: Source, file: HubFile, *, commit: str, folder: Path) -> str:
-    """Download one file into `folder` unless it is there already, and return its verified SHA-256.
+def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path:
+    """Download a small file anew, which says what else is to be downloaded, or whether."""
+    options: Any = {"repo_type": source.kind, "revision": commit, "local_dir": folder}
+    return Path(hf_hub_download(source.repo_id, path, **options, force_download=True))
+
+
+def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) -> None:
+    """Download the files that `folder` lacks, and verify all.
 
     Raises `UserError`, and removes the file, if its bytes are not those that the hub announced.
     """
-    hf_hub_download(
-        source.repo_id, file.path, repo_type=source.kind, revision=commit, local_dir=folder
-    )
-    path = folder / file.path
-    sha256 = file_sha256(path)
-    correct = sha256 == file.sha256 if file.sha256 else _git_blob_id(path) == file.blob_id
-    if not correct or path.stat().st_size != file.size:
-        path.unlink()
+    options: Any = {"repo_type": source.kind, "revision": commit, "local_dir": folder}
+    patterns = [glob.escape(path) for path in paths]
+    snapshot_download(source.repo_id, **options, allow_patterns=patterns)
+    found = HfApi().verify_repo_checksums(source.repo_id, **options)
+    wrong = sorted(mismatch["path"] for mismatch in found.mismatches)
+    for path in wrong:
+        (folder / path).unlink()
+    if wrong:
         raise UserError(
-            f"{file.path} of {source.repo_id} was damaged on the way: its size or checksum is not "
-            "what the hub announces. It was removed; repeat the command to download it again."
+            f"{_some(wrong)} of {source.repo_id} was damaged on the way: the checksum is not what "
+            "the hub announces. It was removed; repeat the command to download it again."
         )
-    with path.open("rb") as synced:
-        os.fsync(synced.fileno())
-    return sha256
 
 
-def _git_blob_id(path: Path) -> str:
-    """Name of a file's content in git: SHA-1 of a header and the bytes.
-
-    Files outside LFS are small.
-    """
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def manifest(
-    source: Source, files: Sequence[HubFile], *, commit: str, sha256: Mapping[str, str]
-) -> DownloadRecord:
-    """Return the content of `source.json`."""
+def record(
+    source: Source, files: Iterable[RepoFile], *, commit: str, folder: Path
+) -> dict[str, Any]:
+    """Return the content of `source.json`: what was asked for, what it was, and every file."""
     return {
         "repo_id": source.repo_id,
         "kind": source.kind,
         "requested_revision": source.revision,
         "commit": commit,
-        "files": [{"path": f.path, "size": f.size, "sha256": sha256[f.path]} for f in files],
+        "files": [
+            {
+                "path": file.path,
+                "size": file.size,
+                "sha256": file.lfs.sha256 if file.lfs else file_sha256(folder / file.path),
+            }
+            for file in files
+        ],
     }
 
 
-@contextmanager
-def partial_folder(output: Path) -> Iterator[Path]:
-    """Yield the locked folder `.<name>.partial` beside `output`, until `publish` renames it.
+def partial_folder(output: Path) -> Path:
+    """Make the folder `.<name>.partial` beside `output`, until `publish` renames it.
 
-    Raises `UserError` if `output` has content, or another process downloads to it.
+    Raises `UserError` if `output` has content.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise setting_error("--output", str(output), "it exists already", "Remove it first")
     partial = output.parent / f".{output.name}.partial"
-    cache = partial / ".cache"
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise setting_error(
-                "--output", str(output), "another process is downloading to it", "Wait for it"
-            ) from None
-        yield partial
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
 
 
 def publish(partial: Path, output: Path, *, keep: Iterable[str]) -> None:
     """Remove all but the files `keep` from the partial folder, and give it its name."""
-    published = {partial / path for path in keep}
-    shutil.rmtree(partial / ".cache")
+    kept = {partial / path for path in keep}
+    shutil.rmtree(partial / ".cache", ignore_errors=True)
     for path in sorted(partial.rglob("*"), reverse=True):  # reverse: contents before their folder
         if path.is_dir():
             if not any(path.iterdir()):
                 path.rmdir()
-        elif path not in published:
+        elif path in kept:
+            sync(path)
+        else:
             path.unlink()
     partial.replace(output)
+
+
+@contextmanager
+def explained_errors(source: Source) -> Iterator[None]:
+    """Turn what the hub, the network and the disk raise into `UserError` with what to change."""
+    try:
+        yield
+    except (OSError, TransportError, errors.HFValidationError) as error:
+        explained = explain(source, error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def explain(source: Source, error: Exception) -> UserError | None:
+    """Say what an exception means for the user.
+
+    None if it concerns neither hub, network nor a full disk. The order matters: huggingface_hub
+    derives "gated" from "not found", and both from its general HTTP error.
+    """
+    local = LOCAL[source.kind]
+    # a mistyped folder name looks like an id of the hub
+    taken = f"no folder {source.repo_id} is here, so it was taken as a hub id"
+    unknown = f"{taken}, and the hub has no {source.kind} of that name that you may read"
+    match error:
+        case errors.GatedRepoError():
+            prefix = "datasets/" if source.kind == "dataset" else ""
+            return source.error(
+                "the hub gives it only to those who accepted its licence",
+                f"Accept the licence on {HfApi().endpoint}/{prefix}{source.repo_id} and set "
+                "HF_TOKEN to a token of that account",
+            )
+        case errors.RepositoryNotFoundError():
+            private = "if the repository is private, set HF_TOKEN"
+            return source.error(unknown, f"Correct the id owner/name, or {local}; {private}")
+        case errors.HFValidationError():
+            return source.error(unknown, f"Correct the id owner/name, or {local}")
+        case errors.RevisionNotFoundError():
+            return source.error(
+                f"it has no branch, tag or commit {source.revision!r}",
+                f"Correct {source.section}.revision, or set it to null for the main branch",
+            )
+        case errors.OfflineModeIsEnabled():
+            offline = f"{taken}, and HF_HUB_OFFLINE forbids asking the hub"
+            return source.error(offline, f"Unset HF_HUB_OFFLINE, or {local}")
+        case errors.HfHubHTTPError():
+            return source.error(
+                f"{taken}, and the hub refused ({_first_line(error)})",
+                f"If that names access or a token, check HF_TOKEN; else wait and {REPEAT}",
+            )
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            full = "the disk, or your quota on it, is full"
+            return source.error(full, f"Free space and {REPEAT}")
+        case OSError(errno=int()):
+            return None
+    return source.error(
+        f"{taken}, and the download broke off ({_first_line(error.__cause__ or error)})",
+        f"If it is one, check the network, HF_ENDPOINT if you set it, and {REPEAT}; if it is a "
+        f"folder of yours, {local}",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Type and first line that says something: the hub's messages start with empty ones."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])

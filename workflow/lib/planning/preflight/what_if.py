@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download
 
-from workflow.lib.data.reading.hub_download import Source
-from workflow.lib.data.reading.hub_errors import explained_errors
+from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.shipped_shapes import (
