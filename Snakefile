@@ -32,8 +32,6 @@ include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
 include: "workflow/rules/publish_run.smk"
-include: "workflow/rules/benchmark_run.smk"
-include: "workflow/rules/render_benchmark.smk"
 
 
 localrules:
@@ -44,7 +42,6 @@ localrules:
     train,
     evaluate,
     report,
-    benchmark,
     publish,
 
 
@@ -92,12 +89,6 @@ rule report:
     input:
         rules.evaluate.input,
         rules.render_report.output,
-
-
-# Speed and memory of the training engine on this machine; no part of `all`.
-rule benchmark:
-    input:
-        lambda w: f"results/benchmark/{benchmark_folder(BENCHMARK)}/page",
 
 
 # Uploads to the hub what `export.hub_repo` names; no part of `all`.

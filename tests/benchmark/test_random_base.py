@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import tiny_llama
-from workflow.lib.benchmark.cases import requests
+from workflow.lib.benchmark.cases import load_benchmark, requests
 from workflow.lib.benchmark.prediction import imagined_tokens
 from workflow.lib.benchmark.random_base import random_rows, write_random_base
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
-from workflow.lib.settings.config import QuantizeConfig, load_benchmark
+from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import read_json
 
 

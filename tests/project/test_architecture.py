@@ -20,7 +20,6 @@ STAGES = [path.stem for path in RULES if path.suffix == ".smk" and path.stem != 
 # What rules may import, below workflow.lib: nothing that takes long to import, as every job does.
 OPEN_TO_RULES = (
     "artifacts",
-    "benchmark.cases",
     "evaluation.task_files",
     "model.architecture.model_files",
     "planning.machine",
@@ -29,9 +28,10 @@ OPEN_TO_RULES = (
     "settings",
     "system",
 )
-# Scripts that are no stage: what all command lines share, the wrapper that leases GPUs, the workers
-# of stages, and what writes documents.
+# Scripts that are no stage: the benchmark, what all command lines share, the wrapper that leases
+# GPUs, the workers of stages, and what writes documents.
 NO_STAGES = {
+    "benchmark_run",
     "command",
     "evaluate_run_worker",
     "finetune_worker",

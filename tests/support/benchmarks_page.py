@@ -19,6 +19,8 @@ HEAD = """| model | layers | GPUs | how | tokens/s per GPU | GiB | commit | date
 |---|---|---|---|---|---|---|---|
 """
 PLAIN = {"micro_batch_size": 2, "seq_len": 2048, "rank": 16, "documents": 1, "vocab_size": None}
+# Of a line's sizes; some are of earlier benchmarks.
+NO_PART = ("steps", "check_bytes", "profile", "checkpoint_pairs")
 WORDS = {
     "micro_batch_size": "rows",
     "seq_len": "tokens a row",
@@ -49,7 +51,7 @@ def _date(line: dict[str, Any]) -> str:
 
 
 def _case(line: dict[str, Any]) -> list[Any]:
-    sizes = {k: v for k, v in line["sizes"].items() if k not in ("steps", "check_bytes", "profile")}
+    sizes = {k: v for k, v in line["sizes"].items() if k not in NO_PART}
     return [line["gpu_names"], line["processes"], sizes, line["settings"], line["peer"]]
 
 

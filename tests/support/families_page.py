@@ -4,7 +4,6 @@ makes of each family's tiny model.
 `python -m tests.support.families_page` writes it anew.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 
 from tests.support.families import FAMILIES
-from tests.support.measurements import all_lines
-from workflow.lib.benchmark.cases import model_config
+from tests.support.measurements import all_lines, sizes_of
+from workflow.lib.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
@@ -21,7 +20,6 @@ from workflow.lib.model.document_states import separate_documents_
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.layers.expert_stacks import experts_modules
-from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.compute_choice import automatic_attention
 
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "families.md"
@@ -43,9 +41,8 @@ PARTS = {
 
 def measured_families(lines: Iterable[dict[str, Any]]) -> set[str]:
     """Return the families whose memory this engine, not a peer alone, took on GPUs."""
-    ours = [line["sizes"] for line in lines if line["peer"] is None]
-    sizes = {json.dumps(each, sort_keys=True) for each in ours}
-    return {model_config(BenchmarkConfig(**json.loads(one)))["model_type"] for one in sizes}
+    ours = {sizes_of(line).model for line in lines if line["peer"] is None}
+    return {model_config(BenchmarkConfig(model=model))["model_type"] for model in ours}
 
 
 def table() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workflow.lib.benchmark.cases import model_config
+from workflow.lib.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.kernels.eight_bits.matmul import FORMATS
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
@@ -25,7 +25,6 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.calibration import recorded_setup
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
 from workflow.lib.recording.request import Request
-from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.units import GIB
 
@@ -126,6 +125,12 @@ def measured_lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+def sizes_of(line: dict[str, Any]) -> BenchmarkConfig:
+    """Return the sizes of a line; earlier benchmarks had some more."""
+    known = BenchmarkConfig.model_fields.keys()
+    return BenchmarkConfig(**{key: line["sizes"][key] for key in line["sizes"].keys() & known})
+
+
 @cache
 def described(config: str, name: str) -> ModelShape:
     """Return the description of a config.json, made once."""
@@ -141,7 +146,7 @@ def counts(line: dict[str, Any]) -> bool:
         return False
     if _is_gemma(line) and commit not in GEMMA_NORMS:
         return False
-    config = model_config(BenchmarkConfig(**line["sizes"]))
+    config = model_config(sizes_of(line))
     if (commits := MEASURED_SINCE.get(line["sizes"]["model"])) is not None:
         return commit in commits
     if any("experts" in name for name in config):
@@ -152,7 +157,7 @@ def counts(line: dict[str, Any]) -> bool:
 
 
 def _is_gemma(line: dict[str, Any]) -> bool:
-    config = model_config(BenchmarkConfig(**line["sizes"]))
+    config = model_config(sizes_of(line))
     return str(config["model_type"]).startswith("gemma")
 
 
@@ -161,7 +166,7 @@ def row(line: dict[str, Any], process: RecordingProcess) -> Row:
     setup = recorded_setup(line)
     if line["measured"]["attention"] == FLEX:  # earlier setups call it flash
         setup = replace(setup, attention=FLEX)
-    sizes = BenchmarkConfig(**line["sizes"])
+    sizes = sizes_of(line)
     config = model_config(sizes)
     shape = described(json.dumps(config), sizes.model)
     request = Request(config, setup, offload_window(shape, setup), checked=sizes.check_bytes)

@@ -247,8 +247,6 @@ def copy_of_repository(target: Path) -> Path:
     """Copy what a run needs: Snakefile, workflow (without its data) and environments."""
     leave_out = shutil.ignore_patterns("__pycache__", "resources", "presets")
     shutil.copytree(REPOSITORY / "workflow", target / "workflow", ignore=leave_out)
-    cases = Path("workflow", "resources", "benchmark")  # they are read with the settings
-    shutil.copytree(REPOSITORY / cases, target / cases)
     shutil.copytree(REPOSITORY / "envs", target / "envs")
     shutil.copy2(REPOSITORY / "Snakefile", target / "Snakefile")
     return target

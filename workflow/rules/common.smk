@@ -13,7 +13,6 @@ from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
 from workflow.lib.artifacts.trained_content import check_records, trained_content
-from workflow.lib.benchmark.cases import benchmark_folder, on_gpus, requests
 from workflow.lib.evaluation.task_files import refuse_code
 from workflow.lib.model.architecture.model_files import (
     MODEL_PATTERNS,
@@ -23,7 +22,7 @@ from workflow.lib.planning.machine import check_place, requested_processes
 from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.settings.command_line import as_in_yaml
-from workflow.lib.settings.config import check_yaml, load_benchmark, load_config
+from workflow.lib.settings.config import check_yaml, load_config
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import use_this_interpreter
 from workflow.lib.system.errors import UserError
@@ -62,8 +61,6 @@ try:
     if workflow.is_main_process:
         check_writable([Path(".snakemake"), Path("logs"), Path("results")])
     REPORT, RUNS = load_config(config)
-    BENCHMARK = load_benchmark(config)
-    requests(BENCHMARK, num_gpus=0)  # refuses an unknown case
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
         check_model(

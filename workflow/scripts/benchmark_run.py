@@ -3,22 +3,17 @@ weights of any shape.
 
 Every case runs in fresh torchrun workers (`--together N`: N of them one after the other in the same
 ones) and becomes a line of the output (JSON Lines), also one that cannot run or runs out of memory.
-Lines of an earlier call are kept, and what they measured is not measured again, nor what
-workers had measured when a call was killed: the same command continues. The random base is written
-once for all cases of a shape.
+What an earlier call measured, even one that was killed, is not measured again. The random base is
+written once for all cases of a shape.
 
-One call on a host with GPUs and little time:
     python -m workflow.scripts.benchmark_run \\
-        --configfile workflow/presets/benchmark-llama3-8b-1gpu.yaml \\
-        --cases all --time-limit-s 1500 --bases /tmp/bases --output measurements.jsonl
+        --configfile workflow/resources/benchmark/llama3-8b-1gpu.yaml --output measurements.jsonl
 """
 
 import argparse
 import importlib.util
 import logging
-import math
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -28,32 +23,19 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from workflow.lib.artifacts.benchmark_record import (
-    BenchmarkRow,
-    Measurement,
-    WorkerMeasurement,
-)
+from workflow.lib.artifacts.benchmark_record import BenchmarkRow, Measurement
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Provenance
-from workflow.lib.benchmark.cases import Request, requests
+from workflow.lib.benchmark.cases import Request, load_benchmark, requests
 from workflow.lib.benchmark.measure import OUT_OF_MEMORY, Job, measure
-from workflow.lib.benchmark.prediction import (
-    Prepared,
-    model_flops_per_token,
-    prepare,
-    products_of,
-)
+from workflow.lib.benchmark.prediction import Prepared, prepare
 from workflow.lib.benchmark.random_base import write_random_base
-from workflow.lib.benchmark.time_limit import TimeLimit
 from workflow.lib.recording.recording_process import recording_process
-from workflow.lib.settings.config import load_benchmark, merge
+from workflow.lib.settings.config import merge
 from workflow.lib.system.artifact_files import read_artifact, read_lines, write_lines
 from workflow.lib.system.environment import is_worker
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import (
-    short_hash,
-    write_checked_json,
-)
+from workflow.lib.system.files import short_hash, write_checked_json
 from workflow.lib.system.hardware import visible_gpus
 from workflow.lib.system.locks import exclusive
 from workflow.lib.system.number_formats import size
@@ -62,7 +44,6 @@ from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
-FORMAT_VERSION = 1
 FINAL = ("measured", "out_of_memory")
 PEER = "workflow.resources.benchmark.peer_trl"
 PEER_PACKAGES = ("trl", "accelerate", "datasets")
@@ -88,16 +69,12 @@ def main(args: argparse.Namespace) -> None:
     }
     for key in [key for key in wanted if rows.get(key, {}).get("status") in FINAL]:
         logger.info("%s: measured before", wanted.pop(key).label)
-    limit = TimeLimit(args.time_limit_s)
     with recording_process() as recordings:
         prepared = partial(prepare, num_gpus=len(gpus), recordings=recordings)
         for keys in starts(wanted, together=args.together):
-            enough_time = limit.allows(len(keys))
-            asked = {key: wanted[key] for key in keys}
-            with limit.measuring(len(keys)):
-                for row in several(args, asked, prepared, enough_time=enough_time):
-                    rows[row.key] = row.as_json()
-                    logger.info("%s: %s", wanted[row.key].label, summary_words(row))
+            for row in several(args, {key: wanted[key] for key in keys}, prepared):
+                rows[row.key] = row.as_json()
+                logger.info("%s: %s", wanted[row.key].label, summary_words(row))
             write_lines(args.output, rows.values())
             shutil.rmtree(kept_folder(args), ignore_errors=True)
 
@@ -106,8 +83,7 @@ def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str
     """Yield the keys that one start of workers measures: neighbours alike in processes, cap and
     sharding; peers alone.
     """
-    kinds = groupby(wanted.items(), key=lambda item: _start_kind(item[1]))
-    for (peer, *_), group in kinds:
+    for (peer, *_), group in groupby(wanted.items(), key=lambda item: _start_kind(item[1])):
         keys = [key for key, _ in group]
         size = together if peer is None else 1
         yield from (keys[i : i + size] for i in range(0, len(keys), size))
@@ -139,11 +115,7 @@ def kept_folder(args: argparse.Namespace) -> Path:
 
 
 def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]:
-    """Return what is asked for: by `--config` (a list of requests), or by a settings file and the
-    options beside it.
-    """
-    if args.config is not None:
-        return [Request.of(document) for document in args.config["requests"]]
+    """Return what a settings file and the options beside it ask for."""
     document = (
         yaml.safe_load(args.configfile.read_text(encoding="utf-8")) if args.configfile else {}
     )
@@ -152,7 +124,7 @@ def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]
         chosen["cases"] = "all" if args.cases == ["all"] else args.cases
     if args.processes is not None:
         chosen["processes"] = args.processes
-    settings = merge(document, {"benchmark": chosen} if chosen else {})
+    settings = merge(merge(document, args.config or {}), {"benchmark": chosen} if chosen else {})
     return requests(load_benchmark(settings), num_gpus=num_gpus)
 
 
@@ -160,16 +132,13 @@ def several(
     args: argparse.Namespace,
     wanted: Mapping[str, Request],
     prepared: Callable[[Request], Prepared],
-    *,
-    enough_time: bool,
 ) -> Iterator[BenchmarkRow]:
     """Yield the row of every request, measured or with the cause why not; prepared: plans and
     predicts one.
     """
     ready: dict[str, Prepared] = {}
     for key, request in wanted.items():
-        obstacle = None if enough_time else Obstacle("not_run", "not run: out of time")
-        obstacle = obstacle or _not_installed(request)
+        obstacle = _not_installed(request)
         if obstacle is None:
             try:
                 ready[key] = prepared(request)
@@ -194,21 +163,17 @@ def several(
 def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[BenchmarkRow]:
     """Yield the rows of what workers have left in `folder`, and take them out of `ready`."""
     for key in [key for key in ready if (folder / f"{key}.json").is_file()]:
-        prepared = ready.pop(key)
-        measured = read_record(folder / f"{key}.json", WorkerMeasurement)
-        fields = _prepared_fields(key, prepared) | {"measured": with_work(measured, prepared)}
-        yield BenchmarkRow(**fields, status="measured", cause=None)
+        measured = read_record(folder / f"{key}.json", Measurement)
+        fields = _prepared_fields(key, ready.pop(key))
+        yield BenchmarkRow(**fields, status="measured", cause=None, measured=measured)
 
 
 def _request_fields(key: str, request: Request) -> dict[str, Any]:
     """Return the fields of a row that every request has."""
-    document = request.document()
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": 1,
         "key": key,
-        **{name: value for name, value in document.items() if name != "name"},
-        "case": request.name,
-        "measured": None,
+        **request.document(),
         "provenance": Provenance.now(),
     }
 
@@ -226,18 +191,13 @@ def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:
 
 def _not_installed(request: Request) -> Obstacle | None:
     """Return the obstacle of a peer whose packages are missing."""
-    missing = missing_packages(request)
+    if request.peer is None:
+        return None
+    needed = (*PEER_PACKAGES, *(("liger_kernel",) if request.peer["liger"] else ()))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if not missing:
         return None
     return Obstacle("not_installed", f"not installed: {', '.join(missing)} (envs/peers.txt)")
-
-
-def missing_packages(request: Request) -> list[str]:
-    """Return the packages of a peer that are not installed."""
-    if request.peer is None:
-        return []
-    needed = (*PEER_PACKAGES, *(("liger_kernel",) if request.peer["liger"] else ()))
-    return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:
@@ -249,10 +209,7 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
     folder = kept_folder(args)
     try:
         folder.mkdir(exist_ok=True)
-        jobs = {
-            key: job_of(args, prepared, scratch=folder / f"{key}.checkpoints").document()
-            for key, prepared in ready.items()
-        }
+        jobs = {key: job_of(args, prepared).document() for key, prepared in ready.items()}
         write_checked_json(folder / "jobs.json", jobs)
         options = ["--job", str(folder / "jobs.json"), "--output", str(folder)]
         options += ["--log", str(args.log)] if args.log else []
@@ -264,21 +221,17 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
     return UserError("its workers ended without a word and without a measurement")
 
 
-def job_of(args: argparse.Namespace, prepared: Prepared, *, scratch: Path) -> Job:
-    """Return what the workers are asked to do; scratch: a folder that they may make."""
-    sizes, shape = prepared.request.sizes, prepared.shape
+def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
+    """Return what the workers are asked to do."""
+    sizes = prepared.request.sizes
     return Job(
         base=str(find_base(args.bases, prepared)),
         run=prepared.run.model_dump(mode="json"),
         plan=prepared.plan,
         documents=sizes.documents,
         rows=prepared.num_rows,
-        vocab_size=shape.vocab_size,
+        vocab_size=prepared.shape.vocab_size,
         check_bytes=sizes.check_bytes,
-        profile=sizes.profile,
-        checkpoint_pairs=sizes.checkpoint_pairs,
-        scratch=str(scratch),
-        products=products_of(shape),
         peer=None if prepared.request.peer is None else dict(prepared.request.peer),
         timeout_s=args.case_timeout_s,
     )
@@ -287,30 +240,11 @@ def job_of(args: argparse.Namespace, prepared: Prepared, *, scratch: Path) -> Jo
 def find_base(bases: Path, prepared: Prepared) -> Path:
     """Return the folder of the random base of this shape, written now if it is not there."""
     settings, peer = prepared.run.quantize, prepared.request.peer is not None
-    key = short_hash([prepared.config, settings.model_dump(mode="json"), peer])
-    folder = bases / key
-    with exclusive(bases / f".{key}.lock", doing=f"writing {folder}", wait_s=BASE_WAIT_S):
+    folder = bases / short_hash([prepared.config, settings.model_dump(mode="json"), peer])
+    with exclusive(bases / f".{folder.name}.lock", doing=f"writing {folder}", wait_s=BASE_WAIT_S):
         if not folder.is_dir():
-            began = time.monotonic()
             write_random_base(folder, prepared.config, settings, float_storage=peer)
-            logger.info("random base %s: %.0f s", folder, time.monotonic() - began)
     return folder
-
-
-def with_work(measured: WorkerMeasurement, prepared: Prepared) -> Measurement:
-    """Return the measurement with the model FLOP/s of a process, and their share of what the device
-    multiplies at best.
-    """
-    sizes = prepared.request.sizes
-    per_token = model_flops_per_token(
-        prepared.shape, seq_len=sizes.seq_len, documents=sizes.documents
-    )
-    flops_per_s = per_token * measured.tokens_per_s_per_process
-    return Measurement(
-        **dict(measured),
-        model_flops_per_s=flops_per_s,
-        model_flops_utilisation=flops_per_s / measured.gemm_flops_per_s,
-    )
 
 
 def summary_words(row: BenchmarkRow) -> str:
@@ -332,16 +266,10 @@ def first_line(error: BaseException) -> str:
 def parser() -> argparse.ArgumentParser:
     arguments = stage_parser(__doc__, config_required=False)
     arguments.add_argument(
-        "--configfile", type=Path, help="settings, YAML (section benchmark); without, the defaults"
+        "--configfile", type=Path, help="section benchmark, YAML; without, the defaults"
     )
     arguments.add_argument("--cases", nargs="+", metavar="NAME", help="cases by name, or all")
     arguments.add_argument("--processes", nargs="+", type=int, help="numbers of processes")
-    arguments.add_argument(
-        "--time-limit-s",
-        type=float,
-        default=math.inf,
-        help="seconds in all: a case that may not end in time is a row 'not run'",
-    )
     arguments.add_argument(
         "--case-timeout-s",
         type=float,

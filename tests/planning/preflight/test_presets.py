@@ -25,13 +25,11 @@ from tests.support.preset_texts import (
 )
 from tests.support.recordings import forked_recordings
 from workflow.lib.artifacts.local_inputs import check_local_paths
-from workflow.lib.benchmark.cases import model_config, requests, run_settings
 from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.settings.config import (
     Config,
     RunConfig,
     is_hub_id,
-    load_benchmark,
     load_config,
     merge,
 )
@@ -67,8 +65,7 @@ def setting(document: dict[str, Any], path: str) -> Any:
 
 
 def test_every_preset_for_gpus_has_a_promise_here() -> None:
-    training = {path.stem for path in PRESETS if not path.stem.startswith("benchmark-")}
-    assert training == {*PROMISES, "sweep-demo", "mixture-demo"}
+    assert {path.stem for path in PRESETS} == {*PROMISES, "sweep-demo", "mixture-demo"}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -96,17 +93,6 @@ def test_local_paths_of_preset_exist(path: Path) -> None:
 def test_command_in_the_preset_names_its_own_file(path: Path) -> None:
     (named,) = re.findall(r"--configfile (\S+)", path.read_text())
     assert named == f"workflow/presets/{path.name}"
-
-
-@pytest.mark.parametrize("name", [p.stem for p in PRESETS if p.stem.startswith("benchmark-")])
-def test_every_case_of_a_benchmark_preset_is_a_run_that_could_be(name: str) -> None:
-    benchmark = load_benchmark(yaml.safe_load(preset(name).read_text()))
-    found = requests(benchmark, num_gpus=0)
-    assert found
-    for request in found:
-        assert model_config(request.sizes)["max_position_embeddings"] >= request.sizes.seq_len
-        if request.settings.get("hardware", {}).get("shard_size") != 1:  # what `ddp` asks for
-            run_settings(request, device="cpu")
 
 
 @pytest.mark.parametrize("name", RECORDED)

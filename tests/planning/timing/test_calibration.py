@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.measurements import described, measured_lines
+from tests.support.measurements import described, measured_lines, sizes_of
 from tests.support.memory_examples import measured_case
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup
 from workflow.lib.benchmark.cases import model_config
@@ -33,7 +33,6 @@ from workflow.lib.planning.timing.step_time import (
     gpu_seconds,
 )
 from workflow.lib.planning.timing.step_work import micro_batch_work
-from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 
@@ -143,7 +142,7 @@ def recent_timings() -> list[Timing]:
 
 
 def shape_of(row: dict[str, Any]) -> ModelShape:
-    config = model_config(BenchmarkConfig(**row["sizes"]))
+    config = model_config(sizes_of(row))
     return described(json.dumps(config), row["sizes"]["model"])
 
 

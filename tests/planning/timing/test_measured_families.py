@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.measurements import described, measured_lines
+from tests.support.measurements import described, measured_lines, sizes_of
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.planning.timing.calibration import recorded_setup
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import Constants, constants_of, gpu_seconds
 from workflow.lib.planning.timing.step_work import micro_batch_work
-from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.gpu_models import BY_NAME
 
 FAMILIES = "families_1xh200_2026-11-24"
@@ -76,7 +75,7 @@ def line_of(file: str, case: str) -> dict[str, Any]:
 def error(line: dict[str, Any], constants: Constants | None = None) -> float:
     """Relative error of the predicted step; positive if it is too long. None: the shipped ones."""
     setup = recorded_setup(line)
-    sizes = BenchmarkConfig(**line["sizes"])
+    sizes = sizes_of(line)
     shape = described(json.dumps(model_config(sizes)), sizes.model)
     gpu = BY_NAME[line["gpu_names"][0]]
     predicted = gpu_seconds(

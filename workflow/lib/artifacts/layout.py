@@ -28,8 +28,6 @@ RESULTS = PurePosixPath("results")
 EVALUATIONS = str(RESULTS / "evaluations")
 # llama.cpp's converters, where no checkout is named.
 CONVERTERS = str(RESULTS / "llama_cpp" / LLAMA_CPP_RELEASE)
-# Random models of the benchmark, undeclared for the same reason.
-BENCHMARK_BASES = str(RESULTS / "benchmark" / "bases")
 
 
 def _comparable(run: RunConfig, counts: Callable[[Affects], bool]) -> RunConfig:

@@ -12,30 +12,87 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
-from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, merge
 from workflow.lib.settings.errors_in_words import explain
-from workflow.lib.settings.section_base import Section
+from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.files import short_hash
 
 SHIPPED = Path(__file__).parents[2] / "resources" / "benchmark" / "cases.yaml"
 # What a case cannot change, because it decides which cases there are.
 CHOICE = frozenset({"cases", "cases_file", "peers", "processes", "device"})
-# On the CPU, where nothing says how many: the least that shards.
-CPU_PROCESSES = 2
+CPU_PROCESSES = 2  # the least that shards
+
+
+class BenchmarkConfig(Section):
+    """Shape, batch, and the cases that are measured; section `benchmark` of a settings file."""
+
+    model: str = Field("workflow/resources/base", min_length=1)
+    """Shape of the model: a shipped one (`meta-llama/Llama-2-70b-hf`), or a folder with a
+    config.json. Its weights are random: speed and memory do not depend on them."""
+    layers: int | None = Field(None, ge=1, le=4096)
+    """Decoder layers; null = as many as the model has."""
+    vocab_size: int | None = Field(None, ge=2, le=2**24)
+    """Rows of embedding and head; null = as many as the model has."""
+    seq_len: int = Field(256, ge=8, le=2**20)
+    """Length of a row, tokens."""
+    micro_batch_size: int = Field(2, ge=1, le=2**20)
+    """Rows per process and forward pass."""
+    accumulation: int = Field(1, ge=1, le=2**16)
+    """Micro-batches of a step."""
+    documents: int = Field(1, ge=1, le=2**19)
+    """Documents packed into a row, each of at least 4 tokens."""
+    rank: int = Field(16, ge=1, le=1024)
+    """Rank of the adapter, on all linear layers."""
+    steps: int = Field(6, ge=1, le=10_000)
+    """Optimizer steps of a case; speed is that of the last two thirds together."""
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto` = the GPUs, if any is visible."""
+    processes: tuple[int, ...] | Literal["auto"] = "auto"
+    """Numbers of processes that every case is measured with; `auto` = all GPUs, or 2 on a CPU."""
+    memory_cap_gib: float | None = Field(None, gt=0.0, le=4096.0)
+    """What PyTorch may reserve of each GPU, GiB, to emulate a smaller card; null = all of it. CUDA
+    and NCCL take 0.8 to 1.6 GiB beside it."""
+    check_bytes: bool = True
+    """Run the checks of a training run before the first step."""
+    cases: tuple[Name, ...] | Literal["all"] = (
+        "fsdp",
+        "checkpointing",
+        "flash",
+        "no_recomputation",
+    )
+    """Cases of the list by name, in this order."""
+    cases_file: str | None = Field(None, min_length=1)
+    """The list of cases; null = `workflow/resources/benchmark/cases.yaml`."""
+    peers: bool = False
+    """Also measure the other software of the list (`envs/peers.txt`)."""
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "BenchmarkConfig":
+        if self.documents > self.seq_len // 4:
+            raise ValueError(
+                f"documents = {self.documents}: a row of seq_len = {self.seq_len} tokens holds at "
+                f"most {self.seq_len // 4}. Lower it"
+            )
+        counts = () if self.processes == "auto" else self.processes
+        if self.processes != "auto" and (not counts or not all(1 <= n <= 4096 for n in counts)):
+            raise ValueError(
+                f"processes = {list(counts)}: must be numbers of 1 to 4096. Set auto to use all "
+                "visible GPUs"
+            )
+        if not self.cases:
+            raise ValueError("cases = []: there is nothing to measure. Name cases, or set all")
+        return self
 
 
 class PeerSettings(Section):
-    """How another stack does the same work."""
+    """How other software does the same work."""
 
     strategy: Literal["ddp", "fsdp1", "fsdp2"]
-    """Who holds what: replicas, or shards."""
     liger: bool = False
     """Liger's fused kernels."""
     checkpointing: bool = True
@@ -46,7 +103,6 @@ class CaseEntry(Section):
     """An entry of the list of cases."""
 
     title: str = Field("", max_length=200)
-    """What it is, for people."""
     settings: dict[str, Any] = Field(default={})
     """Settings of a run that differ."""
     benchmark: dict[str, Any] = Field(default={})
@@ -69,13 +125,13 @@ class Request:
 
     @property
     def label(self) -> str:
-        """Name of its file."""
+        """Name of the case, and its processes."""
         return f"{self.name}-x{self.processes}"
 
     def document(self) -> dict[str, Any]:
-        """Return all that it depends on but the machine, as JSON."""
+        """Return all that the measurement depends on but the machine, as JSON."""
         return {
-            "name": self.name,
+            "case": self.name,
             "title": self.title,
             "processes": self.processes,
             "sizes": self.sizes.model_dump(mode="json", exclude=set(CHOICE - {"device"})),
@@ -83,11 +139,23 @@ class Request:
             "peer": None if self.peer is None else dict(self.peer),
         }
 
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> "Request":
-        """Return the request that `document` describes."""
-        sizes = BenchmarkConfig.model_validate(document["sizes"])
-        return cls(**(dict(document) | {"sizes": sizes}))
+
+def load_benchmark(document: Mapping[str, object]) -> BenchmarkConfig:
+    """Return the section `benchmark` of a settings file, which has no other; raises `UserError`."""
+    if unknown := sorted(map(str, document.keys() - {"benchmark"})):
+        raise setting_error(
+            unknown[0], str(document[unknown[0]])[:80], "the benchmark reads section `benchmark`",
+            "Remove it",
+        )  # fmt: skip
+    return _sizes(document.get("benchmark") or {}, where=NOT_VALID)
+
+
+def _sizes(document: Any, *, where: str) -> BenchmarkConfig:
+    try:
+        return BenchmarkConfig.model_validate(document)
+    except ValidationError as error:
+        lines = [f"benchmark.{line}" for line in explain(BenchmarkConfig, document, error)]
+        raise UserError(f"{where}\n  " + "\n  ".join(lines)) from None
 
 
 def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
@@ -96,33 +164,15 @@ def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
     Raises `UserError` for an unknown case, and for a list of cases that cannot be read.
     """
     entries = read_cases(benchmark.cases_file)
-    names = _chosen(benchmark, entries)
+    on_gpus = benchmark.device == "auto" and num_gpus > 0
+    counts = benchmark.processes
+    if counts == "auto":
+        counts = (num_gpus if on_gpus else CPU_PROCESSES,)
     return [
         _request(name, entries[name], benchmark, processes=count)
-        for name in names
-        for count in process_counts(benchmark, num_gpus=num_gpus)
+        for name in _chosen(benchmark, entries)
+        for count in dict.fromkeys(counts)
     ]
-
-
-def process_counts(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[int]:
-    """Return the numbers of processes that every case is measured with."""
-    if benchmark.processes != "auto":
-        return list(dict.fromkeys(benchmark.processes))
-    return [num_gpus if on_gpus(benchmark, num_gpus=num_gpus) else CPU_PROCESSES]
-
-
-def on_gpus(benchmark: BenchmarkConfig, *, num_gpus: int) -> bool:
-    """Whether the benchmark runs on GPUs."""
-    return benchmark.device == "auto" and num_gpus > 0
-
-
-def benchmark_folder(benchmark: BenchmarkConfig) -> str:
-    """Return the name of the folder of results: the model, and a key of all sizes that the cases
-    share.
-    """
-    shared = benchmark.model_dump(mode="json", exclude=set(CHOICE - {"device"}))
-    model = Path(benchmark.model).name.lower()
-    return f"{model}-{short_hash(shared)}"
 
 
 def read_cases(path: str | None) -> dict[str, CaseEntry]:
@@ -179,11 +229,7 @@ def _chosen(benchmark: BenchmarkConfig, entries: Mapping[str, CaseEntry]) -> lis
 
 def _request(name: str, entry: CaseEntry, benchmark: BenchmarkConfig, *, processes: int) -> Request:
     document = merge(benchmark.model_dump(mode="json"), entry.benchmark)
-    try:
-        sizes = BenchmarkConfig.model_validate(document)
-    except ValidationError as error:
-        lines = explain(BenchmarkConfig, document, error)
-        raise UserError(f"case {name}: benchmark." + "; benchmark.".join(lines)) from None
+    sizes = _sizes(document, where=f"case {name}:")
     peer = None if entry.peer is None else entry.peer.model_dump(mode="json")
     return Request(name, entry.title, processes, sizes, entry.settings, peer)
 

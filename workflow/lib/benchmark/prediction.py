@@ -1,5 +1,4 @@
-"""A measurement before it is made: the run that it is, what preflight plans and predicts for it,
-and its work in FLOP.
+"""A measurement before it is made: its run, and what preflight plans and predicts for it.
 
 Preflight's own decision gives the plan and its verdict the memory, so a lever that it knows needs
 nothing here. Nothing here imports torch.
@@ -9,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.artifacts.benchmark_record import Predicted
-from workflow.lib.artifacts.preflight_record import Forecast, Plan
+from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.benchmark.cases import Request, model_config, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
@@ -26,6 +24,8 @@ from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
 
+# What a line says of the forecast.
+PREDICTED = {"peak_bytes", "reserved_bytes", "host_bytes", "phases", "time"}
 ROWS_OF_STEPS = 2  # the random rows suffice for so many steps, then they come again
 
 
@@ -45,7 +45,7 @@ class Prepared:
     """One per process; none on the CPU."""
     setup: Setup | None
     """None for a peer: the prediction is of our engine."""
-    predicted: Predicted | None
+    predicted: dict[str, Any] | None
     """None for a peer."""
 
 
@@ -86,21 +86,7 @@ def prepare(
         num_rows=tokens.packed_rows,
         gpu_names=machine.gpu_names,
         setup=decision.chosen.setup if is_ours else None,
-        predicted=_predicted(forecasted) if is_ours else None,
-    )
-
-
-def _predicted(forecasted: Forecast) -> Predicted:
-    """Return what the row says of a forecast."""
-    return Predicted(
-        peak_bytes=forecasted.peak_bytes,
-        reserved_bytes=forecasted.reserved_bytes,
-        phases=forecasted.phases,
-        terms={term.name: term.bytes for term in forecasted.terms},
-        host_bytes=forecasted.host_bytes,
-        step_s=forecasted.time.step_s,
-        tokens_per_s_per_process=forecasted.time.tokens_per_s_per_process,
-        basis=forecasted.time.basis,
+        predicted=forecasted.model_dump(include=PREDICTED) if is_ours else None,
     )
 
 
@@ -144,28 +130,3 @@ def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
         packed_rows=rows,
         trained_tokens=rows * (sizes.seq_len - documents),
     )
-
-
-def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) -> float:
-    """Return the least work that a trained token is: what model FLOP utilisation counts.
-
-    4 FLOP per frozen weight that a token uses of the layers, and of the head (forward, and the
-    gradient of the input; frozen weights have none of their own), and causal attention within
-    documents: S q a layer and product forward, twice that backward. Recomputation, dequantization
-    and the adapters (0.3% at rank 16) do not count.
-    """
-    document = seq_len / documents
-    attention = 3 * document * shape.total(lambda layer: layer.query_width + layer.value_width)
-    weights = shape.total(lambda layer: layer.used_weights)
-    return 4.0 * (weights + shape.vocab_size * shape.hidden_size) + attention
-
-
-def products_of(shape: ModelShape) -> list[list[int]]:
-    """Return what a token of the decoder layers is multiplied by, as [out_features, in_features,
-    how many]: of a stack, as many of its experts as a token goes to.
-    """
-    return [
-        [linear.out_features // linear.experts, linear.in_features, count * kind.rows(linear)]
-        for kind, count in ((shape.kinds[number], count) for number, count in shape.counts.items())
-        for linear in kind.linears
-    ]

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
 from workflow.lib.settings.evaluate import EvaluateConfig, ExportConfig, ReportConfig
@@ -35,7 +34,6 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import read_input
 
 __all__ = [
-    "BenchmarkConfig",
     "Config",
     "DataColumns",
     "DataConfig",
@@ -54,7 +52,6 @@ __all__ = [
     "check_yaml",
     "is_hub_id",
     "json_schema",
-    "load_benchmark",
     "load_config",
     "merge",
 ]
@@ -148,16 +145,12 @@ class RunConfig(Section):
 
 
 class Config(RunConfig):
-    """The whole document: shared settings, the report, the benchmark, and the runs that override
-    the settings.
-    """
+    """The whole document: shared settings, the report, and the runs that override the settings."""
 
     model_config = ConfigDict(json_schema_extra={"patternProperties": {f"^{OWN_KEYS}": {}}})
 
     report: ReportConfig = ReportConfig()
     """The report over all runs."""
-    benchmark: BenchmarkConfig = BenchmarkConfig()
-    """What the target `benchmark` measures."""
     runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
 
@@ -282,14 +275,6 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
         for name, override in config.runs.items()
     }
     return config.report, runs
-
-
-def load_benchmark(document: Mapping[str, object]) -> BenchmarkConfig:
-    """Validate a parsed `config.yaml` and return its section `benchmark`.
-
-    Raises `UserError` as `load_config` does.
-    """
-    return _validate(Config, document, prefix="").benchmark
 
 
 def _validate(model: type[SectionT], document: Mapping[str, object], *, prefix: str) -> SectionT:

@@ -23,7 +23,6 @@ Stage = Literal[
     "write_card",
     "require_gain",
     "render_report",
-    "benchmark_run",
 ]
 # none: editing it reruns nothing. plan: it reruns preflight alone. result: it reruns all stages
 # that read it, and finished work and checkpoints of another value are not used.

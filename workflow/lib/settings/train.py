@@ -356,9 +356,8 @@ class HardwareConfig(Section):
     models with recurrent layers, while the lengths of packed documents differ little. Changes the
     result by no more than rounding."""
     calibration: str | None = Field(None, min_length=1, max_length=4096)
-    """measurements.jsonl of the benchmark (`results/benchmark/.../page/`), made on GPUs of this
-    run's kind: the predicted times are fitted to it; null = constants measured on H200, scaled by
-    data sheets."""
+    """Output of `workflow.scripts.benchmark_run` on GPUs of this run's kind, to which the predicted
+    times are fitted; null = constants measured on H200, scaled by data sheets."""
 
     @model_validator(mode="after")
     def _positive(self) -> "HardwareConfig":

@@ -3,9 +3,9 @@ bitsandbytes NF4, PEFT LoRA.
 
 A worker of the benchmark (`benchmark_run` starts it), and no part of the training. It loads the
 same random base, with the packed weights as bf16 views, the storage that these stacks recommend for
-sharding, and takes the same rows, batch, rank and steps. Peaks, speed and the rate of products are
-measured by the same code. Accelerate is told what to do by the environment
-variables that `accelerate launch` sets. Packages: envs/peers.txt.
+sharding, and takes the same rows, batch, rank and steps. Peaks are measured by the same code.
+Accelerate is told what to do by the environment variables that `accelerate launch` sets.
+Packages: envs/peers.txt.
 """
 
 import argparse
@@ -32,13 +32,15 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer
 
+from workflow.lib.artifacts.benchmark_record import Observed
 from workflow.lib.artifacts.preflight_record import Plan
+from workflow.lib.artifacts.training_record import Check
 from workflow.lib.benchmark.measure import (
     OUT_OF_MEMORY,
     STEP_S,
     Job,
-    Observed,
-    gemm_rate,
+    end_training,
+    start_training,
     synchronize,
     together,
 )
@@ -81,7 +83,7 @@ class Watch(TrainerCallback):
         self._began = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._seen.start_training()
+        start_training(self._seen)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._pulse.step(len(self._seen.step_s) + 1)
@@ -99,7 +101,7 @@ class Watch(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._pulse.phase("ending")
-        self._seen.end_training()
+        end_training(self._seen)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -125,9 +127,7 @@ def main(args: argparse.Namespace) -> None:
         everyone *= dist.get_world_size()
         dist.all_gather_object(everyone, seen)
     if int(os.environ["RANK"]) == 0:
-        tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * config.data.seq_len
-        measured = together(everyone, tokens_per_step=tokens)
-        write_checked_json(args.output / f"{key}.json", measured.as_json())
+        write_checked_json(args.output / f"{key}.json", together(everyone, job).as_json())
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -142,8 +142,6 @@ def cap_memory(plan: Plan, device: torch.device) -> None:
 def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pulse: Pulse) -> None:
     assert job.peer is not None, "the benchmark starts this for peers alone"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = job.plan.micro_batch_size * config.data.seq_len
-    seen.gemm_flops_per_s = gemm_rate(job.products, rows=rows, dtype=dtype, device=device)
     seen.attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     sharded = job.peer["strategy"] in VERSIONS and int(os.environ["WORLD_SIZE"]) > 1
     if sharded:
@@ -188,13 +186,13 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def held(found: int, total: int, *, sharded: bool) -> dict[str, Any]:
+def held(found: int, total: int, *, sharded: bool) -> Check:
     """Return a check whether the processes share the parameters: packed weights may have stayed
     whole on each.
     """
     detail = f"{found:,} of {total:,} bytes on the main process"
     name = "every process holds its share of the parameters"
-    return {"name": name, "passed": not sharded or found < 0.75 * total, "detail": detail}
+    return Check(name=name, passed=not sharded or found < 0.75 * total, detail=detail)
 
 
 def arguments(

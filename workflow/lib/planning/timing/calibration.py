@@ -1,5 +1,4 @@
-"""The time model's constants fitted to measurements of the benchmark (`measurements.jsonl`,
-docs/artifacts.md).
+"""The time model's constants fitted to measurements of the benchmark (`BenchmarkRow`).
 
 Each measured step is one equation for ten constants, which no single step tells apart. So the fit
 starts from known constants and leaves them only as far as the measurements ask for: it minimizes
@@ -96,7 +95,7 @@ def read_timings(path: Path, gpu: GpuModel, *, name: str) -> list[Timing]:
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UserError(
             f"hardware.calibration = {str(path)!r}: it is no measurements.jsonl of the benchmark "
-            f"({error!r}). Measure again with the target benchmark, or set it to null."
+            f"({error!r}). Measure again with `workflow.scripts.benchmark_run`, or set it to null."
         ) from None
 
 
