@@ -67,7 +67,7 @@ def test_schema_for_editors_describes_every_section() -> None:
         for section in sections.values()
         for property_ in section["properties"].values()
     ]
-    assert len(sections) == 13
+    assert len(sections) == 12
     assert all(described)
 
 
