@@ -30,7 +30,6 @@ from workflow.lib.artifacts.layout import (
     tokens_key,
 )
 from workflow.lib.settings.config import (
-    BenchmarkConfig,
     HardwareConfig,
     ReportConfig,
     RunConfig,
@@ -183,7 +182,6 @@ def test_every_setting_says_what_it_affects_and_who_reads_it() -> None:
         for name, section in {
             **SECTIONS,
             "report": ReportConfig,
-            "benchmark": BenchmarkConfig,
         }.items()
         for key in section.model_fields
         if section.affected_by(key).effect is None
