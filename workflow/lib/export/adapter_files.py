@@ -51,11 +51,8 @@ NO_TEMPLATE = "{{ raise_exception('The model was trained without a chat template
 
 def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Needs no process
-    group.
-
-    Raises `UserError` if the folder is damaged, or the adapter has no effect (every B is zero) or
-    is not finite.
-    """
+    group. Raises `UserError` if the folder is damaged, or the adapter has no effect (every B is
+    zero) or is not finite."""
     try:
         tensors = read_whole(folder)
     except (OSError, DamagedError) as error:
@@ -69,7 +66,6 @@ def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_adapter(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise `UserError` if an adapter is empty, not finite, or zero."""
     if not tensors:
         raise UserError("the sharded adapter has no tensors. Train again.")
     for name, tensor in tensors.items():
@@ -99,10 +95,8 @@ def with_corrections(
     base: CheckpointReader,
 ) -> dict[str, torch.Tensor]:
     """Return an adapter with all that PEFT keeps of modules that are trained whole: a router's
-    correction, which no gradient reaches, is the base's.
-
-    config: of the training; model: the original on meta; base: its NF4 checkpoint.
-    """
+    correction, which no gradient reaches, is the base's. config: of the training; model: the
+    original on meta; base: its NF4 checkpoint."""
     kept = dict(adapter)
     names = tuple(f".{name}" for name in config.get("modules_to_save") or ())
     for path, module in model.named_modules():
@@ -117,11 +111,9 @@ def with_corrections(
 def base_reference(
     settings: ModelConfig, folder: Path, *, export: ExportConfig
 ) -> dict[str, str | None]:
-    """Return what PEFT's configuration says of the base in `folder`.
-
-    `export.nf4_base_id`; else repository and commit of a model of the hub; else `export.base_id`,
-    or without it the absolute path: PEFT takes a relative one from where it runs.
-    """
+    """Return what PEFT's configuration says of the base in `folder`. `export.nf4_base_id`; else
+    repository and commit of a model of the hub; else `export.base_id`, or without it the absolute
+    path: PEFT takes a relative one from where it runs."""
     if export.nf4_base_id is not None:
         return {"base_model_name_or_path": export.nf4_base_id, "revision": None}
     if not is_hub_id(settings.source):
@@ -134,8 +126,7 @@ def base_reference(
 
 def save_tokenizer(source: Path, folder: Path, *, facts: ConversationFacts) -> None:
     """Write the tokenizer in `source` with the trained template: the three files of
-    Transformers.
-    """
+    Transformers."""
     tokenizer = load_tokenizer(source)
     tokenizer.chat_template = trained_templates(tokenizer, facts.chat_template) or NO_TEMPLATE
     for key in (
@@ -179,8 +170,7 @@ def write_generation_config(source: Path, folder: Path, *, facts: ConversationFa
 
 def check_conversations(folder: Path, probes: list[Probe]) -> None:
     """Raise `UserError` unless stock Transformers, given `folder`, writes every probe as
-    trained.
-    """
+    trained."""
     tokenizer = load_tokenizer(folder)
     for probe in probes:
         if (ids := _written(tokenizer, probe)) != probe.ids:
@@ -284,8 +274,7 @@ def merged_weight(
     weight: torch.Tensor, adapter: dict[str, torch.Tensor], key: str, *, scale: float
 ) -> torch.Tensor:
     """Return W + s B A (out, in) fp32 for the linear that PEFT calls `key`; with DoRA its rows are
-    given their trained length.
-    """
+    given their trained length."""
     a_weight, b_weight = (adapter[f"{key}.lora_{part}.weight"].float() for part in "AB")
     total = weight + scale * (b_weight @ a_weight)
     magnitude = adapter.get(f"{key}.lora_magnitude_vector")
@@ -302,7 +291,6 @@ def write_merged(
     *,
     settings: ExportConfig,
 ) -> int:
-    """Write the merged model with the original's config and tokenizer; return its bytes."""
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, shard_bytes=int(settings.shard_gib * 2**30))
     for name, tensor in tensors:

@@ -50,8 +50,7 @@ def write_models(
     source: GgufSource, outputs: Mapping[GgufFormat, Path], *, llama_cpp: Path, threads: int
 ) -> None:
     """Write a model as a GGUF file of each format; raises `UserError` with the last lines of what
-    failed.
-    """
+    failed."""
     some = next(iter(outputs.values()))
     converted = [name for name in outputs if name in CONVERTED]
     with tempfile.TemporaryDirectory(dir=some.parent, prefix=".source-") as folder:
@@ -106,8 +105,7 @@ def _convert(script: Path, source: Path, output: Path, *options: str, outtype: s
 
 def servable_copy(source: GgufSource, folder: Path) -> Path:
     """Fill `folder` with links to the model's files and to the tokenizer's, and the chat template
-    without what only training reads.
-    """
+    without what only training reads."""
     folder.mkdir()
     files = {path.name: path for path in source.model.iterdir()}
     files |= {
@@ -128,7 +126,6 @@ def servable_copy(source: GgufSource, folder: Path) -> Path:
 
 
 def _name_architecture(path: Path) -> None:
-    """Name the class in a `config.json` without it, as some are: the converter goes by it."""
     config = read_settings(path) if path.is_file() else {}
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
     if known is not None and not config.get("architectures"):
@@ -146,8 +143,7 @@ def _in_tokenizer_config(path: Path, template: str) -> None:
 
 def scaled_copy(adapter: Path, folder: Path) -> Path:
     """Write the adapter so that alpha / rank is the scale of every module: what differs goes into
-    B.
-    """
+    B."""
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     for name, tensor in tensors.items():

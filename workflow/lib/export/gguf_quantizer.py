@@ -16,10 +16,8 @@ SHOWN_LINES = 4
 
 
 def quantize(source: Path, output: Path, *, format_name: GgufFormat, threads: int) -> None:
-    """Write `source`, a GGUF file of 16 or 32 bits, in a format of fewer.
-
-    Raises `UserError` with what llama.cpp says if it fails.
-    """
+    """Write `source`, a GGUF file of 16 or 32 bits, in a format of fewer. Raises `UserError` with
+    what llama.cpp says if it fails."""
     try:
         from cyllama.llama import llama_cpp
     except ImportError:

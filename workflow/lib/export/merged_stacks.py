@@ -25,10 +25,8 @@ def merged_stacks(
     stacks: Mapping[str, ExpertStack],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name in the original's files and bf16 tensor of all that the stacks are published as.
-
     adapter: by names in training; onto: `dequantized` (the weights that were trained on) or
-    `original`; stacks: of `expert_stacks`. The sum is in fp32, rounded once.
-    """
+    `original`; stacks: of `expert_stacks`. The sum is in fp32, rounded once."""
     for path, stack in stacks.items():
         if onto == "dequantized":
             weights = iter(stored_stack(nf4, path, stack))
@@ -46,9 +44,7 @@ def _changes(
     adapter: Mapping[str, torch.Tensor], path: str, *, scale: float, stack: ExpertStack
 ) -> Iterator[torch.Tensor]:
     """Yield s B A of each expert in the family's own orientation, fp32; zero without an adapter.
-
-    PEFT keeps A as (experts, rank, in) by rows, and B as (out, rank, experts) by columns.
-    """
+    PEFT keeps A as (experts, rank, in) by rows, and B as (out, rank, experts) by columns."""
     num_experts, out_features, in_features = stack.shape
     key = f"{PREFIX}{path}.lora_"
     if f"{key}A.weight" not in adapter:

@@ -38,7 +38,6 @@ class TurnTexts:
     """What asks for an answer."""
 
     def rendered(self, messages: Sequence[Message]) -> str:
-        """Write a conversation, and ask for an answer."""
         begins_by_system = bool(messages) and messages[0]["role"] == "system"
         text = "" if begins_by_system else self.beginning
         for message in messages:
@@ -63,7 +62,6 @@ class TurnTexts:
 
 
 def _literal(text: str) -> str:
-    """Return text as a Go template prints it; `json.dumps` quotes as Go does."""
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
 
 
@@ -121,11 +119,9 @@ def modelfile(
     ends: Sequence[str],
     generation: dict[str, Any],
 ) -> str:
-    """Return the `Modelfile` of GGUF files beside it.
-
-    files: the model, and the adapter if it has one; ends: tokens that end an answer; generation:
-    Transformers' settings, which count if they sample.
-    """
+    """Return the `Modelfile` of GGUF files beside it. files: the model, and the adapter if it has
+    one; ends: tokens that end an answer; generation: Transformers' settings, which count if they
+    sample."""
     lines = [f"{word} ./{file}" for word, file in zip(("FROM", "ADAPTER"), files, strict=False)]
     if texts is None:
         lines.append(

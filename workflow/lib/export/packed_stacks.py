@@ -29,10 +29,8 @@ aten = torch.ops.aten
 
 class NF4Tensor(torch.Tensor):
     """A weight (out, in), or stack (experts, out, in), of which memory holds bitsandbytes' codes
-    and scales. What an operation makes of it is an ordinary tensor.
-
-    shape: of what is stored; transposed: the tensor's own last two dimensions are (in, out).
-    """
+    and scales. What an operation makes of it is an ordinary tensor. shape: of what is stored;
+    transposed: the tensor's own last two dimensions are (in, out)."""
 
     packed: torch.Tensor
     state: QuantState
@@ -69,11 +67,9 @@ class NF4Tensor(torch.Tensor):
         return f"NF4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def decode(self) -> torch.Tensor:
-        """Return the weights, of the tensor's own shape and dtype."""
         return self._decoded(self.packed, self.state, self.stored_shape)
 
     def expert(self, number: int) -> torch.Tensor:
-        """Return the weights of one expert of a stack."""
         experts = self.stored_shape[0]
         state = copy.copy(self.state)
         state.absmax, state.nested = self._scales(number), False
@@ -127,10 +123,8 @@ def stored_stack(reader: CheckpointReader, path: str, stack: ExpertStack) -> NF4
 
 
 def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of a model, but with a linear (experts * out, in) in place of each stack.
-
-    To load by `from_pretrained`; model: on the meta device.
-    """
+    """Return the class of a model, but with a linear (experts * out, in) in place of each stack. To
+    load by `from_pretrained`; model: on the meta device."""
     family = type(model)
     stacks = expert_stacks(model)
 
@@ -151,10 +145,8 @@ def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 def pack_(model: nn.Module, stacks: Mapping[str, ExpertStack], *, linears: Collection[str]) -> None:
     """Put the parameters of the experts back in place of the loaded linears, in their order.
-
     stacks: of `expert_stacks` of the same model on the meta device; linears: names of 4-bit linears
-    whose weight PEFT wraps as a parameter (`stack_names`), which becomes an `NF4Tensor` too.
-    """
+    whose weight PEFT wraps as a parameter (`stack_names`), which becomes an `NF4Tensor` too."""
     for path, stack in stacks.items():
         parent, _, name = path.rpartition(".")
         packed, state = _loaded(model, path)

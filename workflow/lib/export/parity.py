@@ -41,10 +41,7 @@ def trained_logits(
     training: CausalLMForTraining, store: TokenStore, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return `input_ids.<i>` (length,) int64, `logits.<i>` (positions, vocab) fp32 and `digest`
-    (32,) uint8 on the CPU.
-
-    Collective.
-    """
+    (32,) uint8 on the CPU. Collective."""
     training.eval()
     tensors = {"digest": adapter_digest(trainable_parameters(training))}
     with forward_only(training):
@@ -58,8 +55,7 @@ def trained_logits(
 
 def adapter_digest(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the SHA-256 (32,) uint8 of an adapter's names and fp32 values. Collective if it is
-    sharded.
-    """
+    sharded."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -70,7 +66,6 @@ def adapter_digest(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def save_logits(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write the record atomically."""
     with atomic_path(path) as temporary:
         save_file(tensors, temporary)
 
@@ -83,19 +78,15 @@ def _records(path: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _MeanSquare:
-    """The root mean square of tensors that come one after the other."""
-
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count all elements of a tensor; one that is not finite makes the result infinite."""
         square = float(tensor.double().square().sum())
         self._sum += square if math.isfinite(square) else math.inf
         self._count += tensor.numel()
 
     def root(self) -> float:
-        """Return the root mean square of all elements so far."""
         return math.sqrt(self._sum / self._count)
 
 

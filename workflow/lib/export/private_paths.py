@@ -41,14 +41,12 @@ def named_paths(path: Path) -> Iterator[str]:
 
 def private_folders() -> list[str]:
     """Return how paths of this machine begin: of the home folder, of this one, of temporary
-    files.
-    """
+    files."""
     folders = {str(Path.home()), str(Path.cwd()), tempfile.gettempdir()}
     return sorted(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders if folder != os.sep)
 
 
 def _settings(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield key and text of every setting of a JSON file; none of what is no JSON."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

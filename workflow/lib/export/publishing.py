@@ -35,8 +35,6 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Publication:
-    """What goes where."""
-
     folder: Path
     card: Path
     """It becomes `README.md`, in place of one in the folder."""
@@ -67,7 +65,6 @@ def refuse_private(publication: Publication) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield what is uploaded but the card."""
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != CARD and not path.name.startswith("."):
             yield path
@@ -90,9 +87,7 @@ def card_text(publication: Publication) -> str:
 
 def upload(publication: Publication, *, message: str) -> str:
     """Make the repository if there is none, and upload in one commit; return the commit's address.
-
-    Raises `UserError` with what the hub says if it refuses, and if the upload breaks off.
-    """
+    Raises `UserError` with what the hub says if it refuses, and if the upload breaks off."""
     api = HfApi()
     names: Sequence[str] = [path.name for path in _files(publication.folder)]
     try:

@@ -41,10 +41,7 @@ def load_sharded_base(
     folder: Path, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """Return the model in `folder` (NF4, or merged) in evaluation mode, a slice of each tensor
-    here. Collective.
-
-    Raises `UserError` if the folder does not hold every tensor of the model.
-    """
+    here. Collective. Raises `UserError` if the folder does not hold every tensor of the model."""
     check_whole(folder)
     model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)
     shard_for_inference_(model, world.mesh)
@@ -84,7 +81,6 @@ def load_sharded_adapter(
 
 
 def _reader(folder: Path) -> CheckpointReader | None:
-    """Return what reads a folder whose names need not be the model's: one that is no NF4 base."""
     plain = build_on_meta(folder, dtype=torch.bfloat16)
     return None if is_nf4(plain) else ConvertedReader(folder, plain)
 
@@ -111,7 +107,6 @@ def _on_meta(folder: Path, *, compute_dtype: torch.dtype, attention: str) -> Pre
 
 @torch.no_grad()
 def _load_adapter_(tuned: PeftModel, folder: Path, *, names: StackNames) -> None:
-    """Fill this process's slices of the adapter."""
     places = {names.exported(name): param for name, param in trainable_parameters(tuned).items()}
     with CheckpointReader(folder, single=ADAPTER_WEIGHTS) as reader:
         stored = set(reader.names())

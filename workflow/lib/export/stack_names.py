@@ -27,10 +27,8 @@ PREFIX = "base_model.model."
 
 
 class StackNames:
-    """The names of an adapter's tensors in training and in PEFT's files.
-
-    stacks: paths of the adapted stacks, in the model's order.
-    """
+    """The names of an adapter's tensors in training and in PEFT's files. stacks: paths of the
+    adapted stacks, in the model's order."""
 
     def __init__(self, stacks: Iterable[str]) -> None:
         wrappers = _wrappers(stacks)
@@ -38,16 +36,13 @@ class StackNames:
         self._trained = {new: path for path, new in self._exported.items()}
 
     def exported(self, name: str) -> str:
-        """Return PEFT's name of a tensor, given the one in training."""
         return _renamed(name, self._exported)
 
     def trained(self, name: str) -> str:
-        """Return the name in training of a tensor, given PEFT's."""
         return _renamed(name, self._trained)
 
 
 def _wrappers(stacks: Iterable[str]) -> dict[str, str]:
-    """Return the path of the wrapper of each adapted stack."""
     modules: dict[str, list[str]] = {}
     for path in stacks:
         modules.setdefault(path.rpartition(".")[0], []).append(path)
@@ -104,10 +99,8 @@ def trained_targets(config: Mapping[str, Any]) -> list[str] | str:
 def exported_config(
     config: Mapping[str, Any], model: PreTrainedModel, adapter: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` by which stock PEFT builds the adapter.
-
-    config: of the training; adapter: names in training. That of a family without experts stays.
-    """
+    """Return the content of `adapter_config.json` by which stock PEFT builds the adapter. config:
+    of the training; adapter: names in training. That of a family without experts stays."""
     stacks = expert_stacks(model)
     if not names_of_experts(model) and not stacks:  # of a mixture all layers may be dense
         return dict(config)

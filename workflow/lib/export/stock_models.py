@@ -89,8 +89,7 @@ def load_base(
 def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     """Return how a packed original is loaded: decoded, as it was read for the training. Its own
     kernels would compute something else, and need a newer GPU. Settings of quantization over
-    weights that are not packed are left out.
-    """
+    weights that are not packed are left out."""
     quantization: Any = getattr(model.config, QUANTIZATION, None)
     if not quantization:
         said = QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8")
@@ -100,7 +99,6 @@ def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
 
 
 def is_nf4(model: PreTrainedModel) -> bool:
-    """Tell whether a model's configuration is that of an NF4 base."""
     quantization: Any = getattr(model.config, QUANTIZATION, None) or {}
     return bool(quantization.get("load_in_4bit"))
 
@@ -131,10 +129,8 @@ def _from_pretrained(
 
 def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast what is not quantized (embeddings, norms, head, biases); see the module's first trap.
-
     What the architecture insists on keeping in float32 stays, and so do buffers (rotary
-    frequencies).
-    """
+    frequencies)."""
     fp32_modules = set(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
         quantized = isinstance(parameter, Params4bit)
@@ -162,8 +158,7 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
 @torch.no_grad()
 def decode_partial_rows_(model: nn.Module) -> None:
     """Put plain linears in the places of 4-bit ones on the CPU whose rows are not whole blocks: the
-    module's third trap.
-    """
+    module's third trap."""
     linears = [(p, m) for p, m in model.named_modules() if isinstance(m, Linear4bit)]
     for path, linear in linears:
         assert isinstance(linear.weight, Params4bit)
@@ -177,12 +172,9 @@ def decode_partial_rows_(model: nn.Module) -> None:
 
 
 def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
-    """Put the exported adapter on `model` (changed in place) for inference.
-
-    Raises `UserError` if files are missing, or if a tensor of the adapter has no place in the
-    model, a
-    place has no tensor, or their shapes differ: stock PEFT only warns, or says nothing.
-    """
+    """Put the exported adapter on `model` (changed in place) for inference. Raises `UserError` if
+    files are missing, or if a tensor of the adapter has no place in the model, a place has no
+    tensor, or their shapes differ: stock PEFT only warns, or says nothing."""
     for name in ("adapter_config.json", ADAPTER_WEIGHTS):
         if not (adapter_dir / name).is_file():
             raise UserError(f"{adapter_dir} holds no exported adapter ({name} is not there).")
@@ -211,8 +203,7 @@ def refuse_unmatched(
     mismatched: list[str] | tuple[str, ...] = (),
 ) -> None:
     """Raise `UserError` naming the tensors of `folder` that the model lacks, has no file for, or
-    has in another shape.
-    """
+    has in another shape."""
     defects = {"missing": missing, "left over": unexpected, "of another shape": mismatched}
     wrong = [f"{len(names)} {kind} ({min(names)})" for kind, names in defects.items() if names]
     if wrong:

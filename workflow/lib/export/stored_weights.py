@@ -27,5 +27,4 @@ def stored_weight(reader: CheckpointReader, path: str) -> tuple[torch.Tensor, Qu
 
 
 def dequantized_weight(reader: CheckpointReader, path: str) -> torch.Tensor:
-    """Return the weight (out, in) of one linear of an NF4 checkpoint, fp32."""
     return decoded(*stored_weight(reader, path))

@@ -39,7 +39,6 @@ class Beside:
                 mapping[key] = tuple(x.to(_device(given)) for x in tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all of it, as `beside_of` reads it."""
         found: dict[str, torch.Tensor] = {}
         if self.others is not None:
             found["returned"] = torch.tensor(len(self.others))
@@ -51,7 +50,6 @@ class Beside:
 
 
 def beside_of(tensors: Mapping[str, torch.Tensor]) -> Beside:
-    """Return what `Beside.tensors` has made these of."""
     others, shared = None, Shared()
     if "returned" in tensors:
         others = tuple(tensors.get(f"other/{n}") for n in range(int(tensors["returned"])))
@@ -73,9 +71,7 @@ class Watched:
     def handed_on(self, output: Any, before: Beside, next_given: Given | None) -> Beside:
         """Return what goes beside hidden states into the layer behind, which the family gives
         `next_given` (None: there is none): of the output what is given to it, in host memory.
-
-        before: what went into this layer.
-        """
+        before: what went into this layer."""
         shared = {name: dict(mapping) for name, mapping in before.shared.items()}
         for name, mapping in _mappings(self._given):
             for key, value in mapping.items():
@@ -90,8 +86,7 @@ class Watched:
 
 def refuse_unlike(layer: str, given: Given, followed: Given) -> None:
     """Raise `UserError` if a layer is given (`followed`) other tensors than it is to get: then the
-    family hands on what is not followed here.
-    """
+    family hands on what is not followed here."""
     pairs = zip(tensors_in(given), tensors_in(followed), strict=True)
     if not all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs):
         raise UserError(
@@ -102,14 +97,12 @@ def refuse_unlike(layer: str, given: Given, followed: Given) -> None:
 
 
 def hidden_in(given: Given) -> torch.Tensor:
-    """Return the hidden states among a layer's arguments."""
     positional, named = given
     states: torch.Tensor = positional[0] if positional else named["hidden_states"]
     return states
 
 
 def with_hidden(given: Given, hidden: torch.Tensor | None) -> Given:
-    """Return a layer's arguments with other hidden states."""
     positional, named = given
     if positional:
         return (hidden, *positional[1:]), named
@@ -117,7 +110,6 @@ def with_hidden(given: Given, hidden: torch.Tensor | None) -> Given:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments or in what a layer returns."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

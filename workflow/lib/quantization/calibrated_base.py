@@ -36,8 +36,6 @@ logger = logging.getLogger("workflow")
 
 @dataclass(frozen=True)
 class CalibrationInputs:
-    """What a calibration starts from."""
-
     model: Path
     """Folder of the original model."""
     reader: CheckpointReader
@@ -54,10 +52,7 @@ def write_calibrated(
     folder: Path, inputs: CalibrationInputs, settings: QuantizeConfig, *, fingerprint: str
 ) -> tuple[int, CalibrationFacts]:
     """Write a calibrated checkpoint's weights to `folder`; return their bytes, and what was
-    measured.
-
-    Continues what is in the folder if it was begun with the same fingerprint.
-    """
+    measured. Continues what is in the folder if it was begun with the same fingerprint."""
     stream = LayerStream(inputs.model, inputs.reader, device=inputs.device, dtype=inputs.dtype)
     heads = stream.eager_heads
     rows = calibration_batches(
@@ -86,7 +81,6 @@ def write_calibrated(
 
 
 def scores_of_a_head(batch: Batch) -> int:
-    """Return how many scores one head makes of a batch."""
     num_rows, width = batch.input_ids.shape
     return num_rows * width**2
 
@@ -97,8 +91,7 @@ def _tokens(batch: Batch) -> int:
 
 def _heldout_losses(calibration: Calibration, hidden: Hidden) -> HeldoutLosses:
     """Return the summed loss (nats) of each held-out document under each model, and how many tokens
-    of it are predicted; log the means.
-    """
+    of it are predicted; log the means."""
     measured = calibration.batches[ORIGINAL]
     tokens = [int(batch.counted.sum()) for batch in measured if batch.counted is not None]
     losses = {model: calibration.losses(hidden, model) for model in MODELS}
@@ -115,8 +108,7 @@ def _write_files(
     folder: Path, inputs: CalibrationInputs, settings: QuantizeConfig, stream: LayerStream
 ) -> int:
     """Put the finished layers and all other tensors into shards with an index; return their
-    bytes.
-    """
+    bytes."""
     writer = ShardWriter(folder, shard_bytes=SHARD_BYTES)
     in_layers = {
         name for number in range(len(stream.layers)) for name in stream.stored_names(number)

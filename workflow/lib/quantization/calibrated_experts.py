@@ -32,8 +32,6 @@ Inputs = Callable[[int], Iterable[torch.Tensor]]
 
 @dataclass(frozen=True)
 class PackedStack:
-    """A stack in 4 bits, in host memory."""
-
     codes: torch.Tensor
     """uint8, two codes a byte, shape (bytes, 1)."""
     scales: Scales
@@ -58,16 +56,13 @@ class LoadedStack:
         return (experts, second, first) if self.transposed else (experts, first, second)
 
     def part(self, number: int) -> torch.Tensor:
-        """Return an expert's part of the weights as (out, in)."""
         weight = self.weights[number]
         return weight.T if self.transposed else weight
 
     def expert(self, number: int) -> torch.Tensor:
-        """Return a copy of the weight of an expert, (out, in) fp32."""
         return self.part(number).float().clone(memory_format=torch.contiguous_format)
 
     def replace_(self, number: int, weight: torch.Tensor) -> None:
-        """Put a weight (out, in) in the place of an expert's."""
         self.part(number).copy_(weight)
 
 
@@ -83,10 +78,8 @@ def quantize_experts(
     experts: nn.Module, tokens: ExpertTokens, settings: QuantizeConfig, *, path: str
 ) -> Iterator[tuple[str, PackedStack, StackErrors]]:
     """Yield name, codes and errors of both stacks of an experts module, and put the decoded weights
-    in the place of the original ones.
-
-    path: names the module in errors. Raises `UserError` if a weight is not finite.
-    """
+    in the place of the original ones. path: names the module in errors. Raises `UserError` if a
+    weight is not finite."""
     device = next(experts.parameters()).device
     (up, first), (down, second) = loaded_stacks(experts).items()
 
@@ -149,7 +142,6 @@ def absmax_experts(stack: LoadedStack, settings: QuantizeConfig) -> Iterator[tor
 
 
 def _mean_squares(inputs: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the mean square (in,) fp32 of each of the inputs."""
     sums = [(part.float().square().sum(0), len(part)) for part in inputs]
     return sum((total for total, _ in sums), torch.zeros(())) / sum(count for _, count in sums)
 
@@ -165,7 +157,6 @@ def _correlation(inputs: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _summary(errors: list[LinearErrors], routed: list[int], *, in_features: int) -> StackErrors:
-    """Return what is told of a stack."""
     ranked = sorted(range(len(errors)), key=lambda number: errors[number].calibrated)
     return StackErrors(
         median=errors[ranked[len(ranked) // 2]],

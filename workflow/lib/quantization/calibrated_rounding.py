@@ -39,8 +39,6 @@ BLOCKS = 2**18  # that are searched at once: more would take gigabytes for the w
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight in 4 bits."""
-
     codes: torch.Tensor
     """uint8, shape (out, in)."""
     scales: Scales
@@ -49,8 +47,7 @@ class Rounded:
 @dataclass(frozen=True)
 class ErrorFeedback:
     """How the error of a column is made good in others. It depends on the inputs of a weight alone,
-    so weights with one input share it.
-    """
+    so weights with one input share it."""
 
     order: torch.Tensor
     """(in,) int64: the columns, those with the largest inputs first."""
@@ -65,7 +62,6 @@ class ErrorFeedback:
 def round_calibrated(
     weight: torch.Tensor, feedback: ErrorFeedback, settings: QuantizeConfig
 ) -> Rounded:
-    """Return codes and scales of a weight (out, in) fp32."""
     scales = store_scales(
         searched_scales(weight, feedback.importance, block_size=settings.block_size),
         double_quant=settings.double_quant,
@@ -75,12 +71,9 @@ def round_calibrated(
 
 
 def error_feedback(correlation: torch.Tensor, *, what: str) -> ErrorFeedback:
-    """Return the order of columns, and how errors are fed back, for inputs of a correlation
-    (in, in).
-
-    Inputs that are always 0 count as uncorrelated with all others. Where float32 does not suffice,
-    float64 is tried, then more damping, and a warning tells it.
-    """
+    """Return the order of columns, and how errors are fed back, for inputs of a correlation (in,
+    in). Inputs that are always 0 count as uncorrelated with all others. Where float32 does not
+    suffice, float64 is tried, then more damping, and a warning tells it."""
     order = correlation.diagonal().argsort(descending=True, stable=True)
     for dtype, damping in ((torch.float32, DAMPING), *((torch.float64, d) for d in MORE_DAMPING)):
         factor = _factor(correlation[order][:, order].to(dtype), damping)
@@ -97,9 +90,7 @@ def error_feedback(correlation: torch.Tensor, *, what: str) -> ErrorFeedback:
 
 def _factor(damped: torch.Tensor, damping: float) -> torch.Tensor | None:
     """Return U with U^T U = (H + damping)^-1, or None if H is not positive definite in its type.
-
-    damped: H, which is overwritten.
-    """
+    damped: H, which is overwritten."""
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()
@@ -117,8 +108,7 @@ def searched_scales(
 ) -> torch.Tensor:
     """Return a scale (blocks,) fp32 for each block of the flattened weight (out, in): of `SHARES`
     of its largest weight, the one with the least squared error, each input's times its `importance`
-    (in,). The first of equal ones: bitsandbytes' own where nothing is better.
-    """
+    (in,). The first of equal ones: bitsandbytes' own where nothing is better."""
     scales = []
     for first, blocks in _numbered(_blocks(weight, block_size).split(BLOCKS)):
         places = torch.arange(blocks.numel(), device=weight.device) + first * block_size
@@ -141,7 +131,6 @@ def _best_scales(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the flattened values as (blocks, block_size), the last block filled with zeros."""
     flat = values.reshape(-1)
     lacking = -flat.numel() % block_size
     return torch.nn.functional.pad(flat, (0, lacking)).view(-1, block_size)
@@ -151,9 +140,7 @@ def codes_with_feedback(
     weight: torch.Tensor, feedback: ErrorFeedback, scales: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
     """Return codes (out, in) uint8: nearest ones, column by column, errors fed to later columns.
-
-    weight: (out, in) fp32; scales: decoded ones, (blocks,).
-    """
+    weight: (out, in) fp32; scales: decoded ones, (blocks,)."""
     order, factor = feedback.order, feedback.factor
     remaining, codes = weight[:, order], torch.empty_like(weight, dtype=torch.uint8)
     for first in range(0, len(order), COLUMNS):
@@ -170,16 +157,13 @@ def codes_with_feedback(
 def column_scales(
     scales: torch.Tensor, shape: torch.Size, columns: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Return the scale of every weight of some columns, (out, columns).
-
-    shape: (out, in) of the weight; columns: int64, their numbers.
-    """
+    """Return the scale of every weight of some columns, (out, columns). shape: (out, in) of the
+    weight; columns: int64, their numbers."""
     rows = torch.arange(shape[0], device=scales.device).unsqueeze(1) * shape[1]
     return scales[(rows + columns).div_(block_size, rounding_mode="floor")]
 
 
 def decode(rounded: Rounded, *, block_size: int) -> torch.Tensor:
-    """Return the weight (out, in) fp32 that codes and scales stand for."""
     return decoded_weight(rounded.codes, rounded.scales.decoded, block_size=block_size)
 
 
@@ -194,7 +178,6 @@ def decoded_weight(codes: torch.Tensor, scales: torch.Tensor, *, block_size: int
 
 
 def _numbered(parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the number of the first block of each part, and the part."""
     first = 0
     for part in parts:
         yield first, part
@@ -202,14 +185,12 @@ def _numbered(parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor
 
 
 def largest_of_blocks(weight: torch.Tensor, *, block_size: int) -> torch.Tensor:
-    """Return the absmax scales (blocks,) of a weight."""
     return _blocks(weight, block_size).abs().amax(1)
 
 
 def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
     """Return bitsandbytes' choice for a weight (out, in) fp32: each block's largest weight scales
-    it, and every code is the nearest one.
-    """
+    it, and every code is the nearest one."""
     edges = code_edges(code_table(weight.device))
     largest, codes = [], []
     for blocks in _blocks(weight, settings.block_size).split(BLOCKS):

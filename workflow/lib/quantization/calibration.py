@@ -42,22 +42,18 @@ ROWS = "calibration"
 @dataclass
 class Hidden:
     """Hidden states between two layers, in host memory, one tensor for each batch. What goes beside
-    them is in `Calibration.batches`.
-    """
+    them is in `Calibration.batches`."""
 
     calibration: list[torch.Tensor] = field(default_factory=list)
     measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By model (`MODELS`)."""
 
     def by_stream(self) -> dict[str, list[torch.Tensor]]:
-        """Return those of the calibration rows, and those of each model."""
         return {ROWS: self.calibration} | self.measured
 
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """What becomes of a layer: codes and scales of its linears and stacks, by path in the layer."""
-
     rounded: dict[str, Rounded] = field(default_factory=dict)
     errors: dict[str, LinearErrors] = field(default_factory=dict)
     stacks: dict[str, PackedStack] = field(default_factory=dict)
@@ -89,7 +85,6 @@ class Calibration:
             stream.record(batches)
 
     def first_hidden(self) -> Hidden:
-        """Return what goes into the first layer."""
         rows, *measured = (
             [first_hidden(batch) for batch in batches] for batches in self.batches.values()
         )
@@ -154,8 +149,7 @@ class Calibration:
 
     def _runs(self, number: int, hidden: Hidden) -> list[tuple[partial[torch.Tensor], Counted]]:
         """Return calls that take each calibration batch through the layer, and what counts in
-        it.
-        """
+        it."""
         self._outside.put_(stored=True)
         pairs = zip(self.batches[ROWS], hidden.calibration, strict=True)
         return [
@@ -170,8 +164,7 @@ class Calibration:
 
     def losses(self, hidden: Hidden, model: str) -> list[float]:
         """Return the summed -log p (nats) of each measured document under a model, of what comes
-        out of its last layer.
-        """
+        out of its last layer."""
         self._outside.put_(stored=model != ORIGINAL)
         return document_losses(self._stream, self.batches[model], hidden.measured[model])
 
@@ -183,8 +176,7 @@ class Calibration:
 
 class _Outside:
     """Linears beside the decoder layers (Gemma 4's of the embeddings of all layers): as they are,
-    or as the base will store them. bitsandbytes' choice is made for them by both methods.
-    """
+    or as the base will store them. bitsandbytes' choice is made for them by both methods."""
 
     def __init__(
         self, stream: LayerStream, linears: Collection[str], settings: QuantizeConfig
@@ -230,8 +222,7 @@ def quantized_modules(
     layer: nn.Module, linears: Collection[str], *, prefix: str
 ) -> dict[str, nn.Module]:
     """Return the linears among `linears` (paths in the model) and the experts of a decoder layer,
-    by path in the layer, whose path in the model is `prefix`.
-    """
+    by path in the layer, whose path in the model is `prefix`."""
     found: dict[str, nn.Module] = {
         path: module
         for path, module in layer.named_modules()
@@ -241,7 +232,6 @@ def quantized_modules(
 
 
 def _weights(parts: dict[str, nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the weights that are quantized."""
     for part in parts.values():
         if isinstance(part, nn.Linear):
             yield part.weight
@@ -266,6 +256,5 @@ def put_absmax_(part: nn.Module, settings: QuantizeConfig) -> None:
 
 
 def first_hidden(batch: Batch) -> torch.Tensor:
-    """Return what goes into the first layer, in host memory."""
     assert batch.first_hidden is not None, "the stream has recorded this batch"
     return batch.first_hidden.cpu()

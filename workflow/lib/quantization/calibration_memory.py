@@ -52,8 +52,7 @@ def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:
 
 def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
     """Bytes that experts take besides: rows of a batch sorted by expert, in and out of both
-    products, and the scales of the larger stack.
-    """
+    products, and the scales of the larger stack."""
     if not stacks:
         return 0
     widths = sum(sum(stack.shape[1:]) for stack in stacks)
@@ -62,10 +61,8 @@ def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
 
 
 def check_gpu_memory(layers: Iterable[nn.Module], device: torch.device, *, scores: int = 0) -> None:
-    """Raise `UserError` if a layer cannot be calibrated in the free memory of a GPU.
-
-    scores: as in `layer_bytes`.
-    """
+    """Raise `UserError` if a layer cannot be calibrated in the free memory of a GPU. scores: as in
+    `layer_bytes`."""
     if device.type != "cuda":
         return
     needed = max(layer_bytes(layer, scores=scores) for layer in layers)

@@ -51,7 +51,6 @@ def calibration_batches(
 
 
 def rows_at_once(width: int, *, eager_heads: int) -> int:
-    """Return how many rows of so many tokens go through a layer together."""
     scores = max(1, eager_heads) * width**2
     return max(1, min(BATCH_TOKENS // width, SCORES // scores))
 
@@ -79,10 +78,8 @@ def _training_batches(
 
 
 def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:
-    """Return rows (rows, width) of token ids of a UTF-8 text file, `tokens` in all.
-
-    Raises `UserError` if it cannot be read, or has fewer tokens than one row.
-    """
+    """Return rows (rows, width) of token ids of a UTF-8 text file, `tokens` in all. Raises
+    `UserError` if it cannot be read, or has fewer tokens than one row."""
     try:
         text = read_input(Path(path), most_bytes=MOST_BYTES)
     except UserError as error:
@@ -120,10 +117,8 @@ def measured_batches(
     store: TokenStore, *, device: torch.device, eager_heads: int = 0
 ) -> list[Batch]:
     """Return held-out documents, a batch each, drawn by `SEED`, about `MEASURED_TOKENS` in all.
-
     eager_heads: as in `calibration_batches`; a document is cut where they would make more than
-    `SCORES`.
-    """
+    `SCORES`."""
     documents = store.heldout_documents()
     chosen = choose_documents(documents, at_most=MEASURED_DOCUMENTS, seed=SEED)
     longest = max(1, MEASURED_TOKENS // max(1, len(chosen)))

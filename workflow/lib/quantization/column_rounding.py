@@ -19,11 +19,8 @@ def round_columns(
     part: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes (out, columns) uint8, and by how much each column is off, divided by its
-    diagonal element of `upper`, fp32.
-
-    part: (out, columns), which may be overwritten; scale: of every weight; upper: (columns,
-    columns), upper triangular. All are fp32.
-    """
+    diagonal element of `upper`, fp32. part: (out, columns), which may be overwritten; scale: of
+    every weight; upper: (columns, columns), upper triangular. All are fp32."""
     if kernels.usable(part.device):
         return columns_by_kernel(part, scale, upper)
     return columns_by_loop(part, scale, upper)
@@ -32,7 +29,6 @@ def round_columns(
 def columns_by_loop(
     part: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`round_columns` by PyTorch's operations."""
     edges = code_edges(table := code_table(part.device))
     errors, codes = torch.empty_like(part), torch.empty_like(part, dtype=torch.uint8)
     for column in range(part.shape[1]):
@@ -46,7 +42,6 @@ def columns_by_loop(
 def columns_by_kernel(
     part: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`round_columns` by the kernel."""
     table = code_table(part.device)
     num_rows, num_columns = part.shape
     codes = torch.empty(part.shape, dtype=torch.uint8, device=part.device)

@@ -9,19 +9,16 @@ from workflow.lib.model.documents import Documents
 
 @dataclass(frozen=True)
 class Counted:
-    """Masks of rows that count, bool.
-
-    whole: (tokens,), of a module that gets the packed rows; None: all count. apart: of each call of
-    one in a recurrent layer, which gets documents by group.
-    """
+    """Masks of rows that count, bool. whole: (tokens,), of a module that gets the packed rows;
+    None: all count. apart: of each call of one in a recurrent layer, which gets documents by
+    group."""
 
     whole: torch.Tensor | None = None
     apart: tuple[torch.Tensor, ...] = ()
 
     def of(self, rows: torch.Tensor, *, call: int) -> torch.Tensor:
         """Return the rows that count of those (rows, ...) that a module gets in its `call`-th call
-        (0-based).
-        """
+        (0-based)."""
         mask = self.whole
         if call < len(self.apart) and len(self.apart[call]) == len(rows):
             mask = self.apart[call]
@@ -29,10 +26,8 @@ class Counted:
 
 
 def counted_tokens(counted: torch.Tensor | None, documents: Documents | None) -> Counted:
-    """Return what counts in rows of which `counted` (rows, tokens) does (None: all).
-
-    documents: that recurrent layers take one by one; None if the model has none.
-    """
+    """Return what counts in rows of which `counted` (rows, tokens) does (None: all). documents:
+    that recurrent layers take one by one; None if the model has none."""
     whole = None if counted is None else counted.flatten()
     if documents is None or documents.order is None:
         return Counted(whole)

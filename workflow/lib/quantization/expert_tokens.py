@@ -39,13 +39,11 @@ class ExpertTokens:
     """(tokens, k) int64: the experts that each token goes to."""
 
     def routed(self, expert: int) -> int:
-        """Return how many tokens the router sends to an expert."""
         return int((self.chosen == expert).any(1).sum())
 
     def of(self, expert: int, *, in_features: int) -> Iterator[torch.Tensor]:
-        """Yield the states (rows, hidden) that calibrate a weight of an expert with so many
-        inputs, in parts.
-        """
+        """Yield the states (rows, hidden) that calibrate a weight of an expert with so many inputs,
+        in parts."""
         goes = (self.chosen == expert).any(1)
         own, others = goes.nonzero().flatten(), (~goes).nonzero().flatten()
         lacking = min(len(others), max(0, enough_tokens(in_features) - len(own)))
@@ -57,10 +55,8 @@ class ExpertTokens:
 def expert_tokens(
     path: str, experts: nn.Module, runs: Iterable[tuple[Run, Counted]]
 ) -> ExpertTokens:
-    """Return the tokens that these runs take to the experts of a layer.
-
-    runs: with which of their tokens count. Raises `UserError` if a state is not finite.
-    """
+    """Return the tokens that these runs take to the experts of a layer. runs: with which of their
+    tokens count. Raises `UserError` if a state is not finite."""
     states: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []
     for run, counted in runs:

@@ -14,8 +14,7 @@ Run = Callable[[], object]
 
 def groups_by_input(parts: dict[str, nn.Module], run: Run) -> list[list[str]]:
     """Return the paths of linears and experts in the order in which `run` calls them first, those
-    with one input together. What it never calls are groups of their own, at the end.
-    """
+    with one input together. What it never calls are groups of their own, at the end."""
     by_input: dict[int, list[str]] = {}
     alive: list[torch.Tensor] = []  # an input that was freed would give its address to the next
 
@@ -33,10 +32,8 @@ def input_correlation(
     path: str, linear: nn.Linear, runs: Iterable[tuple[Run, Counted]]
 ) -> torch.Tensor:
     """Return the mean of x x^T over all inputs x of a linear in these runs, fp32, shape (in, in).
-
     runs: with which of their tokens count. Zeros if no input reaches it. Raises `UserError` if one
-    is not finite.
-    """
+    is not finite."""
     total = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
     inputs = 0
     for run, counted in runs:

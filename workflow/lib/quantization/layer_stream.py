@@ -60,7 +60,6 @@ class Batch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """The positions, int64, shape (rows, tokens)."""
         if self.position_ids is not None:
             return self.position_ids
         places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
@@ -74,8 +73,7 @@ class Batch:
 @dataclass
 class _Turn:
     """What the stand-ins do in one forward of the family: those before layer `number` return
-    `hidden` with `beside`; it runs, if it is to.
-    """
+    `hidden` with `beside`; it runs, if it is to."""
 
     number: int
     hidden: torch.Tensor | None = None
@@ -129,10 +127,8 @@ class _StandIn(nn.Module):
 
 class LayerStream:
     """A checkpoint's causal LM whose decoder layers get their weights one after the other.
-
     Attributes: `layers`, on the meta device but for the one in `loaded`; `prefixes`, the names that
-    the checkpoint gives their tensors.
-    """
+    the checkpoint gives their tensors."""
 
     def __init__(
         self,
@@ -162,7 +158,6 @@ class LayerStream:
         self._fill_(self.model, "")
 
     def _put(self, number: int, module: nn.Module) -> None:
-        """Put a module into the place of a decoder layer."""
         parent, _, name = self.prefixes[number].rpartition(".")
         self.model.get_submodule(parent).register_module(name, module)
 
@@ -186,7 +181,6 @@ class LayerStream:
         return [name for name in self._reader.names() if name.startswith(prefix)]
 
     def source_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the checkpoint as it is stored, on the CPU."""
         return self._reader.tensor(name)
 
     def source_type(self, name: str) -> torch.dtype:
@@ -215,11 +209,9 @@ class LayerStream:
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what a loaded layer makes of the hidden states of a batch.
-
-        The layers before it have run, each last with what was to come out of it. Raises `UserError`
-        if the family gives a layer more of those before it than what the last of them returns.
-        """
+        """Return what a loaded layer makes of the hidden states of a batch. The layers before it
+        have run, each last with what was to come out of it. Raises `UserError` if the family gives
+        a layer more of those before it than what the last of them returns."""
         before = batch.beside[number]
         turn = self._take(_Turn(number, hidden, before, runs=True), batch)
         assert turn.watched is not None, "a family's forward calls each of its layers"
@@ -242,8 +234,7 @@ class LayerStream:
     @torch.no_grad()
     def logits(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the family's logits (rows, positions, vocabulary) after the last layer's
-        states.
-        """
+        states."""
         count = len(self.layers)
         turn = _Turn(count, hidden.index_select(1, positions), batch.beside[count])
         logits: torch.Tensor = self._forward(self.model, turn, batch).logits
@@ -251,8 +242,7 @@ class LayerStream:
 
     def _take(self, turn: _Turn, batch: Batch) -> _Turn:
         """Return a turn that was taken: until the layer behind it is reached, or the decoder's
-        end.
-        """
+        end."""
         with suppress(_ReachedError):
             self._forward(self.model.get_decoder(), turn, batch)
         return turn
@@ -280,7 +270,6 @@ def attention_of(folder: Path) -> str:
 
 def _attention_of_packed(folder: Path, device: torch.device, dtype: torch.dtype) -> str:
     """Return the attention with which a training keeps packed documents apart. Nothing is dropped
-    here.
-    """
+    here."""
     needs = replace(read_attention_needs(folder), dropout=0.0)
     return resolve_training_attention("auto", device, needs, compute_dtype=dtype).name

@@ -51,10 +51,7 @@ COMPANION_PATTERNS = ("generation_config.json", PROCESSOR_PATTERN, *TOKENIZER_PA
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return path and shape (out_features, in_features) of every linear of the decoder that may
-    have an adapter.
-
-    Args: a Transformers causal LM (the meta device is enough).
-    """
+    have an adapter. Args: a Transformers causal LM (the meta device is enough)."""
     head, others = model.get_output_embeddings(), tuple(f"{path}." for path in other_parts(model))
     choosing = routers(model)
     return {
@@ -74,8 +71,7 @@ BEFORE_LAYER = re.compile(r"\.\d+\.")
 
 def modules_in_16_bits(model: PreTrainedModel) -> list[str]:
     """Return paths, or ends of paths, of the linears that are not quantized; none if it is the
-    output head alone, which everyone leaves as it is.
-    """
+    output head alone, which everyone leaves as it is."""
     others, choosing = other_parts(model), routers(model)
     refused = {
         BEFORE_LAYER.split(path, maxsplit=1)[-1]
@@ -92,8 +88,7 @@ def quantize_tensor(
     weight: torch.Tensor, settings: QuantizeConfig, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Quantize one weight (out, in) on `device`; return its checkpoint tensors on the CPU by suffix
-    (`weight`, `weight.absmax`, ...).
-    """
+    (`weight`, `weight.absmax`, ...)."""
     packed, state = quantize_4bit(
         weight.to(device).contiguous(),
         blocksize=settings.block_size,
@@ -122,8 +117,7 @@ def check_model(model: PreTrainedModel, linears: dict[str, tuple[int, int]]) -> 
 
 def _unknown_stacks(model: PreTrainedModel) -> list[str]:
     """Return the names of the decoder's weights (experts, out, in) that are no linear's, nor a
-    convolution's, nor in a module that `expert_stacks` knows.
-    """
+    convolution's, nor in a module that `expert_stacks` knows."""
     known, others = expert_stacks(model), tuple(f"{path}." for path in other_parts(model))
     return [
         f"{path}.{name}"
@@ -144,10 +138,8 @@ def quantized_tensors(
     stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yield the name of every source tensor (or of `names`), and what replaces it in the NF4
-    checkpoint.
-
-    linears: of `quantizable_linears`; stacks: of `expert_stacks`, read expert by expert.
-    """
+    checkpoint. linears: of `quantizable_linears`; stacks: of `expert_stacks`, read expert by
+    expert."""
     for name in reader.names() if names is None else names:
         if name in stacks:
             parts = quantize_stack(
@@ -179,7 +171,6 @@ class ShardWriter:
         self.total_bytes = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take tensors; they are written with this shard or the next."""
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             self._flush()
@@ -223,10 +214,7 @@ class ShardWriter:
 
 def only_here(method: str, settings: QuantizeConfig, *, stacks: bool, packed: bool) -> str | None:
     """Return why Transformers' own quantization makes other weights of the original; None if it
-    makes these.
-
-    stacks: experts are in NF4, too; packed: the original was decoded first.
-    """
+    makes these. stacks: experts are in NF4, too; packed: the original was decoded first."""
     if method == "calibrated":
         return "their codes and scales are calibrated"
     if settings.block_size != BLOCK_OF_BITSANDBYTES:
@@ -245,10 +233,7 @@ def nf4_config(
     original: dict[str, Any], settings: QuantizeConfig, *, in_16_bits: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return `config.json` of the NF4 checkpoint: the original (`read_model_config`) plus
-    Transformers' `quantization_config`.
-
-    in_16_bits: of `modules_in_16_bits`.
-    """
+    Transformers' `quantization_config`. in_16_bits: of `modules_in_16_bits`."""
     quantization = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -264,7 +249,6 @@ def nf4_config(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template and generation settings beside the weights."""
     names = {path for pattern in COMPANION_PATTERNS for path in source.glob(pattern)}
     for path in sorted(names):
         if path.is_file():
@@ -274,7 +258,6 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a model folder; raises `UserError` if it is absent or broken."""
     try:
         settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -284,11 +267,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a
-    quantized model that cannot be decoded.
-
-    What is packed is decoded when it is read, so the result says nothing of it; of ties it says
-    what Transformers makes of the tensors.
-    """
+    quantized model that cannot be decoded. What is packed is decoded when it is read, so the result
+    says nothing of it; of ties it says what Transformers makes of the tensors."""
     path = folder / "config.json"
     config = without_quantization(read_settings(path), path)
     config.pop(WEIGHTS, None)  # a name of a file that what is written has not

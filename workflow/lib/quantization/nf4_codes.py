@@ -45,23 +45,19 @@ def store_scales(scales: torch.Tensor, *, double_quant: bool) -> Scales:
 
 
 def code_table(device: torch.device) -> torch.Tensor:
-    """Return the 16 values of NF4 in rising order, fp32, shape (16,)."""
     table: torch.Tensor = get_4bit_type("nf4", device=device)
     return table.float()
 
 
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """Return the codes (int64) whose values times `scale` are nearest to `weight`.
-
-    edges: (15,) fp32, the middles between neighbours of the table. A scale of 0 decodes everything
-    to 0, whatever the code.
-    """
+    """Return the codes (int64) whose values times `scale` are nearest to `weight`. edges: (15,)
+    fp32, the middles between neighbours of the table. A scale of 0 decodes everything to 0,
+    whatever the code."""
     ratio = torch.where(scale == 0, 0.0, weight / scale)
     return torch.bucketize(ratio, edges)
 
 
 def code_edges(table: torch.Tensor) -> torch.Tensor:
-    """Return the middles (15,) between neighbouring values of the table."""
     return (table[1:] + table[:-1]) / 2
 
 
@@ -74,10 +70,8 @@ def packed_tensors(
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Return the checkpoint tensors of a weight by suffix (`weight`, `weight.absmax`, ...), on the
-    CPU.
-
-    codes: uint8, (out * in,) in the order of the flattened weight. dtype: of the original weight.
-    """
+    CPU. codes: uint8, (out * in,) in the order of the flattened weight. dtype: of the original
+    weight."""
     return stored_tensors(packed_codes(codes), scales, settings, shape=shape, dtype=dtype)
 
 

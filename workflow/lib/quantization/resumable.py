@@ -47,9 +47,7 @@ def calibrated_layers(
     fingerprint: str,
 ) -> Hidden:
     """Quantize every layer into `layer_path(folder, number)`; return what comes out of the last.
-
-    fingerprint: of all that the result depends on; work of another one is not continued.
-    """
+    fingerprint: of all that the result depends on; work of another one is not continued."""
     count = len(stream.layers)
     done, hidden, beside = read_state(folder, fingerprint) or (0, calibration.first_hidden(), {})
     for name, values in beside.items():
@@ -74,7 +72,6 @@ def calibrated_layers(
 
 
 def layer_path(folder: Path, number: int) -> Path:
-    """Return the file of a finished layer."""
     return folder / f"layer-{number:05d}.safetensors"
 
 
@@ -132,7 +129,6 @@ def _errors_path(path: Path) -> Path:
 def layer_errors(
     folder: Path, count: int
 ) -> tuple[dict[str, LinearErrors], dict[str, StackErrors]]:
-    """Return the errors of every linear and of every stack of the finished layers, by path."""
     linears: dict[str, LinearErrors] = {}
     stacks: dict[str, StackErrors] = {}
     for number in range(count):
@@ -143,7 +139,6 @@ def layer_errors(
 
 
 def remove_state(folder: Path) -> None:
-    """Remove what only an unfinished base needs."""
     (folder / STATE).unlink()
     for path in folder.glob("*.errors.json"):
         path.unlink()
@@ -158,8 +153,7 @@ def write_state(
     fingerprint: str,
 ) -> None:
     """Keep the hidden states after so many layers, and what goes beside them into the next, in
-    place of earlier ones.
-    """
+    place of earlier ones."""
     tensors = {
         f"{name}.{number}.{HIDDEN}": states.contiguous()
         for name, batches in hidden.by_stream().items()
@@ -179,8 +173,7 @@ def read_state(
     folder: Path, fingerprint: str
 ) -> tuple[int, Hidden, dict[str, list[Beside]]] | None:
     """Return how many layers are finished, and what `write_state` has kept after them; None if
-    nothing can be continued.
-    """
+    nothing can be continued."""
     try:
         with safe_open(folder / STATE, framework="pt") as file:
             facts = file.metadata()

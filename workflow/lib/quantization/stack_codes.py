@@ -35,15 +35,13 @@ def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) ->
 
 class ExpertCodes(NamedTuple):
     """An expert in NF4: codes (out * in / 2, 1) uint8 on the CPU, and an fp32 scale for each block
-    on the device.
-    """
+    on the device."""
 
     packed: torch.Tensor
     scales: torch.Tensor
 
 
 def quantize_expert(weight: torch.Tensor, settings: QuantizeConfig) -> ExpertCodes:
-    """Quantize an expert's weight (out, in) where it is."""
     packed, state = quantize_4bit(
         weight.contiguous(),
         blocksize=settings.block_size,
@@ -61,8 +59,7 @@ def stack_tensors(
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Return the checkpoint tensors of a stack on the CPU by suffix (`weight`, `weight.absmax`,
-    ...); shape (out, in) and dtype: of an expert.
-    """
+    ...); shape (out, in) and dtype: of an expert."""
     packed, scales = zip(*experts, strict=True)
     return stored_tensors(
         torch.cat(packed),
@@ -81,10 +78,8 @@ def quantize_stack(
     transposed: bool,
 ) -> dict[str, torch.Tensor]:
     """Quantize the experts (out, in), or (in, out) if `transposed`, one after the other on
-    `device`; return what `stack_tensors` does.
-
-    out * in is a multiple of the block size (`check_blocks`).
-    """
+    `device`; return what `stack_tensors` does. out * in is a multiple of the block size
+    (`check_blocks`)."""
     quantized = []
     for expert in experts:
         weight = (expert.T if transposed else expert).to(device)

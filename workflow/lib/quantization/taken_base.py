@@ -21,10 +21,7 @@ def check_taken(
     settings: QuantizeConfig,
 ) -> bool:
     """Tell whether a checkpoint is in NF4 already; raise `UserError` if it is, but not as the
-    settings say, or not all of it.
-
-    linears: paths of all that the engine expects in 4 bits.
-    """
+    settings say, or not all of it. linears: paths of all that the engine expects in 4 bits."""
     states = {path: reader.nf4_state(f"{path}.weight") for path in linears}
     packed = {path: state for path, state in states.items() if state is not None}
     if not packed:
@@ -50,8 +47,7 @@ def check_taken(
 
 def _check_state(path: str, state: Mapping[str, Any], settings: QuantizeConfig) -> None:
     """Raise `UserError` unless a linear is stored as the settings say, by which memory is
-    planned.
-    """
+    planned."""
     found = {"block_size": state["blocksize"], "double_quant": "nested_offset" in state}
     for key, value in found.items():
         if getattr(settings, key) != value:

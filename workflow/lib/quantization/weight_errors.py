@@ -11,7 +11,6 @@ def weight_errors(
     calibrated: torch.Tensor,
     correlation: torch.Tensor,
 ) -> LinearErrors:
-    """Return the errors of both methods, for inputs of a correlation (in, in)."""
     return LinearErrors(
         absmax=weighted_error(weight, absmax, correlation),
         calibrated=weighted_error(weight, calibrated, correlation),

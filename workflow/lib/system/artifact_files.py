@@ -24,9 +24,7 @@ from workflow.lib.system.files import (
 
 def read_artifact(path: Path) -> dict[str, Any]:
     """Return the content of a JSON artifact, which lies in the folder of the stage that made it.
-
-    Raises `UserError` for one that is missing, or is not what was written.
-    """
+    Raises `UserError` for one that is missing, or is not what was written."""
     try:
         return read_checked_json(path)
     except FileNotFoundError:
@@ -72,10 +70,8 @@ def row_of(line: str) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file that `write_lines` wrote, perhaps none.
-
-    Raises `UserError`, with the line, for one that is not what was written.
-    """
+    """Return the rows of a file that `write_lines` wrote, perhaps none. Raises `UserError`, with
+    the line, for one that is not what was written."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -28,7 +28,6 @@ class RecordedFile:
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
         return self.folder / self.name
 
     def finding(self, moved: Callable[[], None] = lambda: None) -> str | None:
@@ -51,10 +50,8 @@ def damaged(folder: Path, name: str, finding: str) -> UserError:
 
 
 def listed_files(folder: Path) -> list[RecordedFile]:
-    """Return the files that `SHA256SUMS` of a folder lists.
-
-    Raises `UserError` if there is none, or a file that would be loaded is not in it.
-    """
+    """Return the files that `SHA256SUMS` of a folder lists. Raises `UserError` if there is none, or
+    a file that would be loaded is not in it."""
     if not (folder / SUMS).is_file():
         raise UserError(
             f"{folder} holds no {SUMS}: it is no finished folder. Delete the folder {folder} and "
@@ -78,10 +75,8 @@ def _listed(folder: Path, line: str) -> RecordedFile:
 
 
 def downloaded_files(folder: Path) -> list[RecordedFile]:
-    """Return the files of a download, as its record lists them; none of a user's own folder.
-
-    Raises `UserError` if the record is damaged.
-    """
+    """Return the files of a download, as its record lists them; none of a user's own folder. Raises
+    `UserError` if the record is damaged."""
     if not (folder / HUB_RECORD).is_file():
         return []
     try:
@@ -131,10 +126,8 @@ def refuse_damaged(files: Sequence[RecordedFile], results: Sequence[str | None])
 
 
 def check_files(files: Sequence[RecordedFile], *, threads: int = 1) -> None:
-    """Hash files, and raise `UserError` if one is not what was recorded.
-
-    Several processes share that by `work_sharing.check_recorded`.
-    """
+    """Hash files, and raise `UserError` if one is not what was recorded. Several processes share
+    that by `work_sharing.check_recorded`."""
     refuse_damaged(files, findings(files, threads=threads))
 
 

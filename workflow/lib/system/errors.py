@@ -4,11 +4,8 @@ from workflow.lib.system.redaction import redacted
 
 
 class UserError(ValueError):
-    """A setting, file or machine that cannot work.
-
-    The message says what, its value, the bound, and what to change. Logins of URLs and tokens in it
-    are masked.
-    """
+    """A setting, file or machine that cannot work. The message says what, its value, the bound, and
+    what to change. Logins of URLs and tokens in it are masked."""
 
     def __init__(self, message: str) -> None:
         # half a character (a lone surrogate) of a name could be neither shown nor logged
@@ -16,10 +13,8 @@ class UserError(ValueError):
 
 
 class BatchMemoryError(UserError):
-    """A batch of `size` sequences ran out of memory, where processes go in step.
-
-    All must start again with less.
-    """
+    """A batch of `size` sequences ran out of memory, where processes go in step. All must start
+    again with less."""
 
     def __init__(self, size: int) -> None:
         super().__init__(str(size))
@@ -27,10 +22,8 @@ class BatchMemoryError(UserError):
 
 
 class PeerLostError(RuntimeError):
-    """Not a cause: this process, or machine, only noticed that others of the run are gone.
-
-    Or it waits for them.
-    """
+    """Not a cause: this process, or machine, only noticed that others of the run are gone. Or it
+    waits for them."""
 
     MARK = "lost another process"  # how its message begins
 
@@ -43,9 +36,7 @@ class StoppedError(Exception):
 
 
 def setting_error(setting: str, value: object, bound: str, change: str) -> UserError:
-    """Build the standard message `<setting> = <value>: <bound>. <change>.`
-
-    Args are the key's path in `config.yaml` (or an option of the command line), the offending
-    value, the bound that it broke, and the change that mends it.
-    """
+    """Build the standard message `<setting> = <value>: <bound>. <change>.` Args are the key's path
+    in `config.yaml` (or an option of the command line), the offending value, the bound that it
+    broke, and the change that mends it."""
     return UserError(f"{setting} = {value!r}: {bound.rstrip('.')}. {change.rstrip('.')}.")

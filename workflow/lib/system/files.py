@@ -30,12 +30,10 @@ def canonical_json(value: Any) -> str:
 
 
 def short_hash(value: Any) -> str:
-    """Return the first `KEY_LENGTH` digits of `json_sha256(value)`."""
     return json_sha256(value)[:KEY_LENGTH]
 
 
 def json_sha256(value: Any) -> str:
-    """Return the SHA-256 of `canonical_json(value)` in hexadecimal."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
@@ -75,10 +73,8 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, after everything in it is on the disk.
-
-    What had the name before is removed.
-    """
+    """Give a finished folder its name, after everything in it is on the disk. What had the name
+    before is removed."""
     for path in [*partial.rglob("*"), partial]:
         sync(path)
     shutil.rmtree(final, ignore_errors=True)
@@ -93,16 +89,13 @@ def _umask() -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically, in the form of another package: what is ours is checked.
-
-    NaN and infinity are refused with `ValueError`.
-    """
+    """Write indented JSON atomically, in the form of another package: what is ours is checked. NaN
+    and infinity are refused with `ValueError`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -118,10 +111,8 @@ def with_checksum(value: Mapping[str, object]) -> dict[str, Any]:
 
 
 def verified(value: Any) -> dict[str, Any]:
-    """Return what `with_checksum` made, without its `sha256`.
-
-    Raises `ValueError` if that does not agree with the rest, `TypeError` if it is no object.
-    """
+    """Return what `with_checksum` made, without its `sha256`. Raises `ValueError` if that does not
+    agree with the rest, `TypeError` if it is no object."""
     if not isinstance(value, dict):
         raise TypeError(f"is no JSON object, but a {type(value).__name__}")
     if value.pop("sha256", None) != json_sha256(value):

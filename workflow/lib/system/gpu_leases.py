@@ -33,12 +33,9 @@ def lease(
     folder: Path = FOLDER,
     waiting: Callable[[str], None] = lambda message: None,
 ) -> list[Gpu]:
-    """Lock `count` of the GPUs that `gpus()` lists and return them; waits for free ones.
-
-    The locks last as long as this process, and pass to the program that it becomes by exec.
-    `waiting` is told once why the wait is long. Raises `UserError` if there are fewer GPUs than
-    `count`.
-    """
+    """Lock `count` of the GPUs that `gpus()` lists and return them; waits for free ones. The locks
+    last as long as this process, and pass to the program that it becomes by exec. `waiting` is told
+    once why the wait is long. Raises `UserError` if there are fewer GPUs than `count`."""
     is_announced = False
     while count:
         listed = interchangeable(gpus(), count=count)
@@ -82,10 +79,8 @@ def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list
 
 
 def _lock(folder: Path, uuid: str) -> int | None:
-    """Return the descriptor of a card's lock file, locked; None if another holds it.
-
-    It is inherited by exec.
-    """
+    """Return the descriptor of a card's lock file, locked; None if another holds it. It is
+    inherited by exec."""
     descriptor = _open(folder, uuid)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,10 +92,8 @@ def _lock(folder: Path, uuid: str) -> int | None:
 
 
 def _open(folder: Path, name: str) -> int:
-    """Open a lock file for reading, whoever made it; make folder and file if need be.
-
-    Another user may have put anything there: links are not followed, and a pipe is not waited for.
-    """
+    """Open a lock file for reading, whoever made it; make folder and file if need be. Another user
+    may have put anything there: links are not followed, and a pipe is not waited for."""
     try:
         with _mode_as_given(), contextlib.suppress(FileExistsError):
             folder.mkdir(mode=ANY_MAY_ADD)

@@ -24,10 +24,8 @@ AMPERE = ("RTX 3090", "RTX A5000", "RTX A6000", "A100")  # compute capability 8.
 
 @dataclass(frozen=True)
 class Link:
-    """How GPUs of one machine reach each other.
-
-    bandwidth: bytes/s of a GPU in one direction. share: what collectives get of it.
-    """
+    """How GPUs of one machine reach each other. bandwidth: bytes/s of a GPU in one direction.
+    share: what collectives get of it."""
 
     name: str
     bandwidth: float
@@ -46,11 +44,9 @@ INFINITY = Link("Infinity Fabric", 64e9, 0.8)  # one link between two GPUs; eigh
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One kind of GPU.
-
-    flops: dense bf16 FLOP/s with fp32 accumulation; bandwidth: memory bytes/s; memory_gib: GiB that
-    a process sees; link: to its neighbours, as most machines have it; aliases: what people call it.
-    """
+    """One kind of GPU. flops: dense bf16 FLOP/s with fp32 accumulation; bandwidth: memory bytes/s;
+    memory_gib: GiB that a process sees; link: to its neighbours, as most machines have it; aliases:
+    what people call it."""
 
     name: str
     """As the driver reports it."""
@@ -65,8 +61,7 @@ class GpuModel:
     @property
     def host_gib(self) -> float:
         """GiB of host memory for each GPU that machines with such GPUs usually have: 64 with
-        GeForce cards, 128 in workstations, 256 in servers (NVIDIA's DGX of eight have 2 TB).
-        """
+        GeForce cards, 128 in workstations, 256 in servers (NVIDIA's DGX of eight have 2 TB)."""
         if "GeForce" in self.name:
             return 64.0
         return 256.0 if self.memory_gib > 64 else 128.0
@@ -85,10 +80,8 @@ class GpuModel:
 def _model(
     name: str, gib: float, tflops: float, gb_per_s: float, link: Link, *aliases: str
 ) -> GpuModel:
-    """Return a GPU whose slot is that of its generation.
-
-    That is PCIe 5.0 where its own links are newer than Ampere's.
-    """
+    """Return a GPU whose slot is that of its generation. That is PCIe 5.0 where its own links are
+    newer than Ampere's."""
     host = PCIE_4 if link in (PCIE_4, NVLINK_3) else PCIE_5
     return GpuModel(name, gib, tflops * 1e12, gb_per_s * 1e9, link, host.bandwidth, aliases)
 
@@ -118,11 +111,9 @@ BY_NAME = {model.name: model for model in MODELS}
 
 
 def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
-    """Return how many GPUs of which kind `2x4090`, `8 x H100`, `4090:2` or `A100` mean.
-
-    Raises `UserError`, in the name of `setting`, if the count is 0 or absurd, the kind is not known
-    (the nearest ones are listed), or the text can be read in two ways.
-    """
+    """Return how many GPUs of which kind `2x4090`, `8 x H100`, `4090:2` or `A100` mean. Raises
+    `UserError`, in the name of `setting`, if the count is 0 or absurd, the kind is not known (the
+    nearest ones are listed), or the text can be read in two ways."""
     readings = list(dict.fromkeys(_readings(text.strip())))
     known = _models_by_plain_name()
     right = [(count, kind) for count, kind in readings if _plain(kind) in known]
@@ -139,10 +130,8 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
 
 
 def parse_gpu(text: str, *, setting: str) -> GpuModel:
-    """Return the kind of GPU that a setting names, which says nothing of how many.
-
-    Raises `UserError` as `parse_gpus` does.
-    """
+    """Return the kind of GPU that a setting names, which says nothing of how many. Raises
+    `UserError` as `parse_gpus` does."""
     if model := _models_by_plain_name().get(_plain(text)):
         return model
     _, model = parse_gpus(text, setting=setting)
@@ -176,5 +165,4 @@ def _unknown_kind(kind: str) -> tuple[str, str]:
 
 
 def _plain(name: str) -> str:
-    """A name without what people write in several ways."""
     return re.sub(r"[\s_-]|nvidia|geforce|amd|instinct|generation", "", name.lower())

@@ -35,10 +35,8 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs that a process started here would see (`CUDA_VISIBLE_DEVICES` honoured).
-
-    An empty list where there is no NVIDIA driver.
-    """
+    """Return the GPUs that a process started here would see (`CUDA_VISIBLE_DEVICES` honoured). An
+    empty list where there is no NVIDIA driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -100,8 +98,7 @@ def _describe(handle: object) -> Gpu:
 
 def _capability(handle: object) -> tuple[int, int]:
     """Return the compute capability; 9.0 for an instance of a GPU that is split by MIG, which only
-    newer ones can be. Training asks the instance itself.
-    """
+    newer ones can be. Training asks the instance itself."""
     try:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     except pynvml.NVMLError:
@@ -110,20 +107,16 @@ def _capability(handle: object) -> tuple[int, int]:
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
-    """Return the GPUs that a run of `count` may get any of.
-
-    They have no less memory than the count-th largest. What is planned for the smallest of them
-    holds for all. Cards of one kind differ by up to 1%.
-    """
+    """Return the GPUs that a run of `count` may get any of. They have no less memory than the
+    count-th largest. What is planned for the smallest of them holds for all. Cards of one kind
+    differ by up to 1%."""
     sizes = sorted((gpu.total_bytes for gpu in gpus), reverse=True)[:count]
     return [gpu for gpu in gpus if not sizes or gpu.total_bytes >= 0.99 * sizes[-1]]
 
 
 def available_host_bytes() -> int:
-    """Return the host memory that processes can still take, bytes.
-
-    It is the smaller of MemAvailable and the cgroup's rest.
-    """
+    """Return the host memory that processes can still take, bytes. It is the smaller of
+    MemAvailable and the cgroup's rest."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -134,10 +127,8 @@ def available_host_bytes() -> int:
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether the CPU multiplies bfloat16 itself.
-
-    It does by AVX512-BF16 or AMX (x86), or by the extension BF16 (Arm).
-    """
+    """Tell whether the CPU multiplies bfloat16 itself. It does by AVX512-BF16 or AMX (x86), or by
+    the extension BF16 (Arm)."""
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     pairs = (line.partition(":")[::2] for line in lines)
     flags = {
@@ -150,10 +141,8 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def check_writable(folders: Sequence[Path]) -> None:
-    """Check that there can be files in the folders, which need not exist yet.
-
-    Raises `UserError` for one that may not be written, or whose disk is full.
-    """
+    """Check that there can be files in the folders, which need not exist yet. Raises `UserError`
+    for one that may not be written, or whose disk is full."""
     for folder in folders:
         _check_way(folder)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -177,7 +166,6 @@ def check_writable(folders: Sequence[Path]) -> None:
 
 
 def _check_way(folder: Path) -> None:
-    """Raise `UserError` for a link that leads nowhere, or a file, where a folder must be."""
     for path in (folder, *folder.absolute().parents):
         if path.is_symlink() and not path.exists():
             raise UserError(
@@ -234,10 +222,7 @@ def check_processes_can_work() -> None:
 
 
 def threads_of_job() -> int:
-    """Return how many threads all processes of this job may have together.
-
-    Snakemake gives every job its threads as `OMP_NUM_THREADS`; without it, as many as cores that
-    this process may use.
-    """
+    """Return how many threads all processes of this job may have together. Snakemake gives every
+    job its threads as `OMP_NUM_THREADS`; without it, as many as cores that this process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
     return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))

@@ -22,10 +22,8 @@ MOST_TEXT_BYTES = 2**26  # of a text that is read whole; the largest tokenizer.j
 
 
 def why_unreadable(path: Path) -> str | None:
-    """Return why neither a file nor a folder can be read at `path`, None if one can.
-
-    Links are followed. Whoever may not look into the folder above is told so.
-    """
+    """Return why neither a file nor a folder can be read at `path`, None if one can. Links are
+    followed. Whoever may not look into the folder above is told so."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -47,11 +45,8 @@ def why_unreadable(path: Path) -> str | None:
 
 
 def read_input(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Return the text of a file that a user names.
-
-    Raises `UserError` for what is no regular file, cannot be read, is no UTF-8, or is larger than
-    any such text; it never waits.
-    """
+    """Return the text of a file that a user names. Raises `UserError` for what is no regular file,
+    cannot be read, is no UTF-8, or is larger than any such text; it never waits."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(file)

@@ -22,11 +22,9 @@ _ENDING = list[int]()
 
 
 def end_at_signals() -> None:
-    """End the process at once, while Snakemake reads the Snakefile or builds the graph.
-
-    An exception within Snakemake's event loop would end in its traceback. Nothing is written by
-    then.
-    """
+    """End the process at once, while Snakemake reads the Snakefile or builds the graph. An
+    exception within Snakemake's event loop would end in its traceback. Nothing is written by
+    then."""
     _catch(_end_at_once)
 
 
@@ -60,9 +58,7 @@ def _end_with_jobs(jobs_run_here: bool, number: int, frame: FrameType | None) ->
 
 def tell_jobs() -> None:
     """Interrupt every job of this process as Ctrl-C does, also those that are just being started.
-
-    Under a shell script's `&` processes ignore that signal; there they are sent SIGTERM.
-    """
+    Under a shell script's `&` processes ignore that signal; there they are sent SIGTERM."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     number = signal.SIGTERM if ignored else signal.SIGINT
     threading.Thread(target=_tell, args=(os.getpid(), number), daemon=True).start()
@@ -79,10 +75,8 @@ def _tell(parent: int, number: signal.Signals) -> None:
 
 
 def group_below(pid: int) -> list[int]:
-    """Return the processes below `pid` in its group, as a terminal would tell them.
-
-    The workers of a training are not among them.
-    """
+    """Return the processes below `pid` in its group, as a terminal would tell them. The workers of
+    a training are not among them."""
     processes = []
     for child in _children(pid):
         with suppress(ProcessLookupError):

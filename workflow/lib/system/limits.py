@@ -67,11 +67,8 @@ class BoundedWork:
 
 
 class _TimeIsOverError(BaseException):
-    """Time is over.
-
-    Not an `Exception`: Jinja, which computes constants beforehand, takes any of those for a
-    constant that has no value.
-    """
+    """Time is over. Not an `Exception`: Jinja, which computes constants beforehand, takes any of
+    those for a constant that has no value."""
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
@@ -79,15 +76,12 @@ def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _mapped_bytes() -> int:
-    """Return the size of this process's address space."""
     pages = int(os.pread(_statm(os.getpid()), 64, 0).split()[0])
     return pages * resource.getpagesize()
 
 
 @cache
 def _statm(_pid: int) -> int:
-    """Return what reads the sizes of this process.
-
-    One that was opened before a fork reads the parent's.
-    """
+    """Return what reads the sizes of this process. One that was opened before a fork reads the
+    parent's."""
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

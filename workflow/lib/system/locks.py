@@ -43,10 +43,8 @@ def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | 
 
 
 def _locked(path: Path, *, doing: str, deadline: float) -> TextIO:
-    """Return the open file at `path`, locked.
-
-    What was locked may be no longer there, as its holder removed it: then once more.
-    """
+    """Return the open file at `path`, locked. What was locked may be no longer there, as its holder
+    removed it: then once more."""
     while True:
         lock = path.open("a+")
         try:

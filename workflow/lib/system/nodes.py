@@ -29,19 +29,15 @@ ALONE = Place(nodes=1, index=0, address="127.0.0.1", port=0, run_id="")
 
 
 def follows(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process works for a launcher on another node.
-
-    It is part of a step on several nodes, and not on the first.
-    """
+    """Tell whether this process works for a launcher on another node. It is part of a step on
+    several nodes, and not on the first."""
     several = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
     return several and environment.get("SLURM_NODEID", "0") != "0"
 
 
 def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
-    """Return this process's place, from Slurm's variables of a step; `ALONE` for one node.
-
-    Raises `UserError` if the run wants several nodes and this is no step on as many.
-    """
+    """Return this process's place, from Slurm's variables of a step; `ALONE` for one node. Raises
+    `UserError` if the run wants several nodes and this is no step on as many."""
     if nodes == 1:
         return ALONE
     started = environment.get("SLURM_STEP_NUM_NODES", "1")

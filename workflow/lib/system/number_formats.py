@@ -36,12 +36,10 @@ def general(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A whole number with thousands separators."""
     return minus(f"{value:,.0f}")
 
 
 def share(value: float) -> str:
-    """A share of 1 as per cent, one decimal."""
     return f"{value * 100:.1f} %"
 
 
@@ -95,11 +93,9 @@ def spoken(name: str) -> str:
 
 
 def thinned(values: list[float], *, limit: int) -> list[int]:
-    """Return the positions of at most `limit` values: the first, the last and every extreme.
-
-    The curve is cut into `limit // 2 - 1` equal buckets; each gives its lowest and highest value,
-    so that no spike disappears. Short curves come back whole.
-    """
+    """Return the positions of at most `limit` values: the first, the last and every extreme. The
+    curve is cut into `limit // 2 - 1` equal buckets; each gives its lowest and highest value, so
+    that no spike disappears. Short curves come back whole."""
     if len(values) <= limit:
         return list(range(len(values)))
     width = math.ceil(len(values) / (limit // 2 - 1))

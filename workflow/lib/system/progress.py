@@ -19,11 +19,8 @@ LINE_S = 30.0
 
 class Progress:
     """Counts what is done of `total` things, which a bar or lines show while the block runs. A
-    context manager.
-
-    total_work: what all of them cost, in any unit, where some cost more than others; the time left
-    follows from it.
-    """
+    context manager. total_work: what all of them cost, in any unit, where some cost more than
+    others; the time left follows from it."""
 
     def __init__(
         self,
@@ -59,13 +56,11 @@ class Progress:
         self._bar.close()
 
     def add(self, count: int, *, work: float | None = None) -> None:
-        """Count `count` more things, and what they cost."""
         self._bar.update(count)
         self._done += count
         self._done_work += count if work is None else work
 
     def line(self, elapsed_s: float) -> str:
-        """Return what the log is told after so many seconds."""
         passed = (
             f"{self._what}: {self._done} of {self._total} {self._unit} in {duration(elapsed_s)}"
         )

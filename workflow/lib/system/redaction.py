@@ -46,10 +46,8 @@ NO_SECRET_NAME = re.compile(r"(_|^)(OLDPWD|FILE|PATH|DIR|SOCK)$", re.IGNORECASE)
 
 @functools.cache
 def token_forms() -> re.Pattern[str]:
-    """Return what matches a token of a service, by its own form.
-
-    The package is imported when the first text may hold one: that takes a fifth of a second.
-    """
+    """Return what matches a token of a service, by its own form. The package is imported when the
+    first text may hold one: that takes a fifth of a second."""
     from detect_secrets.plugins import (
         aws,
         discord,
@@ -99,7 +97,6 @@ def redacted(text: str, *, secrets: Iterable[str] = ()) -> str:
 
 
 def _masked(match: re.Match[str]) -> str:
-    """Return the match with the secret in it masked: a name before it stays."""
     secret = next(filter(None, match.groups()), match[0])
     return match[0].removesuffix(secret) + MASK
 

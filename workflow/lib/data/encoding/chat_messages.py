@@ -73,10 +73,8 @@ PART = Place("part", frozenset({"type", "text"}))
 @dataclass(frozen=True)
 class Conversation:
     """Messages as the template gets them, which of them may be trained, the tools, and arguments.
-
     template_kwargs: what the row gives the template besides, such as `enable_thinking`. They come
-    before those of `data.template_kwargs`, which stand among the template's variables.
-    """
+    before those of `data.template_kwargs`, which stand among the template's variables."""
 
     messages: list[Message]
     trained: list[bool]
@@ -85,10 +83,8 @@ class Conversation:
 
 
 def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[bool]]:
-    """Return the messages of a list, or of its JSON text, and which are to be trained.
-
-    Those are the assistant's, unless a flag of theirs says no.
-    """
+    """Return the messages of a list, or of its JSON text, and which are to be trained. Those are
+    the assistant's, unless a flag of theirs says no."""
     value = json_value(raw, what) if isinstance(raw, str) else raw
     items = _by_message(value) if isinstance(value, dict) else value
     if not isinstance(items, list):
@@ -172,7 +168,6 @@ def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:
 
 
 def _content(content: Any, role: str, where: str, keys: KeyAccount, *, may_be_empty: bool) -> str:
-    """Return a message's text."""
     what = f"content of {where}"
     if isinstance(content, list) and (role != "tool" or _are_parts(content)):
         content = "".join(_part(part, what, keys) for part in content)

@@ -82,11 +82,9 @@ def with_fixed_date(template: str) -> str:
 
 
 def without_generation_tags(template: str) -> str:
-    """Return a template that writes the same, and which an engine can read that knows no
-    `{% generation %}` blocks.
-
-    They become blocks without a condition, so that white space around them is trimmed as before.
-    """
+    """Return a template that writes the same, and which an engine can read that knows no `{%
+    generation %}` blocks. They become blocks without a condition, so that white space around them
+    is trimmed as before."""
 
     def plain(tag: re.Match[str]) -> str:
         word = "endif" if "endgeneration" in tag[0] else "if true"
@@ -96,11 +94,8 @@ def without_generation_tags(template: str) -> str:
 
 
 class ChatTemplate:
-    """A chat template with its variables.
-
-    special_tokens: the tokenizer's, by their names. template_kwargs: arguments for every
-    conversation that does not give others.
-    """
+    """A chat template with its variables. special_tokens: the tokenizer's, by their names.
+    template_kwargs: arguments for every conversation that does not give others."""
 
     def __init__(
         self,
@@ -122,11 +117,9 @@ class ChatTemplate:
 
     @cached_property
     def looks_ahead(self) -> bool:
-        """Whether the text of a message may depend on messages behind it; False is certain.
-
-        Only a single loop over the messages that asks for none behind the present one is certain
-        not to.
-        """
+        """Whether the text of a message may depend on messages behind it; False is certain. Only a
+        single loop over the messages that asks for none behind the present one is certain not
+        to."""
         loops = [n for n in self._tree.find_all(nodes.For) if _is_name(n.iter, "messages")]
         if len(loops) != 1:
             return True
@@ -168,10 +161,8 @@ class ChatTemplate:
 
     @cached_property
     def searched_texts(self) -> set[str]:
-        """Texts that the template searches for in a message, and what they close.
-
-        The end of the reasoning is one.
-        """
+        """Texts that the template searches for in a message, and what they close. The end of the
+        reasoning is one."""
         searched: list[nodes.Node] = []
         for comparison in self._tree.find_all(nodes.Compare):
             if any(operand.op in ("in", "notin") for operand in comparison.ops):
@@ -241,11 +232,9 @@ class ChatTemplate:
         template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = False,
     ) -> tuple[str, Spans]:
-        """Return the text, and the character spans of its generation blocks.
-
-        Raises `RowError` if the template refuses or writes too much, `UserError` if it takes too
-        much time or memory: how much a machine has of them must not decide which rows are trained.
-        """
+        """Return the text, and the character spans of its generation blocks. Raises `RowError` if
+        the template refuses or writes too much, `UserError` if it takes too much time or memory:
+        how much a machine has of them must not decide which rows are trained."""
         try:
             with BoundedWork():
                 rendered: Any = render_jinja_template(  # annotated as str, it returns two lists
@@ -279,7 +268,6 @@ def _excess_error(excess: ExcessError, messages: list[Message]) -> UserError:
 
 
 def _below(statements: list[nodes.Node]) -> list[nodes.Node]:
-    """Return these nodes and all inside them."""
     return [*statements, *(n for node in statements for n in node.find_all(nodes.Node))]
 
 

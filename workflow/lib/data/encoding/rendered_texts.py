@@ -25,11 +25,8 @@ MAX_SHAPES = 4096
 
 @dataclass(frozen=True)
 class Turn:
-    """A trained turn of a text.
-
-    index: number of its message. start: where it begins, and its prompt ends. stop: where it ends,
-    its end-of-turn token included.
-    """
+    """A trained turn of a text. index: number of its message. start: where it begins, and its
+    prompt ends. stop: where it ends, its end-of-turn token included."""
 
     index: int
     start: int
@@ -39,9 +36,7 @@ class Turn:
 @dataclass
 class TurnText:
     """A conversation as the template writes it, up to some message, and its trained turns.
-
-    messages: how many messages it shows.
-    """
+    messages: how many messages it shows."""
 
     text: str
     messages: int
@@ -52,10 +47,8 @@ Render = Callable[[Conversation], list[TurnText]]
 
 
 class RenderedTexts:
-    """Finds the texts that a template leaves out.
-
-    allowed: kinds that it may leave out. render: what renders a conversation to be proved.
-    """
+    """Finds the texts that a template leaves out. allowed: kinds that it may leave out. render:
+    what renders a conversation to be proved."""
 
     def __init__(self, render: Render, *, allowed: Collection[TextKind]) -> None:
         self._render = render
@@ -63,11 +56,8 @@ class RenderedTexts:
         self._lost_by_shape: dict[Hashable, frozenset[TextKind]] = {}
 
     def check(self, conversation: Conversation, documents: Sequence[TurnText]) -> set[TextKind]:
-        """Return what the template leaves out and may.
-
-        documents: what was rendered of the conversation. Raises `RowError` that names the text if
-        it must not.
-        """
+        """Return what the template leaves out and may. documents: what was rendered of the
+        conversation. Raises `RowError` that names the text if it must not."""
         known = self._lost_in_shape(conversation)
         missing = _missing(texts_of_conversation(conversation), documents)
         lost = {text.place.kind for text in missing}
@@ -99,7 +89,6 @@ class RenderedTexts:
         return {text.place.kind for text in lost}
 
     def _lost(self, conversation: Conversation) -> list[Text]:
-        """Return the texts that are left out of a marked copy of the conversation."""
         copy, marks = marked(conversation)
         return list(_missing(marks, self._render(copy), trained_only=True))
 
@@ -107,11 +96,9 @@ class RenderedTexts:
 def _missing(
     texts: Sequence[Text], documents: Sequence[TurnText], *, trained_only: bool = False
 ) -> Iterator[Text]:
-    """Yield the texts that a document should hold and does not.
-
-    What a trained turn says matters where it is trained: templates leave reasoning, and some whole
-    answers, out of later prompts. trained_only: it must stand where the document is trained.
-    """
+    """Yield the texts that a document should hold and does not. What a trained turn says matters
+    where it is trained: templates leave reasoning, and some whole answers, out of later prompts.
+    trained_only: it must stand where the document is trained."""
     trained = {turn.index for document in documents for turn in document.turns}
     for document in documents:
         own = {turn.index: document.text for turn in document.turns}
@@ -128,10 +115,8 @@ def _missing(
 
 
 def _shape(conversation: Conversation) -> Hashable:
-    """Return what decides which parts of a template write a conversation.
-
-    Conversations of more turns of the same kinds have one shape.
-    """
+    """Return what decides which parts of a template write a conversation. Conversations of more
+    turns of the same kinds have one shape."""
     turns = zip(conversation.messages, conversation.trained, strict=True)
     kinds = [_kind(message, is_trained) for message, is_trained in turns]
     return (

@@ -95,10 +95,8 @@ def _check_whole_rows(present: Collection[str], columns: DataColumns, setting: s
 def _named_otherwise(
     present: Collection[str], candidates: Collection[str], columns: DataColumns
 ) -> tuple[Format, DataColumns] | None:
-    """Return the first format that fits by names that public datasets use.
-
-    Only names that the user did not choose are tried.
-    """
+    """Return the first format that fits by names that public datasets use. Only names that the user
+    did not choose are tried."""
     for format, names in OTHER_NAMES:
         needed = [names[key] for key in REQUIRED[format]]
         is_free = all(getattr(columns, key) == getattr(DEFAULTS, key) for key in names)
@@ -108,12 +106,10 @@ def _named_otherwise(
 
 
 def system_columns(columns: DataColumns) -> tuple[str, ...]:
-    """Return the columns that may hold the system text."""
     return SYSTEM_NAMES if columns.system == DEFAULTS.system else (columns.system,)
 
 
 def tools_columns(columns: DataColumns) -> tuple[str, ...]:
-    """Return the columns that may hold the tools on offer."""
     return TOOLS_NAMES if columns.tools == DEFAULTS.tools else (columns.tools,)
 
 

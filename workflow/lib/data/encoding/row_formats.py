@@ -53,11 +53,8 @@ Sample = Conversation | TokenRow | str
 
 
 class RowParts(NamedTuple):
-    """What a format reads a row from.
-
-    value: its columns. optional: the same, empty where no optional one is there. keys: takes
-    account of what is read.
-    """
+    """What a format reads a row from. value: its columns. optional: the same, empty where no
+    optional one is there. keys: takes account of what is read."""
 
     value: Values
     optional: Values
@@ -67,7 +64,6 @@ class RowParts(NamedTuple):
 
 @cache
 def row_place(format: Format, columns: DataColumns) -> Place:
-    """Return which columns rows of a format are read from."""
     names = {getattr(columns, key) for key in READ_COLUMNS[format]}
     optional: set[str] = set()
     if format == "tokens":
@@ -82,11 +78,9 @@ def row_place(format: Format, columns: DataColumns) -> Place:
 def to_sample(
     value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount | None = None
 ) -> Sample:
-    """Return a row's conversation, token ids, or text.
-
-    keys: takes account of what is read. Raises `RowError` if a column is missing, empty, or of the
-    wrong type, or a key that is not read changes what should be trained.
-    """
+    """Return a row's conversation, token ids, or text. keys: takes account of what is read. Raises
+    `RowError` if a column is missing, empty, or of the wrong type, or a key that is not read
+    changes what should be trained."""
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
     check_row_is_trained(shape, value)
@@ -115,7 +109,6 @@ def _no_place(name: str, format: str, change: str) -> RowError:
 
 
 def _check_prompt_is_in(messages: list[Message], prompt: object, columns: DataColumns) -> None:
-    """Raise `RowError` if a prompt beside the messages says what they do not."""
     items = prompt if isinstance(prompt, list) else [prompt]
     texts = [item.get("content") if isinstance(item, dict) else item for item in items]
     said = [message["content"] for message in messages]
@@ -129,7 +122,6 @@ def _check_prompt_is_in(messages: list[Message], prompt: object, columns: DataCo
 
 
 def _conversation(messages: list[Message], trained: list[bool], row: RowParts) -> Conversation:
-    """Return the conversation of these messages and of the optional columns."""
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     if not any(trained):
@@ -162,7 +154,6 @@ def _one_column(row: RowParts, names: tuple[str, ...], what: str) -> Any:
 def _with_system(
     messages: list[Message], trained: list[bool], system: str
 ) -> tuple[list[Message], list[bool]]:
-    """Put the system text of a column before the messages."""
     first: Message = {"role": "system", "content": system}
     if not messages or messages[0]["role"] != "system":
         return [first, *messages], [False, *trained]
@@ -199,7 +190,6 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
 
 
 def _template_kwargs(value: Values) -> dict[str, object]:
-    """Return the row's own arguments of the chat template."""
     given = value.get(ARGUMENTS_COLUMN)
     if isinstance(given, str) and given.strip():
         given = json_value(given, f"column {ARGUMENTS_COLUMN!r}")
@@ -225,11 +215,9 @@ def _prompt_completion(row: RowParts) -> Sample:
 
 
 def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[bool]]:
-    """Return a column's messages; a text is one message of `role`.
-
-    JSON text is read as messages if it holds objects with roles, and as calls of tools if there are
-    tools and it holds objects with names; else it is text.
-    """
+    """Return a column's messages; a text is one message of `role`. JSON text is read as messages if
+    it holds objects with roles, and as calls of tools if there are tools and it holds objects with
+    names; else it is text."""
     value, keys = row.value, row.keys
     given = value.get(name)
     items = objects_in(given) if isinstance(given, str) else given
@@ -268,7 +256,6 @@ def _check_is_no_tree(items: list[Any], name: str) -> None:
 
 
 def _history(row: RowParts) -> tuple[list[Message], list[bool]]:
-    """Return the messages before the prompt or the instruction."""
     name = row.columns.history
     if row.optional.get(name) in EMPTY:
         return [], []

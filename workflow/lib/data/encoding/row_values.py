@@ -21,7 +21,6 @@ class UnwantedRowError(RowError):
 
 
 def kind(value: Any) -> str:
-    """Name the type of a value for a reason."""
     return "null" if value is None else type(value).__name__
 
 
@@ -73,12 +72,9 @@ def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of objects.
-
-    A table gives every struct of a column all fields that any of them has, and so do the JSON Lines
-    that are exported from one. What stands as JSON text in a row is not changed: its nulls were
-    written.
-    """
+    """Drop the null fields of objects. A table gives every struct of a column all fields that any
+    of them has, and so do the JSON Lines that are exported from one. What stands as JSON text in a
+    row is not changed: its nulls were written."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -87,7 +83,6 @@ def without_nulls(value: Any) -> Any:
 
 
 def json_value(text: str, what: str) -> Any:
-    """Return what a JSON text in a column holds."""
     try:
         value = parse_json(text)
     except (ValueError, RecursionError) as error:

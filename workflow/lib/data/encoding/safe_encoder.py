@@ -44,11 +44,8 @@ class SafeEncoder:
 
     @cached_property
     def _guarded(self) -> Tokenizer:
-        """The second tokenizer.
-
-        It is made at its first use: a large vocabulary takes a second, and most chats spell no
-        special token.
-        """
+        """The second tokenizer. It is made at its first use: a large vocabulary takes a second, and
+        most chats spell no special token."""
         spec = json.loads(self._plain.to_str())
         guarded = Tokenizer.from_str(json.dumps(_rename_specials(spec, self._names)))
         for text, alias in self._names.items():
@@ -57,7 +54,6 @@ class SafeEncoder:
         return guarded
 
     def specials_in(self, text: str) -> frozenset[str]:
-        """Return the special tokens that `text` spells."""
         if self._special.search(text) is None:
             return frozenset()
         return frozenset(self._special.findall(text))
@@ -67,10 +63,8 @@ class SafeEncoder:
         return frozenset(text for text, number in self._ids.items() if number in ids)
 
     def guard(self, text: str, *, but: Collection[str] = ()) -> str:
-        """Return `text` with the spellings of special tokens replaced, for the chat template.
-
-        Those in `but` stay as they are, and become special tokens if the template writes them.
-        """
+        """Return `text` with the spellings of special tokens replaced, for the chat template. Those
+        in `but` stay as they are, and become special tokens if the template writes them."""
         return self._special.sub(
             lambda match: match[0] if match[0] in but else match[0].translate(self._guard), text
         )
@@ -97,7 +91,6 @@ class SafeEncoder:
 
     @property
     def special_pattern(self) -> str:
-        """The pattern of a regular expression that matches special tokens."""
         return self._special.pattern
 
     def start_of_last_special(self, text: str) -> int | None:
@@ -106,10 +99,7 @@ class SafeEncoder:
         return starts[-1] if starts else None
 
     def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
-        """Encode what the template rendered.
-
-        guarded: its messages went through `guard`.
-        """
+        """Encode what the template rendered. guarded: its messages went through `guard`."""
         if not guarded:
             return self._plain.encode(text, add_special_tokens=False)
         swapped = self._either.sub(lambda match: match.group().translate(self._swap), text)
@@ -119,10 +109,8 @@ class SafeEncoder:
         self, encoding: Encoding, ids: list[int], text: str, end: int, *, guarded: bool
     ) -> bool:
         """Tell whether the prompt `text[:end]` has the tokens that the whole text has there.
-
         encoding, ids: of the whole text. Special tokens stand for themselves whatever is beside
-        them, so only what follows the last one is compared.
-        """
+        them, so only what follows the last one is compared."""
         stop = _first_from(encoding, end)
         first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
         span = encoding.token_to_chars(first)
@@ -138,10 +126,8 @@ class SafeEncoder:
         return known
 
     def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
-        """Encode rendered text as it goes on after a prompt: no blank is put before it.
-
-        Raises `ValueError` if one is.
-        """
+        """Encode rendered text as it goes on after a prompt: no blank is put before it. Raises
+        `ValueError` if one is."""
         for anchor in (self._anchor, self._anchor + "\n"):
             encoding = self.encode_rendered(anchor + text, guarded=guarded)
             first = _first_from(encoding, len(anchor))
@@ -169,10 +155,8 @@ def _first_from(encoding: Encoding, start: int) -> int:
 
 def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
     """Return the tokens [first, stop) that touch the characters [start, end); (0, 0) if none does.
-
     Tokens follow the text, so both of their ends ascend and can be bisected: a list of all offsets
-    takes ten times as long.
-    """
+    takes ten times as long."""
 
     def characters(token: int) -> tuple[int, int]:
         span = encoding.token_to_chars(token)
@@ -198,11 +182,8 @@ def _any_of(strings: list[str]) -> re.Pattern[str]:
 
 
 def _rename_specials(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return a tokenizer's JSON with other spellings of its special tokens, ids unchanged.
-
-    Many tokenizers list a special token in the model's vocabulary too (a dict, or pairs for
-    Unigram).
-    """
+    """Return a tokenizer's JSON with other spellings of its special tokens, ids unchanged. Many
+    tokenizers list a special token in the model's vocabulary too (a dict, or pairs for Unigram)."""
     model = dict(spec["model"])
     vocab = model["vocab"]
     if isinstance(vocab, dict):

@@ -37,10 +37,8 @@ from workflow.lib.system.errors import UserError, setting_error
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document: token ids uint32 and loss mask bool, both of shape (length,).
-
-    The mask is False at position 0.
-    """
+    """A document: token ids uint32 and loss mask bool, both of shape (length,). The mask is False
+    at position 0."""
 
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.bool_]
@@ -102,11 +100,8 @@ class SampleEncoder:
             renderer.trust_blocks(probe)
 
     def encode(self, sample: Sample) -> list[Encoded]:
-        """Return the sample's tokens and masks.
-
-        These are one example, or several where turns need prompts of their own. Raises `RowError`
-        if the template or the mask fails.
-        """
+        """Return the sample's tokens and masks. These are one example, or several where turns need
+        prompts of their own. Raises `RowError` if the template or the mask fails."""
         return self.begin(sample)()
 
     def begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
@@ -141,9 +136,7 @@ class SampleEncoder:
 
     def _answered_probes(self) -> Iterator[tuple[Conversation, list[int], list[int]]]:
         """Yield each probe in the form that the template takes, its ids, its turns' last tokens.
-
-        Only trained turns count.
-        """
+        Only trained turns count."""
         for probe in PROBES if self._renderers else ():
             try:
                 adapted = _chosen(self._probers, probe).template.adapted(probe)
@@ -219,10 +212,8 @@ class SampleEncoder:
         ]
 
     def _examples(self, text: TurnText, guarded: bool) -> list[Encoded]:
-        """Return the text's example.
-
-        A turn whose prompt has other tokens in it has one of its own before.
-        """
+        """Return the text's example. A turn whose prompt has other tokens in it has one of its own
+        before."""
         encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
         ids = encoding.ids  # a list made anew at each look
         examples, spans = [], []
@@ -259,10 +250,8 @@ class SampleEncoder:
 
 
 def _chosen(renderers: Mapping[bool, TurnRenderer], conversation: Conversation) -> TurnRenderer:
-    """Return what renders a conversation: the renderer for tools where it offers some.
-
-    Transformers takes the template `tool_use` in the same way.
-    """
+    """Return what renders a conversation: the renderer for tools where it offers some. Transformers
+    takes the template `tool_use` in the same way."""
     assert False in renderers, "conversations need a chat template"
     return renderers[bool(conversation.tools) and True in renderers]
 
@@ -276,7 +265,6 @@ def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _check_arguments(
     template_kwargs: Mapping[str, object], templates: Sequence[ChatTemplate]
 ) -> None:
-    """Raise `UserError` if an argument of the setting is read by no template."""
     for name, value in template_kwargs.items():
         wrong = [template.unknown_argument([name]) for template in templates]
         if wrong and wrong[0] is not None and None not in wrong:

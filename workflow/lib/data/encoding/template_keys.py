@@ -21,10 +21,8 @@ def keys_in_template(text: str) -> frozenset[str]:
 
 
 def with_arguments(template: str, arguments: Mapping[str, object]) -> str:
-    """Return a template that takes these for the arguments that it is not given.
-
-    Jinja reads Python's literals.
-    """
+    """Return a template that takes these for the arguments that it is not given. Jinja reads
+    Python's literals."""
     defaults = [
         f"{{% if {name} is not defined %}}{{% set {name} = {value!a} %}}{{% endif %}}"
         for name, value in arguments.items()

@@ -36,10 +36,8 @@ NAMES: dict[TextKind, str] = {
 
 
 class Place(NamedTuple):
-    """Where a text stands.
-
-    message: its number, from 0; -1 for a tool on offer. what: its role, or the function.
-    """
+    """Where a text stands. message: its number, from 0; -1 for a tool on offer. what: its role, or
+    the function."""
 
     kind: TextKind
     message: int
@@ -47,10 +45,8 @@ class Place(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text that a rendered document must hold.
-
-    parts: texts that serve in place of `value` if the document holds them all.
-    """
+    """A text that a rendered document must hold. parts: texts that serve in place of `value` if the
+    document holds them all."""
 
     place: Place
     value: str
@@ -58,12 +54,10 @@ class Text(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The text in words."""
         kind, message, what = self.place
         return NAMES.get(kind, NAMES["user"]).format(what=what, number=message + 1)
 
     def stands_in(self, document: str) -> bool:
-        """Tell whether a document holds the text, or its parts."""
         return _stands(self.value, document) or (
             bool(self.parts) and all(_stands(part, document) for part in self.parts)
         )
@@ -90,8 +84,6 @@ class Visitor(Protocol):
 
 
 class Collector:
-    """Collects texts, and changes none."""
-
     def __init__(self) -> None:
         self.texts: list[Text] = []
 
@@ -254,7 +246,6 @@ def _visit_tool(tool: Tool, visitor: Visitor) -> Tool:
 
 
 def _properties(function: dict[str, Any]) -> Sequence[str]:
-    """Return the names of a tool's parameters."""
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return list(properties) if isinstance(properties, dict) else []
@@ -288,7 +279,6 @@ def reasoning_of(message: Message) -> str:
 
 
 def without_reasoning(message: Message) -> Message:
-    """Return an assistant's message without its reasoning."""
     kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
     before, end, after = message["content"].rpartition(END_OF_REASONING)
     first = before.rpartition(BEGIN_OF_REASONING)[0] if end else ""

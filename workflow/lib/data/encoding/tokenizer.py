@@ -59,10 +59,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
-    """Return the text of the template file `path`, or for None the tokenizer's own template.
-
-    Raises `UserError` if the file cannot be read, or there is neither.
-    """
+    """Return the text of the template file `path`, or for None the tokenizer's own template. Raises
+    `UserError` if the file cannot be read, or there is neither."""
     if path is not None:
         try:
             return read_input(Path(path))
@@ -85,10 +83,8 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
 
 
 def read_tool_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str | None:
-    """Return the tokenizer's own template for conversations with tools, if it has one.
-
-    A template file of the user's own is for all conversations.
-    """
+    """Return the tokenizer's own template for conversations with tools, if it has one. A template
+    file of the user's own is for all conversations."""
     template = tokenizer.chat_template
     if path is not None or not isinstance(template, dict):
         return None
@@ -107,10 +103,8 @@ def trained_templates(
     tokenizer: PreTrainedTokenizerBase, trained: str | None
 ) -> str | dict[str, str] | None:
     """Return the templates to export: `trained`, and beside it the tokenizer's own other ones.
-
     Those stay only if `trained` is the tokenizer's own default, perhaps with arguments set at its
-    beginning, which they get too. A template of the user's own is for all conversations.
-    """
+    beginning, which they get too. A template of the user's own is for all conversations."""
     own, default = tokenizer.chat_template, default_template(tokenizer)
     if isinstance(own, dict) and trained is not None and default and trained.endswith(default):
         head = trained.removesuffix(default)

@@ -144,11 +144,8 @@ def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
 
 
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have ids of nine letters and digits, and results the same.
-
-    Ids of this form stay. A result without an id of a call is that of the next call without a
-    result.
-    """
+    """Return messages whose calls have ids of nine letters and digits, and results the same. Ids of
+    this form stay. A result without an id of a call is that of the next call without a result."""
     made: dict[str, str] = {}
     open_ids: list[str] = []
     changed = []

@@ -29,11 +29,9 @@ LossOn = Literal["completions", "last_turn", "all"]
 
 @dataclass(frozen=True)
 class Rendered:
-    """The texts of a conversation.
-
-    guarded: the data spell special tokens, which are spelled otherwise here. held: special tokens
-    that the data spell. unrendered: what the template leaves out and may.
-    """
+    """The texts of a conversation. guarded: the data spell special tokens, which are spelled
+    otherwise here. held: special tokens that the data spell. unrendered: what the template leaves
+    out and may."""
 
     texts: list[TurnText]
     guarded: bool
@@ -42,11 +40,8 @@ class Rendered:
 
 
 class TurnRenderer:
-    """Renders conversations by one template, and finds the turns that `loss_on` trains.
-
-    allowed: what the template may leave out. reads_tokens: special tokens that the data spell are
-    tokens.
-    """
+    """Renders conversations by one template, and finds the turns that `loss_on` trains. allowed:
+    what the template may leave out. reads_tokens: special tokens that the data spell are tokens."""
 
     def __init__(
         self,
@@ -85,11 +80,8 @@ class TurnRenderer:
             self._header = None
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return the conversation's texts.
-
-        Raises `RowError` if the template fails, leaves a text out that it must not, or no turn can
-        be trained.
-        """
+        """Return the conversation's texts. Raises `RowError` if the template fails, leaves a text
+        out that it must not, or no turn can be trained."""
         ignored = self._ignored_arguments(conversation)
         held = self._specials_in(conversation)
         guarded = False
@@ -103,14 +95,11 @@ class TurnRenderer:
         return Rendered(texts, guarded, held, frozenset(lost | ignored))
 
     def whole(self, conversation: Conversation) -> str:
-        """Return the whole conversation as the template writes it."""
         return self._render(conversation)[0]
 
     def checked(self, conversation: Conversation) -> list[TurnText]:
-        """Return the texts of a conversation that spells no special token.
-
-        Raises `RowError` as `render` does.
-        """
+        """Return the texts of a conversation that spells no special token. Raises `RowError` as
+        `render` does."""
         texts = self._turn_by_turn(conversation)
         self._texts.check(conversation, texts)
         return texts
@@ -170,11 +159,9 @@ class TurnRenderer:
         return [TurnText(whole, len(messages), found)]
 
     def _turn_by_turn(self, conversation: Conversation) -> list[TurnText]:
-        """Return texts in which each turn follows the prompt that inference would render.
-
-        Turns share a text as long as it begins as inference has it: first the whole, then the
-        longest others.
-        """
+        """Return texts in which each turn follows the prompt that inference would render. Turns
+        share a text as long as it begins as inference has it: first the whole, then the longest
+        others."""
         whole, blocks = self._render(conversation)
         number = len(conversation.messages)
         if self._loss_on == "all":
@@ -200,10 +187,8 @@ class TurnRenderer:
     def _turn(
         self, conversation: Conversation, index: int, rendered: tuple[str, Spans] | None
     ) -> tuple[str, Turn]:
-        """Return a text that begins with the turn's prompt and goes on with the turn.
-
-        rendered: the conversation up to this turn and its blocks, if it was rendered already.
-        """
+        """Return a text that begins with the turn's prompt and goes on with the turn. rendered: the
+        conversation up to this turn and its blocks, if it was rendered already."""
         message = conversation.messages[index]
         prompt, _ = self._render(conversation, index, prompt=True)
         text, blocks = rendered or self._render(conversation, index + 1)
@@ -225,9 +210,7 @@ class TurnRenderer:
         self, text: str, blocks: Spans, *, start: int, message: Message, index: int
     ) -> tuple[str, Turn]:
         """Return the text and the turn behind its prompt `text[:start]`, up to the turn's end.
-
-        Raises `RowError` if the turn is empty, or a block leaves a part of it out.
-        """
+        Raises `RowError` if the turn is empty, or a block leaves a part of it out."""
         text = text.removesuffix(self._trailer)
         stop = self._end_of_turn(text, start)
         written = len(text) if stop is None else stop
@@ -273,11 +256,9 @@ class TurnRenderer:
         return "" if longer.startswith(whole) else whole[stop:]
 
     def _next_token(self, message: Message, text: str, start: int) -> str:
-        """Return the special token that the role behind a turn begins with.
-
-        That is a tool's where the turn calls one. It is empty where the next role begins with none
-        and `text` ends with a special token. Raises `RowError` if there is none at all.
-        """
+        """Return the special token that the role behind a turn begins with. That is a tool's where
+        the turn calls one. It is empty where the next role begins with none and `text` ends with a
+        special token. Raises `RowError` if there is none at all."""
         calls = "tool_calls" in message
         token = self._next_tokens.get(calls)
         if token is None:
@@ -306,11 +287,8 @@ class TurnRenderer:
             return ""
 
     def _guard(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with special tokens spelled otherwise.
-
-        Those that the template searches for in an assistant's text, such as the end of its
-        reasoning, are its own.
-        """
+        """Return the conversation with special tokens spelled otherwise. Those that the template
+        searches for in an assistant's text, such as the end of its reasoning, are its own."""
         guard = self._encoder.guard
         own = self.template.searched_texts
         messages: list[Message] = []

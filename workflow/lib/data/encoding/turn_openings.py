@@ -80,10 +80,8 @@ class MarkedTurn:
         return self.is_opened_by(prompt) and not self.reasons and not closes
 
     def kept(self, tail: str, header: str, prompt: str) -> str | None:
-        """Return the part of `header` that the model has to write behind the prompt's `tail`.
-
-        None where the tail is neither the beginning of a reasoning nor an empty one.
-        """
+        """Return the part of `header` that the model has to write behind the prompt's `tail`. None
+        where the tail is neither the beginning of a reasoning nor an empty one."""
         if tail.strip() == header.strip():
             return ""
         if not tail.strip():
@@ -119,11 +117,9 @@ class TurnOpenings:
         self._known: dict[object, Opening] = {}
 
     def answer(self, prompt: str, text: str, conversation: Conversation, index: int) -> str:
-        """Return what the model has to write behind `prompt`, and what follows it in `text`.
-
-        text: the conversation up to and with the message `index`. Raises `RowError` if it does not
-        go on as the prompt does.
-        """
+        """Return what the model has to write behind `prompt`, and what follows it in `text`. text:
+        the conversation up to and with the message `index`. Raises `RowError` if it does not go on
+        as the prompt does."""
         message = conversation.messages[index]
         opening = self._opening(prompt, conversation, index)
         begun = prompt[: len(prompt) - opening.tail]
@@ -214,7 +210,6 @@ class TurnOpenings:
         return next((end for end in common if text[:end] == other[:end]), 0)
 
     def _usual_prompt(self, conversation: Conversation) -> str:
-        """Return the prompt behind another text."""
         return self._template.render(
             PROBE.messages[:1],
             tools=conversation.tools,

@@ -37,10 +37,8 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Lines of a JSON Lines file from line `first` on.
-
-    Of one beyond `MAX_ROW_BYTES` it holds the beginning and one byte more.
-    """
+    """Lines of a JSON Lines file from line `first` on. Of one beyond `MAX_ROW_BYTES` it holds the
+    beginning and one byte more."""
 
     first: int
     lines: tuple[bytes, ...]
@@ -109,10 +107,8 @@ def _text_row(number: int, text: bytes) -> Row | BrokenRow:
 
 @dataclass(frozen=True)
 class CsvRecords:
-    """Records of a CSV file from row `first` on.
-
-    Bytes that are no UTF-8 stand in them as lone surrogates.
-    """
+    """Records of a CSV file from row `first` on. Bytes that are no UTF-8 stand in them as lone
+    surrogates."""
 
     first: int
     header: tuple[str, ...]

@@ -27,10 +27,8 @@ class UnreadableError(ValueError):
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """Open a file for reading from its beginning, decompressed.
-
-    Raises, also later, `OSError` if it is damaged, `UnreadableError` if it unpacks to too much.
-    """
+    """Open a file for reading from its beginning, decompressed. Raises, also later, `OSError` if it
+    is damaged, `UnreadableError` if it unpacks to too much."""
     compression = compression_of(path)
     if compression is None:
         return path.open("rb", buffering=BUFFER_BYTES)
@@ -48,11 +46,9 @@ class _Unpacked(io.RawIOBase):
         self._unpacked = 0
 
     def readable(self) -> bool:
-        """Tell that it can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes."""
         count = int(self._raw.readinto(buffer))
         self._unpacked += count
         if self._unpacked > self._most:
@@ -64,16 +60,13 @@ class _Unpacked(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        """Close the file below too."""
         self._raw.close()
         super().close()
 
 
 def open_seekable(path: Path) -> IO[bytes]:
-    """Open a file for reading at any place.
-
-    A compressed one is unpacked into a temporary file, which goes when closed.
-    """
+    """Open a file for reading at any place. A compressed one is unpacked into a temporary file,
+    which goes when closed."""
     if compression_of(path) is None:
         return path.open("rb")
     with open_bytes(path) as packed, ExitStack() as on_error:

@@ -91,11 +91,8 @@ def read_rows(
 
 
 def column_names(files: Iterable[SourceFile], *, setting: str) -> list[str]:
-    """Return the columns of the first `COLUMN_SCAN_ROWS` objects, in order of appearance.
-
-    Empty if no row is an object. Raises `UserError` as `read_rows` does, and if there is no row at
-    all.
-    """
+    """Return the columns of the first `COLUMN_SCAN_ROWS` objects, in order of appearance. Empty if
+    no row is an object. Raises `UserError` as `read_rows` does, and if there is no row at all."""
     rows = chain.from_iterable(
         read_rows(file.path, setting=setting, file_type=file.file_type) for file in files
     )
@@ -123,10 +120,8 @@ def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
 
 
 def _unlike(kind: FileType, head: bytes) -> str | None:
-    """Say what speaks against the type in a text file's first bytes.
-
-    A NUL in a JSON text makes its row broken, not the file.
-    """
+    """Say what speaks against the type in a text file's first bytes. A NUL in a JSON text makes its
+    row broken, not the file."""
     start = head.removeprefix(BOM).lstrip()[:1]
     if kind == "jsonl" and start == b"[":
         return "one JSON array, which belongs into a .json file"

@@ -22,12 +22,10 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 
 def compression_of(path: PurePath) -> Compression | None:
-    """Return how a file is compressed as a whole, by its last extension."""
     return COMPRESSIONS.get(path.suffix.lower())
 
 
 def known_type(path: PurePath) -> FileType | None:
-    """Return the type that a file's name tells, None if it tells none."""
     inner = path.with_suffix("") if compression_of(path) else path
     return EXTENSIONS.get(inner.suffix.lower())
 

@@ -68,19 +68,15 @@ class Source:
 
     @property
     def section(self) -> str:
-        """Section of `config.yaml` that names this source."""
         return {"model": "model", "dataset": "data"}[self.kind]
 
     def error(self, bound: str, change: str) -> UserError:
-        """Return the error that this source broke `bound`."""
         return setting_error(f"{self.section}.source", self.repo_id, bound, change)
 
 
 def list_files(source: Source) -> tuple[str, list[RepoFile]]:
-    """Return the commit that the revision names now, and all of its files.
-
-    Raises `UserError` if a path would leave the folder that it is saved in.
-    """
+    """Return the commit that the revision names now, and all of its files. Raises `UserError` if a
+    path would leave the folder that it is saved in."""
     api, kind = HfApi(), source.kind
     commit = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind).sha
     assert commit is not None, "the hub answers every repository request with its commit"
@@ -96,11 +92,8 @@ def list_files(source: Source) -> tuple[str, list[RepoFile]]:
 
 
 def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: Path) -> set[str]:
-    """Return the files to download.
-
-    Of a sharded model, the index is downloaded into `folder` to tell. Raises `UserError` if the
-    repository lacks a file that is needed.
-    """
+    """Return the files to download. Of a sharded model, the index is downloaded into `folder` to
+    tell. Raises `UserError` if the repository lacks a file that is needed."""
     if source.kind == "dataset":
         return _dataset_files(source, paths)
     fault = fault_of_files(paths) or fault_of_tokenizer(paths)
@@ -179,16 +172,13 @@ def _size(path: Path) -> int | None:
 
 
 def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path:
-    """Download a small file anew, which says what else is to be downloaded, or whether."""
     options: Any = {"repo_type": source.kind, "revision": commit, "local_dir": folder}
     return Path(hf_hub_download(source.repo_id, path, **options, force_download=True))
 
 
 def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) -> None:
-    """Download the files that `folder` lacks, and verify all.
-
-    Raises `UserError`, and removes the file, if its bytes are not those that the hub announced.
-    """
+    """Download the files that `folder` lacks, and verify all. Raises `UserError`, and removes the
+    file, if its bytes are not those that the hub announced."""
     options: Any = {"repo_type": source.kind, "revision": commit, "local_dir": folder}
     patterns = [glob.escape(path) for path in paths]
     snapshot_download(source.repo_id, **options, allow_patterns=patterns)
@@ -224,10 +214,8 @@ def record(
 
 
 def partial_folder(output: Path) -> Path:
-    """Make the folder `.<name>.partial` beside `output`, until `publish` renames it.
-
-    Raises `UserError` if `output` has content.
-    """
+    """Make the folder `.<name>.partial` beside `output`, until `publish` renames it. Raises
+    `UserError` if `output` has content."""
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise setting_error("--output", str(output), "it exists already", "Remove it first")
     partial = output.parent / f".{output.name}.partial"
@@ -263,11 +251,9 @@ def explained_errors(source: Source) -> Iterator[None]:
 
 
 def explain(source: Source, error: Exception) -> UserError | None:
-    """Say what an exception means for the user.
-
-    None if it concerns neither hub, network nor a full disk. The order matters: huggingface_hub
-    derives "gated" from "not found", and both from its general HTTP error.
-    """
+    """Say what an exception means for the user. None if it concerns neither hub, network nor a full
+    disk. The order matters: huggingface_hub derives "gated" from "not found", and both from its
+    general HTTP error."""
     local = LOCAL[source.kind]
     # a mistyped folder name looks like an id of the hub
     taken = f"no folder {source.repo_id} is here, so it was taken as a hub id"

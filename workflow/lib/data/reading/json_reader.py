@@ -33,11 +33,8 @@ BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def read_json(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Read an array of objects.
-
-    A file that begins with an object that ends with its line is read as JSON Lines. Raises
-    `UnreadableError` where the array cannot be read on.
-    """
+    """Read an array of objects. A file that begins with an object that ends with its line is read
+    as JSON Lines. Raises `UnreadableError` where the array cannot be read on."""
     if read_head(path).removeprefix(BOM).lstrip()[:1] == b"{" and _first_line_is_whole(path):
         yield from read_jsonl(path, rows_per_chunk=rows_per_chunk)
         return

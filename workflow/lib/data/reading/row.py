@@ -36,10 +36,8 @@ class Row:
 
 @dataclass(frozen=True)
 class BrokenRow:
-    """A row that holds no object: its number (from 1), why, and its first characters.
-
-    The reason is `kind` or `kind: detail`.
-    """
+    """A row that holds no object: its number (from 1), why, and its first characters. The reason is
+    `kind` or `kind: detail`."""
 
     number: int
     reason: str
@@ -51,26 +49,20 @@ def _start(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes and bidirectional marks spelled out.
-
-    A terminal would obey or hide these. Lone surrogates, which no UTF-8 file can hold, are spelled
-    out too.
-    """
+    """Return `text` with escapes and bidirectional marks spelled out. A terminal would obey or hide
+    these. Lone surrogates, which no UTF-8 file can hold, are spelled out too."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def preview(text: str) -> str:
-    """Cut `text` for a listing, and make it printable."""
     return printable(text[:PREVIEW_CHARS])
 
 
 def as_row(number: int, value: Any, *, brackets: int | None = None) -> Row | BrokenRow:
-    """Return the row of a JSON value: broken unless it is an object of bounded depth.
-
-    brackets: how many open in its text, where that is known; few cannot nest deeply.
-    """
+    """Return the row of a JSON value: broken unless it is an object of bounded depth. brackets: how
+    many open in its text, where that is known; few cannot nest deeply."""
     if (brackets is None or brackets > MAX_DEPTH) and is_too_deep(value):
         return BrokenRow(number, f"nested too deeply: more than {MAX_DEPTH} levels", "")
     if isinstance(value, dict):

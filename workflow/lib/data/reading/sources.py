@@ -39,10 +39,8 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of one entry of `data.train` or `data.heldout`, in order, and its settings.
-
-    There is at least one file.
-    """
+    """The files of one entry of `data.train` or `data.heldout`, in order, and its settings. There
+    is at least one file."""
 
     name: str
     weight: float
@@ -53,11 +51,8 @@ class Source:
 
 
 def resolve_splits(settings: DataConfig, *, root: Path) -> dict[str, list[Source]]:
-    """Return the sources of `train`, and of `heldout` unless it is split off.
-
-    `root` is where paths begin. Raises `UserError` if an entry names no file, or a file is named
-    twice.
-    """
+    """Return the sources of `train`, and of `heldout` unless it is split off. `root` is where paths
+    begin. Raises `UserError` if an entry names no file, or a file is named twice."""
     splits = {
         "train": resolve_sources(settings.train_sources, setting="data.train", root=root),
         "heldout": resolve_sources(settings.heldout_sources, setting="data.heldout", root=root),
@@ -69,10 +64,8 @@ def resolve_splits(settings: DataConfig, *, root: Path) -> dict[str, list[Source
 def resolve_sources(
     entries: Sequence[DataSource], *, setting: str, root: Path = Path()
 ) -> list[Source]:
-    """Return each entry's files; `setting` is the key that lists the entries.
-
-    Raises `UserError` if an entry names no file, or two have one name.
-    """
+    """Return each entry's files; `setting` is the key that lists the entries. Raises `UserError` if
+    an entry names no file, or two have one name."""
     sources = [_resolve(entry, setting=setting, root=root) for entry in entries]
     name, count = (
         Counter(source.name for source in sources).most_common(1)[0] if sources else ("", 1)
@@ -113,10 +106,8 @@ def _file_type(entry: DataSource, path: Path, *, setting: str) -> FileType:
 
 
 def find_files(path: str, *, setting: str, root: Path) -> list[str]:
-    """Return the files of one path, folder or glob below `root`, spelled as `path` is.
-
-    There is at least one.
-    """
+    """Return the files of one path, folder or glob below `root`, spelled as `path` is. There is at
+    least one."""
     try:
         files = _named_files(path, root=root, setting=setting)
     except UserError:  # a ValueError too
@@ -138,11 +129,9 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
 
 
 def unexpanded(path: str) -> str:
-    """Return what to do about `~` or `$NAME` in a path, which only shells expand; else "".
-
-    What settings name must not depend on who runs them, or where: artifacts are named by the
-    settings.
-    """
+    """Return what to do about `~` or `$NAME` in a path, which only shells expand; else "". What
+    settings name must not depend on who runs them, or where: artifacts are named by the
+    settings."""
     if path.startswith("~") or SHELL_NAME.search(path):
         return "~ and $NAME are not expanded in settings: write the path out. "
     return ""
@@ -186,9 +175,7 @@ def _glob(pattern: str, root: Path, *, setting: str) -> list[str]:
 
 def _check_link(path: Path, name: str, given: str, setting: str) -> None:
     """Raise `UserError` for a link that leads to no file: it would be passed over without a word.
-
-    One that leads to a file is read, wherever that lies.
-    """
+    One that leads to a file is read, wherever that lies."""
     if path.is_symlink() and not path.is_file():
         where = "to a folder, which is not searched" if path.is_dir() else "nowhere"
         change = "Name that folder itself" if path.is_dir() else "Mend or remove the link"
@@ -200,10 +187,8 @@ def _where(root: Path) -> str:
 
 
 def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return the data files of a folder, relative to it.
-
-    They are those of a saved dataset, or all of the one type that the folder holds.
-    """
+    """Return the data files of a folder, relative to it. They are those of a saved dataset, or all
+    of the one type that the folder holds."""
     if (folder / SAVED_SPLITS).is_file():
         splits = _read_record(folder / SAVED_SPLITS, setting).get("splits", [])
         raise setting_error(
@@ -243,10 +228,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _saved_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return the files that a saved dataset lists as its own.
-
-    Caches of earlier transformations lie beside them.
-    """
+    """Return the files that a saved dataset lists as its own. Caches of earlier transformations lie
+    beside them."""
     state = _read_record(folder / SAVED_STATE, setting)
     listed = state.get("_data_files")
     entries = listed if isinstance(listed, list) else []
@@ -272,10 +255,8 @@ def _read_record(path: Path, setting: str) -> dict[str, Any]:
 
 
 def _check_disjoint(splits: dict[str, list[Source]]) -> None:
-    """Raise `UserError` if a file is named twice.
-
-    In one split that is a mistake; in both it would be trained on and measured.
-    """
+    """Raise `UserError` if a file is named twice. In one split that is a mistake; in both it would
+    be trained on and measured."""
     first: dict[Path, str] = {}
     for split, sources in splits.items():
         for source in sources:
@@ -290,10 +271,8 @@ def _check_disjoint(splits: dict[str, list[Source]]) -> None:
 
 
 def matching(paths: Iterable[str], pattern: str) -> set[str]:
-    """Return the paths of a listing that `find_files` would take for `pattern`.
-
-    The pattern is a file, a folder whose content is meant, or a glob.
-    """
+    """Return the paths of a listing that `find_files` would take for `pattern`. The pattern is a
+    file, a folder whose content is meant, or a glob."""
     paths = list(paths)
     wanted = "" if pattern in (".", "./") else pattern.rstrip("/")
     if wanted in paths:
@@ -303,10 +282,8 @@ def matching(paths: Iterable[str], pattern: str) -> set[str]:
 
 
 def _glob_regex(pattern: str) -> re.Pattern[str]:
-    """Translate a glob: `*` and `?` stay within a folder, `**/` crosses any number of them.
-
-    Names with a dot before them are hidden.
-    """
+    """Translate a glob: `*` and `?` stay within a folder, `**/` crosses any number of them. Names
+    with a dot before them are hidden."""
     folders = r"(?:(?!\.)[^/]+/)*"
     words = {"**/": folders, "**": folders + r"(?!\.)[^/]*", "*": r"[^/]*", "?": r"[^/]"}
     tokens = re.findall(r"\*\*/|\*\*|\[!?[^\]/]+\]|.", pattern)

@@ -22,7 +22,6 @@ COLUMN_BUFFER_BYTES = 2**20
 
 
 def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Raises `UnreadableError` where the file is damaged."""
     with open_seekable(path) as raw:
         first = 1
         try:
@@ -45,7 +44,6 @@ def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def read_arrow(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Raises `UnreadableError` where the file is damaged."""
     first = 1
     with _arrow_source(path) as source:
         try:

@@ -21,10 +21,8 @@ BROKEN_VALUES = (ValueError, KeyError, RecursionError)
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table from row `first` on, as an Arrow stream.
-
-    A pickled batch would drag its whole file along.
-    """
+    """Rows of a table from row `first` on, as an Arrow stream. A pickled batch would drag its whole
+    file along."""
 
     first: int
     stream: bytes
@@ -59,7 +57,6 @@ class TableRows:
 
 
 def table_rows(first: int, batch: pyarrow.RecordBatch) -> TableRows:
-    """Return a batch as a chunk."""
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

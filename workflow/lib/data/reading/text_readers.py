@@ -24,11 +24,9 @@ MAX_BLANK_LINES = 1_000_000
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield each line with its number.
-
-    Of one beyond `MAX_ROW_BYTES` it is the beginning and one byte more. Raises `UnreadableError` at
-    a line beyond `MAX_SKIPPED_BYTES`, or more than `MAX_BLANK_LINES` behind each other.
-    """
+    """Yield each line with its number. Of one beyond `MAX_ROW_BYTES` it is the beginning and one
+    byte more. Raises `UnreadableError` at a line beyond `MAX_SKIPPED_BYTES`, or more than
+    `MAX_BLANK_LINES` behind each other."""
     number = blank = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -80,7 +78,6 @@ def _json_lines(first: int, lines: list[bytes]) -> JsonLines:
 
 
 def read_text(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """The file is one text."""
     with open_bytes(path) as file:
         yield TextBlocks((1,), (file.read(MAX_ROW_BYTES + 1).removeprefix(BOM),))
 
@@ -99,10 +96,8 @@ def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield paragraphs with the number of their first line.
-
-    Of one beyond `MAX_ROW_BYTES` it is the beginning.
-    """
+    """Yield paragraphs with the number of their first line. Of one beyond `MAX_ROW_BYTES` it is the
+    beginning."""
     start, text, size = 0, bytearray(), 0
     for number, line in numbered_lines(file):
         if line.strip():
@@ -135,10 +130,8 @@ def _blocks(texts: Iterator[tuple[int, bytes]], *, rows_per_chunk: int) -> Itera
 
 
 def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -> Iterator[Chunk]:
-    """Blank lines are no rows; without a `delimiter` the header tells it.
-
-    Raises `UnreadableError` at a quote that never closes, or a header that repeats a name.
-    """
+    """Blank lines are no rows; without a `delimiter` the header tells it. Raises `UnreadableError`
+    at a quote that never closes, or a header that repeats a name."""
     csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; 131,072 characters otherwise
     with open_bytes(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -160,15 +153,12 @@ def _separator(head: bytes) -> str:
 
 
 def read_tsv(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """As CSV, with tabs."""
     return read_csv(path, rows_per_chunk=rows_per_chunk, delimiter="\t")
 
 
 class _RecordLines:
-    """The lines of a CSV file, as long as a record of them is no longer than a row may be.
-
-    Quoted fields go on over any number of lines, so whoever takes a record calls `begin_record`.
-    """
+    """The lines of a CSV file, as long as a record of them is no longer than a row may be. Quoted
+    fields go on over any number of lines, so whoever takes a record calls `begin_record`."""
 
     def __init__(self, text: TextIO) -> None:
         self._text = text

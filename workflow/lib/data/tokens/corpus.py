@@ -53,11 +53,9 @@ LOG_SECONDS = 60  # between two lines of progress in the log
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a process needs to encode rows; formats and columns by number of the source.
-
-    The encoder is made once: processes are forked and share it, as a tokenizer of 128,000 tokens
-    takes a second to build. chat_template: as it is exported (`with_arguments`).
-    """
+    """What a process needs to encode rows; formats and columns by number of the source. The encoder
+    is made once: processes are forked and share it, as a tokenizer of 128,000 tokens takes a second
+    to build. chat_template: as it is exported (`with_arguments`)."""
 
     encoder: SampleEncoder
     chat_template: str | None
@@ -78,8 +76,6 @@ class ChunkTask:
 
 @dataclass
 class FileRows:
-    """What was read of one file of a source."""
-
     source: int
     path: Path
     file: str
@@ -105,7 +101,6 @@ class FileRows:
     """Rows of which the template left a text out that it may, by the kind of the text."""
 
     def add(self, facts: ShardFacts) -> None:
-        """Count the rows of one shard."""
         self.rows_read += facts.rows_read
         self.special_texts += facts.special_texts
         self.rows_by_turns += facts.rows_by_turns
@@ -129,7 +124,6 @@ class Corpus:
     rows_read: int = 0
 
     def add(self, stem: Path, file: int) -> ShardFacts:
-        """Append the finished shard at `stem` of file number `file`."""
         facts = read_facts(stem)
         shard = Shard(stem, file, self.rows_read, facts.rows_read, facts.documents, facts.tokens)
         self.shards.append(shard)
@@ -156,10 +150,8 @@ def open_corpora(splits: Mapping[str, Sequence[Source]]) -> dict[str, Corpus]:
 def encode_corpus(
     corpus: Corpus, *, split: str, encoding: Encoding, work: Path, processes: int
 ) -> None:
-    """Encode every row of a split's files into shards of the folder `work`.
-
-    Raises `UserError` if many rows spell special tokens.
-    """
+    """Encode every row of a split's files into shards of the folder `work`. Raises `UserError` if
+    many rows spell special tokens."""
 
     def check(file: FileRows) -> None:
         setting = encoding.settings.special_tokens_in_text
@@ -233,10 +225,8 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
 
 
 class Progress:
-    """Shows how many rows are done.
-
-    It is a bar on a terminal, and a line each `log_seconds` in the log. A context manager.
-    """
+    """Shows how many rows are done. It is a bar on a terminal, and a line each `log_seconds` in the
+    log. A context manager."""
 
     def __init__(self, name: str, *, log_seconds: float = LOG_SECONDS) -> None:
         self._name, self._log_seconds = name, log_seconds
@@ -251,7 +241,6 @@ class Progress:
         self._bar.close()
 
     def add(self, rows: int) -> None:
-        """Count `rows` more."""
         self._bar.update(rows)
         self._rows += rows
         now = time.monotonic()
@@ -275,10 +264,8 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
 
 
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
-    """Raise `UserError` if more than the share `largest` of a file's rows is unusable.
-
-    `rejects` lists them.
-    """
+    """Raise `UserError` if more than the share `largest` of a file's rows is unusable. `rejects`
+    lists them."""
     for file in (file for corpus in corpora for file in corpus.files):
         share = file.unusable / max(1, file.rows_read)
         if share > largest:

@@ -39,7 +39,6 @@ class _OpenShard:
         return self._shard.mask()
 
     def span(self, position: int) -> slice:
-        """Return where document `place` of the shard lies."""
         return slice(int(self._offsets[position]), int(self._offsets[position + 1]))
 
 
@@ -85,10 +84,8 @@ class Documents:
         return np.concatenate(ids), np.concatenate(masks), lengths
 
     def ids(self, index: int) -> npt.NDArray[np.uint32]:
-        """Return the token ids of document `index`, shape (length,), mapped.
-
-        The file of masks stays closed.
-        """
+        """Return the token ids of document `index`, shape (length,), mapped. The file of masks
+        stays closed."""
         number, position = self._locate(index)
         shard = self._opened(number)
         return shard.ids[shard.span(position)]

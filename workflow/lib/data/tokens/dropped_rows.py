@@ -24,10 +24,8 @@ class DroppedRow(TypedDict):
 
 
 class CutRow(TypedDict):
-    """A line of `truncated.jsonl` without its file.
-
-    A row of `tokens` tokens became `documents` documents of `kept` tokens in all.
-    """
+    """A line of `truncated.jsonl` without its file. A row of `tokens` tokens became `documents`
+    documents of `kept` tokens in all."""
 
     row: int
     tokens: int
@@ -55,12 +53,10 @@ class Listing:
         self.close()
 
     def close(self) -> None:
-        """Finish both files."""
         self._rejects.close()
         self._truncated.close()
 
     def drop(self, row: DroppedRow, *, file: str) -> None:
-        """List a dropped row; what stands before the colon of its reason is counted."""
         self.dropped_by_reason[reason_kind(row["reason"])] += 1
         line = {
             "file": file,
@@ -71,7 +67,6 @@ class Listing:
         self._rejects.write(checked_line(line))
 
     def cut(self, row: CutRow, *, file: str) -> None:
-        """List a row that was cut."""
         line = {
             "file": file,
             "row": row["row"],

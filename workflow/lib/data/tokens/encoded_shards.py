@@ -141,10 +141,8 @@ class ShardBuilder:
             self.facts.unrendered[text] = self.facts.unrendered.get(text, 0) + 1
 
     def _pieces_of(self, examples: list[Encoded]) -> list[Piece]:
-        """Return the documents of a row's examples.
-
-        Raises `TooLongError` if none is left, or one must be dropped.
-        """
+        """Return the documents of a row's examples. Raises `TooLongError` if none is left, or one
+        must be dropped."""
         pieces: list[Piece] = []
         failure: TooLongError | None = None
         for encoded in examples:
@@ -183,10 +181,8 @@ def _digest(content: bytes) -> int:
 
 
 def group_of(value: Values, group_by: str | None) -> int:
-    """Return a hash of what groups a row: of the text of column `group_by`, 0 without one.
-
-    Raises `RowError` if the row has no value there.
-    """
+    """Return a hash of what groups a row: of the text of column `group_by`, 0 without one. Raises
+    `RowError` if the row has no value there."""
     if group_by is None:
         return 0
     group = value.get(group_by)
@@ -196,11 +192,9 @@ def group_of(value: Values, group_by: str | None) -> int:
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
-    """Return a row's documents of at most `seq_len` tokens.
-
-    It is one document, or for `split` as many as train something. The first token of a document is
-    no target: nothing stands before it. Raises `TooLongError` if nothing is left.
-    """
+    """Return a row's documents of at most `seq_len` tokens. It is one document, or for `split` as
+    many as train something. The first token of a document is no target: nothing stands before it.
+    Raises `TooLongError` if nothing is left."""
     ids, mask = encoded.ids, encoded.mask
     if len(ids) <= seq_len:
         return [(ids, mask)]
@@ -228,11 +222,8 @@ def encode_rows(
     stem: Path,
     group_by: str | None = None,
 ) -> None:
-    """Write the shard of a chunk's rows to `stem`.
-
-    All rows of a block are begun, then ended (`SampleEncoder.begin`). keys: what `begin` accounts
-    for.
-    """
+    """Write the shard of a chunk's rows to `stem`. All rows of a block are begun, then ended
+    (`SampleEncoder.begin`). keys: what `begin` accounts for."""
     builder = ShardBuilder(seq_len=seq_len, overlong=overlong, group_by=group_by)
     for start in range(0, len(rows), ROWS_BEGUN):
         block = rows[start : start + ROWS_BEGUN]
@@ -265,7 +256,6 @@ class Shard:
     tokens: int
 
     def table(self) -> npt.NDArray[Any]:
-        """Return the documents' entries, `TABLE`, shape (documents,)."""
         table: npt.NDArray[Any] = np.load(f"{self.stem}.table.npy", allow_pickle=False)
         return table
 
@@ -274,21 +264,17 @@ class Shard:
         return mapped(f"{self.stem}.ids.npy")
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Return the loss mask that belongs to `ids`."""
         return mapped(f"{self.stem}.mask.npy")
 
     def facts(self) -> ShardFacts:
-        """Return its facts, read anew."""
         return read_facts(self.stem)
 
 
 def save_array(stem: Path, name: str, array: npt.NDArray[Any]) -> None:
-    """Write one array of a shard."""
     np.save(f"{stem}.{name}.npy", array, allow_pickle=False)
 
 
 def checksum(array: npt.NDArray[Any]) -> int:
-    """Return the CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
@@ -304,14 +290,11 @@ def is_finished(stem: Path) -> bool:
 
 
 def read_facts(stem: Path) -> ShardFacts:
-    """Return the facts of a finished shard."""
     return ShardFacts(**read_checked_json(Path(f"{stem}.facts.json")))
 
 
 def mapped(path: str) -> npt.NDArray[Any]:
-    """Return a `.npy` file's array by memory map (an empty array cannot be mapped).
-
-    It is a plain array over the map: slices of `np.memmap` take four times as long.
-    """
+    """Return a `.npy` file's array by memory map (an empty array cannot be mapped). It is a plain
+    array over the map: slices of `np.memmap` take four times as long."""
     mode: Literal["r"] | None = "r" if Path(path).stat().st_size > 128 else None
     return np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))

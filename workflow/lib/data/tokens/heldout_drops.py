@@ -38,10 +38,8 @@ def drop_shared_groups(
     *,
     treatment: Treatment,
 ) -> tuple[Split, int]:
-    """Return held-out as `data.near_duplicates` says of groups, and how many rows share one.
-
-    Raises `UserError` if they are refused.
-    """
+    """Return held-out as `data.near_duplicates` says of groups, and how many rows share one. Raises
+    `UserError` if they are refused."""
     found: dict[int, tuple[int, int]] = {}
     for number, other in shared_groups(heldout, train):
         found.setdefault(int(heldout.documents.ordinals[number]), (number, other))
@@ -132,7 +130,6 @@ def check_heldout_left(heldout: Split, listing: Listing, *, rejects: Path) -> No
 
 
 def described(split: Split, number: int) -> str:
-    """Return the row and the file of a document."""
     file, row = split.origin(number)
     return f"row {row} of {file}"
 
@@ -143,10 +140,8 @@ def drop_documents(
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Split:
-    """Return the split without the rows of these documents; each row is listed once.
-
-    reasons: numbers of documents, ascending, each with why it is dropped.
-    """
+    """Return the split without the rows of these documents; each row is listed once. reasons:
+    numbers of documents, ascending, each with why it is dropped."""
     lost, last = array("Q"), None
     for number, reason in reasons:
         ordinal = int(split.documents.ordinals[number])

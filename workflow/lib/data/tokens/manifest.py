@@ -58,10 +58,8 @@ def manifest(
     listing: Listing,
     folder: Path,
 ) -> Manifest:
-    """Return the manifest of a folder in which all other files are written.
-
-    train: as an epoch takes it, `packed_rows` rows in the folder. listing: closed.
-    """
+    """Return the manifest of a folder in which all other files are written. train: as an epoch
+    takes it, `packed_rows` rows in the folder. listing: closed."""
     encoding = encodings["train"]
     seq_len = encoding.settings.seq_len
     return {
@@ -154,7 +152,6 @@ def _counts_by_file(split: Split) -> list[FileCounts]:
 def splits_facts(
     train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
 ) -> SplitsFacts:
-    """Return the facts on both splits; `fill` is the share of training rows that is filled."""
     facts = split_facts(train, seq_len=seq_len, near_duplicates=near.train)
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {
@@ -167,7 +164,6 @@ def splits_facts(
 
 
 def _documents_by_source(split: Split) -> list[SourceDocuments]:
-    """Return name and documents of each source; the split's documents lie in this order."""
     counted = zip(split.corpus.sources, documents_by_source(split), strict=True)
     return [{"source": source.name, "documents": count} for source, count in counted]
 
@@ -193,10 +189,8 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> SplitFac
 
 
 def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """Return how many rows have each length before any cut, and the longest documents.
-
-    The counts have the shape (longest + 1,); the documents are numbers.
-    """
+    """Return how many rows have each length before any cut, and the longest documents. The counts
+    have the shape (longest + 1,); the documents are numbers."""
     firsts, lengths = split.first_of_row, split.documents.full_lengths
     counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
     for start in range(0, len(firsts), BLOCK):
@@ -218,10 +212,8 @@ def _percentiles(counts: npt.NDArray[np.int64]) -> Percentiles:
 
 
 def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> Histogram:
-    """Count rows by length in `HISTOGRAM_BINS` bins up to `seq_len`, and one for all beyond.
-
-    The last bin is left out if no row is longer.
-    """
+    """Count rows by length in `HISTOGRAM_BINS` bins up to `seq_len`, and one for all beyond. The
+    last bin is left out if no row is longer."""
     edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
     if len(counts) > seq_len + 1:
         edges = np.append(edges, len(counts))
@@ -231,7 +223,6 @@ def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> Histogram:
 
 
 def _origins(split: Split, documents: Numbers) -> list[LongRow]:
-    """Return file, row and tokens before any cut of some documents."""
     origins: list[LongRow] = []
     for number in documents.tolist():
         file, row = split.origin(number)
@@ -241,7 +232,6 @@ def _origins(split: Split, documents: Numbers) -> list[LongRow]:
 
 
 def drop_facts(listing: Listing) -> DropFacts:
-    """Return how many rows were dropped for each reason, and how many for overlap."""
     reasons = dict(sorted(listing.dropped_by_reason.items()))
     return {"dropped_by_reason": reasons, "train_heldout_overlap": reasons.get(OVERLAP, 0)}
 

@@ -86,8 +86,6 @@ class LongRow(TypedDict):
 
 
 class SampleOrigin(TypedDict):
-    """Where a sample document comes from."""
-
     source: str
     file: str
     row: int
@@ -131,8 +129,6 @@ class HeldoutFacts(SplitFacts):
 
 
 class SplitsFacts(TypedDict):
-    """Both splits."""
-
     train: TrainFacts
     heldout: HeldoutFacts
 

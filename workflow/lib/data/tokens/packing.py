@@ -27,19 +27,15 @@ class Packing:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return len(self.offsets) - 1
 
     def row(self, index: int) -> npt.NDArray[np.int64]:
-        """Document numbers of row `index`, in the order in which they stand."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
 
 def pack(lengths: npt.NDArray[np.int64], *, seq_len: int, seed: int) -> Packing:
     """Pack documents of `lengths` tokens (each 1 to `seq_len`) into as few rows as best fit finds.
-
-    The order of the rows is a pure function of their number and `seed`.
-    """
+    The order of the rows is a pure function of their number and `seed`."""
     _check_lengths(lengths, seq_len)
     packed, sizes = _fill_rows(lengths, seq_len)
     documents = np.empty(len(lengths), dtype=np.int64)
@@ -76,7 +72,6 @@ class _Lengths:
         return (first, total - first) if first > 0 else None
 
     def take(self, length: int) -> int:
-        """Remove one document of `length` tokens, and return `length`."""
         self._counts[length] -= 1
         if not self._counts[length]:
             self.bits ^= 1 << length
@@ -87,10 +82,8 @@ class _Lengths:
 def _fill_rows(
     lengths: npt.NDArray[np.int64], seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the lengths row behind row, and how many each row holds.
-
-    Shapes: (documents,) and (rows,).
-    """
+    """Return the lengths row behind row, and how many each row holds. Shapes: (documents,) and
+    (rows,)."""
     left = _Lengths(lengths, seq_len)
     packed: list[int] = []
     sizes: list[int] = []

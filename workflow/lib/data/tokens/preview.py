@@ -36,5 +36,4 @@ def _segment(text: str, trained: bool, *, coloured: bool) -> Text:
 
 
 def _print(console: Console, text: Text, *, end: str = "\n") -> None:
-    """Print a text as it is: a file's lines are not broken where no terminal is."""
     console.print(text, end=end, soft_wrap=True, highlight=False)

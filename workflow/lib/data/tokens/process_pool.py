@@ -88,7 +88,6 @@ def map_in_order(
 
 
 def _prepare(prepare: Callable[[], Callable[[Any], Any]]) -> None:
-    """Set up a process of the pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _work[:] = [prepare()]

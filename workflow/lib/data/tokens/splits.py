@@ -21,11 +21,9 @@ BLOCK = 2**20  # documents that are looked up at a time
 
 @dataclass(frozen=True)
 class Split(Sequence[Document]):
-    """The documents of one split, and how many rows it read and dropped.
-
-    `chosen` numbers them in their corpus. A document of a weighted source may be chosen more than
-    once, or not at all. `chosen` is ascending.
-    """
+    """The documents of one split, and how many rows it read and dropped. `chosen` numbers them in
+    their corpus. A document of a weighted source may be chosen more than once, or not at all.
+    `chosen` is ascending."""
 
     name: str
     corpus: Corpus
@@ -48,10 +46,8 @@ class Split(Sequence[Document]):
 
     @cached_property
     def first_of_row(self) -> Numbers:
-        """Numbers of the first documents of rows, repetitions by weight left out.
-
-        It is `chosen` itself where every document is one, as it is nearly always.
-        """
+        """Numbers of the first documents of rows, repetitions by weight left out. It is `chosen`
+        itself where every document is one, as it is nearly always."""
         first, ordinals = np.ones(len(self), dtype=np.bool_), self.documents.ordinals
         for start in range(1, len(self), BLOCK):
             block = ordinals[self.chosen[start - 1 : start + BLOCK]]
@@ -69,10 +65,8 @@ class Split(Sequence[Document]):
         return self.corpus.files[file].file, row
 
     def distinct_rows(self) -> int:
-        """Return how many rows differ in their tokens, by digest.
-
-        Those whose digests end alike are in memory at a time.
-        """
+        """Return how many rows differ in their tokens, by digest. Those whose digests end alike are
+        in memory at a time."""
         ranges = math.ceil(len(self.first_of_row) / BLOCK)
         return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
 
@@ -97,10 +91,7 @@ class Split(Sequence[Document]):
 def whole_corpus(
     name: str, corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64]
 ) -> Split:
-    """Return a split of all documents of a corpus.
-
-    dropped: ordinals of the rows that gave none.
-    """
+    """Return a split of all documents of a corpus. dropped: ordinals of the rows that gave none."""
     return _split(name, corpus, documents, dropped, np.ones(corpus.rows_read, dtype=np.bool_))
 
 
@@ -132,10 +123,8 @@ def divide(
 
 
 def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray[np.uint64]:
-    """Return the rows of groups drawn by `seed`, `count` rows at most, or one group.
-
-    A row without a group is one by itself.
-    """
+    """Return the rows of groups drawn by `seed`, `count` rows at most, or one group. A row without
+    a group is one by itself."""
     ordinals, firsts = np.unique(documents.ordinals, return_index=True)
     groups = documents.groups[firsts]
     _, numbers = np.unique(groups, return_inverse=True)
@@ -158,7 +147,6 @@ def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray
 
 
 def weighted(split: Split, *, seed: int) -> Split:
-    """Return the split as an epoch takes it: each source's documents by its weight."""
     weights = [source.weight for source in split.corpus.sources]
     if set(weights) == {1.0}:
         return split
@@ -177,7 +165,6 @@ def weighted(split: Split, *, seed: int) -> Split:
 
 
 def documents_by_source(split: Split) -> list[int]:
-    """Return how many of a split's documents each source gives; they lie in this order."""
     counts, last = [0] * len(split.corpus.sources), 0
     for file, chosen in split.by_file():
         source = split.corpus.files[file].source
@@ -194,7 +181,6 @@ def _split(
     dropped: npt.NDArray[np.int64],
     member: npt.NDArray[np.bool_],
 ) -> Split:
-    """Return the documents of the rows that are `member`, shape (rows read,)."""
     return Split(
         name=name,
         corpus=corpus,
@@ -216,10 +202,8 @@ def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64
 
 
 def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
-    """Return parts of `total` entries behind each other.
-
-    `np.concatenate` would hold all of them twice.
-    """
+    """Return parts of `total` entries behind each other. `np.concatenate` would hold all of them
+    twice."""
     joined, end = np.empty(total, dtype=np.uint32), 0
     for part in parts:
         joined[end : end + len(part)] = part

@@ -18,10 +18,8 @@ BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a 
 
 @dataclass(frozen=True)
 class Window:
-    """Documents that are packed together.
-
-    Document d is `ids[starts[d] : starts[d] + lengths[d]]`, and the masks alike.
-    """
+    """Documents that are packed together. Document d is `ids[starts[d] : starts[d] + lengths[d]]`,
+    and the masks alike."""
 
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.bool_]
@@ -31,10 +29,8 @@ class Window:
 
 
 class ArrayWriter:
-    """Writes a `.npy` file front to back; the number of rows is known at the end.
-
-    A context manager.
-    """
+    """Writes a `.npy` file front to back; the number of rows is known at the end. A context
+    manager."""
 
     def __init__(self, path: Path, *, row_shape: tuple[int, ...] = ()) -> None:
         self._dtype = np.dtype(ARRAYS[path.name])
@@ -57,10 +53,8 @@ class ArrayWriter:
         self._file.close()
 
     def _write_header(self) -> None:
-        """Write the header for the rows so far.
-
-        Its length is the same for any number: NumPy leaves room for the first axis to grow.
-        """
+        """Write the header for the rows so far. Its length is the same for any number: NumPy leaves
+        room for the first axis to grow."""
         shape = (self.rows, *self._row_shape)
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -123,10 +117,8 @@ def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.
 
 
 def write_heldout(folder: Path, documents: Iterable[tuple[Array, Array, Array]]) -> None:
-    """Write the held-out arrays into `folder`, one document behind the other.
-
-    documents: some at a time, as (ids, mask, lengths): the tokens of all of them behind each other.
-    """
+    """Write the held-out arrays into `folder`, one document behind the other. documents: some at a
+    time, as (ids, mask, lengths): the tokens of all of them behind each other."""
     lengths = [np.zeros(1, dtype=np.int64)]
     with (
         ArrayWriter(folder / "heldout.input_ids.npy") as all_ids,

@@ -21,11 +21,9 @@ logger = logging.getLogger("workflow")
 
 @contextmanager
 def work_folder(output: Path, *, key: str) -> Iterator[Path]:
-    """Yield the folder of finished parts for the work of `key`; other parts are removed.
-
-    It stays when the work is interrupted, and goes when that is complete or the data or settings
-    are at fault.
-    """
+    """Yield the folder of finished parts for the work of `key`; other parts are removed. It stays
+    when the work is interrupted, and goes when that is complete or the data or settings are at
+    fault."""
     parent = output.with_name(f".{output.name}.work")
     work = parent / key
     tell_of_others(parent)
@@ -46,10 +44,8 @@ def work_folder(output: Path, *, key: str) -> Iterator[Path]:
 
 
 def tell_of_others(parent: Path) -> None:
-    """Log where parts of other settings lie.
-
-    They may be wanted again, or in work now, so none is removed.
-    """
+    """Log where parts of other settings lie. They may be wanted again, or in work now, so none is
+    removed."""
     for other in sorted(parent.parent.glob(".*.work")):
         if other != parent:
             logger.info(
@@ -61,10 +57,8 @@ def tell_of_others(parent: Path) -> None:
 
 @contextmanager
 def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
-    """Yield a new folder, and the listing in it, that replaces `output` once complete.
-
-    On failure nothing is left but the list of dropped rows, if there is any, beside `output`.
-    """
+    """Yield a new folder, and the listing in it, that replaces `output` once complete. On failure
+    nothing is left but the list of dropped rows, if there is any, beside `output`."""
     partial = output.with_name(f".{output.name}.partial")
     remove_folder(partial)
     rejects_beside(output).unlink(missing_ok=True)  # of an earlier attempt
@@ -83,7 +77,6 @@ def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all that is in it, if it is there."""
     if folder.exists():
         shutil.rmtree(folder)
 

@@ -46,10 +46,8 @@ FEW_SHARDS = 16  # that are searched before other processes would begin
 
 @dataclass(frozen=True)
 class Match:
-    """A held-out row's document and the training document that trains most of it, by number.
-
-    share: of the held-out document's trained tokens.
-    """
+    """A held-out row's document and the training document that trains most of it, by number. share:
+    of the held-out document's trained tokens."""
 
     heldout: int
     train: int
@@ -139,7 +137,6 @@ class _Shared:
         self.rows += rows_by_key(keys, ordinals, keys=len(self.rows))
 
     def of(self, keys: Integers, owners: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return each owner and document that share some of `keys`, and how many they share."""
         found = np.concatenate([keys for keys, _ in self._pairs])
         order = np.argsort(found, kind="stable")
         found = found[order]
@@ -180,10 +177,8 @@ def _shares(
     index: Index, shared: _Shared, *, all_rows: int, least: float
 ) -> tuple[Integers, Integers, npt.NDArray[np.float64]]:
     """Return exchanges, training documents, and the share of the exchange that the document trains.
-
     A short answer and a question are shared as a whole or not at all; a smaller share than `least`
-    of a long one has to be a passage of its own.
-    """
+    of a long one has to be a passage of its own."""
     keys, owners, by_question, edges = _counted(index, shared.rows, all_rows=all_rows)
     sharing, documents, counts = shared.of(keys, owners)
     known = np.bincount(owners, minlength=len(index))[sharing]
@@ -198,10 +193,8 @@ def _counted(
     index: Index, rows: Integers, *, all_rows: int
 ) -> tuple[Integers, Integers, npt.NDArray[np.bool_], Integers]:
     """Return the keys that count, the exchange of each, and which exchanges count by question.
-
     rows: held-out and training rows that have each key, of `all_rows`. The last of what is returned
-    are keys of each question that hold words of the common context before it too.
-    """
+    are keys of each question that hold words of the common context before it too."""
     most = min(MOST_ROWS, max(SHORT_ROWS + 1, int(COMMON_SHARE * all_rows)))
     most_rows = np.where(index.shingles < SHORT_SHINGLES, SHORT_ROWS, most)
     few = rows[index.answers] <= most_rows[index.answer_owners]
@@ -222,10 +215,8 @@ def _counted(
 
 
 def shared_tokens(heldout: Document, train: Document, *, pieces: Pieces) -> slice:
-    """Return which tokens of the held-out document show best what a match shares.
-
-    They begin where the answer that shares most does, or before it where it is short.
-    """
+    """Return which tokens of the held-out document show best what a match shares. They begin where
+    the answer that shares most does, or before it where it is short."""
     ours, theirs = (
         exchanges(*text, np.array([len(text[0])]), pieces=pieces) for text in (heldout, train)
     )

@@ -54,14 +54,11 @@ class Exchanges:
 
     @property
     def questions(self) -> Hashes:
-        """Return the shingles of the contexts, each bound to the answer that follows it."""
         return mixed(self.contexts ^ self.names[self.context_owners])
 
     def features(self) -> tuple[Hashes, Integers]:
         """Return what documents resemble each other by, and the number of each one's document.
-
-        These are the shingles of long answers, and the questions of short ones.
-        """
+        These are the shingles of long answers, and the questions of short ones."""
         long = ~self.short[self.answer_owners]
         short = self.short[self.context_owners]
         hashes = np.concatenate([self.answers[long], self.questions[short]])
@@ -78,10 +75,8 @@ def exchanges(
     *,
     pieces: Pieces,
 ) -> Exchanges:
-    """Return the exchanges of documents that lie behind each other; `pieces` as for `shingles`.
-
-    A turn without any word (of special tokens alone) is none.
-    """
+    """Return the exchanges of documents that lie behind each other; `pieces` as for `shingles`. A
+    turn without any word (of special tokens alone) is none."""
     begins = np.zeros(len(ids) + 1, dtype=np.bool_)
     begins[np.cumsum(lengths)[:-1]] = begins[0] = True
     edges = begins[:-1].copy()
@@ -138,10 +133,8 @@ def by_stretch(
 
 
 def stretches(tokens: Integers) -> list[slice]:
-    """Cut a series, shape (any,), into stretches of about `TOKENS_AT_ONCE`.
-
-    A stretch exceeds that by one entry at most.
-    """
+    """Cut a series, shape (any,), into stretches of about `TOKENS_AT_ONCE`. A stretch exceeds that
+    by one entry at most."""
     stretch_numbers = np.cumsum(tokens) // TOKENS_AT_ONCE
     edges = [0, *(np.flatnonzero(np.diff(stretch_numbers)) + 1).tolist(), len(tokens)]
     return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]

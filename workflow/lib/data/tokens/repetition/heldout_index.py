@@ -70,8 +70,6 @@ class Index:
 
 @dataclass(frozen=True)
 class _Sample:
-    """What an index takes of some exchanges, in its fields; keys are hashes still."""
-
     documents: Integers
     tokens: Integers
     shingles: Integers
@@ -124,10 +122,8 @@ def _sample(of: Exchanges, numbers: Integers) -> _Sample:
 def _smallest(
     hashes: Hashes, owners: Integers, *, most: Integers, ranks: Hashes | None = None
 ) -> Integers:
-    """Return where the first hashes of each owner are by `ranks`, an equal one once.
-
-    Ranks are the hashes themselves if they are not given; at most `most` of an owner are taken.
-    """
+    """Return where the first hashes of each owner are by `ranks`, an equal one once. Ranks are the
+    hashes themselves if they are not given; at most `most` of an owner are taken."""
     order, firsts = grouped(owners, hashes)
     order = order[firsts]
     if ranks is not None:

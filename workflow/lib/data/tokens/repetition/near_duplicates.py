@@ -53,10 +53,7 @@ _NO_PAIRS = np.empty((0, 2), dtype=np.int64)
 
 @dataclass(frozen=True)
 class Measure:
-    """What two documents of a split are compared by.
-
-    ignored: features that do not count.
-    """
+    """What two documents of a split are compared by. ignored: features that do not count."""
 
     pieces: Pieces
     ignored: Hashes
@@ -71,12 +68,9 @@ class Measure:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Near-duplicates of two splits.
-
-    train, heldout: how many rows resemble an earlier one of their split; those that equal one are
-    not among them. matches: held-out documents that are trained, nearly.
-    shared_groups: held-out rows of a group that training rows are of.
-    """
+    """Near-duplicates of two splits. train, heldout: how many rows resemble an earlier one of their
+    split; those that equal one are not among them. matches: held-out documents that are trained,
+    nearly. shared_groups: held-out rows of a group that training rows are of."""
 
     train: int
     heldout: int
@@ -96,7 +90,6 @@ def make_measure(train: Split, *, pieces: Pieces, threshold: float) -> Measure:
 
 
 def stored_keys(documents: Documents, measure: Measure) -> StoredKeys:
-    """Return where the keys of a corpus' documents are kept."""
     path, bands = Path(f"{documents.stem}.keys"), BINS // band_rows(measure.threshold)
     return StoredKeys(path, documents=len(documents), bands=bands)
 
@@ -155,10 +148,8 @@ def find_near_duplicates(
     processes: int,
     keys_at_once: int = KEYS_AT_ONCE,
 ) -> NearDuplicates:
-    """Compare the documents of both splits, whose keys are written.
-
-    About `keys_at_once` keys are in memory.
-    """
+    """Compare the documents of both splits, whose keys are written. About `keys_at_once` keys are
+    in memory."""
     return NearDuplicates(
         train=_within(train, measure, keys_at_once),
         heldout=_within(heldout, measure, keys_at_once),
@@ -203,11 +194,9 @@ def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple
 
 
 def stable_order(keys: Keys) -> Positions:
-    """Return what NumPy's stable argsort does.
-
-    It takes an eighth of the time where few keys are equal (24,000 keys, AVX-512). Its unstable one
-    is vectorized; then equal keys alone are put in order.
-    """
+    """Return what NumPy's stable argsort does. It takes an eighth of the time where few keys are
+    equal (24,000 keys, AVX-512). Its unstable one is vectorized; then equal keys alone are put in
+    order."""
     order = np.argsort(keys)
     ranked = keys[order]
     same = ranked[1:] == ranked[:-1]
@@ -217,7 +206,6 @@ def stable_order(keys: Keys) -> Positions:
 
 
 def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
-    """Return how many documents resemble an earlier one."""
     compared, stored = _Comparison(split, measure), stored_keys(split.documents, measure)
     for band, part, parts in _ranges(split, measure, keys_at_once):
         read = _read_keys(split, stored, band, part=part, parts=parts)
@@ -232,10 +220,8 @@ def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
 
 
 class _Comparison:
-    """Measures proposed pairs of documents of a split, many at once.
-
-    resembling: whether each document is known to resemble an earlier one, shape (documents,).
-    """
+    """Measures proposed pairs of documents of a split, many at once. resembling: whether each
+    document is known to resemble an earlier one, shape (documents,)."""
 
     def __init__(self, split: Split, measure: Measure) -> None:
         self._documents, self._numbers = split.documents, split.first_of_row
@@ -246,9 +232,7 @@ class _Comparison:
 
     def add(self, positions: Positions, partners: Positions) -> None:
         """Take pairs; those of equal documents are left out, and of ones that are found already.
-
-        Few pairs wait for more, and for `measure_pairs` in the end.
-        """
+        Few pairs wait for more, and for `measure_pairs` in the end."""
         digests = self._documents.digests
         new = ~self.resembling[positions] & (
             digests[self._numbers[positions]] != digests[self._numbers[partners]]
@@ -260,7 +244,6 @@ class _Comparison:
             self.measure_pairs()
 
     def measure_pairs(self) -> None:
-        """Measure the pairs that wait."""
         pairs = np.unique(np.concatenate([_NO_PAIRS, *self._proposed]), axis=0)
         self._proposed, self._tokens = [], 0
         for some in stretches(self._pair_lengths(pairs)):

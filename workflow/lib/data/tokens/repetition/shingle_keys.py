@@ -24,17 +24,14 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """The keys of `documents` documents, `bands` of each, in the file `path`.
-
-    All upper parts come first, then all lower ones.
-    """
+    """The keys of `documents` documents, `bands` of each, in the file `path`. All upper parts come
+    first, then all lower ones."""
 
     path: Path
     documents: int
     bands: int
 
     def create(self) -> None:
-        """Make the file, all keys 0."""
         with self.path.open("wb") as file:
             file.truncate(self._offset(LOWER, self.bands, 0))
 
@@ -52,11 +49,9 @@ class StoredKeys:
     def within(
         self, band: int, numbers: npt.NDArray[np.int64], *, lowest: int, beyond: int
     ) -> tuple[Keys, npt.NDArray[np.int64]]:
-        """Return one band's keys in [lowest, beyond), and their positions in `numbers`.
-
-        Their upper part is what is compared. numbers: of documents, ascending; all between the
-        first and the last are read.
-        """
+        """Return one band's keys in [lowest, beyond), and their positions in `numbers`. Their upper
+        part is what is compared. numbers: of documents, ascending; all between the first and the
+        last are read."""
         at = numbers - numbers[0]
         count = int(at[-1]) + 1
         upper = self._read(UPPER, band, int(numbers[0]), count)[at]

@@ -39,11 +39,9 @@ _POWERS: Hashes = FACTOR ** np.arange(4096, dtype=np.uint64)
 
 @dataclass(frozen=True)
 class Pieces:
-    """What each token id is of a word, in arrays of shape (ids,).
-
-    hashes: of its letters and digits; 0 for a token without any. letters: how many. before, after:
-    whether a word may go on with it, or behind it.
-    """
+    """What each token id is of a word, in arrays of shape (ids,). hashes: of its letters and
+    digits; 0 for a token without any. letters: how many. before, after: whether a word may go on
+    with it, or behind it."""
 
     hashes: Hashes
     letters: npt.NDArray[np.int64]
@@ -53,11 +51,9 @@ class Pieces:
     def words(
         self, ids: npt.NDArray[np.uint32], owners: npt.NDArray[np.int64]
     ) -> tuple[Hashes, npt.NDArray[np.int64]]:
-        """Return a hash of each word, and where its first token is.
-
-        No word goes on with a token of another owner.
-        The hash of a word is that of its letters, however they are cut into tokens.
-        """
+        """Return a hash of each word, and where its first token is. No word goes on with a token of
+        another owner. The hash of a word is that of its letters, however they are cut into
+        tokens."""
         at = np.flatnonzero(self.hashes[ids])
         pieces = ids[at]
         begins = np.ones(len(at), dtype=np.bool_)
@@ -75,7 +71,6 @@ class Pieces:
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """Return the pieces of a tokenizer's tokens."""
     added = tokenizer.added_tokens_decoder
     special = {number for number, token in added.items() if token.special}
     # Some decoders drop a space at the beginning of a text.
@@ -90,7 +85,6 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
 
 
 def _piece(text: str, number: int) -> tuple[int, int, bool, bool]:
-    """Return the fields of `Pieces` for a token."""
     if "\ufffd" in text:  # a part of a character is no text; the same bytes are the same piece
         return int(mixed(np.array([number + 1], dtype=np.uint64))[0]), 1, False, False
     word = NOT_WORD.sub("", text).lower()
@@ -106,10 +100,8 @@ def _has_cases(letter: str) -> bool:
 def shingles(
     ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, pieces: Pieces
 ) -> tuple[Hashes, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the shingles of documents behind each other, each one's document and first token.
-
-    A document of fewer than `SHINGLE_WORDS` words is one shingle, one without words has none.
-    """
+    """Return the shingles of documents behind each other, each one's document and first token. A
+    document of fewer than `SHINGLE_WORDS` words is one shingle, one without words has none."""
     owners = np.repeat(np.arange(len(lengths)), lengths)
     numbers, tokens = pieces.words(ids, owners)
     owners = owners[tokens]
@@ -143,10 +135,8 @@ def band_rows(threshold: float) -> int:
 def band_keys(
     hashes: Hashes, owners: npt.NDArray[np.int64], *, documents: int, rows: int
 ) -> npt.NDArray[np.uint64]:
-    """Return the keys of documents, `KEY_BITS` bits, shape (BINS // rows, documents).
-
-    A document without shingles has 0.
-    """
+    """Return the keys of documents, `KEY_BITS` bits, shape (BINS // rows, documents). A document
+    without shingles has 0."""
     bins = ((hashes >> np.uint64(32)) * np.uint64(BINS)) >> np.uint64(32)
     values = (hashes & np.uint64(EMPTY)).astype(np.uint32)
     signature = np.full(documents * BINS, EMPTY)
@@ -172,19 +162,13 @@ def _borrowed(signature: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def resemblance(first: Hashes, second: Hashes) -> float:
-    """Return the share of the shingles of either that both have, 0 where there is none.
-
-    Neither repeats one.
-    """
     shared = len(np.intersect1d(first, second, assume_unique=True))
     return shared / max(1, len(first) + len(second) - shared)
 
 
 def widespread(hashes: Hashes, owners: npt.NDArray[np.int64], *, share: float) -> Hashes:
-    """Return the shingles, sorted, that more than `share` of the documents have.
-
-    At least three documents have each.
-    """
+    """Return the shingles, sorted, that more than `share` of the documents have. At least three
+    documents have each."""
     order = np.lexsort((owners, hashes))
     hashes, owners = hashes[order], owners[order]
     other = hashes[1:] != hashes[:-1]
