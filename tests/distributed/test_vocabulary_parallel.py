@@ -94,10 +94,11 @@ def sliced(case: str, world: World) -> dict[str, Any]:
     ids = rows_of(2, len(whole.module.weight))[1].roll(world.rank)
     return {
         "trained": trained,
+        "slopes": of_slopes(head_loss, hidden, targets),
         "loss": loss.detach(),
         "gradient": hidden.grad,
         "without gradients": (silent.requires_grad, silent),
-        "logits": head_loss(hidden[:, None].detach(), None)[:, 0],
+        "logits": head_loss.head.logits(hidden[:, None].detach())[:, 0],
         "ids": ids,
         "rows": ExchangedRows(embedding, group, torch.float32)(ids),
     }
@@ -118,6 +119,36 @@ def of_trained(
     for master in masters.values():
         master.requires_grad_(False)
     return {"loss": loss.detach(), "gradient": leaf.grad, "of head": gradients}
+
+
+def of_slopes(
+    head_loss: SlicedCrossEntropy, hidden: torch.Tensor, targets: torch.Tensor
+) -> dict[str, Any]:
+    """Gradients where each row has a slope: known before, and of its log-probability; of a frozen
+    head and of a trained one.
+    """
+    results: dict[str, Any] = {}
+    masters = dict(head_loss.head.module.named_parameters())
+    for trained in (False, True):
+        for known in (True, False):
+            for master in masters.values():
+                master.requires_grad_(trained)
+                master.grad = None
+            leaf = hidden.detach().clone().requires_grad_()
+            weights = weights_of(targets)
+            if known:
+                head_loss.summed_loss(leaf, targets, weights).backward()
+            else:
+                (weights * head_loss.log_probs(leaf, targets).square()).sum().backward()
+            of_head = {name: p.grad.full_tensor() for name, p in masters.items() if trained}
+            results[f"{trained} {known}"] = (leaf.grad, of_head)
+    for master in masters.values():
+        master.requires_grad_(False)
+    return results
+
+
+def weights_of(targets: torch.Tensor) -> torch.Tensor:
+    return 0.25 * (targets % 7)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -182,7 +213,7 @@ def batch_of(rows: slice, *, trained: bool, device: str | torch.device = "cpu") 
 
 def survey(base: Path) -> dict[str, Any]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
         return {
             "heads": {case: sliced(case, world) for case in HEADS},
             "on the device": engine(base, world, offload_embedding=False),
@@ -250,6 +281,26 @@ def test_trained_head_has_the_same_loss_and_its_gradient_of_all_rows(
         torch.testing.assert_close(
             trained["of head"], expected, rtol=1e-4, atol=1e-4, check_dtype=False
         )
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known before", "of log-probabilities"])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_rows_have_slopes_of_their_own(
+    found: list[dict[str, Any]], case: str, trained: bool, known: bool
+) -> None:
+    exact = replace(whole_head(case), module=whole_head(case).module.double().requires_grad_())
+    leaves = []
+    for rank in range(PROCESSES):
+        hidden, targets = rows_of(rank, len(exact.module.weight))
+        leaves.append(hidden.double().requires_grad_())
+        logits = exact_logits(exact, leaves[-1])
+        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+        (weights_of(targets) * (losses if known else losses.square())).sum().backward()
+    expected = {name: p.grad for name, p in exact.module.named_parameters() if trained}
+    for leaf, report in zip(leaves, found, strict=True):
+        gradient, of_head = report["heads"][case]["slopes"][f"{trained} {known}"]
+        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(of_head, expected, rtol=1e-4, atol=1e-3, check_dtype=False)
 
 
 def exact_logits(head: OutputHead, hidden: torch.Tensor) -> torch.Tensor:

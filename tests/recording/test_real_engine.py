@@ -150,7 +150,7 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders: tuple[Path
 
     with Recorder([*training.parameters(), *training.buffers()]) as seen:
         run = partial(forward_backward, training)
-        LossSum(run, trained_tokens=9, factor=1.0, device=torch.device("cpu")).add(taken())
+        LossSum(run, divisor=9, factor=1.0, device=torch.device("cpu")).add(taken())
     hidden_size = training.peft_model.get_base_model().config.hidden_size
     assert max(left) < ROWS * SEQ_LEN * hidden_size  # half a hidden state in bf16
 

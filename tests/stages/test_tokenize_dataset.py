@@ -290,3 +290,29 @@ def test_damaged_download_is_named_and_not_tokenized(downloaded: Stage, name: st
     with pytest.raises(UserError, match=f"^{path} is damaged: it does not have the SHA-256"):
         downloaded.run(**NAMES)
     assert not downloaded.output.exists()
+
+
+def test_weights_of_rows_are_stored_beside_the_same_tokens(stage: Stage) -> None:
+    plain = stage.run()
+    expected = documents_of(plain)
+    assert plain.weights is None
+    assert "weights" not in plain.manifest["splits"]["train"]
+    weights = {0: 0.5, 1: 2, 2: 1, 3: 0}
+    changed = [{**row, **({"weight": weights[n]} if n in weights else {})}
+               for n, row in enumerate(rows(NUM_TRAIN))]  # fmt: skip
+    save_rows(stage.train, changed)
+    store = stage.run(overlong="truncate")
+    assert store.weights is not None
+    assert np.array_equal(store.weights > 0, store.loss_mask)
+    by_ids = documents_of(store, of=store.weights)
+    for number, row in enumerate(rows(NUM_TRAIN)):
+        ids = tuple(expected_ids(stage, row))
+        weight = weights.get(number, 1)
+        if weight:
+            assert by_ids[ids] == [weight * trained for trained in expected[ids]]
+        else:
+            assert ids not in by_ids
+    facts = store.manifest["splits"]["train"]["weights"]
+    assert (facts["smallest"], facts["largest"]) == (0.5, 2.0)
+    assert facts["tokens"] == np.count_nonzero((store.weights > 0) & (store.weights != 1))
+    assert set(store.manifest["files"]) >= {"train.weights.npy"}

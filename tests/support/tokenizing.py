@@ -75,12 +75,11 @@ class Stage:
         return [*module, *options, "--log", str(self.folder / "log" / "tokenize.log")]
 
 
-def documents_of(store: TokenStore) -> dict[tuple[int, ...], list[bool]]:
-    """Every document of the training rows, padding left out, with its mask."""
+def documents_of(store: TokenStore, *, of: Any = None) -> dict[tuple[int, ...], list[bool]]:
+    """Every document of the training rows, padding left out, with its mask, or its part of `of`."""
     documents = {}
-    for ids, mask, positions in zip(
-        store.input_ids, store.loss_mask, store.position_ids, strict=True
-    ):
+    masks = store.loss_mask if of is None else of
+    for ids, mask, positions in zip(store.input_ids, masks, store.position_ids, strict=True):
         edges = [*np.flatnonzero(positions == 0).tolist(), store.seq_len]
         for start, stop in pairwise(edges):
             if mask[start:stop].any():

@@ -105,13 +105,19 @@ def test_a_run_by_replays_is_the_run_without(base: Path, one_process: Any) -> No
 
 
 def packed(*lengths: int) -> MicroBatch:
-    """One row of documents of these lengths."""
+    """One row of documents of these lengths, whose tokens have weights."""
     tokens = sum(lengths)
     places = np.concatenate([np.arange(length) for length in lengths])[None]
     ids = np.random.default_rng(len(lengths)).integers(3, 50, (1, tokens))
     mask = places > 0
     return replace(
-        make_batch(ids, places, mask, device=torch.device("cpu")),
+        make_batch(
+            ids,
+            places,
+            mask,
+            weights=(places % 3 / 2).astype(np.float32),
+            device=torch.device("cpu"),
+        ),
         row_keys=torch.zeros(1, dtype=torch.int64),
         documents=documents_of(lengths),
     )

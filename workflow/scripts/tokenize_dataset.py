@@ -44,7 +44,7 @@ from workflow.lib.data.tokens.heldout_drops import (
 )
 from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
 from workflow.lib.data.tokens.manifest_log import log_facts
-from workflow.lib.data.tokens.packing_windows import blocks, packing_windows
+from workflow.lib.data.tokens.packing_windows import blocks, has_weights, packing_windows
 from workflow.lib.data.tokens.process_pool import available_processes
 from workflow.lib.data.tokens.repetition.near_duplicates import (
     NearDuplicates,
@@ -291,7 +291,13 @@ def write_arrays(
         train, seq_len=settings.seq_len, seed=settings.seed, packing=settings.packing
     )
     pad = tokenizer_facts["pad_token_id"]
-    packed_rows = write_train(folder, windows, seq_len=settings.seq_len, pad_token_id=pad)
+    packed_rows = write_train(
+        folder,
+        windows,
+        seq_len=settings.seq_len,
+        pad_token_id=pad,
+        weighted=has_weights(train),
+    )
     write_heldout(folder, blocks(heldout))
     return packed_rows
 

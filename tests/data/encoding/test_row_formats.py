@@ -121,7 +121,7 @@ def test_empty_system_message_is_allowed() -> None:
         ({"messages": EXCHANGE, "tools": 3}, "messages", "not a list of tools: column 'tools'"),
         ({"messages": "[" * 70 + "]" * 70}, "messages", "nested too deeply: column 'messages'"),
         (turn(weight=0), "messages", "no trained token: "),
-        (turn(weight=0.5), "messages", "unknown weight: message 2 has weight = 0.5"),
+        (turn(weight=-0.5), "messages", "unknown weight: message 2 has weight = -0.5"),
         (turn(name="a\ud800"), "messages", "invalid Unicode: message 2"),
         ({"input_ids": [1, 2.0], "labels": [1, 2]}, "tokens", "not a list of whole numbers"),
         ({"input_ids": [1, True], "labels": [1, 2]}, "tokens", "not a list of whole numbers"),

@@ -17,6 +17,7 @@ from tests.support.encoding import (
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.probes import PROBES
+from workflow.lib.data.encoding.row_formats import Weighted
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.template_keys import with_arguments
@@ -119,6 +120,29 @@ def test_turn_of_weight_zero_is_not_trained(tokenizer: Any, template: str) -> No
     assert trained(tokenizer, encode(tokenizer, weighed, template)) == ["Forty-two.<|end|>"]
     last = encode(tokenizer, weighed, template, loss_on="last_turn")
     assert trained(tokenizer, last) == ["Forty-two.<|end|>"]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
+def test_tokens_have_the_weights_of_their_turn_and_row(tokenizer: Any, template: str) -> None:
+    weights = [0, 0, 0.5, 0, 2]
+    talk = Conversation(CHAT, [weight > 0 for weight in weights], weights=weights)
+    plain = encode(tokenizer, CHAT, template)
+    encoded = encode(tokenizer, Weighted(talk, 4), template)
+    assert encoded.mask.tolist() == plain.mask.tolist()
+    first, second = trained(tokenizer, plain)
+    spans = [
+        len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (first, second)
+    ]
+    assert encoded.weights[encoded.mask].tolist() == [2.0] * spans[0] + [8.0] * spans[1]
+    assert not encoded.weights[~encoded.mask].any()
+
+
+def test_weights_of_turns_are_refused_where_every_token_is_trained(tokenizer: Any) -> None:
+    talk = Conversation(CHAT, [False, False, True, False, True], weights=[0, 0, 0.5, 0, 1])
+    with pytest.raises(RowError, match=r"weights of turns: .* trains every token"):
+        encode(tokenizer, talk, CHAT_TEMPLATE, loss_on="all")
+    encoded = encode(tokenizer, Weighted("plain", 0.5), None)
+    assert encoded.weights.tolist() == (0.5 * encoded.mask).tolist()
 
 
 def test_single_turns_of_a_template_with_several_blocks_for_each_are_found(tokenizer: Any) -> None:

@@ -1,5 +1,6 @@
-"""Keys that say whether a turn is trained are obeyed, or refused with the cure."""
+"""Keys that say whether a turn is trained, and its weight, are obeyed or refused with the cure."""
 
+import math
 from typing import Any
 
 import pytest
@@ -55,8 +56,13 @@ def test_turn_that_is_not_marked_is_trained(keys: dict[str, Any]) -> None:
     [
         ({"train": "no"}, "unknown mask: message 2 has train = 'no', known are true and false"),
         ({"loss": []}, "unknown mask: message 2 has loss = []"),
-        ({"weight": 0.5}, "unknown weight: message 2 has weight = 0.5, known are 0 and 1"),
-        ({"loss_weight": 2}, "unknown weight: message 2 has loss_weight = 2"),
+        ({"weight": -1}, "unknown weight: message 2 has weight = -1, known are 0 and numbers from"),
+        ({"loss_weight": math.nan}, "unknown weight: message 2 has loss_weight = nan"),
+        ({"weight": math.inf}, "unknown weight: message 2 has weight = inf"),
+        ({"weight": 1e-40}, "unknown weight: message 2 has weight = 1e-40"),
+        ({"weight": 10**400}, "unknown weight: message 2 has weight = 1000"),
+        ({"weight": "0.5"}, "unknown weight: message 2 has weight = '0.5'"),
+        ({"train": 0.5}, "unknown weight: message 2 has train = 0.5, known are 0 and 1"),
         ({"mask": 1}, "unclear mask: message 2 has mask = 1, which means trained for some"),
         ({"train_on_turn": False}, "unknown mask: message 2 has train_on_turn = False"),
         ({"ignore": True}, "unknown mask: message 2 has ignore = True"),
@@ -93,7 +99,8 @@ def test_question_of_weight_one_is_a_question() -> None:
         ({"weight": 0}, "not trained: column 'weight' is 0"),
         ({"metadata": {"train": False}}, "not trained: column 'train' is False"),
         ({"label": False}, "not trained: column 'label' is False"),
-        ({"weight": 0.5}, "unknown weight: the row has weight = 0.5"),
+        ({"weight": -0.5}, "unknown weight: the row has weight = -0.5"),
+        ({"weight": "high"}, "unknown weight: the row has weight = 'high'"),
         ({"mask": "User"}, "unclear mask: the row has mask = 'User'"),
         ({"loss_mask": [0, 1, 0, 1]}, "unknown mask: the row has loss_mask = [0, 1, 0, 1]"),
         ({"weights": [0, 1]}, "unknown mask: the row has weights = [0, 1]"),
@@ -115,3 +122,27 @@ def test_flag_of_a_row_is_obeyed_or_refused(columns: dict[str, Any], reason: str
 )  # fmt: skip
 def test_row_that_no_flag_forbids_is_trained(columns: dict[str, Any]) -> None:
     assert trained({}, **columns) == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("turn", "row", "weights", "of_row"),
+    [
+        ({"weight": 0.5}, {}, [0, 0.5, 0, 1], 1),
+        ({"loss_weight": 2, "train": True}, {}, [0, 2, 0, 1], 1),
+        ({"loss": {"weight": 0.25}}, {}, [0, 0.25, 0, 1], 1),
+        ({"weight": 3, "train": False}, {}, None, 1),
+        ({"weight": 0.5}, {"weight": 4}, [0, 0.5, 0, 1], 4),
+        ({}, {"weight": 2, "loss_weight": 0.25}, None, 0.5),
+        ({}, {"importance": 0.5}, None, 0.5),
+    ],
+)
+def test_weights_of_turns_and_rows_are_read(
+    turn: dict[str, Any], row: dict[str, Any], weights: list[float] | None, of_row: float
+) -> None:
+    value = {"messages": [QUESTION, {**ANSWER, **turn}, QUESTION, ANSWER], **row}
+    columns = DataColumns(weight="importance" if "importance" in row else "weight")
+    sample: Any = to_sample(value, format="messages", columns=columns)
+    if of_row != 1:
+        assert sample.weight == of_row
+        sample = sample.sample
+    assert sample.weights == weights

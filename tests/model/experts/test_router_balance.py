@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def balance_of(logits: torch.Tensor, length: int) -> RouterBalance:
     balance = RouterBalance(BalanceSettings(1.0, num_experts=2, top_k=1), layers=1)
-    balance.begin_step_(trained_tokens=1, tokens=length, device=CPU)
+    balance.begin_step_(divisor=1, tokens=length, device=CPU)
     with balance.counting(torch.tensor([length]), len(logits)):
         balance.count(logits)
     return balance
@@ -53,7 +53,7 @@ def test_micro_batches_of_a_step_are_added_up_and_the_next_step_begins_anew() ->
         balance.count(LOGITS)
     # f (2/3, 1/3), p ((0.75 + 0.75 + 0.25) / 3, (0.25 + 0.25 + 0.75) / 3)
     assert float(balance.value()) == pytest.approx(2 * (2 / 3 * 1.75 / 3 + 1 / 3 * 1.25 / 3))
-    balance.begin_step_(trained_tokens=1, tokens=2, device=CPU)
+    balance.begin_step_(divisor=1, tokens=2, device=CPU)
     with balance.counting(torch.tensor([2]), len(LOGITS)):
         balance.count(LOGITS)
     assert float(balance.value()) == pytest.approx(1.0)

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 
 from tests.support.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.kernels.attention.packed import document_bounds
+from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.kernels.loss.head_matmul import frozen_logits, head_product, with_aligned_rows
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
 from workflow.lib.model.loss import chunked_loss
@@ -91,7 +92,7 @@ def test_gradient_of_the_rows_is_not_held_by_the_loss(head: OutputHead) -> None:
 
 def test_without_targets_the_logits_are_returned(head: OutputHead) -> None:
     hidden, _ = draw(5)
-    logits = LinearCrossEntropy(head)(hidden, None)
+    logits = LinearCrossEntropy(head).head.logits(hidden)
     assert torch.equal(logits, head.logits(hidden))
     assert logits.dtype == torch.float32
 
@@ -241,3 +242,39 @@ def test_rows_of_a_product_begin_at_whole_16_bytes(
     (gradient.float() * frozen_logits(leaf, weight, bias)).sum().backward()
     assert leaf.grad is not None
     assert_rounded(leaf.grad, gradient.double() @ weight.double())
+
+
+@pytest.mark.parametrize("slopes", ["known before", "of the log-probabilities"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_rows_have_slopes_of_their_own(trained: bool, slopes: str) -> None:
+    """The first are weights, the second follow from the log-probabilities; frozen and trained
+    heads; over several chunks, with a target that is none.
+    """
+    torch.manual_seed(0)
+    module = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5).requires_grad_(trained)
+    hidden, targets = draw(CHUNK_ROWS + 3)
+    targets[[0, -1]] = IGNORED
+    weights = 2 * torch.rand(len(targets), generator=torch.Generator().manual_seed(0))
+    ours = LinearCrossEntropy(OutputHead(module, 0.5, 3.0))
+    exact, leaf = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5).double(), hidden.double()
+    exact.load_state_dict(module.state_dict())
+    logits = 3.0 * torch.tanh(0.5 * exact(leaf.requires_grad_()) / 3.0)
+    log_probs = -nn.functional.cross_entropy(logits, targets, reduction="none")
+    if slopes == "known before":
+        loss = 7 * ours.summed_loss(hidden.requires_grad_(), targets, weights)
+        expected = 7 * -(log_probs * weights.double()).sum()
+    else:
+        loss = _curved(ours.log_probs(hidden.requires_grad_(), targets), weights)
+        expected = _curved(log_probs, weights.double())
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    pairs = [(hidden, leaf)]
+    pairs += [(module.weight, exact.weight), (module.bias, exact.bias)] if trained else []
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def _curved(log_probs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A loss whose slopes depend on the log-probabilities."""
+    return (weights * log_probs.square()).sum() / 3

@@ -111,6 +111,19 @@ class Split(Record):
     """The longest rows."""
 
 
+class TokenWeights(Record):
+    """Weights of trained tokens in the loss."""
+
+    smallest: float
+    """Of a trained token."""
+    largest: float
+    """Of a trained token."""
+    mean: float
+    """Over all trained tokens."""
+    tokens: int
+    """Trained tokens of another weight than 1."""
+
+
 class TrainSplit(Split):
     """The packed training split."""
 
@@ -120,6 +133,8 @@ class TrainSplit(Split):
     """Rows of `seq_len` tokens into which they are packed."""
     fill: float
     """Share of the positions of these rows that hold a token."""
+    weights: TokenWeights | None = None
+    """Absent where every trained token has the weight 1."""
 
 
 class SourceDocuments(Record):

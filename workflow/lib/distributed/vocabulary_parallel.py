@@ -171,35 +171,35 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         assert isinstance(self.head.module, SlicedHead)
         return self.head.module.own_slice()
 
-    def chunk_loss(
+    def chunk_losses(
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
+        weights: torch.Tensor | None,
         rows: slice,
         trained: TrainedHead | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the summed loss () of this process's rows of a chunk, and their gradient.
-        Collective.
-
-        The gradient is None where gradients are off. That of a trained head is added to `trained`.
-        """
+        """Return the same of this process's rows of a chunk. Collective."""
         count, group = rows.stop - rows.start, self._group
+        if weights is not None and trained is not None:  # this slice's gradient is of all rows
+            weights = _gathered(_padded(weights[rows], count, fill=0), group)
         own_states = _padded(hidden[rows], count, fill=0)
         all_targets = _gathered(_padded(targets[rows], count, fill=IGNORED), group)
         states = _gathered(own_states, group)
         assert isinstance(self.head.module, SlicedHead)
         columns = _TargetColumns(all_targets, local_range(self.head.module.weight))
         part_of = _FusedPart if self.by_kernels(states) else _StoredPart
-        part = part_of(self, states, columns, trained)
+        part = part_of(self, states, columns, weights, trained)
         log_sums, chosen = _over_slices(*part.sums(), group)
         losses = (log_sums - chosen).masked_fill(all_targets == IGNORED, 0.0)
-        loss = losses[group.rank() * count :][:count].sum()
+        here = len(hidden[rows])
+        losses = losses[group.rank() * count :][:here]
         if not torch.is_grad_enabled():
-            return loss, None
+            return losses, None
         grad = part.gradient(log_sums).float()  # of this slice; added up in fp32
         own_grad = torch.empty_like(grad[:count])
         REDUCE_SCATTER(own_grad, grad, group=group)
-        return loss, own_grad[: len(hidden[rows])]
+        return losses, own_grad[:here]
 
 
 class _TargetColumns:
@@ -236,11 +236,14 @@ class _TargetColumns:
 
 @dataclass
 class _Part:
-    """What the logits of a slice are made from: states (rows, hidden), and the head of `loss`."""
+    """What the logits of a slice are made from: states (rows, hidden), the head of `loss`, and the
+    rows' weights for a trained one.
+    """
 
     loss: SlicedCrossEntropy
     states: torch.Tensor
     columns: _TargetColumns
+    weights: torch.Tensor | None
     trained: TrainedHead | None
 
 
@@ -267,7 +270,9 @@ class _StoredPart(_Part):
         self.columns.subtract_one_(slope)
         slope.masked_fill_(self.columns.ignored[:, None], 0.0)
         (of_leaf,) = torch.autograd.grad(logits, leaf, slope)
-        return of_leaf if self.trained is None else self.trained.backward(self.states, of_leaf)
+        if self.trained is None:
+            return of_leaf
+        return self.trained.backward(self.states, of_leaf, self.weights)
 
 
 class _FusedPart(_Part):
@@ -286,7 +291,7 @@ class _FusedPart(_Part):
 
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
         slopes = self._logits.slopes(log_sums, self._numbers)
-        return self.loss.states_gradient(slopes, self.states, self.trained)
+        return self.loss.states_gradient(slopes, self.states, self.weights, self.trained)
 
 
 def _over_slices(

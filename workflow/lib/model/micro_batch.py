@@ -1,7 +1,8 @@
 """The tensors of one forward pass of training."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ class MicroBatch:
     documents: those of the bounds, for recurrent layers; None where a model has none, or where they
     are to be found out from the positions, for which the device has to be waited for.
     lengths: (rows,) tokens of each row before its padding; None where nobody asks.
+    weights: (trained tokens,) fp32, of each in the loss; None = 1.
     """
 
     input_ids: torch.Tensor
@@ -34,6 +36,7 @@ class MicroBatch:
     row_keys: torch.Tensor | None = None
     documents: Documents | None = None
     lengths: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""
@@ -44,15 +47,13 @@ class MicroBatch:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        bounds, longest = self.bounds
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return change(value[0]), value[1]
+            if isinstance(value, Documents):
+                return value.each(change)
+            return None if value is None else change(value)
+
         return MicroBatch(
-            input_ids=change(self.input_ids),
-            position_ids=change(self.position_ids),
-            positions=change(self.positions),
-            targets=change(self.targets),
-            bounds=(change(bounds), longest),
-            embedded=None if self.embedded is None else change(self.embedded),
-            row_keys=None if self.row_keys is None else change(self.row_keys),
-            documents=None if self.documents is None else self.documents.each(change),
-            lengths=None if self.lengths is None else change(self.lengths),
+            **{field.name: changed(getattr(self, field.name)) for field in fields(self)}
         )

@@ -1,6 +1,6 @@
 """The module that training calls: decoder, final norm, head and loss in one forward.
 
-It takes a micro-batch and returns a sum of losses, never logits of all positions."""
+It takes a micro-batch and returns its summed loss, never logits of all positions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +32,8 @@ from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.trained_modules import MasterRows, routers_of
 from workflow.lib.model.tried_classes.changed_in_place import note_changes_in_place_
+from workflow.lib.objectives.next_token import NEXT_TOKEN
+from workflow.lib.objectives.objective import Objective
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 
 WAYS = ("forward", "backward")
@@ -48,15 +50,22 @@ class GatheredWeights(Protocol):
 
 
 class CausalLMForTraining(nn.Module):
-    """The module that is trained and sharded: a PEFT model, and the loss over chosen positions.
+    """The module that is trained and sharded: a PEFT model and its objective.
 
     Forward runs the decoder, picks the hidden states that predict a trained token, and returns
-    their summed loss. The other methods return logits or hidden states, for checks. Sharding wraps
-    all of them: they gather weights, so they are collective.
+    the objective's loss of them. The other methods return logits or hidden states, for checks.
+    Sharding wraps all of them: they gather weights, so they are collective.
     """
 
-    def __init__(self, peft_model: nn.Module, *, fused_loss: bool = True) -> None:
+    def __init__(
+        self,
+        peft_model: nn.Module,
+        *,
+        fused_loss: bool = True,
+        objective: Objective = NEXT_TOKEN,
+    ) -> None:
         super().__init__()
+        self.objective = objective
         self.peft_model = peft_model
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
         module, config = causal_lm.get_output_embeddings(), causal_lm.config
@@ -126,8 +135,8 @@ class CausalLMForTraining(nn.Module):
             self.router_balance = router_balance(model, coefficient, routers)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the summed loss () fp32 of a micro-batch's targets. In training its gradient has
-        the router's load-balancing loss in it, its value has not.
+        """Return the objective's loss () fp32 of a micro-batch. In training its gradient has the
+        router's load-balancing loss in it, its value has not.
         """
         self.adapters.row_keys = batch.row_keys
         balance = self.router_balance if self.training else None
@@ -136,7 +145,8 @@ class CausalLMForTraining(nn.Module):
             counting = balance.counting(batch.lengths, batch.input_ids.numel())
         with counting:
             hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
-        loss: torch.Tensor = self.head_loss(hidden.index_select(0, batch.positions), batch.targets)
+        states = hidden.index_select(0, batch.positions)
+        loss = self.objective.loss(self.head_loss, states, batch)
         return loss if balance is None else balance.joined(loss)
 
     def after_backward(self) -> None:
@@ -155,8 +165,7 @@ class CausalLMForTraining(nn.Module):
         """
         self.adapters.row_keys = None
         hidden = self._hidden_states(input_ids, position_ids)
-        logits: torch.Tensor = self.head_loss(hidden.index_select(0, positions), None)
-        return logits
+        return self.head_loss.head.logits(hidden.index_select(0, positions))
 
     def _hidden_states(
         self,

@@ -247,11 +247,11 @@ class _Run:
         if self._graphs is None:  # graphs copy them to the device
             batches = (batch.to(device) for batch in batches)
         if training.router_balance is not None:
-            training.router_balance.begin_step_(trained_tokens=1, tokens=1, device=device)
+            training.router_balance.begin_step_(divisor=1, tokens=1, device=device)
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
             run = self._graphs or partial(forward_backward, training)
-            losses = LossSum(run, trained_tokens=1, factor=1.0, device=device)
+            losses = LossSum(run, divisor=1, factor=1.0, device=device)
             losses.add(batches)
             tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")

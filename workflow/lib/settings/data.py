@@ -54,6 +54,10 @@ class DataColumns(Section):
     loss_mask: str = "loss_mask"
     """Column with 1 where a token is trained and 0 where not, in place of labels (format
     tokens)."""
+    weight: str = "weight"
+    """Column with the row's optional weight in the training loss, a number of at least 0; turns
+    may have a `weight` too. The loss of a step is sum(w (-log p)) / sum(w) over its trained
+    tokens; held-out losses weigh all alike."""
 
     @model_validator(mode="after")
     def _roles_have_columns_of_their_own(self) -> "DataColumns":
@@ -71,10 +75,11 @@ class DataColumns(Section):
 
 # Of each format: what is read from one row.
 ROLES_OF_A_ROW = (
-    ("prompt", "completion", "system", "history", "tools"),
-    ("instruction", "input", "output", "system", "history", "tools"),
-    ("messages", "system", "tools"),
-    ("input_ids", "labels", "loss_mask"),
+    ("prompt", "completion", "system", "history", "tools", "weight"),
+    ("instruction", "input", "output", "system", "history", "tools", "weight"),
+    ("messages", "system", "tools", "weight"),
+    ("input_ids", "labels", "loss_mask", "weight"),
+    ("text", "weight"),
 )
 
 

@@ -131,6 +131,7 @@ def stored_batch(store: TokenStore, rows: npt.NDArray[np.int64]) -> MicroBatch:
         np.asarray(store.input_ids[rows]).astype(np.int64),
         np.asarray(store.position_ids[rows]).astype(np.int64),
         np.asarray(store.loss_mask[rows]),
+        weights=None if store.weights is None else np.asarray(store.weights[rows]),
         device=torch.device("cpu"),
     )
 
@@ -140,6 +141,7 @@ def make_batch(
     position_ids: npt.NDArray[np.int64],
     loss_mask: npt.NDArray[np.bool_],
     *,
+    weights: npt.NDArray[np.float32] | None = None,
     device: torch.device,
 ) -> MicroBatch:
     """Build a micro-batch from arrays of shape (rows, seq_len). A masked token i is predicted at
@@ -151,7 +153,7 @@ def make_batch(
     )
     bounds, longest = document_bounds(torch.from_numpy(position_ids))
 
-    def put(array: npt.NDArray[np.int64]) -> torch.Tensor:
+    def put(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return MicroBatch(
@@ -161,4 +163,5 @@ def make_batch(
         targets=put(input_ids.reshape(-1)[flat_targets]),
         bounds=(bounds.to(device), longest),
         lengths=put(text_lengths(position_ids, loss_mask)),
+        weights=None if weights is None else put(weights.reshape(-1)[flat_targets]),
     )

@@ -97,7 +97,7 @@ class HeldOut:
         with forward_only(training):
             for batch in self._batches(world):
                 total[0] += training(batch)
-                total[1] += len(batch.targets)
+                total[1] += training.objective.size(batch)
                 moved()
         training.train(was_training)
         dist.all_reduce(total)

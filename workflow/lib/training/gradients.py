@@ -23,15 +23,15 @@ class LossSum:
         self,
         run: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
         *,
-        trained_tokens: int,
+        divisor: float,
         factor: float,
         device: torch.device,
     ) -> None:
-        """run: `forward_backward` of the model, or its graphs. Gradients are those of the step's
-        loss times `factor`.
+        """run: `forward_backward` of the model, or its graphs. divisor: of the sum, over all
+        processes. Gradients are those of the step's loss times `factor`.
         """
-        self._run, self._trained_tokens = run, trained_tokens
-        exact = torch.full((), factor / trained_tokens, dtype=torch.float64, device=device)
+        self._run, self._divisor = run, divisor
+        exact = torch.full((), factor / divisor, dtype=torch.float64, device=device)
         self._slope = exact.float()  # infinite where it is too large for that: the step is repeated
         self._total = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -42,7 +42,7 @@ class LossSum:
 
     def value(self) -> torch.Tensor:
         """Return this process's part of the loss () float64."""
-        return self._total / self._trained_tokens
+        return self._total / self._divisor
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:

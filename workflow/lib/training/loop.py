@@ -1,8 +1,8 @@
 """The optimization loop: `Trainer.steps` takes steps and yields the metrics after each.
 
-Loss of a step = sum over its trained tokens of -log p, divided by their number over all
-micro-batches and processes. That number is known beforehand on every process (data order is a pure
-function), so each micro-batch's backward is already scaled, and gradients are summed over
+The loss of a step is the sum of its objective's losses, divided by a number over all micro-batches
+and processes (`objectives.objective`). That number is known beforehand on every process (data order
+is a pure function), so each micro-batch's backward is already scaled, and gradients are summed over
 processes.
 
 Where micro-batches are CUDA graphs, the first one of the next step is launched before the host
@@ -127,6 +127,8 @@ class StepRows:
     """Of this process's micro-batches."""
     trained_tokens: int
     """Over all processes."""
+    divisor: float
+    """Of the summed loss of all processes."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,8 @@ class Trainer:
             RowGroup(part, row_keys(self.settings.seed, step=step, rows=part)) for part in parts
         ]
         trained_tokens = int(self.store.trained_tokens_per_row[numbers].sum())
-        return StepRows(step, numbers, groups, trained_tokens)
+        sizes = self.training.objective.sizes(self.store)
+        return StepRows(step, numbers, groups, trained_tokens, float(sizes[numbers].sum()))
 
     def _begun(self, step: int, batches: Iterator[MicroBatch]) -> StepUnderWay:
         """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""
@@ -283,14 +286,14 @@ class Trainer:
         plainly = partial(forward_backward, self.training)
         loss = LossSum(
             (self.graphs if by_graphs else None) or plainly,
-            trained_tokens=rows.trained_tokens,
+            divisor=rows.divisor,
             factor=1.0 if scale is None else scale.factor,
             device=self.world.device,
         )
         self._seed_dropout(rows)
         if self.training.router_balance is not None:
             self.training.router_balance.begin_step_(
-                trained_tokens=rows.trained_tokens,
+                divisor=rows.divisor,
                 tokens=self._text_tokens(rows.numbers),
                 device=self.world.device,
             )

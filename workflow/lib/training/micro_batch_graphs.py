@@ -74,7 +74,7 @@ class FixedInputs:
             return torch.empty(shape or values.shape, dtype=values.dtype, device=device)
 
         (bounds, _), keys, rows = like.bounds, like.row_keys, like.embedded
-        lengths = like.lengths
+        lengths, weights = like.lengths, like.weights
         self.batch = MicroBatch(
             input_ids=empty(like.input_ids),
             position_ids=empty(like.position_ids),
@@ -85,6 +85,7 @@ class FixedInputs:
             row_keys=None if keys is None else empty(keys),
             documents=like.documents,
             lengths=None if lengths is None else empty(lengths),
+            weights=None if weights is None else empty(weights, layout.trained_tokens),
         )
         self._layout = layout
         if layout.room:
@@ -104,6 +105,7 @@ class FixedInputs:
         _padded_(fixed.embedded, batch.embedded)
         _padded_(fixed.row_keys, batch.row_keys)
         _padded_(fixed.lengths, batch.lengths)
+        _padded_(fixed.weights, batch.weights, 0)
         if self._layout.room:
             assert fixed.documents is not None
             documents = _laid_out(batch, self._layout)

@@ -105,7 +105,7 @@ def _loss(
         for number in range(world.rank, count * world.size, world.size):
             batch = stored_batch(store, np.array([number % store.num_rows])).to(world.device)
             total[0] += training(batch)
-            total[1] += len(batch.targets)
+            total[1] += training.objective.size(batch)
             moved()
     dist.all_reduce(total)
     return float(total[0] / total[1])

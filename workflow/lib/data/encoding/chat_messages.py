@@ -21,9 +21,10 @@ from workflow.lib.data.encoding.row_values import (
 )
 from workflow.lib.data.encoding.tool_calls import Tool, read_calls
 from workflow.lib.data.encoding.turn_flags import (
-    all_trained,
+    FLAGS,
     check_not_trained_by_role,
     flags_of,
+    weight_of,
 )
 from workflow.lib.data.reading.row import Values
 
@@ -64,7 +65,7 @@ MESSAGE = Place(
     frozenset({*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS}),
     optional=frozenset(CALL_KEYS),
     passed=True,
-    has_flags=True,
+    flags=frozenset(FLAGS),
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
 PART = Place("part", frozenset({"type", "text"}))
@@ -73,6 +74,8 @@ PART = Place("part", frozenset({"type", "text"}))
 @dataclass(frozen=True)
 class Conversation:
     """Messages as the template gets them, which of them may be trained, the tools, and arguments.
+
+    weights: of each message in the loss, 0 if it is not trained; None = that of all is 1.
     template_kwargs: what the row gives the template besides, such as `enable_thinking`. They come
     before those of `data.template_kwargs`, which stand among the template's variables."""
 
@@ -80,22 +83,25 @@ class Conversation:
     trained: list[bool]
     tools: list[Tool] | None = None
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    weights: list[float] | None = None
 
 
-def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[bool]]:
-    """Return the messages of a list, or of its JSON text, and which are to be trained. Those are
-    the assistant's, unless a flag of theirs says no."""
+def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[float]]:
+    """Return the messages of a list, or of its JSON text, and the weight of each in the loss.
+
+    It is 0 but for the assistant's, for which it is 1 unless a flag of theirs says otherwise.
+    """
     value = json_value(raw, what) if isinstance(raw, str) else raw
     items = _by_message(value) if isinstance(value, dict) else value
     if not isinstance(items, list):
         raise RowError(f"not a list of messages: {what} is {kind(items)}")
     messages: list[Message] = []
-    trained: list[bool] = []
+    weights: list[float] = []
     for item in _single_messages(items):
-        message, may_train = _message(item, f"message {len(messages) + 1}", keys)
+        message, weight = _message(item, f"message {len(messages) + 1}", keys)
         messages.append(message)
-        trained.append(may_train)
-    return messages, trained
+        weights.append(weight)
+    return messages, weights
 
 
 def _by_message(value: dict[str, Any]) -> object:
@@ -124,7 +130,7 @@ def _single_messages(items: list[Any]) -> Iterator[Any]:
             yield item
 
 
-def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, bool]:
+def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     if not isinstance(raw, dict):
         raise RowError(f"not a message: {where} is {kind(raw)}")
     item, shape = keys.take(MESSAGE, raw, where)
@@ -148,10 +154,10 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, bool]:
     flags = flags_of(item, shape.flags, shape.passed) if shape.flags or shape.passed else []
     if role != "assistant":
         check_not_trained_by_role(flags, where)
-    may_train = role == "assistant" and all_trained(flags, where)
+    weight = weight_of(flags, where) if role == "assistant" else 0.0
     may_be_empty = role in ("system", "tool") or bool(calls)
     text = _content(content, role, where, keys, may_be_empty=may_be_empty)
-    return {"role": role, "content": text, **more}, may_train
+    return {"role": role, "content": text, **more}, weight
 
 
 def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:

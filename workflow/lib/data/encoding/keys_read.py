@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.row_values import EMPTY, RowError, UnwantedRowError
 from workflow.lib.data.encoding.turn_flags import (
-    FLAGS,
     LABEL,
+    WEIGHTS,
     check_unknown_flag,
     flags_of,
     is_like_flag,
-    says_trained,
+    weight_said,
 )
 from workflow.lib.data.reading.row import Values, printable
 
@@ -40,14 +40,14 @@ class Place:
 
     name: as listings show it; "" for the columns of a row. optional: of the keys that are read,
     those that few items have. passed: all others go to the chat template, and those that it reads
-    count as read. has_flags: flags of training are read too.
+    count as read. flags: those of training, which are read too.
     """
 
     name: str
     read: frozenset[str]
     optional: frozenset[str] = frozenset()
     passed: bool = False
-    has_flags: bool = False
+    flags: frozenset[str] = frozenset()
 
 
 class Shape(NamedTuple):
@@ -103,7 +103,7 @@ class KeyAccount:
 
     def _learn(self, place: Place, item: Values) -> Shape:
         kept = [key for key in item if key not in self._leave_out]
-        flags = [k for k in kept if place.has_flags and k in FLAGS and k not in place.read]
+        flags = [key for key in kept if key in place.flags and key not in place.read]
         others = [key for key in kept if key not in place.read and key not in flags]
         known = self._template_keys if place.passed else frozenset[str]()
         unread = [key for key in item if key in self._leave_out]
@@ -150,20 +150,24 @@ def _label(place: str, key: str) -> str:
     return printable(key[:MAX_NAME_CHARS]) + (f" ({place})" if place else "")
 
 
-def check_row_is_trained(shape: Shape, value: Values) -> None:
-    """Raise `RowError` if a flag of a row says that it is not trained, or cannot be read.
+def row_weight(shape: Shape, value: Values, *, column: str) -> float:
+    """Return the weight of a row, not 0; `column`: beside those that are known by name.
 
-    Of the flags inside of objects, which are about anything, only true and false count.
+    Of the flags inside of objects, which are about anything, only true and false count. Raises
+    `RowError` if a flag says that the row is not trained, or cannot be read.
     """
     if value.get(LABEL) is False:
         raise UnwantedRowError(
             f"not trained: column {LABEL!r} is False, so the answer is a bad one"
         )
     flags = flags_of(value, shape.flags, ())
-    flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f[1], bool)]
-    for key, flag in flags:
-        if not says_trained(key, flag, "the row"):
-            raise UnwantedRowError(f"not trained: column {key!r} is {flag!r}")
+    flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f.value, bool)]
+    product = 1.0
+    for flag in flags:
+        product *= weight_said(flag, "the row", weights={*WEIGHTS, column})
+        if not product:
+            raise UnwantedRowError(f"not trained: column {flag.key!r} is {flag.value!r}")
+    return product
 
 
 def media_error(what: str) -> RowError:

@@ -7,6 +7,7 @@ or lists of messages), `alpaca` a question and its answer, `tokens` ids with lab
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from workflow.lib.data.encoding.keys_read import (
     REASONING_KEYS,
     KeyAccount,
     Place,
-    check_row_is_trained,
+    row_weight,
 )
 from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
 from workflow.lib.data.encoding.row_values import (
@@ -30,6 +31,7 @@ from workflow.lib.data.encoding.row_values import (
 )
 from workflow.lib.data.encoding.token_rows import TokenRow, read_tokens
 from workflow.lib.data.encoding.tool_calls import read_calls, read_tools
+from workflow.lib.data.encoding.turn_flags import FLAGS
 from workflow.lib.data.reading.row import Values
 from workflow.lib.settings.data import DataColumns, Format
 
@@ -49,7 +51,17 @@ READ_COLUMNS: dict[Format, tuple[str, ...]] = {
 }
 
 
-Sample = Conversation | TokenRow | str
+Unweighted = Conversation | TokenRow | str
+
+
+class Weighted(NamedTuple):
+    """What a row means, and its weight in the loss, which is not 1."""
+
+    sample: Unweighted
+    weight: float
+
+
+Sample = Unweighted | Weighted
 
 
 class RowParts(NamedTuple):
@@ -72,33 +84,37 @@ def row_place(format: Format, columns: DataColumns) -> Place:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
         optional |= {ARGUMENTS_COLUMN, *SWITCHES}
         optional |= set() if format == "text" else REASONING_KEYS
-    return Place("", frozenset(names | optional), frozenset(optional), has_flags=True)
+    flags = frozenset({*FLAGS, columns.weight})
+    return Place("", frozenset(names | optional), frozenset(optional), flags=flags)
 
 
 def to_sample(
     value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount | None = None
 ) -> Sample:
-    """Return a row's conversation, token ids, or text. keys: takes account of what is read. Raises
-    `RowError` if a column is missing, empty, or of the wrong type, or a key that is not read
-    changes what should be trained."""
+    """Return a row's conversation, token ids, or text, with its weight where that is not 1.
+
+    keys: takes account of what is read. Raises `RowError` if a column is missing, empty, or of the
+    wrong type, or a key that is not read changes what should be trained.
+    """
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
-    check_row_is_trained(shape, value)
+    weight = row_weight(shape, value, column=columns.weight)
     optional = value if shape.has_optional else NOTHING
-    return READ[format](RowParts(value, optional, columns, keys))
+    sample = READ[format](RowParts(value, optional, columns, keys))
+    return sample if weight == 1 else Weighted(sample, weight)
 
 
-def _messages(row: RowParts) -> Sample:
+def _messages(row: RowParts) -> Unweighted:
     name = row.columns.messages
     if name not in row.value:
         raise RowError(f"missing column: {name!r}")
-    messages, trained = read_messages(row.value[name], row.keys, what=f"column {name!r}")
+    messages, weights = read_messages(row.value[name], row.keys, what=f"column {name!r}")
     if row.optional.get(row.columns.history) not in EMPTY:
         raise _no_place(row.columns.history, "messages", "put it into the messages")
     prompt = row.value.get(row.columns.prompt)
     if prompt not in EMPTY:
         _check_prompt_is_in(messages, prompt, row.columns)
-    return _conversation(messages, trained, row)
+    return _conversation(messages, weights, row)
 
 
 def _no_place(name: str, format: str, change: str) -> RowError:
@@ -121,19 +137,25 @@ def _check_prompt_is_in(messages: list[Message], prompt: object, columns: DataCo
             )
 
 
-def _conversation(messages: list[Message], trained: list[bool], row: RowParts) -> Conversation:
+def _conversation(messages: list[Message], weights: list[float], row: RowParts) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
-    if not any(trained):
+    if not any(weights):
         raise UnwantedRowError("no trained token: no assistant turn may be trained, as flags say")
     if not row.optional:
-        return Conversation(messages, trained)
+        return _weighted_conversation(messages, weights)
     _add_reasoning(messages, row)
     system = _one_column(row, system_columns(row.columns), "system text")
     if system is not None and text_of(system, "the system text", may_be_blank=True).strip():
-        messages, trained = _with_system(messages, trained, system)
+        messages, weights = _with_system(messages, weights, system)
     tools = read_tools(_raw_tools(row), row.keys, what=f"column {row.columns.tools!r}")
-    return Conversation(messages, trained, tools, _template_kwargs(row.value))
+    conversation = _weighted_conversation(messages, weights)
+    return replace(conversation, tools=tools, template_kwargs=_template_kwargs(row.value))
+
+
+def _weighted_conversation(messages: list[Message], weights: list[float]) -> Conversation:
+    trained = [weight > 0 for weight in weights]
+    return Conversation(messages, trained, weights=None if weights == trained else weights)
 
 
 def _raw_tools(row: RowParts) -> Any:
@@ -152,17 +174,17 @@ def _one_column(row: RowParts, names: tuple[str, ...], what: str) -> Any:
 
 
 def _with_system(
-    messages: list[Message], trained: list[bool], system: str
-) -> tuple[list[Message], list[bool]]:
+    messages: list[Message], weights: list[float], system: str
+) -> tuple[list[Message], list[float]]:
     first: Message = {"role": "system", "content": system}
     if not messages or messages[0]["role"] != "system":
-        return [first, *messages], [False, *trained]
+        return [first, *messages], [0.0, *weights]
     if messages[0]["content"].strip() not in ("", system.strip()):
         raise RowError(
             "two system texts: a column of the row has one and message 1 has another; leave the "
             "column out (data.leave_out), or that message"
         )
-    return [first, *messages[1:]], trained
+    return [first, *messages[1:]], weights
 
 
 def _add_reasoning(messages: list[Message], row: RowParts) -> None:
@@ -206,18 +228,20 @@ def _template_kwargs(value: Values) -> dict[str, object]:
     return {**columns, **{k: without_nulls(v) for k, v in given.items() if v not in EMPTY}}
 
 
-def _prompt_completion(row: RowParts) -> Sample:
+def _prompt_completion(row: RowParts) -> Unweighted:
     before, _ = _history(row)
     prompt, _ = _turns(row, row.columns.prompt, role="user")
-    completion, trained = _turns(row, row.columns.completion, role="assistant")
-    trained = [False] * (len(before) + len(prompt)) + trained
-    return _conversation([*before, *prompt, *completion], trained, row)
+    completion, weights = _turns(row, row.columns.completion, role="assistant")
+    weights = [0.0] * (len(before) + len(prompt)) + weights
+    return _conversation([*before, *prompt, *completion], weights, row)
 
 
-def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[bool]]:
-    """Return a column's messages; a text is one message of `role`. JSON text is read as messages if
-    it holds objects with roles, and as calls of tools if there are tools and it holds objects with
-    names; else it is text."""
+def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[float]]:
+    """Return a column's messages; a text is one message of `role`.
+
+    JSON text is read as messages if it holds objects with roles, and as calls of tools if there are
+    tools and it holds objects with names; else it is text.
+    """
     value, keys = row.value, row.keys
     given = value.get(name)
     items = objects_in(given) if isinstance(given, str) else given
@@ -230,10 +254,10 @@ def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[
         may_call = role == "assistant" and (given is items or _raw_tools(row) is not None)
         if may_call and _are_calls(items):
             calls = read_calls(given, f"column {name!r}", keys)
-            return [{"role": role, "content": "", "tool_calls": calls}], [True]
+            return [{"role": role, "content": "", "tool_calls": calls}], [1.0]
     if isinstance(given, list):
         return read_messages(given, keys, what=f"column {name!r}")
-    return [{"role": role, "content": _column(value, name)}], [role == "assistant"]
+    return [{"role": role, "content": _column(value, name)}], [float(role == "assistant")]
 
 
 def _names_role(item: dict[str, Any]) -> bool:
@@ -255,16 +279,16 @@ def _check_is_no_tree(items: list[Any], name: str) -> None:
         )
 
 
-def _history(row: RowParts) -> tuple[list[Message], list[bool]]:
+def _history(row: RowParts) -> tuple[list[Message], list[float]]:
     name = row.columns.history
     if row.optional.get(name) in EMPTY:
         return [], []
     return read_messages(row.optional[name], row.keys, what=f"column {name!r}")
 
 
-def _alpaca(row: RowParts) -> Sample:
+def _alpaca(row: RowParts) -> Unweighted:
     value, columns = row.value, row.columns
-    before, may_train = _history(row)
+    before, weights = _history(row)
     question = _column(value, columns.instruction)
     if value.get(columns.input) not in (None, ""):
         question += "\n\n" + _column(value, columns.input)
@@ -274,17 +298,17 @@ def _alpaca(row: RowParts) -> Sample:
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
-    return _conversation(messages, [*may_train, False, True], row)
+    return _conversation(messages, [*weights, 0.0, 1.0], row)
 
 
-def _text(row: RowParts) -> Sample:
+def _text(row: RowParts) -> Unweighted:
     for name in row_place("text", row.columns).optional if row.optional else ():
         if row.optional.get(name) not in EMPTY:
             raise _no_place(name, "text", "write it into the text")
     return _column(row.value, row.columns.text)
 
 
-def _tokens(row: RowParts) -> Sample:
+def _tokens(row: RowParts) -> Unweighted:
     return read_tokens(row.value, row.columns)
 
 
@@ -294,7 +318,7 @@ def _column(value: Values, name: str) -> str:
     return text_of(value[name], f"column {name!r}")
 
 
-READ: dict[Format, Callable[[RowParts], Sample]] = {
+READ: dict[Format, Callable[[RowParts], Unweighted]] = {
     "messages": _messages,
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,

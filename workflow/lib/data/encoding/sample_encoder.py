@@ -26,7 +26,7 @@ from workflow.lib.data.encoding.probes import (
     TextProbe,
 )
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
-from workflow.lib.data.encoding.row_formats import Sample
+from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder, token_span
 from workflow.lib.data.encoding.token_rows import TokenRow
@@ -46,8 +46,15 @@ class Encoded:
     """The data spelled a special token that a template writes."""
     unrendered: frozenset[TextKind] = frozenset()
     """What the template left out of the conversation, and may."""
+    weights: npt.NDArray[np.float32] | None = None
+    """Of the tokens in the loss, (length,), 0 where the mask is False; None = the mask itself."""
     begins_untrained: bool = False
     """The conversation begins with a turn to be trained, which has no prompt."""
+
+    def weighted(self, weight: float) -> "Encoded":
+        """Return the same with each weight times `weight`."""
+        weights = self.mask.astype(np.float32) if self.weights is None else self.weights
+        return replace(self, weights=weights * np.float32(weight))
 
 
 class SampleEncoder:
@@ -111,9 +118,21 @@ class SampleEncoder:
         fifths of the time of one after the other: template and tokenizer do not put each other out
         of the processor's caches.
         """
+        if isinstance(sample, Weighted):
+            return partial(_weighted, self.begin(sample.sample), sample.weight)
         if isinstance(sample, Conversation):
+            if sample.weights is not None and self._loss_on == "all":
+                raise RowError(
+                    "weights of turns: data.loss_on = all trains every token, so turns have none; "
+                    "give the row one, or leave them out (data.leave_out: [weight])"
+                )
             rendered = _chosen(self._renderers, sample).render(sample)
-            return partial(self._encode_chat, rendered, begins_untrained=sample.trained[0])
+            return partial(
+                self._encode_chat,
+                rendered,
+                begins_untrained=sample.trained[0],
+                weights=sample.weights,
+            )
         if self._loss_on == "last_turn":
             raise RowError("no turns: data.loss_on = last_turn needs conversations")
         if isinstance(sample, TokenRow):
@@ -148,7 +167,7 @@ class SampleEncoder:
         """Return the whole conversation's ids, and the last token of each trained turn."""
         renderer = _chosen(self._probers, probe)
         texts = renderer.checked(probe)
-        examples = [e for text in texts for e in self._examples(text, guarded=False)]
+        examples = [e for text in texts for e in self._examples(text, guarded=False, weights=None)]
         ends = [int(i) for e in examples for i in e.ids[e.mask & ~np.append(e.mask[1:], False)]]
         whole = renderer.whole(probe)
         return self._encoder.encode_rendered(whole, guarded=False).ids, ends
@@ -191,13 +210,17 @@ class SampleEncoder:
         mask[:1] = False
         return [Encoded(np.array(row.ids, dtype=np.uint32), mask, held_special_text=False)]
 
-    def _encode_chat(self, rendered: Rendered, *, begins_untrained: bool) -> list[Encoded]:
+    def _encode_chat(
+        self, rendered: Rendered, *, begins_untrained: bool, weights: list[float] | None
+    ) -> list[Encoded]:
         if self._loss_on == "all":
             text, begins_untrained = rendered.texts[0].text, False
             ids = self._encoder.encode_rendered(text, guarded=rendered.guarded).ids
             examples = [_encoded(ids, [(0, len(ids))])]
         else:
-            examples = [e for t in rendered.texts for e in self._examples(t, rendered.guarded)]
+            examples = [
+                e for t in rendered.texts for e in self._examples(t, rendered.guarded, weights)
+            ]
         held = bool(rendered.held) and bool(rendered.held & self._template_tokens)
         if not (held or rendered.unrendered or begins_untrained):
             return examples
@@ -211,19 +234,26 @@ class SampleEncoder:
             for example in examples
         ]
 
-    def _examples(self, text: TurnText, guarded: bool) -> list[Encoded]:
-        """Return the text's example. A turn whose prompt has other tokens in it has one of its own
-        before."""
+    def _examples(
+        self, text: TurnText, guarded: bool, weights: list[float] | None
+    ) -> list[Encoded]:
+        """Return the text's example; `weights`: by message.
+
+        A turn whose prompt has other tokens in it has one of its own before.
+        """
         encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
         ids = encoding.ids  # a list made anew at each look
-        examples, spans = [], []
+        examples, spans, of_spans = [], [], []
         for turn in text.turns:
+            weight = None if weights is None else weights[turn.index]
             if self._encoder.is_prompt(encoding, ids, text.text, turn.start, guarded=guarded):
                 spans.append(token_span(encoding, turn.start, turn.stop))
+                of_spans += [] if weight is None else [weight]
             else:
-                examples.append(self._own_example(text.text, turn, guarded))
+                own = self._own_example(text.text, turn, guarded)
+                examples.append(own if weight is None else own.weighted(weight))
         if spans or not text.turns:
-            examples.append(_encoded(ids, spans))
+            examples.append(_encoded(ids, spans, of_spans))
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:
@@ -273,9 +303,21 @@ def _check_arguments(
             )
 
 
-def _encoded(ids: list[int], trained: Spans, *, held_special_text: bool = False) -> Encoded:
-    mask = np.zeros(len(ids), dtype=np.bool_)
-    for first, stop in trained:
-        mask[first:stop] = True
-    mask[:1] = False  # nothing stands before the first token to predict it from
-    return Encoded(np.array(ids, dtype=np.uint32), mask, held_special_text)
+def _weighted(begun: Callable[[], list[Encoded]], weight: float) -> list[Encoded]:
+    return [encoded.weighted(weight) for encoded in begun()]
+
+
+def _encoded(
+    ids: list[int],
+    trained: Spans,
+    span_weights: Sequence[float] = (),
+    *,
+    held_special_text: bool = False,
+) -> Encoded:
+    """Return a document of which these spans are trained, each of weight 1 if none is given."""
+    weights = np.zeros(len(ids), dtype=np.float32)
+    for (first, stop), weight in zip(trained, span_weights or [1.0] * len(trained), strict=True):
+        weights[first:stop] = weight
+    weights[:1] = 0.0  # nothing stands before the first token to predict it from
+    encoded = Encoded(np.array(ids, dtype=np.uint32), weights > 0, held_special_text)
+    return replace(encoded, weights=weights) if any(w != 1 for w in span_weights) else encoded

@@ -1,11 +1,11 @@
 """Shards: encoded chunks of a data file, kept on disk until all are done.
 
-A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy` and
-`.facts.json`, the last written last: with it, and with the checksums in it, the shard is finished,
-and a run that takes up the work again reads it instead of encoding the chunk anew. Its content
-depends on the chunk and the settings alone. Nothing is synced, which would stop every process some
-times for each chunk: what a power cut leaves half written fails its checksum, and is encoded once
-more.
+A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy`, where tokens
+have weights `.weights.npy`, and `.facts.json`, the last written last: with it, and with the
+checksums in it, the shard is finished, and a run that takes up the work again reads it instead of
+encoding the chunk anew. Its content depends on the chunk and the settings alone. Nothing is synced,
+which would stop every process some times for each chunk: what a power cut leaves half written fails
+its checksum, and is encoded once more.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from workflow.lib.data.reading.row import BrokenRow, Row, Values
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 5  # to be raised when the same chunk and settings give another shard
+SHARD_VERSION = 6  # to be raised when the same chunk and settings give another shard
 # Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
@@ -45,7 +45,9 @@ TABLE = np.dtype(
 )
 
 Overlong = Literal["truncate", "split", "drop"]
-Piece = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+Weights = npt.NDArray[np.float32] | None
+Piece = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_], Weights]
+"""Token ids, loss mask, and weights as in `Encoded`."""
 
 
 class TooLongError(UnwantedRowError):
@@ -114,9 +116,10 @@ class ShardBuilder:
     def _keep(self, number: int, examples: list[Encoded], group: int) -> None:
         full = max(len(encoded.ids) for encoded in examples)
         pieces = self._pieces_of(examples)
-        for ids, mask in pieces:
+        for piece in pieces:
+            ids, mask, _ = piece
             trained = int(np.count_nonzero(mask))
-            self._pieces.append((ids, mask))
+            self._pieces.append(piece)
             self._table.append(
                 (
                     len(ids),
@@ -130,7 +133,7 @@ class ShardBuilder:
             )
         if full > self._seq_len:
             tokens = sum(len(encoded.ids) for encoded in examples)
-            kept_tokens = sum(len(ids) for ids, _ in pieces)
+            kept_tokens = sum(len(ids) for ids, *_ in pieces)
             self.facts.cuts.append(
                 {"row": number, "tokens": tokens, "documents": len(pieces), "kept": kept_tokens}
             )
@@ -163,13 +166,16 @@ class ShardBuilder:
         """Write the shard's files; `stem` is their common path."""
         table = np.array(self._table, dtype=TABLE)
         self.facts.documents, self.facts.tokens = len(table), int(table["length"].sum())
-        ids = [ids for ids, _ in self._pieces] or [np.empty(0, dtype=np.uint32)]
-        mask = [mask for _, mask in self._pieces] or [np.empty(0, dtype=np.bool_)]
+        ids = [ids for ids, *_ in self._pieces] or [np.empty(0, dtype=np.uint32)]
+        mask = [mask for _, mask, _ in self._pieces] or [np.empty(0, dtype=np.bool_)]
         arrays = {
             "ids": np.concatenate(ids).astype("<u4", copy=False),
             "mask": np.concatenate(mask),
             "table": table,
         }
+        if any(weights is not None for *_, weights in self._pieces):
+            each = [m.astype("<f4") if w is None else w for _, m, w in self._pieces]
+            arrays["weights"] = np.concatenate(each).astype("<f4", copy=False)
         for name, array in arrays.items():
             save_array(stem, name, array)
             self.facts.checksums[name] = checksum(array)
@@ -192,20 +198,26 @@ def group_of(value: Values, group_by: str | None) -> int:
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
-    """Return a row's documents of at most `seq_len` tokens. It is one document, or for `split` as
-    many as train something. The first token of a document is no target: nothing stands before it.
-    Raises `TooLongError` if nothing is left."""
-    ids, mask = encoded.ids, encoded.mask
+    """Return a row's documents of at most `seq_len` tokens.
+
+    It is one document, or for `split` as many as train something. The first token of a document is
+    no target: nothing stands before it. Raises `TooLongError` if nothing is left.
+    """
+    ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
     if len(ids) <= seq_len:
-        return [(ids, mask)]
+        return [(ids, mask, weights)]
     if overlong == "drop":
         raise TooLongError(f"overlong: {len(ids)} tokens, seq_len is {seq_len}")
     starts = range(0, len(ids), seq_len) if overlong == "split" else range(1)
-    pieces = [
-        (ids[start : start + seq_len], mask[start : start + seq_len].copy()) for start in starts
+    parts = [slice(start, start + seq_len) for start in starts]
+    pieces: list[Piece] = [
+        (ids[part], mask[part].copy(), None if weights is None else weights[part].copy())
+        for part in parts
     ]
-    for _, piece_mask in pieces:
+    for _, piece_mask, piece_weights in pieces:
         piece_mask[0] = False
+        if piece_weights is not None:
+            piece_weights[0] = 0.0
     trained_pieces = [piece for piece in pieces if piece[1].any()]
     if not trained_pieces:
         raise TooLongError(f"no trained token within seq_len: {len(ids)} tokens in all")
@@ -265,6 +277,17 @@ class Shard:
 
     def mask(self) -> npt.NDArray[np.bool_]:
         return mapped(f"{self.stem}.mask.npy")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some of its tokens have a weight other than 0 and 1."""
+        return Path(f"{self.stem}.weights.npy").exists()
+
+    def weights(self) -> npt.NDArray[np.float32]:
+        """Return the weights that belong to `ids`, 0 where the mask is False."""
+        if self.has_weights:
+            return mapped(f"{self.stem}.weights.npy")
+        return self.mask().astype(np.float32)
 
     def facts(self) -> ShardFacts:
         return read_facts(self.stem)

@@ -27,19 +27,23 @@ from workflow.lib.data.tokens.manifest_fields import (
     SplitFacts,
     SplitsFacts,
     TokenizerFacts,
+    WeightFacts,
 )
 from workflow.lib.data.tokens.repetition.near_duplicates import NearDuplicates
 from workflow.lib.data.tokens.seeded_draws import Numbers
 from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
     ARRAYS,
+    CHUNK_TOKENS,
     FORMAT_VERSION,
+    OPTIONAL_ARRAYS,
     REJECTS,
     TRUNCATED,
     Document,
 )
 from workflow.lib.system.files import file_sha256, provenance
 
+(WEIGHTS,) = OPTIONAL_ARRAYS
 HISTOGRAM_BINS = 16
 LONGEST_ROWS = 5
 SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at most
@@ -62,13 +66,17 @@ def manifest(
     takes it, `packed_rows` rows in the folder. listing: closed."""
     encoding = encodings["train"]
     seq_len = encoding.settings.seq_len
+    splits = splits_facts(train, heldout, near, packed_rows=packed_rows, seq_len=seq_len)
+    if (folder / WEIGHTS).exists():
+        weights = np.load(folder / WEIGHTS, mmap_mode="r", allow_pickle=False)
+        splits["train"]["weights"] = weight_facts(weights)
     return {
         **tokenizer_facts,
         "format_version": FORMAT_VERSION,
         "seq_len": seq_len,
         "format": ", ".join(dict.fromkeys(f for e in encodings.values() for f in e.formats)),
         "sources": source_facts(corpora, {"train": train, "heldout": heldout}, encodings),
-        "splits": splits_facts(train, heldout, near, packed_rows=packed_rows, seq_len=seq_len),
+        "splits": splits,
         **drop_facts(listing),
         "template_kwargs": encoding.settings.template_kwargs,
         "train_heldout_near_duplicates": len(near.matches),
@@ -163,6 +171,25 @@ def splits_facts(
     }
 
 
+def weight_facts(weights: npt.NDArray[np.float32]) -> WeightFacts:
+    """Return the facts on the weights (rows, seq_len) of tokens, which are 0 of untrained ones."""
+    smallest, largest, total, count, others = np.inf, 0.0, 0.0, 0, 0
+    step = max(1, CHUNK_TOKENS // weights.shape[1])
+    for first in range(0, len(weights), step):
+        block = weights[first : first + step]
+        block = block[block > 0].astype(np.float64)
+        if len(block):
+            smallest, largest = min(smallest, block.min()), max(largest, block.max())
+        total, count = total + block.sum(), count + len(block)
+        others += int(np.count_nonzero(block != 1))
+    return {
+        "smallest": float(smallest),
+        "largest": float(largest),
+        "mean": float(total / count),
+        "tokens": others,
+    }
+
+
 def _documents_by_source(split: Split) -> list[SourceDocuments]:
     counted = zip(split.corpus.sources, documents_by_source(split), strict=True)
     return [{"source": source.name, "documents": count} for source, count in counted]
@@ -238,7 +265,8 @@ def drop_facts(listing: Listing) -> DropFacts:
 
 def file_checksums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of the folder but the manifest."""
-    names = [*ARRAYS, REJECTS, TRUNCATED]
+    optional = [name for name in OPTIONAL_ARRAYS if (folder / name).exists()]
+    names = [*ARRAYS, *optional, REJECTS, TRUNCATED]
     return {name: file_sha256(folder / name) for name in names}
 
 

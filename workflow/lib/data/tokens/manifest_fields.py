@@ -4,7 +4,7 @@ What each one means for later stages is told in `docs/artifacts.md`.
 """
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from workflow.lib.data.encoding.probes import ChatProbe, TextProbe
 from workflow.lib.system.files import Provenance
@@ -98,8 +98,19 @@ class SourceDocuments(TypedDict):
     documents: int
 
 
+class WeightFacts(TypedDict):
+    """Weights of trained tokens in the loss; `tokens`: how many have another one than 1."""
+
+    smallest: float
+    largest: float
+    mean: float
+    tokens: int
+
+
 class SplitFacts(TypedDict):
-    """A split; lengths are those of the rows before any cut."""
+    """A split; lengths are those of the rows before any cut. weights: of the training split, only
+    where some are not 1.
+    """
 
     rows_read: int
     rows_kept: int
@@ -113,6 +124,7 @@ class SplitFacts(TypedDict):
     longest: list[LongRow]
     duplicates: int
     near_duplicates: int
+    weights: NotRequired[WeightFacts]
 
 
 class TrainFacts(SplitFacts):

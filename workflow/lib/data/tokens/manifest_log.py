@@ -31,6 +31,12 @@ def log_facts(
         seq_len,
         100 * train["fill"],
     )
+    if weights := train.get("weights"):
+        logger.info(
+            "%d trained tokens have another weight than 1 (%g to %g, mean %g): the loss of a step "
+            "is sum(w (-log p)) / sum(w)",
+            *(weights[key] for key in ("tokens", "smallest", "largest", "mean")),
+        )
     repeating = facts["train_heldout_near_duplicates"], facts["train_heldout_shared_groups"]
     if any(repeating):
         message = "heldout: %d rows nearly repeat a training row, %d others are of a group of one"

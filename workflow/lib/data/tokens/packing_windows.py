@@ -16,7 +16,7 @@ from workflow.lib.data.tokens.packing import one_per_row, pack
 from workflow.lib.data.tokens.splits import Split
 from workflow.lib.data.tokens.token_writer import Window, spans
 
-WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks; at a seq_len of 4096, 4096 rows
+WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks, 144 with weights; at a seq_len of 4096, 4096 rows
 WINDOW_ROWS = 64  # rows of a window at least: the last one of each may stay half empty
 
 Part = tuple[int, npt.NDArray[np.uint32]]
@@ -30,11 +30,21 @@ def packing_windows(
     parts = list(split.documents.by_shard(split.chosen))
     tokens = sum(split.documents.shards[shard].tokens for shard, _ in parts)
     count = math.ceil(tokens / max(window_tokens, WINDOW_ROWS * seq_len))
+    weighted = has_weights(split)
     for first in range(count):
         some = parts[first::count]
         if some:
             ids, mask, starts, lengths = _load(split.documents, some)
-            yield Window(ids, mask, starts, lengths, pack_rows(lengths, seq_len=seq_len, seed=seed))
+            packed = pack_rows(lengths, seq_len=seq_len, seed=seed)
+            shards = [split.documents.shards[shard] for shard, _ in some]
+            weights = np.concatenate([s.weights() for s in shards]) if weighted else None
+            yield Window(ids, mask, starts, lengths, packed, weights)
+
+
+def has_weights(split: Split) -> bool:
+    """Whether some tokens of a split's shards have a weight other than 0 and 1."""
+    documents = split.documents
+    return any(documents.shards[shard].has_weights for shard, _ in documents.by_shard(split.chosen))
 
 
 def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, Any]:

@@ -3,7 +3,8 @@
 A training row holds whole documents one after the other; `position_ids` starts again at 0 with each
 of them, so a row needs no attention mask. The padding tail is one more document that trains
 nothing. `loss_mask[i]` says that token i is a prediction target, predicted from token i - 1 of the
-same document: it is never True where `position_ids` is 0. Held-out documents lie unpacked behind
+same document: it is never True where `position_ids` is 0. `weights`, where there are any, are the
+tokens' in the loss, 0 where `loss_mask` is False. Held-out documents lie unpacked behind
 each other, cut by offsets.
 """
 
@@ -33,6 +34,8 @@ ARRAYS: dict[str, npt.DTypeLike] = {
     "heldout.loss_mask.npy": "|b1",
     "heldout.offsets.npy": "<i8",
 }
+# Only where a training token has a weight in the loss other than 0 and 1.
+OPTIONAL_ARRAYS: dict[str, npt.DTypeLike] = {"train.weights.npy": "<f4"}
 CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time where a whole array is summed
 
 Array = npt.NDArray[Any]
@@ -66,7 +69,8 @@ class TokenStore:
     """A tokens folder opened for reading; arrays stay on disk until they are indexed.
 
     Attributes: `manifest`; `num_rows`; `seq_len`, tokens; `input_ids` uint32, `loss_mask` bool and
-    `position_ids` int32, the training arrays, each of shape (num_rows, seq_len).
+    `position_ids` int32, the training arrays, each of shape (num_rows, seq_len); `weights` float32,
+    None if all are 0 or 1.
     """
 
     def __init__(self, *, manifest: dict[str, Any], arrays: dict[str, Array]) -> None:
@@ -74,6 +78,7 @@ class TokenStore:
         self.input_ids = arrays["train.input_ids.npy"]
         self.loss_mask = arrays["train.loss_mask.npy"]
         self.position_ids = arrays["train.position_ids.npy"]
+        self.weights = arrays.get("train.weights.npy")
         self.num_rows, self.seq_len = self.input_ids.shape
         self._heldout = HeldoutDocuments(
             ids=arrays["heldout.input_ids.npy"],
@@ -103,6 +108,20 @@ class TokenStore:
             rows = slice(first, first + step)
             counts[rows] = self.loss_mask[rows].sum(axis=1, dtype=np.int32)
         return counts
+
+    @cached_property
+    def weights_per_row(self) -> npt.NDArray[Any]:
+        """The sum of the weights of each training row, shape (num_rows,), read at the first use;
+        its prediction targets where all weights are 0 or 1.
+        """
+        if self.weights is None:
+            return self.trained_tokens_per_row
+        sums = np.empty(self.num_rows, dtype=np.float64)
+        step = max(1, CHUNK_TOKENS // self.seq_len)
+        for first in range(0, self.num_rows, step):
+            rows = slice(first, first + step)
+            sums[rows] = self.weights[rows].sum(axis=1, dtype=np.float64)
+        return sums
 
     def heldout_documents(self) -> Sequence[Document]:
         """Return the held-out documents, each as (token ids uint32, loss mask bool).
@@ -157,10 +176,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def array_names(manifest: dict[str, Any]) -> list[str]:
+    """Return the arrays that a manifest records."""
+    return [*ARRAYS, *(name for name in OPTIONAL_ARRAYS if name in manifest["files"])]
+
+
 def recorded_arrays(path: Path, manifest: dict[str, Any]) -> list[RecordedFile]:
     """Return the arrays of the tokens folder `path`, with the SHA-256 in its manifest."""
     try:
-        return [RecordedFile(path, name, manifest["files"][name]) for name in ARRAYS]
+        return [RecordedFile(path, name, manifest["files"][name]) for name in array_names(manifest)]
     except (KeyError, TypeError) as error:
         raise _damaged(path, f"{MANIFEST} lacks checksums ({error!r})") from None
 
@@ -171,11 +195,12 @@ def _shapes(path: Path, manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         train = (int(manifest["splits"]["train"]["packed_rows"]), int(manifest["seq_len"]))
         heldout = manifest["splits"]["heldout"]
         tokens, documents = int(heldout["tokens"]), int(heldout["documents"])
+        names = array_names(manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"{MANIFEST} lacks sizes ({error!r})") from None
     ragged = {"heldout.offsets.npy": (documents + 1,)}
     return {
-        name: train if name.startswith("train.") else ragged.get(name, (tokens,)) for name in ARRAYS
+        name: train if name.startswith("train.") else ragged.get(name, (tokens,)) for name in names
     }
 
 
@@ -187,7 +212,7 @@ def _map_array(path: Path, shape: tuple[int, ...]) -> Array:
         if is_passing(error):
             raise
         raise _damaged(path.parent, f"{path.name} cannot be read ({error})") from None
-    expected = np.dtype(ARRAYS[path.name])
+    expected = np.dtype((ARRAYS | OPTIONAL_ARRAYS)[path.name])
     if array.dtype != expected or array.shape != shape:
         actual = f"{array.dtype.str} {array.shape}"
         raise _damaged(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.tokens.packing import Packing
-from workflow.lib.data.tokens.token_store import ARRAYS, Array
+from workflow.lib.data.tokens.token_store import ARRAYS, OPTIONAL_ARRAYS, Array
 
 BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a time
 
@@ -26,6 +26,8 @@ class Window:
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     packing: Packing
+    weights: npt.NDArray[np.float32] | None = None
+    """As `mask`; None where no token of the split has one but 0 and 1."""
 
 
 class ArrayWriter:
@@ -33,7 +35,7 @@ class ArrayWriter:
     manager."""
 
     def __init__(self, path: Path, *, row_shape: tuple[int, ...] = ()) -> None:
-        self._dtype = np.dtype(ARRAYS[path.name])
+        self._dtype = np.dtype((ARRAYS | OPTIONAL_ARRAYS)[path.name])
         self._row_shape = row_shape
         self.rows = 0
         self._file = path.open("wb")
@@ -66,12 +68,22 @@ class ArrayWriter:
         self.rows += len(array)
 
 
-def write_train(folder: Path, windows: Iterable[Window], *, seq_len: int, pad_token_id: int) -> int:
-    """Write the training arrays into `folder`, window by window; return the number of rows."""
+def write_train(
+    folder: Path,
+    windows: Iterable[Window],
+    *,
+    seq_len: int,
+    pad_token_id: int,
+    weighted: bool = False,
+) -> int:
+    """Write the training arrays into `folder`, window by window; return the number of rows.
+
+    weighted: the windows have weights, which are written too.
+    """
     with ExitStack() as stack:
         writers = [
             stack.enter_context(ArrayWriter(folder / name, row_shape=(seq_len,)))
-            for name in ARRAYS
+            for name in [*ARRAYS, *(OPTIONAL_ARRAYS if weighted else ())]
             if name.startswith("train.")
         ]
         for window in windows:
@@ -84,10 +96,10 @@ def write_train(folder: Path, windows: Iterable[Window], *, seq_len: int, pad_to
     return writers[0].rows
 
 
-def _packed_rows(
-    window: Window, seq_len: int, pad_token_id: int
-) -> Iterator[tuple[Array, Array, Array]]:
-    """Yield (input ids, loss mask, position ids), shape (rows, seq_len), of some rows at a time."""
+def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tuple[Array, ...]]:
+    """Yield (input ids, loss mask, position ids), and weights if the window has them, each of shape
+    (rows, seq_len), of some rows at a time.
+    """
     packing, step = window.packing, max(1, BLOCK_TOKENS // seq_len)
     for first in range(0, packing.num_rows, step):
         offsets = packing.offsets[first : first + step + 1]
@@ -106,8 +118,12 @@ def _packed_rows(
         positions = (np.arange(seq_len, dtype=np.int32) - fill[:, None].astype(np.int32)).ravel()
         ids[target], mask[target] = window.ids[source], window.mask[source]
         positions[target] = spans(np.zeros_like(lengths), lengths)
-        shape = (len(fill), seq_len)
-        yield ids.reshape(shape), mask.reshape(shape), positions.reshape(shape)
+        parts = [ids, mask, positions]
+        if window.weights is not None:
+            weights = np.zeros(len(ids), dtype=np.float32)
+            weights[target] = window.weights[source]
+            parts.append(weights)
+        yield tuple(part.reshape(len(fill), seq_len) for part in parts)
 
 
 def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -95,9 +95,9 @@ class RouterBalance:
         """
         self._group = group
 
-    def begin_step_(self, *, trained_tokens: int, tokens: int, device: torch.device) -> None:
-        """Begin a step of so many prediction targets and tokens without padding, over all
-        processes.
+    def begin_step_(self, *, divisor: float, tokens: int, device: torch.device) -> None:
+        """Begin a step of so many tokens without padding, over all processes. divisor: of the sum
+        of its micro-batches' losses.
         """
         experts = self._settings.num_experts
         if self._made is None:
@@ -106,8 +106,7 @@ class RouterBalance:
             factor = torch.zeros((), dtype=torch.float64, device=device)
             self._made = _Tensors(own, torch.zeros_like(own), slopes, factor, slopes[:0])
         self._tensors.step.zero_()
-        # The sum of a micro-batch's losses is divided by the trained tokens of the step.
-        weight = self._settings.coefficient * experts * trained_tokens
+        weight = self._settings.coefficient * experts * divisor
         self._tensors.factor.fill_(weight / (tokens * self._layers))
 
     @contextmanager
@@ -300,7 +299,7 @@ def _computes_the_same(model: nn.Module, settings: BalanceSettings) -> bool:
 
     def of_ours(magnitude: float) -> torch.Tensor:
         ours = RouterBalance(settings, layers=len(logits))
-        ours.begin_step_(trained_tokens=1, tokens=TOKENS - 2, device=torch.device("cpu"))
+        ours.begin_step_(divisor=1, tokens=TOKENS - 2, device=torch.device("cpu"))
         with ours.counting(lengths, TOKENS):
             for layer in logits:
                 ours.count(magnitude * layer)

@@ -3,14 +3,15 @@ batch never exist.
 
 The gradient with respect to the hidden states is computed chunk by chunk in the forward, and that
 of a head which is trained (`lora.modules_to_save`) is summed there, so backward needs no logits.
-The idea is that of fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped
-before the product (TRL's chunked_nll).
+Only where a trained head's gradient has slopes that are not known before (`log_probs`), backward
+computes the chunks once more. The idea is that of fused linear cross-entropy (Liger, arXiv
+2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -84,9 +85,9 @@ def _number(config: PretrainedConfig, key: str) -> float:
 
 
 class LinearCrossEntropy(nn.Module):
-    """Sum of -log softmax(logits)[target] over rows. Uses the model's own head.
+    """-log softmax(logits)[target] of rows, by the model's own head (`objectives.objective.Head`).
 
-    `chunks`, `weight_and_bias` and `chunk_loss` are what a head that is divided among processes
+    `chunks`, `weight_and_bias` and `chunk_losses` are what a head that is divided among processes
     does in another way.
     """
 
@@ -94,18 +95,64 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         self.head = head  # no module, so that the model's head is no submodule of this one
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None.
+    def summed_loss(
+        self, states: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return sum(w (-log p)) () fp32; 0 with a gradient if there are no rows.
 
-        hidden: (rows, hidden_size); targets: (rows,) int64. No rows give a loss of 0 that still has
-        a gradient.
+        states: (rows, hidden_size); targets: (rows,) int64; weights: (rows,) fp32, None = 1.
         """
-        if targets is None:
-            return self.head.logits(hidden)
-        loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, targets, self, *trained_parts(self.head.module)
-        )
+        loss: torch.Tensor = self(states, targets, weights)
         return loss
+
+    def log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return log p (rows,) fp32 of the targets; 0 of one that is `IGNORED`."""
+        losses: torch.Tensor = self(states, targets, by_row=True)
+        return -losses
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        *,
+        by_row: bool = False,
+    ) -> torch.Tensor:
+        """Return the losses of `summed_loss`, or those of each row (rows,) fp32."""
+        masters = trained_parts(self.head.module)
+        if by_row:
+            losses: torch.Tensor = _RowLosses.apply(hidden, targets, self, *masters)  # type: ignore[no-untyped-call]
+            return losses
+        loss: torch.Tensor = _SummedLoss.apply(hidden, targets, weights, self, *masters)  # type: ignore[no-untyped-call]
+        return loss
+
+    def computed(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        masters: Sequence[torch.Tensor] | None,
+    ) -> "Computed":
+        """Return what all chunks give, each row times its weight. masters: of a trained head, whose
+        gradients are wanted too; None: no gradients are wanted.
+        """
+        wants_grad = masters is not None
+        trained = TrainedHead(masters, hidden.dtype) if masters else None
+        grad = torch.empty_like(hidden) if wants_grad else None
+        losses = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
+        hidden = hidden.detach()
+        for rows in self.chunks(len(targets)):
+            with torch.set_grad_enabled(wants_grad):
+                some, of_some = self.chunk_losses(hidden, targets, weights, rows, trained)
+            losses[rows] = some
+            if grad is not None:
+                assert of_some is not None
+                grad[rows] = of_some
+        if weights is not None:
+            losses.mul_(weights)
+            if grad is not None and trained is None:
+                grad.mul_(weights[:, None])
+        return Computed(losses, grad, trained.gradients if trained else [])
 
     def chunk_rows(self) -> int:
         """Return the rows of a chunk."""
@@ -139,14 +186,18 @@ class LinearCrossEntropy(nn.Module):
         return FusedLogits(product, self.head.form)
 
     def states_gradient(
-        self, slopes: torch.Tensor, hidden: torch.Tensor, trained: "TrainedHead | None"
+        self,
+        slopes: torch.Tensor,
+        hidden: torch.Tensor,
+        weights: torch.Tensor | None,
+        trained: "TrainedHead | None",
     ) -> torch.Tensor:
         """Return the gradient of hidden states for that of the head's product, `slopes`; a trained
-        head's is added to it.
+        head's is added to it, of rows times their weights.
         """
         if trained is None:
             return states_gradient(slopes, self.weight_and_bias()[0])
-        return trained.backward(hidden, slopes)
+        return trained.backward(hidden, slopes, weights)
 
     def leaf_and_logits(
         self, hidden: torch.Tensor, trained: "TrainedHead | None"
@@ -163,42 +214,81 @@ class LinearCrossEntropy(nn.Module):
         leaf = trained.product(hidden)
         return leaf, self.head.finished(leaf)
 
-    def chunk_loss(
+    def chunk_losses(
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
+        weights: torch.Tensor | None,
         rows: slice,
         trained: "TrainedHead | None",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the summed loss () of a chunk and its gradient with respect to `hidden[rows]`.
+        """Return the losses of a chunk's rows and the gradient of their sum with respect to
+        `hidden[rows]`, None where gradients are off.
 
-        The gradient is None where gradients are off. That of a trained head is added to `trained`.
+        Rows have no weights here, but with a trained head the gradient has them, as has the head's,
+        which is added to `trained`.
         """
-        states = hidden[rows]
+        states, targets = hidden[rows], targets[rows]
+        weights = None if weights is None else weights[rows]
         if self.by_kernels(states):
-            return self._fused_loss(states, targets[rows], trained)
+            fused = self.fused_logits(states, trained)
+            log_sums, chosen = fused.sums(targets)
+            losses = (log_sums - chosen).masked_fill(targets == IGNORED, 0.0)
+            if not torch.is_grad_enabled():
+                return losses, None
+            slopes = fused.slopes(log_sums, targets)
+            return losses, self.states_gradient(slopes, states, weights, trained)
         leaf, logits = self.leaf_and_logits(states, trained)
-        loss = nn.functional.cross_entropy(logits, targets[rows], reduction="sum")
+        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
         del logits  # else they lie there in backward, which needs their log-softmax alone
         if not torch.is_grad_enabled():
-            return loss, None
-        (grad,) = torch.autograd.grad(loss, leaf)
-        return loss.detach(), grad if trained is None else trained.backward(states, grad)
-
-    def _fused_loss(
-        self, states: torch.Tensor, targets: torch.Tensor, trained: "TrainedHead | None"
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = self.fused_logits(states, trained)
-        log_sums, chosen = logits.sums(targets)
-        loss = (log_sums - chosen).masked_fill(targets == IGNORED, 0.0).sum()
-        if not torch.is_grad_enabled():
-            return loss, None
-        slopes = logits.slopes(log_sums, targets)
-        return loss, self.states_gradient(slopes, states, trained)
+            return losses, None
+        (grad,) = torch.autograd.grad(losses.sum(), leaf)
+        if trained is not None:
+            grad = trained.backward(states, grad, weights)
+        return losses.detach(), grad
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """The loop over the chunks of a loss, whose gradients are computed in forward."""
+class Computed(NamedTuple):
+    """Of a micro-batch: losses (rows,), and the gradients of their sum with respect to hidden
+    states and to what is trained of the head.
+    """
+
+    losses: torch.Tensor
+    grad: torch.Tensor | None
+    head_grads: list[torch.Tensor]
+
+
+class _SummedLoss(torch.autograd.Function):
+    """The sum of all rows' losses; gradients are computed in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        cross_entropy: LinearCrossEntropy,
+        *masters: torch.Tensor,
+    ) -> torch.Tensor:
+        wanted = masters if ctx.needs_input_grad[0] else None
+        computed = cross_entropy.computed(hidden, targets, weights, wanted)
+        # Not by `save_for_backward`: they are results, which backward scales in place and lets go.
+        ctx.grad, ctx.head_grads = computed.grad, computed.head_grads
+        return computed.losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The loss keeps this node alive: only what is taken from it is freed when it was used.
+        grad, ctx.grad = ctx.grad, None
+        head_grads, ctx.head_grads = ctx.head_grads, []
+        return grad.mul_(grads[0]), None, None, None, *(g.mul_(grads[0]) for g in head_grads)
+
+
+class _RowLosses(torch.autograd.Function):
+    """The losses of all rows. Gradients of a frozen head are computed in forward; those of a
+    trained one, which sums over rows, in backward, by the rows' slopes.
+    """
 
     @staticmethod
     def forward(
@@ -208,28 +298,21 @@ class _ChunkedLoss(torch.autograd.Function):
         cross_entropy: LinearCrossEntropy,
         *masters: torch.Tensor,
     ) -> torch.Tensor:
-        wants_grad = ctx.needs_input_grad[0]
-        trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
-        grad = torch.empty_like(hidden) if wants_grad else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden = hidden.detach()
-        for rows in cross_entropy.chunks(len(targets)):
-            with torch.set_grad_enabled(wants_grad):
-                loss, chunk_grad = cross_entropy.chunk_loss(hidden, targets, rows, trained)
-            total += loss
-            if grad is not None:
-                assert chunk_grad is not None
-                grad[rows] = chunk_grad
-        # Not by `save_for_backward`: they are results, which backward scales in place and lets go.
-        ctx.grad, ctx.head_grads = grad, trained.gradients if trained else []
-        return total
+        wanted = () if ctx.needs_input_grad[0] and not masters else None
+        computed = cross_entropy.computed(hidden, targets, None, wanted)
+        ctx.grad, ctx.cross_entropy = computed.grad, cross_entropy
+        if masters:
+            ctx.save_for_backward(hidden, targets, *masters)
+        return computed.losses
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The loss keeps this node alive: only what is taken from it is freed when it was used.
         grad, ctx.grad = ctx.grad, None
-        head_grads, ctx.head_grads = ctx.head_grads, []
-        return grad.mul_(grads[0]), None, None, *(g.mul_(grads[0]) for g in head_grads)
+        if grad is not None:
+            return grad.mul_(grads[0][:, None]), None, None
+        hidden, targets, *masters = ctx.saved_tensors
+        again = ctx.cross_entropy.computed(hidden, targets, grads[0], masters)
+        return again.grad, None, None, *again.head_grads
 
 
 class TrainedHead:
@@ -248,11 +331,15 @@ class TrainedHead:
         """
         return head_product(hidden, self.weight, self._bias).requires_grad_()
 
-    def backward(self, hidden: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        """Add what the slope (rows, vocab) of a product means for weight and bias; return the
-        gradient of the hidden states.
+    def backward(
+        self, hidden: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add what the slope (rows, vocab) of a product, times the rows' weights (rows,), means for
+        weight and bias; return the gradient of the hidden states.
         """
         weight, *bias = self.gradients
+        if weights is not None:
+            slope = slope.mul_(weights[:, None])
         slope = with_aligned_rows(slope)
         # By pieces of the vocabulary: one product for the whole weight would be as large as the
         # head, for every chunk, before it is added in fp32.

@@ -1,0 +1,196 @@
+"""Objectives against dense references: one whose slopes are known before (weights of tokens), and
+one whose slopes follow from the sums over documents (pairs), for frozen and trained heads, any
+number of processes and any accumulation.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import all_full
+from tests.support.models import VOCAB, quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.objectives.next_token import NEXT_TOKEN
+from workflow.lib.objectives.objective import Head, Objective, TokensOfBatch, document_sums
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.training.batches import stored_batch
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.loop import Trainer, make_optimizer
+
+ROWS, SEQ_LEN, BETA = 6, 19, 0.5
+TRAIN = TrainConfig(epochs=None, max_steps=1, global_batch_size=ROWS, max_grad_norm=None)
+HEADS: dict[str, tuple[str, ...]] = {"frozen head": (), "trained head": ("lm_head",)}
+
+
+class Pairs:
+    """Prefers the first document of each row to the second (DPO, arXiv 2305.18290, eq. 7, with a
+    reference that gives all answers the same probability).
+    """
+
+    def loss(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+        return preference_loss(document_sums(head.log_probs(states, batch.targets), batch))
+
+    def size(self, batch: TokensOfBatch) -> int:
+        return len(batch.bounds[0]) // 2
+
+    def sizes(self, rows: Any) -> npt.NDArray[Any]:
+        return np.ones(rows.num_rows)
+
+
+def preference_loss(sums: torch.Tensor) -> torch.Tensor:
+    chosen, rejected = sums.view(-1, 2).T
+    return -logsigmoid(BETA * (chosen - rejected)).sum()
+
+
+OBJECTIVES: dict[str, Objective] = {"weights": NEXT_TOKEN, "pairs": Pairs()}
+
+
+def two_documents_a_row() -> TokenStore:
+    draw = np.random.default_rng(0)
+    positions = np.empty((ROWS, SEQ_LEN), dtype=np.int32)
+    for row, cut in zip(positions, draw.integers(5, SEQ_LEN - 5, size=ROWS), strict=True):
+        row[:cut], row[cut:] = np.arange(cut), np.arange(SEQ_LEN - cut)
+    mask = (draw.random((ROWS, SEQ_LEN)) < 0.6) & (positions > 0)
+    return TokenStore(
+        manifest={},
+        arrays={
+            "train.input_ids.npy": draw.integers(0, VOCAB, (ROWS, SEQ_LEN), dtype=np.uint32),
+            "train.loss_mask.npy": mask,
+            "train.position_ids.npy": positions,
+            "train.weights.npy": mask * draw.choice([0.25, 1, 2], mask.shape).astype(np.float32),
+            "heldout.input_ids.npy": np.zeros(1),
+            "heldout.loss_mask.npy": np.zeros(1),
+            "heldout.offsets.npy": np.array([0, 1]),
+        },
+    )
+
+
+def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients from the family's own logits of all rows at once."""
+    store, params = two_documents_a_row(), trainable_parameters(model.training)
+    batch = stored_batch(store, np.arange(ROWS))
+    logits = model.training.family_logits(batch.input_ids, batch.position_ids)
+    log_probs = logits.log_softmax(dim=1)[batch.positions].gather(1, batch.targets[:, None])[:, 0]
+    if name == "weights":
+        weights = torch.from_numpy(store.weights[store.loss_mask])
+        loss = -(weights * log_probs).sum() / weights.sum()
+    else:
+        edges = [*np.flatnonzero(store.position_ids.ravel() == 0), store.position_ids.size]
+        sums = [
+            log_probs[(batch.positions >= start) & (batch.positions < stop)].sum()
+            for start, stop in itertools.pairwise(edges)
+        ]
+        loss = preference_loss(torch.stack(sums)) / ROWS
+    loss.backward()
+    return float(loss.detach()), {key: param.grad for key, param in params.items()}
+
+
+def one_step(model: TrainingModel, name: str, world: World, rows: int) -> Any:
+    """Loss and gradients of a step of one micro-batch after the other of `rows` rows."""
+    training, gradients = model.training, {}
+    training.objective = OBJECTIVES[name]
+    params = trainable_parameters(training)
+    optimizer = make_optimizer(training, TRAIN.model_copy(update={"learning_rate": 1e-9}))
+
+    def keep(*_: Any) -> None:
+        gradients.update(all_full({key: param.grad for key, param in params.items()}))
+
+    optimizer.register_step_pre_hook(keep)
+    trainer = Trainer(training, optimizer, two_documents_a_row(), TRAIN, rows, world)
+    (metrics,) = trainer.steps(first_step=0, num_steps=1)
+    return metrics.loss, gradients
+
+
+def build(base: Path, head: str, world: World) -> TrainingModel:
+    lora = LoraSettings(r=4, modules_to_save=HEADS[head])
+    numerics, plan = Numerics(torch.float32, "sdpa"), make_plan()
+    model = build_training_model(base, RunConfig(lora=lora), plan, world, numerics=numerics)
+    for key, param in trainable_parameters(model.training).items():
+        if ".lora_B." in key:  # else those of lora_A have no gradient
+            torch.nn.init.constant_(param, 0.03)
+    return model
+
+
+def survey(base: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        share = ROWS // world.size
+        for head, name in itertools.product(HEADS, OBJECTIVES):
+            for rows in {share, 1}:
+                model = build(base, head, world)
+                found[f"{head}, {name}, {rows}"] = one_step(model, name, world, rows)
+            if world.size == 1:
+                found[f"{head}, {name}, dense"] = dense(build(base, head, world), name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objectives")
+    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path) -> dict[str, Any]:
+    (found,) = run_distributed(survey, base, world_size=1)
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n} processes")
+def found(request: pytest.FixtureRequest, base: Path, alone: dict[str, Any]) -> dict[str, Any]:
+    if request.param == 1:
+        return alone
+    return run_distributed(survey, base, world_size=request.param)[-1]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("head", HEADS)
+def test_step_has_the_loss_and_the_gradients_of_a_dense_reference(
+    found: dict[str, Any], alone: dict[str, Any], head: str, name: str
+) -> None:
+    loss, expected = alone[f"{head}, {name}, dense"]
+    forms = [key for key in found if key.startswith(f"{head}, {name}, ") and "dense" not in key]
+    assert len(forms) == 2
+    for form in forms:
+        assert found[form][0] == pytest.approx(loss, rel=1e-5)
+        assert found[form][1].keys() == expected.keys()
+        for key, gradient in expected.items():
+            largest = float(gradient.abs().max())
+            assert largest > 0
+            torch.testing.assert_close(
+                found[form][1][key], gradient, rtol=1e-3, atol=1e-4 * largest
+            )
+
+
+def test_weights_that_are_all_equal_change_nothing(base: Path) -> None:
+    store = two_documents_a_row()
+    plain = TokenStore(manifest={}, arrays=arrays_of(store) | {"train.weights.npy": None})
+    threes = store.loss_mask.astype(np.float32) * 3
+    tripled = TokenStore(manifest={}, arrays=arrays_of(store) | {"train.weights.npy": threes})
+    assert (NEXT_TOKEN.sizes(tripled) == 3 * NEXT_TOKEN.sizes(plain)).all()
+    weights = stored_batch(tripled, np.arange(2)).weights
+    assert weights is not None
+    assert weights.tolist() == [3.0] * int(store.loss_mask[:2].sum())
+    assert NEXT_TOKEN.size(stored_batch(plain, np.arange(2))) == len(weights)
+
+
+def arrays_of(store: TokenStore) -> dict[str, Any]:
+    heldout = random_store(rows=1, seq_len=SEQ_LEN).heldout_documents()[:]
+    return {
+        "train.input_ids.npy": store.input_ids,
+        "train.loss_mask.npy": store.loss_mask,
+        "train.position_ids.npy": store.position_ids,
+        "heldout.input_ids.npy": np.concatenate([ids for ids, _ in heldout]),
+        "heldout.loss_mask.npy": np.concatenate([mask for _, mask in heldout]),
+        "heldout.offsets.npy": np.cumsum([0, *(len(ids) for ids, _ in heldout)]),
+    }
