@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.test_model_card import read
+from tests.report.test_model_card import read as read_card
 from tests.support.report_examples import add_gguf, edit, write_run
-from tests.support.report_pages import Page
+from tests.support.report_pages import Page, read
 from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.report.html_page import render_page
 from workflow.lib.report.model_card import model_card
-from workflow.lib.report.run_results import read_runs
 from workflow.lib.settings.config import ReportConfig
 from workflow.lib.system.number_formats import share
 
@@ -25,7 +24,7 @@ def run(tmp_path: Path) -> Path:
 
 def card(folder: Path) -> str:
     checks = read_record(folder / "convert_gguf" / "gguf.json", GgufChecks)
-    return model_card(read(folder, gguf=checks))
+    return model_card(read_card(folder, gguf=checks))
 
 
 def test_card_has_a_command_for_each_form(run: Path) -> None:
@@ -52,15 +51,14 @@ def test_card_of_a_run_without_gguf_files_has_no_such_section(tmp_path: Path) ->
     assert "## GGUF" not in model_card(read(write_run(tmp_path, "demo", num_steps=3)))
 
 
-def page(root: Path, *, gguf: tuple[str, ...]) -> Page:
-    tokens = {"demo": root / "tokens" / "demo-data"}
-    runs = read_runs(root / "runs", names=["demo"], tokens=tokens, gguf=gguf)
+def page(root: Path, *, gguf: bool) -> Page:
+    runs = read(root, "demo", gguf=gguf)
     return Page(render_page(runs, report=ReportConfig(), settings={"demo": {}}))
 
 
 def test_report_shows_the_numbers_of_every_file(run: Path, tmp_path: Path) -> None:
     edit(run / "convert_gguf" / "gguf.json", lambda d: d["files"][0].update(loss=1.53125))
-    shown = page(tmp_path, gguf=("demo",))
+    shown = page(tmp_path, gguf=True)
     assert {1.53125, 0.03125, 1.5625, 0.0625, 0.875, 3 * 2**20, 4 * 2**20} <= shown.numbers
     assert "demo-adapter.gguf" in "".join(shown.text)
 
@@ -68,4 +66,4 @@ def test_report_shows_the_numbers_of_every_file(run: Path, tmp_path: Path) -> No
 def test_report_shows_no_files_of_a_run_that_exports_none_any_more(
     run: Path, tmp_path: Path
 ) -> None:
-    assert "demo-q4_k_m.gguf" not in "".join(page(tmp_path, gguf=()).text)
+    assert "demo-q4_k_m.gguf" not in "".join(page(tmp_path, gguf=False).text)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.report_examples import add_original, edit, write_run
-from tests.support.report_pages import Page, rendered
+from tests.support.report_pages import Page, read, rendered
 from workflow.lib.report.comparison import comparison_csv, result_columns, setting_columns
-from workflow.lib.report.run_results import Run, read_runs
+from workflow.lib.report.run_results import Run
 
 
 @pytest.fixture
@@ -24,8 +24,7 @@ def runs(tmp_path: Path) -> list[Run]:
     edit(
         folder / "evaluate_run" / "tuned.json", lambda d: d["comparisons"]["base"].update(tasks={})
     )
-    tokens = {name: tmp_path / "tokens" / f"{name}-data" for name in ("demo", "other")}
-    return read_runs(tmp_path / "runs", names=["demo", "other"], tokens=tokens)
+    return read(tmp_path, "demo", "other")
 
 
 def test_csv_has_one_line_a_run_with_unrounded_numbers(runs: list[Run]) -> None:
@@ -52,8 +51,7 @@ def test_cost_of_4_bits_is_a_column_of_its_own(tmp_path: Path) -> None:
     for name in ("demo", "other"):
         write_run(tmp_path, name, num_steps=3)
     add_original(tmp_path / "runs" / "demo", loss=2.5)
-    tokens = {name: tmp_path / "tokens" / f"{name}-data" for name in ("demo", "other")}
-    found = read_runs(tmp_path / "runs", names=["demo", "other"], tokens=tokens)
+    found = read(tmp_path, "demo", "other")
     rows = list(csv.DictReader(io.StringIO(comparison_csv(found))))
     assert float(rows[0]["four_bits_cost"]) == pytest.approx(2.9876543211 - 2.5)
     assert float(rows[0]["four_bits_cost_ci95_low"]) < float(rows[0]["four_bits_cost_ci95_high"])

@@ -4,6 +4,7 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.support.report_examples import HOSTILE, edit, write_run
+from tests.support.report_pages import read
 from workflow.lib.report.figures import (
     NUM_COLORS,
     PATTERNS,
@@ -13,7 +14,7 @@ from workflow.lib.report.figures import (
     memory_figure,
 )
 from workflow.lib.report.html_page import TEMPLATES
-from workflow.lib.report.run_results import Run, read_runs
+from workflow.lib.report.run_results import Run
 from workflow.lib.system.artifact_files import read_lines, write_lines
 
 
@@ -21,8 +22,7 @@ from workflow.lib.system.artifact_files import read_lines, write_lines
 def runs(tmp_path: Path) -> list[Run]:
     write_run(tmp_path, "demo", num_steps=13)
     write_run(tmp_path, "other", num_steps=7)
-    tokens = {name: tmp_path / "tokens" / f"{name}-data" for name in ("demo", "other")}
-    return read_runs(tmp_path / "runs", names=["demo", "other"], tokens=tokens)
+    return read(tmp_path, "demo", "other")
 
 
 def all_figures(runs: list[Run]) -> list[Figure]:
@@ -83,9 +83,7 @@ def test_style_sheet_has_every_color_and_hatch_that_figures_name(runs: list[Run]
 def test_plotly_takes_no_markup_from_a_name(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(folder / "preflight_run" / "preflight.json", lambda d: d["terms"][0].update(name=HOSTILE))
-    runs = read_runs(
-        tmp_path / "runs", names=["demo"], tokens={"demo": tmp_path / "tokens" / "demo-data"}
-    )
+    runs = read(tmp_path, "demo")
     names = [trace["name"] for trace in memory_figure(runs).data]
     (name,) = [name for name in names if "alert" in name]
     assert "<" not in name
@@ -104,9 +102,7 @@ def test_no_heldout_figure_without_heldout_loss(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
     for subject in ("base", "tuned"):
         edit(folder / "evaluate_run" / f"{subject}.json", lambda d: d.update(heldout=None))
-    runs = read_runs(
-        tmp_path / "runs", names=["demo"], tokens={"demo": tmp_path / "tokens" / "demo-data"}
-    )
+    runs = read(tmp_path, "demo")
     assert heldout_figure(runs) is None
 
 
@@ -118,8 +114,7 @@ def test_heldout_loss_while_training_is_drawn_where_it_was_measured(tmp_path: Pa
         for row in read_lines(path)
     ]
     write_lines(path, rows)
-    tokens = {"demo": tmp_path / "tokens" / "demo-data"}
-    runs = read_runs(tmp_path / "runs", names=["demo"], tokens=tokens)
+    runs = read(tmp_path, "demo")
     (figure,) = [figure for figure in curve_figures(runs) if figure.key == "heldout_loss"]
     assert (figure.data[0]["x"], figure.data[0]["y"]) == ([4, 8], [2.6, 2.2])
 

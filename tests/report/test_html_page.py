@@ -115,7 +115,7 @@ def test_policy_allows_the_two_scripts_and_no_request(two_runs: str) -> None:
 def test_figure_data_is_json_that_cannot_close_its_element(two_runs: str) -> None:
     island = Page(two_runs).scripts[0]
     assert set(json.loads(island)) == {
-        *("heldout", "parallel", "loss", "grad_norm", "learning_rate", "tokens_per_s"),
+        *("heldout", "loss", "grad_norm", "learning_rate", "tokens_per_s"),
         *("peak_bytes", "memory", "lengths-1", "lengths-2"),
     }
     assert "<" not in island

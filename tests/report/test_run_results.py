@@ -5,14 +5,9 @@ from typing import Any
 import pytest
 
 from tests.support.report_examples import edit, write_run
-from workflow.lib.report.run_results import Run, read_runs
+from tests.support.report_pages import read
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json, read_json
-
-
-def read(root: Path, *names: str) -> list[Run]:
-    tokens = {name: root / "tokens" / f"{name}-data" for name in names}
-    return read_runs(root / "runs", names=list(names), tokens=tokens)
 
 
 @pytest.fixture
@@ -125,25 +120,3 @@ def test_files_of_different_runs_are_refused(
     edit(folder / file, change)
     with pytest.raises(UserError, match=message):
         read(tmp_path, "demo")
-
-
-def test_run_without_tokens_folder_is_named(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"--run = \['demo'\]: has no tokens folder\. Add --tokens"):
-        read_runs(tmp_path / "runs", names=["demo"], tokens={})
-
-
-def test_tokens_folder_without_run_is_named(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"--tokens = \['dmeo'\]: no such --run\. Known runs: demo\."
-    ):
-        read_runs(tmp_path / "runs", names=["demo"], tokens={"dmeo": tmp_path})
-
-
-def test_run_named_twice_is_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"--run = \['demo'\]: a run is shown once"):
-        read(tmp_path, "demo", "demo")
-
-
-def test_run_name_cannot_leave_the_runs_folder(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"--run = \['\.\./runs/demo'\]: a run's name is letters"):
-        read_runs(tmp_path / "runs", names=["../runs/demo"], tokens={})

@@ -14,9 +14,7 @@ from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import HOSTILE, edit, write_run
 from workflow.lib.system.artifact_files import read_lines
 
-NUM_FIGURES = (
-    10  # held-out loss, parallel coordinates, five curves, memory, lengths of two data sets
-)
+NUM_FIGURES = 9  # held-out loss, five curves, memory, lengths of two data sets
 
 
 # Of all runs: one gain is reached, the other missed.
@@ -29,11 +27,13 @@ EVALUATE = {
 def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
     settings = {name: {"evaluate": EVALUATE} for name in names}
     config = {"report": {"title": "Report"}, "runs": settings}
-    options = ["--config", json.dumps(config), "--runs-dir", str(root / "runs")]
-    for name in names:
-        options += ["--run", name, "--tokens", f"{name}={root / 'tokens' / f'{name}-data'}"]
+    folders = [
+        {"folder": str(root / "runs" / name), "tokens": str(root / "tokens" / f"{name}-data")}
+        for name in names
+    ]
+    options = ["--config", json.dumps(config), "--runs", json.dumps(folders)]
     options += ["--output", str(root / "report.html"), "--comparison", str(root / "table.csv")]
-    options += ["--figures", str(root / "figures"), "--log", str(root / "log" / "report.log")]
+    options += ["--log", str(root / "log" / "report.log")]
     return forked_stage("render_report", *options)
 
 
@@ -55,10 +55,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_stage_writes_page_table_figures_and_log(root: Path) -> None:
+def test_stage_writes_page_table_and_log(root: Path) -> None:
     assert (root / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert len((root / "table.csv").read_text().splitlines()) == 3
-    assert sorted(p.name for p in (root / "figures").iterdir()) == ["heldout.png", "loss.png"]
     assert (
         "run demo: held-out loss, NF4 base -> tuned: 2.9877 -> 1.5123"
         in (root / "log" / "report.log").read_text()
@@ -75,16 +74,11 @@ def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def test_tokens_option_without_folder_is_explained(tmp_path: Path) -> None:
-    write_run(tmp_path, "demo", num_steps=3)
-    options = ["--config", '{"report": {}, "runs": {}}']
-    options += ["--runs-dir", str(tmp_path / "runs"), "--run", "demo", "--tokens", "demo"]
-    for name in ("output", "comparison", "figures"):
-        options += [f"--{name}", str(tmp_path / name)]
-    done = forked_stage("render_report", *options)
-    assert done.stderr == (
-        "--tokens = 'demo': must be NAME=DIR. Give a run and its tokens folder.\n"
-    )
+def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
+    options = ["--config", '{"report": {}, "runs": {}}', "--runs", '[{"folder": "a"}]']
+    done = forked_stage("render_report", *options, "--output", "x", "--comparison", "y")
+    assert done.returncode == 2
+    assert "argument --runs: invalid run_folders value" in done.stderr
 
 
 def test_report_needs_no_torch() -> None:

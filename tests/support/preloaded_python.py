@@ -48,7 +48,6 @@ PACKAGES = (
     "multiprocessing.spawn",
     "pydantic",
     "pyarrow.parquet",
-    "matplotlib.pyplot",
     "plotly.graph_objects",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.errors",

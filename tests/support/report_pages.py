@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.report_examples import edit
 from workflow.lib.report.html_page import render_page
-from workflow.lib.report.run_results import Run, read_runs
+from workflow.lib.report.run_results import Run, RunFolders, read_run
 from workflow.lib.settings.config import ReportConfig
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -47,9 +47,11 @@ class Page(html.parser.HTMLParser):
         return [str(attrs[name]) for _, attrs in self.elements if name in attrs]
 
 
-def read(root: Path, *names: str) -> list[Run]:
-    tokens = {name: root / "tokens" / f"{name}-data" for name in names}
-    return read_runs(root / "runs", names=list(names), tokens=tokens)
+def read(root: Path, *names: str, gguf: bool = False) -> list[Run]:
+    return [
+        read_run(RunFolders(str(root / "runs" / name), str(root / "tokens" / f"{name}-data"), gguf))
+        for name in names
+    ]
 
 
 def rendered(root: Path, *names: str, **report: Any) -> str:

@@ -38,8 +38,6 @@ ARTIFACTS = {
     "results/evaluations/*/samples-*.json",
     "results/report/comparison.csv",
     "results/tensorboard/demo/events.out.tfevents.*",
-    "results/report/figures/heldout.png",
-    "results/report/figures/loss.png",
     "results/report/report.html",
     "results/runs/demo/consolidate/adapter/README.md",
     "results/runs/demo/consolidate/adapter/SHA256SUMS",

@@ -44,10 +44,6 @@
     hoverlabel: { bgcolor: color("raised"), bordercolor: color("line"), font: { color: color("ink") } },
     xaxis: paintAxis(layout.xaxis),
     yaxis: paintAxis(layout.yaxis),
-    shapes: layout.shapes?.map((shape) => ({ ...shape, line: { width: 1, color: color("muted") } })),
-    annotations: layout.annotations?.map((note) => ({
-      ...note, font: { size: 12, color: color("ink") }, bgcolor: color("raised"), borderpad: 1,
-    })),
   });
 
   const draw = (extra) =>

@@ -20,13 +20,6 @@ rule render_report:
             category="Report",
             labels={"artifact": "table of all runs"},
         ),
-        figures=report(
-            directory("results/report/figures"),
-            patterns=["{figure}.png"],
-            caption="../report/captions/figure.rst",
-            category="Report",
-            labels={"artifact": "figure: {figure}"},
-        ),
     log:
         "logs/render_report/report.log",
     conda:
@@ -35,15 +28,16 @@ rule render_report:
         # The report shows how to make all of it again: the settings of every run that differ from the defaults.
         config=lambda w, output: layout.report_json(REPORT, RUNS),
         recorded=layout.recorded_report_json(REPORT, RUNS),  # what Snakemake compares
-        folder=lambda w, input: subpath(input.summary[0], ancestor=3),
-        runs=[part for name in RUNS for part in ("--run", name)],
-        gguf=["--gguf", *IN_GGUF] if IN_GGUF else [],
-        tokens=lambda w, input: [
-            part
-            for name, manifest in zip(RUNS, input.tokens, strict=True)
-            for part in ("--tokens", f"{name}={subpath(manifest, parent=True)}")
-        ],
+        runs=lambda w, input: json.dumps(
+            [
+                {
+                    "folder": subpath(summary, ancestor=2),
+                    "tokens": subpath(manifest, parent=True),
+                    "gguf": name in IN_GGUF,
+                }
+                for name, summary, manifest in zip(RUNS, input.summary, input.tokens, strict=True)
+            ]
+        ),
     shell:
-        "python -m workflow.scripts.render_report --config {params.config:q} --runs-dir {params.folder:q}"
-        " {params.runs:q} {params.tokens:q} {params.gguf:q} --output {output.page:q}"
-        " --comparison {output.comparison:q} --figures {output.figures:q} --log {log:q}"
+        "python -m workflow.scripts.render_report --config {params.config:q} --runs {params.runs:q}"
+        " --output {output.page:q} --comparison {output.comparison:q} --log {log:q}"

@@ -9,8 +9,7 @@ not run.
 
 import base64
 import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,18 @@ from plotly.offline import get_plotlyjs
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.planning.preflight.plan_words import choices, in_words, nearest_plans
-from workflow.lib.report.comparison import (
-    best_run,
-    comparable,
-    flat,
-    result_columns,
-    setting_columns,
-    task_columns,
-)
-from workflow.lib.report.figures import Figure, curve_figures, heldout_figure, memory_figure
-from workflow.lib.report.length_figure import length_figure
-from workflow.lib.report.parallel_coordinates import parallel_figure
-from workflow.lib.report.required_gains import gate
+from workflow.lib.report.comparison import best_run, flat
+from workflow.lib.report.figures import Figure
 from workflow.lib.report.run_results import Run
+from workflow.lib.report.sections import SECTIONS, Content
 from workflow.lib.report.verdict import Measured, label
-from workflow.lib.settings.config import EvaluateConfig, ReportConfig
+from workflow.lib.settings.config import ReportConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SUBJECTS
 from workflow.lib.system import number_formats
 from workflow.lib.system.files import provenance
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "report"
 CURVE_TABLE_ROWS = 12  # steps listed under the curves: a phone's screen of the same numbers
-COMMAND = "snakemake --cores all --replace-workflow-config --configfile settings.json"
 
 NUMBERS: dict[str, Callable[[float], str]] = {
     "loss": number_formats.loss,
@@ -64,79 +53,32 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
     of it again.
     """
     assert runs, "a report shows at least one run"
+    content = Content(runs, report, settings)
+    sections = [section for section in SECTIONS if section.shown(runs)]
     variables = {
         "report": report,
         "runs": runs,
-        "with_gguf": [run for run in runs if run.gguf],
+        "best": best_run(runs),
         "subject_labels": SUBJECT_LABELS,
         "subject_meanings": SUBJECT_MEANINGS,
         "shown_subjects": [n for n in SUBJECTS if any(n in r.measured.subjects for r in runs)],
-        **_tables(runs),
-        **_verdicts(runs, settings),
-        **_figures(runs),
-        **_origin(runs, report, settings),
+        "rendered": provenance(),
+        "sections": sections,
         **_style_and_scripts(),
     }
-    return _environment().get_template("page.html.j2").render(variables)
+    for section in sections:
+        variables |= section.variables(content)
+    drawn = {each.key: {"data": each.data, "layout": each.layout} for each in _figures(variables)}
+    return _environment().get_template("page.html.j2").render(variables, figures=drawn)
 
 
-def _tables(runs: list[Run]) -> dict[str, Any]:
-    """Return the template's variables of the runs side by side."""
-    best = best_run(runs)
-    return {
-        "settings": setting_columns(runs),
-        "results": result_columns(runs),
-        "task_columns": task_columns(runs),
-        "same_heldout": comparable(runs),
-        "best": best,
-        "others": [run for run in runs if run is not best],
-    }
-
-
-def _verdicts(runs: list[Run], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's variables of what each run was asked and what it reached."""
-    asked = {run.name: _evaluation_settings(settings, run) for run in runs}
-    gates = {run.name: gate(asked[run.name], run.measured) for run in runs}
-    return {
-        "gates": gates,
-        "doubtful": [
-            run
-            for run in runs
-            if run.measured.outcome != "improved" or run.failed_checks or not gates[run.name].passed
-        ],
-        "temperatures": {name: of_run.sample_temperature for name, of_run in asked.items()},
-    }
-
-
-def _figures(runs: list[Run]) -> dict[str, Any]:
-    """Return the template's variables of the figures, and their data by key."""
-    curves, memory = curve_figures(runs), memory_figure(runs)
-    heldout, parallel = heldout_figure(runs), parallel_figure(runs)
-    datasets = _datasets(runs)
-    figures = [*curves, memory, heldout, parallel, *(lengths for *_, lengths in datasets)]
-    return {
-        "datasets": datasets,
-        "curves": curves,
-        "memory": memory,
-        "heldout": heldout,
-        "parallel": parallel,
-        "figures": {
-            figure.key: {"data": figure.data, "layout": figure.layout}
-            for figure in figures
-            if figure
-        },
-    }
-
-
-def _origin(runs: list[Run], report: ReportConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's variables of what made the page, and how to make all of it again."""
-    document = {"report": report.model_dump(mode="json", exclude_defaults=True), "runs": settings}
-    return {
-        "rendered": provenance(),
-        "command": COMMAND,
-        "commit": _one_commit(runs),
-        "document": json.dumps(document, indent=2),
-    }
+def _figures(value: object) -> Iterator[Figure]:
+    """Yield the figures among variables."""
+    if isinstance(value, Figure):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _figures(item)
 
 
 def _style_and_scripts() -> dict[str, Any]:
@@ -147,30 +89,6 @@ def _style_and_scripts() -> dict[str, Any]:
         "scripts": [Markup(plotly), Markup(script)],
         "script_hashes": [_csp_hash(plotly), _csp_hash(script)],
     }
-
-
-def _evaluation_settings(settings: Mapping[str, Any], run: Run) -> EvaluateConfig:
-    return EvaluateConfig.model_validate(settings.get(run.name, {}).get("evaluate", {}))
-
-
-def _datasets(runs: list[Run]) -> list[tuple[Run, list[str], Figure | None]]:
-    """Return one run per tokens folder, with the names of all runs that used it, and its lengths
-    drawn.
-    """
-    names: dict[str, list[str]] = {}
-    for run in runs:
-        names.setdefault(run.tokens_name, []).append(run.name)
-    firsts = {run.tokens_name: run for run in reversed(runs)}
-    return [
-        (firsts[tokens], users, length_figure(firsts[tokens].manifest, number=number))
-        for number, (tokens, users) in enumerate(names.items(), 1)
-    ]
-
-
-def _one_commit(runs: list[Run]) -> str | None:
-    """Return the commit that made every artifact; None if there was more than one, or none."""
-    commits = {origin.commit for run in runs for origin in run.provenances}
-    return commits.pop() if len(commits) == 1 else None
 
 
 def _csp_hash(script: str) -> str:

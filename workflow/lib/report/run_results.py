@@ -1,12 +1,10 @@
 """A run as the report sees it: its artifacts read, checked against each other, and paired.
 
 Everything shown is in the artifacts; this module only refuses what does not belong together (a file
-of another run). What the evaluations say is in `verdict`, drawing in `figures` and `paper_figures`,
-the table over runs in `comparison`, the page in `html_page`.
+of another run). What the evaluations say is in `verdict`, drawing in `figures`,
+the table over runs in `comparison`, the page in `sections` and `html_page`.
 """
 
-import re
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +16,7 @@ from workflow.lib.artifacts.read_records import read_record, read_steps
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.artifacts.training_record import Check, Step, Summary
 from workflow.lib.report.verdict import Measured, read_measured, refuse_mismatch
-from workflow.lib.settings.section_base import NAME_PATTERN
 from workflow.lib.system.checksums import damaged
-from workflow.lib.system.errors import setting_error
 
 
 @dataclass(frozen=True)
@@ -130,51 +126,38 @@ def _parity_check(parity: Parity) -> Check:
     )
 
 
-def read_runs(
-    runs_dir: Path,
-    *,
-    names: list[str],
-    tokens: Mapping[str, Path],
-    gguf: Collection[str] = (),
-) -> list[Run]:
-    """Read all runs, in the order of `names`; gguf: those that export GGUF files.
+@dataclass(frozen=True)
+class RunFolders:
+    """Where a run's artifacts lie."""
 
-    Raises `UserError` for a run without a tokens folder, a tokens folder without its run, a missing
-    file, a missing or wrong field, and files that belong to different runs.
+    folder: str
+    """`results/runs/<run>`."""
+    tokens: str
+    """Its tokens folder."""
+    gguf: bool = False
+    """Whether it exports GGUF files."""
+
+
+def read_run(folders: RunFolders) -> Run:
+    """Read the artifacts of a run.
+
+    Raises `UserError` for a missing file, a missing or wrong field, and files that belong to
+    different runs.
     """
-    if wrong := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:
-        raise setting_error(
-            "--run", wrong, "a run's name is letters, digits, `.`, `_`, `-`", "Rename the run"
-        )
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise setting_error("--run", repeated, "a run is shown once", "Name it once")
-    if unknown := sorted(set(tokens) - set(names)):
-        raise setting_error("--tokens", unknown, "no such --run", f"Known runs: {', '.join(names)}")
-    if missing := [name for name in names if name not in tokens]:
-        raise setting_error(
-            "--run", missing, "has no tokens folder", "Add --tokens NAME=DIR for each of them"
-        )
-    return [
-        read_run(runs_dir / name, tokens_dir=tokens[name], has_gguf=name in gguf) for name in names
-    ]
-
-
-def read_run(folder: Path, *, tokens_dir: Path, has_gguf: bool) -> Run:
-    """Read the artifacts of the run in `folder` (`results/runs/<run>`); raises `UserError` as
-    `read_runs`.
-    """
+    folder, tokens = Path(folders.folder), Path(folders.tokens)
+    gguf = folder / "convert_gguf" / "gguf.json"
     run = Run(
         name=folder.name,
-        tokens_name=tokens_dir.name,
-        manifest=read_record(tokens_dir / "manifest.json", Manifest),
+        tokens_name=tokens.name,
+        manifest=read_record(tokens / "manifest.json", Manifest),
         preflight=read_record(folder / "preflight_run" / "preflight.json", Preflight),
         summary=read_record(folder / "finetune" / "summary.json", Summary),
         steps=read_steps(folder / "finetune" / "metrics.jsonl"),
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
         measured=read_measured(folder / "evaluate_run", run=folder.name),
-        gguf=read_record(folder / "convert_gguf" / "gguf.json", GgufChecks) if has_gguf else None,
+        gguf=read_record(gguf, GgufChecks) if folders.gguf else None,
     )
-    _check_belongs(run, folder=folder, tokens_dir=tokens_dir)
+    _check_belongs(run, folder=folder, tokens_dir=tokens)
     return run
 
 
