@@ -35,54 +35,38 @@ def once(rules: list[str]) -> dict[str, int]:
     return dict.fromkeys(rules, 1)
 
 
+# One of each kind: what each setting reruns is told by `stage_json` (tests/artifacts).
 EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("report title", {"report": {"title": "Another title"}}, REPORT),
-    ("samples", {"evaluate": {"samples": 1}}, EVALUATION),
-    (
-        "merged model",
-        {"export": {"merged": True}},
-        ["consolidate_and_merged", *EVALUATION],
-    ),
-    ("subjects", {"evaluate": {"subjects": ["base", "tuned"]}}, EVALUATION),
-    ("what is served", {"evaluate": {"served": "tuned_on_original"}}, EVALUATION),
+    ("merged model", {"export": {"merged": True}}, ["consolidate_and_merged", *EVALUATION]),
     ("subjects written out", {"evaluate": {"subjects": ["tuned", "base", "original"]}}, REPORT),
-    ("live view", {"tracking": {"tensorboard": False}}, []),
-    ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
-    ("processes", {"hardware": {"cpu_processes": 1}}, ["preflight_run", *REPORT]),
-    ("rank", {"lora": {"r": 8}}, TRAINING),
-    ("tokens of no calibration", {"quantize": {"calibration_tokens": 4096}}, []),
     ("calibration", {"quantize": {"method": "calibrated"}}, ["quantize_base", *TRAINING]),
-    ("method by the model", {"quantize": {"method": "auto"}}, ["quantize_base", *TRAINING]),
-    ("learning rate", {"train": {"learning_rate": 1e-3}}, TRAINING),
+    ("row length", {"data": {"seq_len": 29}}, ["tokenize_dataset", *TRAINING]),
     (
         "what changes nothing",
         {
             "data": {"max_rejected_share": 0.5},
-            "train": {
-                "checkpoint_every_steps": 2,
-                "checkpoint_every_minutes": None,
-                "log_every_steps": 2,
-                "grace_seconds": 7.0,
-                "hang_seconds": 77.0,
-            },
+            "train": {"checkpoint_every_minutes": None, "log_every_steps": 2, "hang_seconds": 77.0},
             "evaluate": {"batch_size": 3, "processes": 1, "shard": False},
+            "lora": {"dropout": 0.0},
+            "tracking": {"tensorboard": False},
         },
         [],
     ),
     (
         "what changes the prediction alone",
-        {
-            "train": {
-                "micro_batch_size": 1,
-                "activation_checkpointing": True,
-                "keep_checkpoints": 1,
-            }
-        },
+        {"train": {"micro_batch_size": 1, "keep_checkpoints": 1}},
         ["preflight_run", *REPORT],
     ),
-    ("attention", {"model": {"attention": "eager"}}, TRAINING),
-    ("block size", {"quantize": {"block_size": 128}}, ["quantize_base", *TRAINING]),
-    ("row length", {"data": {"seq_len": 29}}, ["tokenize_dataset", *TRAINING]),
+    (
+        "two edits at once",
+        {"hardware": {"cpu_processes": 1}, "evaluate": {"samples": 1}},
+        ["preflight_run", *EVALUATION],
+    ),
+    (
+        "two settings that swap their values",
+        {"hardware": {"cpu_processes": 1}, "train": {"adam_beta1": 0.999, "adam_beta2": 0.9}},
+        TRAINING,
+    ),
 ]
 
 
@@ -94,44 +78,15 @@ def test_edit_runs_the_stages_that_read_it_and_those_after_them(
     assert project.planned("all") == once(rules)
 
 
-def test_two_edits_at_once_run_what_either_needs(project: Project) -> None:
-    project.edit({"hardware": {"cpu_processes": 1}, "evaluate": {"samples": 1}})
-    assert project.planned("all") == once(["preflight_run", *EVALUATION])
-
-
-def test_new_hardware_does_not_hide_new_training_settings(project: Project) -> None:
-    project.edit({"hardware": {"cpu_processes": 1}, "lora": {"r": 8}})
-    assert project.planned("train") == once(["preflight_run", "finetune", "consolidate"])
-
-
-def test_two_settings_that_swap_their_values_train_again(project: Project) -> None:
-    project.edit({"train": {"adam_beta1": 0.999, "adam_beta2": 0.9}})
-    assert "finetune" in project.planned("all")
-
-
-def test_finished_project_has_nothing_to_do(finished_project: Project) -> None:
-    assert finished_project.snakemake("--dry-run", "all").nothing_to_do
-
-
-def test_reordered_keys_run_nothing(project: Project) -> None:
+def test_reordered_keys_and_touched_inputs_run_nothing(project: Project) -> None:
+    for path in [*(project.root / "data").iterdir(), *(project.root / "model").iterdir()]:
+        path.touch()
     settings = project.settings
     backwards = {
         section: dict(reversed(values.items())) for section, values in reversed(settings.items())
     }
     assert list(backwards["train"]) != list(settings["train"])
     project.write_settings(backwards)
-    assert project.planned("all") == {}
-
-
-def test_default_written_out_runs_nothing(project: Project) -> None:
-    project.edit({"lora": {"dropout": 0.0}, "export": {"merged": False}})
-    assert project.planned("all") == {}
-
-
-def test_touched_inputs_of_the_same_content_run_nothing(project: Project) -> None:
-    inputs = [*(project.root / "data").iterdir(), *(project.root / "model").iterdir()]
-    for path in inputs:
-        path.touch()
     assert project.planned("all") == {}
 
 
@@ -246,45 +201,24 @@ def test_settings_with_a_key_twice_are_refused_with_its_line(
     assert f"config.yaml, line {line}: the key train stands there for the second" in done.output
 
 
-TARGETS = [
-    ("tokenize", ["describe_model", "tokenize_dataset"]),
-    ("preflight", ["describe_model", "tokenize_dataset", "preflight_run"]),
-    (
-        "train",
-        [
-            "describe_model",
-            "tokenize_dataset",
-            "preflight_run",
-            "quantize_base",
-            "finetune",
-            "consolidate",
-        ],
-    ),
-    (
-        "evaluate",
-        [
-            "describe_model",
-            "tokenize_dataset",
-            "preflight_run",
-            "quantize_base",
-            "finetune",
-            "consolidate",
-            "evaluate_run",
-            "write_card",
-        ],
-    ),
-    ("report", EVERYTHING),
-    ("all", EVERYTHING),
-]
+BEFORE_TRAINING = ["describe_model", "tokenize_dataset", "preflight_run"]
+TRAINED = [*BEFORE_TRAINING, "quantize_base", "finetune", "consolidate"]
+TARGETS = {
+    ("tokenize",): BEFORE_TRAINING[:2],
+    ("preflight",): BEFORE_TRAINING,
+    ("train",): TRAINED,
+    ("evaluate",): [*TRAINED, "evaluate_run", "write_card"],
+    ("report",): EVERYTHING,
+    ("all",): EVERYTHING,
+    (): EVERYTHING,
+}
 
 
-@pytest.mark.parametrize(("target", "rules"), TARGETS, ids=[t[0] for t in TARGETS])
-def test_target_plans_what_it_needs(fresh: Project, target: str, rules: list[str]) -> None:
-    assert fresh.planned(target) == once(rules)
-
-
-def test_no_target_means_all(fresh: Project) -> None:
-    assert fresh.planned() == once(EVERYTHING)
+@pytest.mark.parametrize(("target", "rules"), TARGETS.items(), ids=str)
+def test_target_plans_what_it_needs(
+    fresh: Project, target: tuple[str, ...], rules: list[str]
+) -> None:
+    assert fresh.planned(*target) == once(rules)
 
 
 def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(
