@@ -3,7 +3,6 @@ shows.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,14 +32,6 @@ def keys(document: dict[str, Any], path: str = "") -> list[str]:
         for key, value in document.items()
     ]
     return [key for below in nested for key in below]
-
-
-def test_pages_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SCHEMA", "TABLE"):
-        monkeypatch.setattr(settings_reference, name, tmp_path / name)
-    settings_reference.write_all()
-    assert json.loads((tmp_path / "SCHEMA").read_text())["title"] == "Config"
-    assert (tmp_path / "TABLE").read_text() == configuration_md()
 
 
 def test_table_of_settings_is_what_the_models_say() -> None:

@@ -14,8 +14,6 @@ from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharde
 from workflow.lib.export.stock_models import load_adapter
 from workflow.lib.system.errors import UserError
 
-CPU = torch.device("cpu")
-
 
 def share(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Return the logits of the sharded models, and what is said of one that cannot be."""

@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 from pathlib import Path
@@ -199,15 +198,6 @@ def test_folder_without_an_adapter_is_refused(folder, tmp_path):
         load_adapter(load(folder / "base"), tmp_path)
 
 
-def test_code_in_a_model_folder_is_not_run(folder, tmp_path):
-    shutil.copytree(folder / "base", tmp_path / "b")
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
-    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "b" / "evil.py").write_text("raise SystemExit('this ran')")
-    load(tmp_path / "b")
-
-
 @pytest.mark.parametrize(
     ("name", "device", "dtype"),
     [
@@ -219,15 +209,6 @@ def test_code_in_a_model_folder_is_not_run(folder, tmp_path):
 )
 def test_compute_dtype_by_name_and_device(name, device, dtype):
     assert resolve_dtype(name, torch.device(device)) == dtype
-
-
-def test_auto_attention_is_sdpa_on_a_cpu():
-    assert resolve_attention("auto", CPU) == "sdpa"
-
-
-def test_auto_attention_is_sdpa_for_float32_on_a_gpu():
-    gpu = torch.device("cuda")
-    assert resolve_attention("auto", gpu, compute_dtype=torch.float32) == "sdpa"
 
 
 def test_attention_asked_for_by_name_is_used():

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -16,7 +15,6 @@ from tests.support.decoder_survey import tiny_config
 from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
 from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.describe_model import describe_config, describe_folder
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.system.errors import UserError
@@ -79,26 +77,6 @@ def built(family: str) -> PreTrainedModel:
     config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_description_has_what_the_built_modules_have(family: str) -> None:
-    shape, model = described(family), built(family)
-    stored = model.state_dict()
-    if shape.tied_embeddings:
-        del stored[f"{shape.head}.weight"]
-    assert shape.quantized_weights + shape.plain_weights == sum(
-        tensor.numel() for tensor in stored.values()
-    )
-    for number, layer in enumerate(decoder_layers(model)):
-        kind = shape.layer(number)
-        modules = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
-        sizes = {x.path: (x.out_features, x.in_features) for x in kind.linears}
-        assert sizes == {n: (m.out_features, m.in_features) for n, m in modules.items()}
-        names = {f"{name}.weight" for name in modules}
-        others = {n: x.numel() for n, x in layer.state_dict().items() if n not in names}
-        assert dict(kind.vectors) == others
-        assert model.get_submodule(f"{shape.layers}.{number}") is layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)

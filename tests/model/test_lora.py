@@ -9,7 +9,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -30,8 +30,6 @@ from workflow.lib.model.nf4_model import build_nf4_on_meta
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import write_json
-from workflow.lib.training.build import TrainingModel
 
 TARGETS = ("q_proj", "down_proj")
 
@@ -156,23 +154,6 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
-def test_fused_path_gives_the_logits_of_stock_peft(base: Path, fused_calls: list[None]) -> None:
-    training = randomized(adapted(base, r=3, alpha=7.5, use_rslora=True))
-    reference = stock(
-        base, r=3, lora_alpha=7.5, use_rslora=True, target_modules="all-linear"
-    ).eval()
-    with torch.no_grad():
-        weights = trainable_parameters(training)
-        for name, param in reference.named_parameters():
-            if param.requires_grad:
-                param.copy_(weights[name.replace(".default.", ".")])
-    ids = torch.randint(0, VOCAB, (1, 13), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(
-        logits(training), reference(input_ids=ids).logits[0], rtol=1e-5, atol=1e-4
-    )
-    assert len(fused_calls) == 21
-
-
 def test_dropout_is_a_function_of_the_rows_keys(base: Path, fused_calls: list[None]) -> None:
     training = randomized(adapted(base, r=3, dropout=0.5)).train()
 
@@ -205,16 +186,6 @@ def test_disabled_adapter_gives_the_base_models_logits(base: Path) -> None:
         off, logits(adapted(base, r=3)), rtol=0, atol=1e-5
     )  # B = 0; a sum more
     assert not torch.allclose(off, logits(training), atol=0.1)
-
-
-def test_adapter_configuration_is_one_that_stock_peft_reads(base: Path, tmp_path: Path) -> None:
-    training = adapted(base, r=3, alpha=7.5, dropout=0.25, target_modules=TARGETS, use_rslora=True)
-    write_json(tmp_path / "adapter_config.json", TrainingModel(training, [], 0).adapter_config())
-    config = PeftConfig.from_pretrained(tmp_path)
-    assert isinstance(config, LoraConfig)
-    assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 7.5, 0.25)
-    assert config.target_modules == set(TARGETS)
-    assert (config.use_rslora, config.inference_mode, config.task_type) == (True, True, "CAUSAL_LM")
 
 
 def test_settings_reach_peft() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.workflow_project import Project, make_project
-from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 
@@ -119,43 +118,6 @@ def test_hub_id_and_revision_are_data_to_every_shell(hostile_folder: Path) -> No
     assert "Traceback" not in done.output
     assert "model.source = '$(touch pwned)" in done.output
     assert pwned(hostile_folder) == []
-
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return make_project(tmp_path_factory.mktemp("fresh") / "project")
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value", "said"),
-    [
-        ("model", "source", "{run}", "reads braces in a path as wildcards"),
-        ("model", "source", "--help", "begins like an option"),
-        ("data", "chat_template", "$(touch pwned)", "there is no such file"),
-    ],
-)
-def test_path_that_cannot_work_is_refused_by_one_message(
-    fresh: Project, tmp_path: Path, section: str, key: str, value: str, said: str
-) -> None:
-    project = fresh.copy(tmp_path / "project")
-    project.edit({section: {key: value}})
-    done = project.snakemake("--dry-run", "preflight")
-    assert done.status == 1
-    assert "Traceback" not in done.output
-    lines = [line for line in done.output.splitlines() if said in line]
-    assert len(lines) == 1, done.output
-    assert pwned(tmp_path) == []
-
-
-@pytest.mark.parametrize("train", ["--help", "../x", "`touch pwned`", "{tokens}.jsonl"])
-def test_data_path_that_cannot_work_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "{tokens}.jsonl").write_text("{}\n")
-    settings = load_config({"data": {"train": train, "heldout": None}})[1]["demo"]
-    with pytest.raises(UserError, match=r"data\.train = .*(no such file|reads braces)"):
-        check_local_paths("demo", settings)
 
 
 def refusal(document: dict[str, Any]) -> str:

@@ -1,13 +1,10 @@
 """Settings: defaults, descriptions, and overrides by runs."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tests.support.settings_examples import only
@@ -46,29 +43,11 @@ def test_written_out_defaults_load_to_the_defaults() -> None:
 @pytest.mark.parametrize("section", [name for name in Config.model_fields if name != "runs"])
 def test_section_with_nothing_below_it_means_its_defaults(section: str) -> None:
     assert load_config({section: None}) == load_config({})
-
-
-def test_nested_section_with_nothing_below_it_means_its_defaults() -> None:
     assert only({"data": {"columns": None}}) == RunConfig()
 
 
-@pytest.mark.parametrize(("path", "description"), list(fields(Config)))
-def test_every_setting_is_described(path: str, description: str | None) -> None:
-    assert description is not None
-    assert len(description) > 10
-
-
-def test_schema_for_editors_describes_every_section() -> None:
-    named = json_schema()["$defs"]
-    sections = {name: one for name, one in named.items() if "properties" in one}
-    assert named.keys() - sections.keys() == {"JsonValue"}
-    described = [
-        property_.get("description")
-        for section in sections.values()
-        for property_ in section["properties"].values()
-    ]
-    assert len(sections) == 12
-    assert all(described)
+def test_every_setting_is_described() -> None:
+    assert [path for path, said in fields(Config) if said is None or len(said) <= 10] == []
 
 
 def test_schema_refuses_unknown_keys_too() -> None:
@@ -116,45 +95,6 @@ def test_merge_replaces_lists_and_leaves_its_inputs_alone() -> None:
     override = {"a": {"list": [3]}}
     assert merge(base, override) == {"a": {"list": [3], "kept": 1}}
     assert (base, override) == ({"a": {"list": [1, 2], "kept": 1}}, {"a": {"list": [3]}})
-
-
-def test_settings_cannot_be_changed_after_loading() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        RunConfig().train.seed = 1  # type: ignore[misc]
-
-
-KEYS = sorted({path.split(".")[-1] for path, _ in fields(Config)})
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just("auto")
-)
-DOCUMENTS = st.dictionaries(
-    st.sampled_from(KEYS) | st.text(max_size=3) | st.integers(),
-    st.recursive(
-        SCALARS,
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=3)
-        ),
-        max_leaves=7,
-    ),
-    max_size=4,
-)
-
-
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(DOCUMENTS)
-def test_no_document_fails_otherwise_than_by_a_user_error(document: dict[Any, Any]) -> None:
-    with contextlib.suppress(UserError):
-        load_config(document)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(DOCUMENTS, DOCUMENTS)
-def test_no_override_fails_otherwise_than_by_a_user_error(
-    shared: dict[Any, Any], override: dict[Any, Any]
-) -> None:
-    with contextlib.suppress(UserError):
-        load_config(shared | {"runs": {"a": override}})
 
 
 @pytest.mark.parametrize(

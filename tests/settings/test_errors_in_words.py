@@ -135,14 +135,6 @@ def test_exactly_one_of_epochs_and_max_steps_is_demanded(length: dict[str, Any])
     assert "exactly one sets the length. Set the other to null." in line
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../up", ".hidden", "a/b", "x" * 65, "é"])
-def test_run_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
-    assert message({"runs": {name: {}}}) == [
-        f"runs: the name {name!r} may have letters, digits, '.', '_' and '-', up to 64, "
-        "a letter or digit first. Change it in config.yaml."
-    ]
-
-
 def test_run_name_that_yaml_reads_as_a_number_is_refused() -> None:
     assert message({"runs": {7: {}}}) == [
         "runs: the name 7 must be text. Put it in quotes in config.yaml: without them YAML reads "

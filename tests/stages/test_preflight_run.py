@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.preflight_examples import TINY, manifest, write_checkpoint
+from tests.support.preflight_examples import manifest, write_checkpoint
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
 DOCUMENT_KEYS = {
@@ -173,11 +173,6 @@ def test_document_is_the_same_twice_but_for_the_machine(stage: Stage) -> None:
     }
 
 
-def test_provenance_names_the_stage(stage: Stage) -> None:
-    stage.run()
-    assert stage.document()["provenance"]["stage"] == "preflight_run"
-
-
 def test_disk_counts_checkpoints_one_more_than_are_kept(stage: Stage) -> None:
     stage.run(train={"global_batch_size": 12, "keep_checkpoints": 4}, lora={"r": 3})
     adapter = 4 * 3 * 3 * ((30 + 30) * 2 + (30 + 10) * 2 + (30 + 46) * 3)
@@ -189,34 +184,8 @@ def test_disk_counts_the_tokens_as_they_lie_there(stage: Stage) -> None:
     assert stage.document()["disk_bytes"]["tokens"] == 37 * 61 * 9 + 307 * 5
 
 
-def test_broken_manifest_is_refused(stage: Stage) -> None:
-    write_checked_json(stage.tokens, {})
-    refused(stage, "no manifest of a tokens folder", "Delete the folder")
-
-
 def test_manifest_without_rows_is_refused(stage: Stage) -> None:
     empty = manifest()
     empty["splits"]["train"]["packed_rows"] = 0
     write_checked_json(stage.tokens, empty)
     refused(stage, "no training row", "rejects.jsonl")
-
-
-def test_long_rows_are_refused(stage: Stage) -> None:
-    refused(
-        stage,
-        "data.seq_len = 129: the model's max_position_embeddings is 128",
-        data={"seq_len": 129},
-    )
-
-
-def test_unsupported_model_is_refused(stage: Stage) -> None:
-    write_checkpoint(stage.model, config=TINY | {"model_type": "gpt2"})
-    refused(stage, "model_type = 'gpt2': in a decoder layer GPT2Block has no linear")
-
-
-def test_unknown_target_is_refused(stage: Stage) -> None:
-    refused(stage, "lora.target_modules = 'gate'", "gate_proj", lora={"target_modules": ["gate"]})
-
-
-def test_more_gpus_than_there_are_is_refused(stage: Stage) -> None:
-    refused(stage, "hardware.gpus = 4096", hardware={"gpus": 4096})

@@ -19,7 +19,6 @@ from tests.support.workflow_project import (
 from workflow.lib.artifacts.layout import base_dir
 from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.settings.config import load_config
 
 IDS = torch.tensor([[3, 11, 290, 64, 5, 201, 17, 8, 133, 41, 2]])
@@ -112,10 +111,6 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return result
 
 
-def rms(values: torch.Tensor) -> float:
-    return float(values.pow(2).mean().sqrt())
-
-
 # What a finished project is.
 
 
@@ -193,27 +188,6 @@ def test_new_rows_in_the_same_file_train_from_the_start(checkout: Project, tmp_p
     after = project.json("finetune", "summary.json")
     assert after["resumed_from_steps"] == []
     assert after["first_loss"] != pytest.approx(before["first_loss"], rel=1e-3)
-
-
-def test_merged_model_is_the_original_and_the_adapter_without_training_again(
-    project: Project,
-) -> None:
-    project.edit({"export": {"merged": True}})
-    done = project.run("train")
-    assert executed(done.output) == {"consolidate_and_merged": 1}
-    original = load_base(
-        project.root / "model",
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        attention="sdpa",
-    )
-    before = logits(original)
-    expected = logits(load_adapter(original, project.folder("consolidate") / "adapter"))
-    merged = logits(load(project.folder("consolidate") / "merged"))
-    # bf16 moves every weight by up to 2**-9 of itself, embedding and head too, and the logits by
-    # 0.65% of themselves (measured). The adapter moves them by 113%: a merge that loses or doubles
-    # it, or one layer of it, is far outside.
-    assert rms(merged - expected) < 0.03 * rms(before - expected)
 
 
 def test_calibrated_base_is_made_with_the_tokens_of_the_run(project: Project) -> None:
