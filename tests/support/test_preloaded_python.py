@@ -103,30 +103,33 @@ def test_stage_of_any_checkout_is_run_as_by_the_interpreter(checkout: Path) -> N
     assert other[0] == 3
 
 
-@pytest.mark.parametrize("argument", ["refuse", "end late"])
+@pytest.mark.parametrize("argument", ["refuse", "end late", "die"])
 def test_stage_ends_as_the_interpreter_does(checkout: Path, argument: str) -> None:
     one, other = (
         run(checkout, python, argument, variables=environment())
         for python in (preloaded_python(), sys.executable)
     )
     assert one == other
-    assert one[0] in (1, 5)
+    assert one[0] in (1, 5, -signal.SIGKILL)
 
 
-def test_stage_that_finds_its_checkout_by_the_environment_is_forked(
-    checkout: Path, tmp_path: Path
-) -> None:
-    """As Snakemake starts it, in the folder of the results."""
-    variables = environment(PYTHONPATH=str(checkout))
-    assert '"preloaded": true' in run(tmp_path, preloaded_python(), variables=variables)[1]
-
-
-def test_stage_that_finds_another_package_by_the_environment_is_not_forked(
-    checkout: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("variable", "value", "forked"),
+    [
+        ("PYTHONPATH", "{checkout}", "true"),  # as Snakemake starts it, in the results' folder
+        ("PYTHONPATH", "{checkout}:{folder}", "false"),  # where another pydantic is found
+        ("HF_HOME", "{folder}", "false"),  # by which packages are imported otherwise
+    ],
+)
+def test_stage_is_forked_unless_its_environment_changes_what_it_imports(
+    checkout: Path, tmp_path: Path, variable: str, value: str, forked: str
 ) -> None:
     (tmp_path / "pydantic.py").touch()
-    variables = environment(PYTHONPATH=str(tmp_path))
-    assert '"preloaded": false' in run(checkout, preloaded_python(), variables=variables)[1]
+    changes = {variable: value.format(checkout=checkout, folder=tmp_path)}
+    variables = environment(**{"PYTHONPATH": str(checkout)} | changes)
+    (tmp_path / "results").mkdir()
+    said = run(tmp_path / "results", preloaded_python(), variables=variables)[1]
+    assert f'"preloaded": {forked}' in said
 
 
 def test_forks_of_this_checkout_share_its_library(checkout: Path) -> None:
@@ -144,22 +147,10 @@ def test_forks_of_this_checkout_share_its_library(checkout: Path) -> None:
         assert done.stdout == shared, done.stderr
 
 
-def test_stage_in_whose_environment_packages_are_imported_otherwise_is_not_forked(
-    checkout: Path, tmp_path: Path
-) -> None:
-    variables = environment(HF_HOME=str(tmp_path))
-    assert '"preloaded": false' in run(checkout, preloaded_python(), variables=variables)[1]
-
-
 def test_what_is_no_stage_is_run_by_the_interpreter() -> None:
     code = "import sys; print('torch' in sys.modules)"
     done = subprocess.run([preloaded_python(), "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n"
-
-
-def test_death_by_a_signal_is_the_commands_own(checkout: Path) -> None:
-    status, _, _ = run(checkout, preloaded_python(), "die", variables=environment())
-    assert status == -signal.SIGKILL
 
 
 def test_what_a_stage_starts_by_multiprocessing_is_forked_too(checkout: Path) -> None:
