@@ -48,7 +48,7 @@ def test_card_tells_losses_their_bound_and_sizes(run: Path) -> None:
 
 
 def test_card_of_a_run_without_gguf_files_has_no_such_section(tmp_path: Path) -> None:
-    assert "## GGUF" not in model_card(read(write_run(tmp_path, "demo", num_steps=3)))
+    assert "## GGUF" not in model_card(read_card(write_run(tmp_path, "demo", num_steps=3)))
 
 
 def page(root: Path, *, gguf: bool) -> Page:
