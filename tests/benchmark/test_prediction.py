@@ -13,7 +13,7 @@ from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording import recording_process as recordings
-from workflow.lib.recording.request import Request as Recorded
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import parse_gpu
 from workflow.lib.system.units import GIB
 
@@ -45,10 +45,9 @@ def prepared(process: recordings.RecordingProcess, case: str, **sizes: Any) -> P
 
 def test_predicted_memory_is_that_of_the_recording(process: recordings.RecordingProcess) -> None:
     found = prepared(process, "flash")
-    assert found.setup is not None
     assert found.predicted is not None
     record = recordings.PlanRecorder(process, found.config, found.shape, checked=False)
-    peaks = replay(record(found.setup))
+    peaks = replay(record(found.plan))
     assert found.predicted["peak_bytes"] == peaks.allocated_bytes
     assert found.predicted["reserved_bytes"] == peaks.reserved_bytes
     assert found.predicted["phases"] == peaks.phases
@@ -60,16 +59,16 @@ def test_predicted_memory_is_that_of_the_recording(process: recordings.Recording
 @pytest.mark.parametrize("checked", [False, True])
 def test_recording_is_made_after_the_checks_that_the_case_makes(checked: bool) -> None:
     """What cannot be recorded is predicted by the closed form."""
-    asked: list[Recorded] = []
+    asked: list[bool] = []
 
     class Refusing:
-        def record(self, request: Recorded) -> Tape:
-            asked.append(request)
+        def record(self, config: dict[str, Any], plan: StepPlan, *, checked: bool) -> Tape:
+            asked.append(checked)
             raise NotRecordedError("this model cannot be recorded")
 
     found = prepared(cast(Any, Refusing()), "flash", seq_len=992, check_bytes=checked)
     closed = prepare(request_of("flash", seq_len=992), num_gpus=2)
-    assert [request.checked for request in asked] == [checked]
+    assert asked == [checked]
     assert found.predicted == closed.predicted
 
 

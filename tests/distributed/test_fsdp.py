@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
@@ -26,7 +27,7 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.startup_checks import startup_checks
 
 PROCESSES = 3
@@ -48,9 +49,7 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
     find.
     """
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        model = build_training_model(
-            base, CONFIG, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
-        )
+        model = built_model(base, CONFIG, make_plan(), world)
         params = dict(model.training.named_parameters())
         report: dict[str, Any] = {
             "ranges": {name: (*local_range(p), p.shape[0]) for name, p in params.items()},
@@ -272,8 +271,7 @@ def keep_gathered(base: Path) -> dict[str, Any]:
     """Run a forward without backward where layers stay gathered, first as FSDP leaves it."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         plan = make_plan(reshard_after_forward=False)
-        build = {"numerics": Numerics(torch.float32, "sdpa")}
-        training = build_training_model(base, CONFIG, plan, world, **build).training
+        training = built_model(base, CONFIG, plan, world).training
         before, held = trainable_parameters(training), local_bytes(training)
         ids = torch.arange(11)[None]
         with torch.no_grad():

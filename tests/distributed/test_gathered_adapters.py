@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import quantized, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
 LORA = {"r": 3, "alpha": 1}  # a scale of a third: no product with it is one of bfloat16
@@ -31,10 +31,8 @@ def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
     """Two micro-batches in bfloat16, of whose rows the first process trains one and the others
     none: the gradients of the second, and the types in which layers see their adapters.
     """
-    plan, numerics = make_plan(activation_checkpointing=2), Numerics(torch.bfloat16, "sdpa")
-    training = build_training_model(
-        base, RunConfig(lora=lora), plan, world, numerics=numerics
-    ).training
+    plan = make_plan(activation_checkpointing=2)
+    training = built_model(base, RunConfig(lora=lora), plan, world, dtype=torch.bfloat16).training
     params = trainable_parameters(training)
     fill_(params)
     training.train()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import quantized, random_store, tiny_llama
@@ -22,7 +23,7 @@ from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.micro_batch_graphs import forward_backward
 from workflow.lib.training.startup_checks import startup_checks
 
@@ -50,9 +51,7 @@ def engine(base: Path, world: World, *, count: int | str, level: bool | int) -> 
         reshard_after_forward=count != WHOLE,
     )
     config = RunConfig(lora=LoraSettings(r=3, alpha=6))
-    model = build_training_model(
-        base, config, plan, world, numerics=Numerics(torch.float32, "sdpa")
-    )
+    model = built_model(base, config, plan, world)
     store = random_store(rows=7, seq_len=23)
     checks = startup_checks(model, store, base, world)
     params = trainable_parameters(model.training)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import adapted, quantized, random_store, tiny_llama
@@ -37,7 +38,6 @@ from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.startup_checks import startup_checks
 
 PROCESSES, HIDDEN, ROWS, SEQ_LEN = 4, 13, 8, 17
@@ -168,9 +168,7 @@ def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, An
     model of a run.
     """
     plan = make_plan(offload_embedding=offload_embedding)
-    model = build_training_model(
-        base, CONFIG, plan, world, numerics=Numerics(torch.float32, "sdpa")
-    )
+    model = built_model(base, CONFIG, plan, world)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     checks = startup_checks(model, store, base, world)
     model.training.train()

@@ -8,8 +8,8 @@ import pytest
 from tests.support.preflight_examples import llama_70b, setup
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.closed_form import predict
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.machine_speed import speed_of
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.lib.system.units import GIB
 
@@ -23,12 +23,12 @@ ROWS = re.findall(
 )
 
 
-def published_setup(sharding: str, kept: str, attention: str, rows: str) -> Setup:
+def published_setup(sharding: str, kept: str, attention: str, rows: str) -> StepPlan:
     return setup(
         processes=1 if sharding == "DDP" else 2,
         micro_batch_size=int(rows),
         targets=("q_proj", "v_proj"),
-        dropout=True,
+        dropout=0.05,
         activation_checkpointing=0 if kept else 1,
         attention=attention,
         fused_layers=True,

@@ -106,9 +106,9 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
     """Change every token of the second document of the first row; return how far each document's
     logits move, by attention.
     """
+    from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.backends import FLASH_AVAILABLE
-    from workflow.lib.training.build import Numerics, build_training_model
 
     names = ["sdpa", "eager"]
     names += ["varlen", "flex"] if device == "cuda" else []
@@ -120,9 +120,9 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
     found = {}
     with process_group(device, timeout_s=120) as world:
         for name in names:
-            model = build_training_model(
+            model = built_model(
                 base, settings(), plan(processes=1, micro_batch_size=2, device=device), world,
-                numerics=Numerics(torch.bfloat16 if device == "cuda" else torch.float32, name),
+                dtype=torch.bfloat16 if device == "cuda" else torch.float32, attention=name,
             ).training.eval()  # fmt: skip
             every = torch.arange(ids.numel(), device=device)
             with torch.no_grad():
@@ -286,12 +286,12 @@ def test_large_moments_are_paged_and_update_like_torch(one_gpu: int) -> None:
 def resident_bytes(base: Path, count: int) -> int:
     """Return what lies on the GPU after a step with `count` layers on the host."""
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
+    from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
-    from workflow.lib.training.build import Numerics, build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
-        build = {"numerics": Numerics(torch.bfloat16, "sdpa")}
-        model = build_training_model(base, CONFIG, make_plan(offload_layers=count), world, **build)
+        build = {"dtype": torch.bfloat16}
+        model = built_model(base, CONFIG, make_plan(offload_layers=count), world, **build)
         model.training(batch_of(slice(0, 1), trained=True, device=world.device)).backward()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
@@ -317,14 +317,12 @@ def step_memory(base: Path) -> dict[str, int]:
     what lies there.
     """
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
+    from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
-    from workflow.lib.training.build import Numerics, build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
-        build = {"numerics": Numerics(torch.bfloat16, "sdpa")}
-        model = build_training_model(
-            base, CONFIG, make_plan(offload_embedding=True), world, **build
-        )
+        build = {"dtype": torch.bfloat16}
+        model = built_model(base, CONFIG, make_plan(offload_embedding=True), world, **build)
         rows = batch_of(slice(world.rank, world.rank + 1), trained=True, device=world.device)
         model.training(rows).backward()  # sets FSDP up
         torch.cuda.synchronize()

@@ -14,8 +14,7 @@ from tests.stages.test_finetune import ROWS, SEQ_LEN, full, settings
 from tests.support.captures import Function
 from tests.support.distributed import run_distributed
 from tests.support.models import quantized, random_store, tiny_llama
-from tests.support.plans import make_plan
-from workflow.lib.artifacts.preflight_record import Plan
+from tests.support.plans import PLANNED, make_plan
 from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +44,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "recomputed, weights kept to backward": {"dropout": 0.1, "reshard_after_forward": False},
     "float8, embedding on the host": {"products": "float8", "offload_embedding": True},
     "two micro-batches": {"micro_batch_size": 1},
-    "replicas": {"shard_size": 1},
+    "replicas": {"replicas": 2},
     "flex": {"attention": "flex"},
     "kept on the host": STASHED,
     "those of two layers on the host": STASHED | {"offload_activations": 2},
@@ -62,9 +61,9 @@ def trained(
     """Train in this process; graphed: `no`, `yes`, `layout`: as graphs do, but launched by Python,
     or `fails`: the last process captures by `capturing`, which fails.
     """
+    from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.lora import trainable_parameters
-    from workflow.lib.training.build import Numerics, build_training_model
     from workflow.lib.training.launch import DEFAULTS
     from workflow.lib.training.loop import Trainer, make_optimizer
     from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
@@ -77,13 +76,18 @@ def trained(
     train = config.train.model_copy(update=saved)
     config = config.model_copy(update={"lora": lora, "train": train})
     plan = make_plan(
-        device="cuda", num_steps=STEPS, compute_dtype="bfloat16",
+        device="cuda", processes=levers.get("replicas", 1), num_steps=STEPS,
         activation_checkpointing="dropout" in levers,
-        **({"micro_batch_size": 2} | {k: v for k, v in levers.items() if k in Plan.model_fields}),
+        **({"micro_batch_size": 2} | {k: v for k, v in levers.items() if k in PLANNED}),
     )  # fmt: skip
-    with process_group("cuda", timeout_s=120.0, shard_size=levers.get("shard_size")) as world:
-        numerics = Numerics(torch.bfloat16, attention, levers.get("products", "compute_dtype"))
-        model = build_training_model(base, config, plan, world, numerics=numerics)
+    with process_group(
+        "cuda", timeout_s=120.0, shard_size=plan.shards if "replicas" in levers else None
+    ) as world:
+        model = built_model(
+            base, config, plan, world,
+            dtype=torch.bfloat16, attention=attention,
+            products=levers.get("products", "compute_dtype"),
+        )  # fmt: skip
         make_capture = {"yes": CudaCapture, "layout": launched_by_python, "fails": CudaCapture}
         if graphed == "fails" and world.rank == world.size - 1:
             make_capture["fails"] = capturing

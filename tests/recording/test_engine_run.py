@@ -2,6 +2,7 @@
 search's closed form says of it, what it counts as, and what is left at the end.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
 from workflow.lib.recording.term_names import MAKERS
+from workflow.lib.step_plan.plan import StepPlan
 
 LLAMA = {
     "model_type": "llama",
@@ -68,7 +68,7 @@ STAY = {
 }
 
 
-def chosen(**levers: Any) -> Setup:
+def chosen(**levers: Any) -> StepPlan:
     return setup(**({"fused_layers": True, "micro_batch_size": 2} | levers))
 
 
@@ -84,11 +84,12 @@ class Tapes:
         self._process = process
         self._kept: dict[str, Tape] = {}
 
-    def made(self, levers: Setup) -> Tape:
+    def made(self, levers: StepPlan) -> Tape:
         window = offload_window(shape(), levers)
-        return self._process.record(Request(LLAMA, levers, window, checked=False))
+        asked = replace(levers, offload_window_bytes=window)
+        return self._process.record(LLAMA, asked, checked=False)
 
-    def of(self, levers: Setup) -> Tape:
+    def of(self, levers: StepPlan) -> Tape:
         key = repr(levers)
         if key not in self._kept:
             self._kept[key] = self.made(levers)
@@ -173,7 +174,7 @@ def test_tensors_are_named_by_the_code_that_makes_them(tapes: Tapes) -> None:
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_captured_micro_batch_takes_memory_of_its_own(tapes: Tapes, accumulates: bool) -> None:
     """It is the second one; its activations are all in a pool of their own, and none is left."""
-    asked = chosen(**ALONE | KEPT | GRAPHS, accumulates=accumulates)
+    asked = chosen(**ALONE | KEPT | GRAPHS, accumulation_steps=2 if accumulates else 1)
     tape = tapes.of(asked)
     begin = tape.events.index(EMPTY_CACHE)
     assert tape.events.count(EMPTY_CACHE) == 1

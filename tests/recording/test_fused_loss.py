@@ -10,9 +10,8 @@ from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import Replay, replay
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
+from workflow.lib.step_plan.plan import StepPlan
 
 # The loss decides on the peak.
 WIDE = {
@@ -48,8 +47,8 @@ def test_kernels_spare_the_logits_in_fp32(
     stored = setup(seq_len=2048, fused_layers=True, targets=shape.linear_names, **levers)
     fused = replace(stored, fused_loss=True)
 
-    def recorded(chosen: Setup) -> Replay:
-        return replay(process.record(Request(config, chosen, None, checked=False)))
+    def recorded(chosen: StepPlan) -> Replay:
+        return replay(process.record(config, chosen, checked=False))
 
     found = {chosen.fused_loss: recorded(chosen) for chosen in (stored, fused)}
     less = found[False].allocated_bytes - found[True].allocated_bytes

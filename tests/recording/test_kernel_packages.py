@@ -21,13 +21,12 @@ from pathlib import Path
 from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_file
 from workflow.lib.recording.recording_process import _recorded
-from workflow.lib.recording.request import Request
 
 config = Path(sys.argv[1])
 recurrent = [layer.recurrent for layer in describe_file(config).kinds]
 levers = setup(seq_len=128, micro_batch_size=1, processes=1, targets=("q_proj",))
-request = Request(json.loads(config.read_text()), levers, None, checked=False)
-print(recurrent, len(_recorded(request, whole=True).events) > 100)
+config = json.loads(config.read_text())
+print(recurrent, len(_recorded(config, levers, checked=False, whole=True).events) > 100)
 """
 
 

@@ -16,7 +16,6 @@ from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import layer_kinds
 
 # Gemma 4 E2B with fewer layers, half of which share keys, and fewer tokens.
@@ -53,7 +52,7 @@ def test_closed_form_says_what_embeddings_of_layers_ask_for(
 ) -> None:
     shape = describe_config(CONFIG, origin=Path("model"))
     asked = setup(targets=shape.linear_names, fused_layers=True, **levers)
-    tape = process.record(Request(CONFIG, asked, None, checked=False))
+    tape = process.record(CONFIG, asked, checked=False)
     found = replay(tape)
     tables = found.terms["embedding_and_head"]
     assert tables == pytest.approx(TABLES // asked.processes, abs=SCALARS)

@@ -20,7 +20,6 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
 
 COUNTED = [line for line in all_lines() if counts(line)]
 LINES = {(line["case"], line["versions"]["commit"]): line for line in COUNTED}
@@ -66,7 +65,7 @@ def test_recorded_memory_with_a_loss_by_kernels_is_what_was_measured(
     process: RecordingProcess, case: str, error: float
 ) -> None:
     found = row(FUSED_LOSS[case], process)
-    assert found.setup.fused_loss
+    assert found.plan.fused_loss
     assert abs(found.allocated_error) < error
     assert abs(found.reserved_error) < LARGEST_RESERVED_ERROR
 
@@ -99,8 +98,7 @@ def test_soft_capped_attention_is_predicted_no_lower_than_it_is_recorded(
         fused_layers=True,
         activation_checkpointing=False,
     )
-    request = Request(GEMMA_2_27B, chosen, None, checked=False)
-    exact = replay(process.record(request)).allocated_bytes
+    exact = replay(process.record(GEMMA_2_27B, chosen, checked=False)).allocated_bytes
     shape = describe_config(GEMMA_2_27B, origin=Path("gemma-2-27b"))
     assert exact <= predict(shape, chosen).peak_bytes <= 1.02 * exact
 

@@ -25,11 +25,10 @@ from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, mater
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import saved_activations
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
 from workflow.lib.settings.config import LoraSettings
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
@@ -155,9 +154,8 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders: tuple[Path
     assert max(left) < ROWS * SEQ_LEN * hidden_size  # half a hidden state in bf16
 
 
-def recorded(process: RecordingProcess, source: Path, chosen: Setup) -> Tape:
-    request = Request(read_config(source), chosen, None, checked=False)
-    return process.record(request, whole=True)
+def recorded(process: RecordingProcess, source: Path, chosen: StepPlan) -> Tape:
+    return process.record(read_config(source), chosen, checked=False, whole=True)
 
 
 def peak(tape: Tape) -> int:
@@ -187,7 +185,7 @@ def test_peak_above_the_weights_is_that_of_the_engine(
     source, base = folders
     wanted = {"targets": SEVEN, "dora": False} | lever
     chosen = setup(
-        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={},
+        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager",
         targets=wanted["targets"], dora=wanted["dora"], activation_checkpointing=wanted["every"],
         dropout="dropout" in wanted,
     )  # fmt: skip
@@ -215,7 +213,6 @@ def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(
         seq_len=SEQ_LEN,
         rank=4,
         attention="eager",
-        fixed={},
         targets=SEVEN,
         activation_checkpointing=every,
     )
@@ -236,7 +233,6 @@ def test_what_autograd_keeps_of_soft_capped_attention_is_what_the_closed_form_co
         seq_len=SEQ_LEN,
         rank=4,
         attention="eager",
-        fixed={},
         targets=SEVEN,
         activation_checkpointing=False,
     )
@@ -286,7 +282,7 @@ def test_peak_with_trained_modules_is_that_of_the_engine(
     one, two = (
         setup(
             processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager",
-            fixed={}, targets=SEVEN, activation_checkpointing=True, accumulates=accumulates,
+            targets=SEVEN, accumulation_steps=2 if accumulates else 1,
             trains_head="lm_head" in modules, trains_embedding="embed_tokens" in modules,
         )
         for accumulates in (False, True)

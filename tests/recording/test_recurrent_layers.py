@@ -9,7 +9,6 @@ from tests.support.other_decoders import config_of
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
 
 
 @pytest.mark.parametrize("family", [*RECURRENT, "lfm2_moe"])
@@ -20,7 +19,7 @@ def test_captured_micro_batch_of_recurrent_layers_is_recorded(
         seq_len=128, micro_batch_size=2, processes=1, targets=("q_proj",), cuda_graphs=True
     )
     assert levers.graphed
-    tape = process.record(Request(config_of(family), levers, None, checked=False), whole=True)
+    tape = process.record(config_of(family), levers, checked=False, whole=True)
     assert tape.events.count(EMPTY_CACHE) == 1
     captured = tape.events[tape.events.index(EMPTY_CACHE) :]
     assert "forward" in captured

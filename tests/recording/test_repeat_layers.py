@@ -15,7 +15,6 @@ from workflow.lib.recording.engine_run import record
 from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
-from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import representatives
 
 LLAMA = {
@@ -51,7 +50,7 @@ def large(tape: Tape) -> Counter[int]:
         (LLAMA, 9, {"reshard_after_forward": False, "accumulates": True, "processes": 4,
                     "replicas": 2, "trains_head": True, "trains_embedding": True}, None),
         (LLAMA, 12, {"processes": 1, "activation_checkpointing": 2, "offload_layers": 5,
-                     "dropout": True, "dora": True}, None),
+                     "dropout": 0.05, "dora": True}, None),
         (LLAMA, 11, {"offload_activations": True, "optimizer": "adamw_8bit"}, 131072),
         (GEMMA, 10, {"processes": 1, "activation_checkpointing": False, "attention": "flex"}, None),
     ],
@@ -64,9 +63,9 @@ def test_repeated_layers_ask_for_what_all_layers_ask(
     levers: dict[str, Any],
     window_bytes: int | None,
 ) -> None:
-    chosen = setup(seq_len=128, micro_batch_size=1, fused_layers=True, **levers)
-    request = Request(config | {"num_hidden_layers": layers}, chosen, window_bytes)
-    some, every = process.record(request), process.record(request, whole=True)
+    chosen = setup(seq_len=128, fused_layers=True, offload_window_bytes=window_bytes, **levers)
+    config = config | {"num_hidden_layers": layers}
+    some, every = (process.record(config, chosen, whole=whole) for whole in (False, True))
     assert large(some) == large(every)
     of_some, of_all = replay(some), replay(every)
     assert of_some.phases == pytest.approx(of_all.phases, abs=SHORTER_NORMS)
@@ -84,7 +83,7 @@ def refusals(cases: list[dict[str, Any]]) -> list[str]:
     logging.getLogger("workflow").setLevel(logging.DEBUG)
     for levers in cases:
         chosen = setup(seq_len=128, micro_batch_size=1, fused_layers=True, **levers)
-        record(Request(LLAMA | {"num_hidden_layers": 12}, chosen, None))
+        record(LLAMA | {"num_hidden_layers": 12}, chosen)
     return said
 
 
@@ -99,16 +98,18 @@ def test_what_torch_refuses_is_told_in_words(process: RecordingProcess) -> None:
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 3, "mamba_d_state": 16}
     hybrid = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}
     config = LLAMA | hybrid | mamba | {"num_hidden_layers": 2, "num_local_experts": 0}
-    request = Request(config, setup(seq_len=128, processes=1, targets=("q_proj",)), None)
+    chosen = setup(seq_len=128, processes=1, targets=("q_proj",))
     with pytest.raises(NotRecordedError, match="cannot be recorded with this model"):
-        process.record(request)
+        process.record(config, chosen)
 
 
 def test_replay_of_a_recording_of_126_layers_is_a_few_million_calls(
     process: RecordingProcess,
 ) -> None:
-    chosen = setup(seq_len=128, micro_batch_size=1, fused_layers=True, offload_activations=True)
-    tape = process.record(Request(LLAMA | {"num_hidden_layers": 126}, chosen, 131072))
+    chosen = setup(
+        seq_len=128, fused_layers=True, offload_activations=True, offload_window_bytes=131072
+    )
+    tape = process.record(LLAMA | {"num_hidden_layers": 126}, chosen)
     assert num_calls(lambda: replay(tape)) < 8_000_000
 
 

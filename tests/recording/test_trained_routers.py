@@ -11,10 +11,9 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import stored_terms
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
+from workflow.lib.step_plan.plan import StepPlan
 
 EXPERTS, HIDDEN, LAYERS = 64, 1024, 12
 MIXTURE = {
@@ -36,7 +35,7 @@ ROUTER = 4 * EXPERTS * HIDDEN
 SHAPE = describe_config(MIXTURE, origin=Path("model"))
 
 
-def chosen(**levers: Any) -> Setup:
+def chosen(**levers: Any) -> StepPlan:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     return setup(**({"fused_layers": True, "processes": 1, "targets": targets} | levers))
 
@@ -46,14 +45,14 @@ BALANCED = {"balances_routers": True}
 
 
 @pytest.fixture(scope="module")
-def recorded(process: RecordingProcess) -> Callable[[Setup], Tape]:
+def recorded(process: RecordingProcess) -> Callable[[StepPlan], Tape]:
     """Record a set-up, for all tests that ask for it."""
     kept: dict[str, Tape] = {}
 
-    def tape(levers: Setup) -> Tape:
+    def tape(levers: StepPlan) -> Tape:
         key = repr(levers)
         if key not in kept:
-            kept[key] = process.record(Request(MIXTURE, levers, None, checked=False))
+            kept[key] = process.record(MIXTURE, levers, checked=False)
         return kept[key]
 
     return tape
@@ -66,7 +65,7 @@ def term(tape: Tape, name: str) -> int:
 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_masters_and_moments_of_routers_are_recorded_as_the_closed_form_has_them(
-    recorded: Callable[[Setup], Tape], processes: int
+    recorded: Callable[[StepPlan], Tape], processes: int
 ) -> None:
     frozen, trained = (chosen(processes=processes, **x) for x in ({}, TRAINED))
     tapes = [recorded(levers) for levers in (frozen, trained)]
@@ -80,7 +79,7 @@ def test_masters_and_moments_of_routers_are_recorded_as_the_closed_form_has_them
 
 @pytest.mark.parametrize("every", [True, False])
 def test_balance_keeps_a_layers_logits_at_most(
-    recorded: Callable[[Setup], Tape], every: bool
+    recorded: Callable[[StepPlan], Tape], every: bool
 ) -> None:
     plain, balanced = (
         replay(recorded(chosen(activation_checkpointing=every, **TRAINED, **levers)))
@@ -92,7 +91,7 @@ def test_balance_keeps_a_layers_logits_at_most(
     assert layers * logits * (not every) <= more <= (layers + 12) * logits
 
 
-def test_estimate_is_near_the_recording(recorded: Callable[[Setup], Tape]) -> None:
+def test_estimate_is_near_the_recording(recorded: Callable[[StepPlan], Tape]) -> None:
     levers = chosen(**TRAINED, **BALANCED)
     estimate, measured = predict(SHAPE, levers).peak_bytes, replay(recorded(levers))
     assert estimate == pytest.approx(measured.allocated_bytes, rel=0.15)

@@ -7,7 +7,6 @@ import pytest
 from tests.support.other_decoders import config_of
 from tests.support.preflight_examples import setup
 from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.recording.request import Request
 
 LIMIT = 128
 
@@ -25,7 +24,7 @@ def test_model_with_longrope_is_recorded(process: RecordingProcess, seq_len: int
     }
     config |= {"rope_parameters": rope, "max_position_embeddings": 4 * LIMIT}
     levers = setup(seq_len=seq_len, micro_batch_size=2, processes=1, targets=("o_proj",))
-    tape = process.record(Request(config, levers, None, checked=False), whole=True)
+    tape = process.record(config, levers, checked=False, whole=True)
     assert "forward" in tape.events
 
 
@@ -38,5 +37,5 @@ def test_model_whose_family_drops_attention_weights_is_recorded(
         seq_len=64, micro_batch_size=2, processes=1, targets=("o_proj",),
         attention=attention, attention_dropout=True,
     )  # fmt: skip
-    tape = process.record(Request(config, levers, None, checked=False), whole=True)
+    tape = process.record(config, levers, checked=False, whole=True)
     assert "forward" in tape.events

@@ -16,10 +16,10 @@ from tests.support.finished import arguments, finetune, prepare
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.system.test_checksums import flip, flip_tensor
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 
@@ -44,10 +44,9 @@ def settings(**lora: Any) -> RunConfig:
     )
 
 
-def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> Plan:
+def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> StepPlan:
     fields = {
         "processes": processes,
-        "shard_size": processes,
         "micro_batch_size": micro_batch_size,
         "accumulation_steps": BATCH // processes // micro_batch_size,
         "num_steps": STEPS,
@@ -58,7 +57,7 @@ def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> Plan:
 def ours(
     base: Path,
     config: RunConfig,
-    plan: Plan,
+    plan: StepPlan,
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
 ) -> dict[str, Any]:
@@ -67,15 +66,15 @@ def ours(
     """
     from workflow.lib.distributed.world import process_group
 
-    with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shard_size) as world:
+    with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shards) as world:
         return trained(base, config, plan, world, dtype, attention)
 
 
-def ours_on_each(bases: dict[str, Path], config: RunConfig, plan: Plan) -> dict[str, Any]:
+def ours_on_each(bases: dict[str, Path], config: RunConfig, plan: StepPlan) -> dict[str, Any]:
     """The same on several bases in turn, by name."""
     from workflow.lib.distributed.world import process_group
 
-    with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shard_size) as world:
+    with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shards) as world:
         return {
             name: trained(base, config, plan, world, torch.float32, "sdpa")
             for name, base in bases.items()
@@ -83,17 +82,17 @@ def ours_on_each(bases: dict[str, Path], config: RunConfig, plan: Plan) -> dict[
 
 
 def trained(
-    base: Path, config: RunConfig, plan: Plan, world: Any, dtype: torch.dtype, attention: str
+    base: Path, config: RunConfig, plan: StepPlan, world: Any, dtype: torch.dtype, attention: str
 ) -> dict[str, Any]:
     """What `ours` returns, of a group that has been joined."""
+    from tests.support.built_models import built_model
     from workflow.lib.model.lora import trainable_parameters
-    from workflow.lib.training.build import Numerics, build_training_model
     from workflow.lib.training.loop import Trainer, make_optimizer
     from workflow.lib.training.startup_checks import startup_checks
 
     torch.set_num_threads(1)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    model = build_training_model(base, config, plan, world, numerics=Numerics(dtype, attention))
+    model = built_model(base, config, plan, world, dtype=dtype, attention=attention)
     startup_checks(model, store, base, world)
     optimizer = make_optimizer(model.training, config.train)
     gradients: list[dict[str, torch.Tensor]] = []
@@ -227,7 +226,9 @@ def results(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
     found = {}
     for group, (processes, shard_size) in GROUPS.items():
         planned = plan(
-            processes=processes, micro_batch_size=2 if processes == 1 else 1, shard_size=shard_size
+            processes=processes,
+            micro_batch_size=2 if processes == 1 else 1,
+            replicas=processes // shard_size,
         )
         args = (ours_on_each, bases, settings(), planned)
         found[group] = run_distributed(*args, world_size=processes)[0]

@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.support.built_models import built_model
 from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import Resumed, resume_
 from workflow.lib.training.loop import Trainer, make_optimizer
 
@@ -38,8 +38,7 @@ class Run:
 
     def __init__(self, base: Path, world: World, config: RunConfig = CONFIG) -> None:
         self.world, self.config = world, config
-        build = {"numerics": Numerics(torch.float32, "sdpa")}
-        self.training = build_training_model(base, config, make_plan(), world, **build).training
+        self.training = built_model(base, config, make_plan(), world).training
         self.optimizer = make_optimizer(self.training, config.train)
 
     def train(self, *, first: int, last: int = STEPS) -> list[float]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S
 from tests.support.families import FAMILIES, VOCAB, tiny_family
 from tests.support.gathering import all_full
@@ -57,7 +58,7 @@ from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, short_hash, write_json
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.expert_load import expert_load, routed_rows
 from workflow.lib.training.startup_checks import check_attention, startup_checks
@@ -155,7 +156,6 @@ def run_family(
     config = RunConfig(
         lora=LoraSettings(r=3), train=TrainConfig(global_batch_size=4, fused_layers=fused)
     )
-    numerics = Numerics(torch.float32, attention_of(base))
     plan = make_plan(
         activation_checkpointing=2,
         offload_embedding=number % 2 == 0,
@@ -163,7 +163,7 @@ def run_family(
         offload_window_bytes=(None, 4096)[number % 2],
         offload_layers=number % 3 % 2,
     )
-    model = build_training_model(base, config, plan, world, numerics=numerics)
+    model = built_model(base, config, plan, world, attention=attention_of(base))
     randomize_(model.training)
     packed = family_store("packed")
     checks = startup_checks(model, packed, base, world)

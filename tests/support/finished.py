@@ -16,12 +16,12 @@ from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from tests.support.plans import make_forecast, make_plan
 from tests.support.shared import made_once
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.manifest import chat_facts, tokenizer_facts
 from workflow.lib.data.tokens.token_store import ARRAYS
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.files import (
     file_sha256,
     provenance,
@@ -42,7 +42,7 @@ CONFIG = RunConfig(
         checkpoint_every_steps=4,
     ),
 )
-PLAN = make_plan(processes=2, shard_size=2, accumulation_steps=2, num_steps=STEPS)
+PLAN = make_plan(processes=2, accumulation_steps=2, num_steps=STEPS)
 PREDICTED_BYTES = 12345
 
 
@@ -129,7 +129,7 @@ def arguments(folder: Path) -> argparse.Namespace:
     )
 
 
-def finetune(args: argparse.Namespace, config: RunConfig = CONFIG, plan: Plan = PLAN) -> None:
+def finetune(args: argparse.Namespace, config: RunConfig = CONFIG, plan: StepPlan = PLAN) -> None:
     """Be one worker of the stage."""
     from workflow.scripts.finetune_worker import work
 

@@ -78,11 +78,11 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
     """Load a model and measure its held-out loss, until process 1 is stopped in the middle of one
     of them.
     """
+    from tests.support.built_models import built_model
     from tests.support.finished import PLAN
     from tests.support.models import random_store
     from workflow.lib.settings.config import RunConfig
     from workflow.lib.training.best_adapter import HeldOut
-    from workflow.lib.training.build import Numerics, build_training_model
 
     def stop() -> None:
         if rank == 1:
@@ -93,8 +93,8 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
         process_group("cpu", timeout_s=LONG_S) as world,
     ):
         pulse.phase("loading the model", least_s=600)
-        model = build_training_model(
-            base, RunConfig(), PLAN, world, numerics=Numerics(torch.float32, "sdpa"),
+        model = built_model(
+            base, RunConfig(), PLAN, world,
             moved=stop if phase == "loading" else pulse.moved,
         )  # fmt: skip
         pulse.phase("held-out loss", least_s=600)

@@ -21,10 +21,9 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import Replay, replay
-from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.timing.calibration import recorded_setup
+from workflow.lib.planning.timing.calibration import recorded_plan
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
-from workflow.lib.recording.request import Request
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.units import GIB
 
@@ -82,7 +81,7 @@ class Row:
 
     case: str
     processes: int
-    setup: Setup
+    plan: StepPlan
     shape: ModelShape
     allocated_bytes: int
     reserved_bytes: int
@@ -163,17 +162,18 @@ def _is_gemma(line: dict[str, Any]) -> bool:
 
 def row(line: dict[str, Any], process: RecordingProcess) -> Row:
     """Return a measurement beside what is predicted for it now."""
-    setup = recorded_setup(line)
+    plan = recorded_plan(line)
     if line["measured"]["attention"] == FLEX:  # earlier setups call it flash
-        setup = replace(setup, attention=FLEX)
+        plan = replace(plan, attention=FLEX)
     sizes = sizes_of(line)
     config = model_config(sizes)
     shape = described(json.dumps(config), sizes.model)
-    request = Request(config, setup, offload_window(shape, setup), checked=sizes.check_bytes)
+    followed = replace(plan, offload_window_bytes=offload_window(shape, plan))
     return Row(
-        line["case"], line["processes"], setup, shape,
+        line["case"], line["processes"], plan, shape,
         line["measured"]["allocated_bytes"], line["measured"]["reserved_bytes"],
-        replay(process.record(request)), predict(shape, setup).peak_bytes,
+        replay(process.record(config, followed, checked=sizes.check_bytes)),
+        predict(shape, plan).peak_bytes,
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def line_of(row: Row) -> str:
     """Return a measurement's line of the table."""
     return (
         f"| {row.case} | {row.processes} | {row.shape.num_layers} x {row.shape.hidden_size}, "
-        f"V {row.shape.vocab_size:,} | {row.setup.micro_batch_size} x {row.setup.seq_len:,} | "
+        f"V {row.shape.vocab_size:,} | {row.plan.micro_batch_size} x {row.plan.seq_len:,} | "
         f"{row.allocated_bytes / GIB:.3f} | {row.allocated_error:+.1%} | {row.closed_error:+.1%} | "
         f"{row.reserved_bytes / GIB:.3f} | {row.reserved_error:+.1%} | {row.replayed.peak_phase} |"
     )

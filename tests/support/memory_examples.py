@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.support.preflight_examples import SEVEN, llama_shape, setup
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.closed_form import predict
-from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.step_plan.plan import StepPlan
 
 tiny = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
 small_shapes = st.builds(
@@ -25,24 +25,24 @@ setups = st.builds(
     seq_len=st.integers(8, 4099),
     rank=st.integers(1, 67),
     targets=st.sampled_from([SEVEN, ("q_proj",), ("down_proj", "k_proj")]),
-    dropout=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.05]),
     block_size=st.sampled_from([64, 256]),
     double_quant=st.booleans(),
     activation_checkpointing=st.sampled_from([True, False, 1, 2, 3]),
     reshard_after_forward=st.booleans(),
-    accumulates=st.booleans(),
-    compute_bytes=st.sampled_from([2, 4]),
+    accumulation_steps=st.sampled_from([1, 3]),
+    compute_dtype=st.sampled_from(["bfloat16", "float32"]),
     attention=st.sampled_from(["flash", "sdpa", "eager"]),
     fused_layers=st.booleans(),
     offload_activations=st.sampled_from([False, 1, 2, True]),
 )
 
 
-def peak(shape: ModelShape, chosen: Setup) -> int:
+def peak(shape: ModelShape, chosen: StepPlan) -> int:
     return predict(shape, chosen).peak_bytes
 
 
-def measured_case(row: dict[str, Any]) -> tuple[ModelShape, Setup]:
+def measured_case(row: dict[str, Any]) -> tuple[ModelShape, StepPlan]:
     """Shape and setup of a measured run. Without packing no mask is made, so attention is flash."""
     sizes = {
         4096: {"feed_forward": 14336, "heads": 32, "kv_heads": 8},
@@ -51,8 +51,8 @@ def measured_case(row: dict[str, Any]) -> tuple[ModelShape, Setup]:
     shape = llama_shape(layers=row["L"], hidden=row["h"], vocab=row["V"], tied=row["tied"], **sizes)
     chosen = setup(
         processes=row["P"], micro_batch_size=row["B"], seq_len=row["S"], rank=row["r"],
-        dropout=row["drop"] > 0, activation_checkpointing=row["ckpt"],
-        reshard_after_forward=row["reshard"], accumulates=row["accum"] > 1,
+        dropout=float(row["drop"]), activation_checkpointing=row["ckpt"],
+        reshard_after_forward=row["reshard"], accumulation_steps=row["accum"],
         attention=row["attn"] if row["packed"] else "flash",
     )  # fmt: skip
     return shape, chosen

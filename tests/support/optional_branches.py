@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
+from tests.support.built_models import built_model
 from tests.support.decoder_survey import OTHERWISE, tiny_config
 from tests.support.distributed import TIMEOUT_S
 from tests.support.families import FAMILIES, tiny_model
@@ -31,7 +31,6 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.startup_checks import startup_checks
 
 FLOAT = 0.5  # of a clip, a cap, a scale: the values of tiny models lie on both sides
@@ -142,8 +141,7 @@ def _steps(base: Path, world: World) -> str:
         train=TrainConfig(global_batch_size=4),
         model=ModelConfig(attention_dropout="family"),
     )
-    numerics = Numerics(torch.float32, attention_of(base))
-    model = build_training_model(base, config, make_plan(), world, numerics=numerics)
+    model = built_model(base, config, make_plan(), world, attention=attention_of(base))
     randomize_(model.training)
     checks = startup_checks(model, family_store("packed"), base, world)
     return "" if all(check.passed for check in checks) else str(checks)

@@ -2,30 +2,37 @@
 
 from typing import Any
 
-from workflow.lib.artifacts.preflight_record import Forecast, Plan, TriedPlan
+from workflow.lib.artifacts.preflight_record import Forecast, TriedPlan
+from workflow.lib.step_plan.plan import StepPlan
+
+# Fields of a plan that tests name beside settings.
+PLANNED = {
+    "micro_batch_size",
+    "accumulation_steps",
+    "replicas",
+    "activation_checkpointing",
+    "reshard_after_forward",
+    "offload_activations",
+    "offload_window_bytes",
+    "offload_embedding",
+    "offload_layers",
+}
 
 
-def make_plan(**changes: Any) -> Plan:
+def make_plan(**changes: Any) -> StepPlan:
     """The plan of one CPU process with a row at a time, all layers recomputed."""
     fields: dict[str, Any] = {
         "device": "cpu",
         "processes": 1,
-        "nodes": 1,
-        "shard_size": 1,
         "micro_batch_size": 1,
-        "accumulation_steps": 1,
-        "activation_checkpointing": True,
-        "offload_activations": False,
-        "offload_window_bytes": None,
-        "reshard_after_forward": True,
-        "offload_embedding": False,
-        "offload_layers": 0,
-        "cuda_graphs": False,
-        "gpu_memory_bytes": None,
+        "seq_len": 64,
+        "rank": 4,
+        "targets": ("q_proj", "v_proj"),
         "compute_dtype": "float32",
+        "attention": "sdpa",
         "num_steps": 6,
     }
-    return Plan(**(fields | changes))
+    return StepPlan(**(fields | changes))
 
 
 def tried_plan(**changes: Any) -> TriedPlan:
@@ -51,7 +58,7 @@ def make_forecast(**changes: Any) -> Forecast:
     fields: dict[str, Any] = {
         "verdict": "fits",
         "reason": "micro-batch 2 needs 2.00 of 4.00 GiB",
-        "plan": make_plan(processes=2, shard_size=2, micro_batch_size=2),
+        "plan": make_plan(processes=2, micro_batch_size=2),
         "method": "closed_form",
         "terms": [{"name": "adam_moments", "bytes": 2**30, "explanation": "both moments"}],
         "phases": {"forward": 2**31},

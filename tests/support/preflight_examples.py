@@ -11,9 +11,8 @@ from safetensors.numpy import save_file
 
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.closed_form import CUBLAS_BYTES
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.step_plan.plan import StepPlan
 
 GPU_24 = 24 * 2**30
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -102,7 +101,7 @@ def llama_405b() -> ModelShape:
     )
 
 
-def setup(**changes: Any) -> Setup:
+def setup(**changes: Any) -> StepPlan:
     """Two processes, one row of 2,048 tokens, rank 16 on all linears, bf16, recomputation, flash
     attention.
     """
@@ -112,17 +111,14 @@ def setup(**changes: Any) -> Setup:
         "seq_len": 2048,
         "rank": 16,
         "targets": SEVEN,
-        "dropout": False,
+        "dropout": 0.0,
         "block_size": 64,
         "double_quant": True,
         "activation_checkpointing": True,
         "reshard_after_forward": True,
-        "accumulates": False,
-        "compute_bytes": 2,
-        "attention": "flash",
-        "fixed": {"cublas_workspace": CUBLAS_BYTES},
+        "attention": "varlen",
     }
-    return Setup(**(settings | changes))
+    return StepPlan(**(settings | changes))
 
 
 def machine(**changes: Any) -> Machine:

@@ -120,7 +120,7 @@ def promised(name: str, decision: Decision) -> str:
     """Return the line in which a preset says what it takes."""
     promise, chosen, limits = PROMISES[name], decision.chosen, decision.limits
     needed = limits.capacity_bytes + chosen.lacking_bytes
-    setup = chosen.setup
+    setup = chosen.plan
     some = "" if setup.offload_activations is True else f" of {setup.offload_activations} layers"
     away = [f"activations{some}"] * bool(setup.offload_activations)
     away += [f"{setup.offload_layers} layers"] if setup.offload_layers else []

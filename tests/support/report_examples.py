@@ -124,7 +124,6 @@ def preflight() -> dict[str, Any]:
         plan=make_plan(
             device="cuda",
             processes=2,
-            shard_size=2,
             micro_batch_size=3,
             accumulation_steps=5,
             gpu_memory_bytes=int(23.3 * GIB),

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S
 from tests.support.gathering import all_full
 from tests.support.models import VOCAB, random_store
@@ -19,7 +20,7 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.files import write_json
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.loop import Trainer, make_optimizer
 
@@ -97,8 +98,8 @@ def train(
     each step. folder: where the run is saved, if anywhere.
     """
     levers = {"activation_checkpointing": False} | (plan or {})
-    model = build_training_model(
-        base, settings, make_plan(**levers), world, numerics=Numerics(dtype, attention)
+    model = built_model(
+        base, settings, make_plan(**levers), world, dtype=dtype, attention=attention
     )
     training = model.training
     params = trainable_parameters(training)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S
 from tests.support.gathering import all_full
 from tests.support.models import random_store
@@ -20,7 +21,6 @@ from workflow.lib.model.architecture import vocabulary_slices
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, write_json
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.startup_checks import startup_checks
@@ -52,9 +52,8 @@ def config(kind: str, **train: Any) -> RunConfig:
 def build(
     base: Path, kind: str, world: World, *, compute_dtype: torch.dtype = torch.float32
 ) -> Any:
-    numerics = Numerics(compute_dtype, "sdpa")
     plan = make_plan(activation_checkpointing=2)
-    return build_training_model(base, config(kind), plan, world, numerics=numerics)
+    return built_model(base, config(kind), plan, world, dtype=compute_dtype)
 
 
 def take(

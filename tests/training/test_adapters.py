@@ -18,6 +18,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full, full
 from tests.support.models import adapted, quantized, random_store, tiny_llama
@@ -42,7 +43,6 @@ from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.batches import make_batch, stored_batch
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.loop import Trainer, make_optimizer
 
@@ -78,9 +78,7 @@ def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
 
 def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]:
     config = RunConfig(lora=lora(kind), train=TRAIN)
-    model = build_training_model(
-        base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
-    )
+    model = built_model(base, config, make_plan(), world)
     params = trainable_parameters(model.training)
     initial = all_full(params)
     optimizer = make_optimizer(model.training, TRAIN)

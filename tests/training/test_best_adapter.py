@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, prepare
 from tests.support.models import adapted, quantized, random_store, tiny_llama
@@ -24,7 +25,6 @@ from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows
-from workflow.lib.training.build import Numerics, build_training_model
 
 STEPS = 5
 BEST = CONFIG.train.model_dump() | {
@@ -147,9 +147,8 @@ def measure(base: Path) -> dict[int, float]:
     """Return the loss of a fresh adapter (which changes nothing) by micro-batch."""
     store = random_store(rows=4, seq_len=17)
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        model = build_training_model(
+        model = built_model(
             base, RunConfig(lora=LoraSettings(r=3, dropout=0.5)), PLAN, world,
-            numerics=Numerics(torch.float32, "sdpa"),
         )  # fmt: skip
         model.training.train()
         found = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
@@ -20,7 +21,7 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.startup_checks import (
     check_family,
     check_recomputation,
@@ -48,9 +49,7 @@ def checks(base: Path) -> dict[str, Any]:
         config = RunConfig(
             model=ModelConfig(attention_dropout="family"), lora=LoraSettings(r=2, dropout=0.5)
         )
-        model = build_training_model(
-            base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
-        )
+        model = built_model(base, config, make_plan(), world)
         found["passed"] = startup_checks(model, random_store(rows=3, seq_len=11), base, world)
         found["gradients"] = [
             p.grad for p in trainable_parameters(model.training).values() if p.grad is not None
@@ -166,9 +165,7 @@ def wrong_target(base: Path) -> str:
     config = RunConfig(lora=LoraSettings(target_modules=("w1",)))
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         try:
-            build_training_model(
-                base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
-            )
+            built_model(base, config, make_plan(), world)
         except UserError as error:
             return str(error)
     return "no error"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store, tiny_llama
@@ -24,7 +25,7 @@ from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.best_adapter import HeldOut
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.products_gate import check_products
 
@@ -77,8 +78,7 @@ def settings(products: str, where: str = "both", **train: Any) -> RunConfig:
 
 def built(base: Path, config: RunConfig, world: World, *, products: str) -> TrainingModel:
     """Layers are not recomputed, which would take longer and change no bit."""
-    numerics, plan = Numerics(torch.float32, "sdpa", products), make_plan(**KEPT)
-    return build_training_model(base, config, plan, world, numerics=numerics)
+    return built_model(base, config, make_plan(**KEPT), world, products=products)
 
 
 def trained_losses(base: Path) -> dict[tuple[str, str], float]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import quantized, random_store, tiny_gemma2
@@ -18,7 +19,6 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.build import Numerics, build_training_model
 
 LAYERS = 2
 PLAIN: dict[str, Any] = {"activation_checkpointing": False}
@@ -44,12 +44,13 @@ def step(
     processes share.
     """
     config = RunConfig(lora=LoraSettings(r=2), train=TrainConfig(fused_layers=fused))
-    model = build_training_model(
+    model = built_model(
         base,
         config,
         make_plan(processes=world.size, micro_batch_size=2, **lever),
         world,
-        numerics=Numerics(torch.float32, attention),
+        dtype=torch.float32,
+        attention=attention,
     )
     store = random_store(rows=2, seq_len=37, seed=3)
     store.input_ids[:] %= 101

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import VOCAB, adapted, random_store
-from tests.support.plans import make_plan
+from tests.support.plans import PLANNED, make_plan
 from tests.support.training_loops import (
     BATCH,
     CLIP,
@@ -26,15 +27,14 @@ from tests.support.training_loops import (
     settings,
     values_of,
 )
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.schedule import learning_rate
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 
 MICRO_BATCH = 3  # rows of one process
@@ -108,17 +108,16 @@ def train_variants(
     """Train every variant in this group; return losses, norms, the first step's gradients as
     applied, final weights. Variants whose models are the same share one.
     """
-    numerics = Numerics(torch.float32, "sdpa")
     models: dict[str, tuple[CausalLMForTraining, dict[str, torch.Tensor]]] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         found = {}
         for name, changes in variants.items():
-            planned = {k: v for k, v in changes.items() if k in Plan.model_fields}
+            planned = {k: v for k, v in changes.items() if k in PLANNED}
             plan = make_plan(**({"micro_batch_size": micro_batch} | planned))
-            config = settings(**{k: v for k, v in changes.items() if k not in Plan.model_fields})
+            config = settings(**{k: v for k, v in changes.items() if k not in PLANNED})
             of_model = str(sorted((k, v) for k, v in changes.items() if k not in LOOP_ALONE))
             if of_model not in models:
-                built = build_training_model(base, config, plan, world, numerics=numerics).training
+                built = built_model(base, config, plan, world).training
                 models[of_model] = (built, values_of(built))
             training, initial = models[of_model]
             restart_(training, initial)
@@ -127,7 +126,7 @@ def train_variants(
 
 
 def train_one(
-    training: CausalLMForTraining, config: RunConfig, plan: Plan, world: World
+    training: CausalLMForTraining, config: RunConfig, plan: StepPlan, world: World
 ) -> dict[str, Any]:
     optimizer = make_optimizer(training, config.train)
     params = trainable_parameters(training)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.plans import make_plan
 from tests.support.training_loops import BATCH, CLIP, STEPS, loop, settings, trainer
@@ -17,7 +18,6 @@ from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import check_step
 
 
@@ -93,8 +93,7 @@ def poisoned(base: Path, reshard_after_forward: bool, world: World) -> str:
     """Be a process of a run whose adapter of one layer has become infinite."""
     config = settings()
     plan = make_plan(reshard_after_forward=reshard_after_forward)
-    build = {"numerics": Numerics(torch.float32, "sdpa")}
-    training = build_training_model(base, config, plan, world, **build).training
+    training = built_model(base, config, plan, world).training
     before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
     for name, param in trainable_parameters(training).items():
         if ".layers.1.mlp.up_proj.lora_B" in name:
@@ -149,8 +148,7 @@ def poisoned_in_backward(base: Path, reshard_after_forward: bool, world: World) 
         "reshard_after_forward": reshard_after_forward,
         "activation_checkpointing": False,
     }
-    build = {"numerics": Numerics(torch.float32, "sdpa")}
-    training = build_training_model(base, config, make_plan(**changes), world, **build).training
+    training = built_model(base, config, make_plan(**changes), world).training
     (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
     layer.mlp.register_forward_hook(poison)
     layer.self_attn.o_proj.register_forward_pre_hook(

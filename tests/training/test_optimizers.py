@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import CheckpointWriter, resume_
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.optimizers import BITS_AND_PAGED, ShardwiseAdam
@@ -91,8 +91,7 @@ class Run:
     """A run in this process's group."""
 
     def __init__(self, base: Path, world: World) -> None:
-        build = {"numerics": Numerics(torch.float32, "sdpa")}
-        self.training = build_training_model(base, CONFIG, make_plan(), world, **build).training
+        self.training = built_model(base, CONFIG, make_plan(), world).training
         self.optimizer = make_optimizer(self.training, CONFIG.train)
         self.world = world
 

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import quantized
-from tests.support.plans import make_plan
+from tests.support.plans import PLANNED, make_plan
 from tests.training.test_eight_bit_training import RESOURCES, documentation
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.best_adapter import HeldOut
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import Trainer, make_optimizer
 
 STEPS = 20
@@ -49,14 +48,13 @@ def trained(base: Path, changes: dict[str, Any], world: World, *, steps: int) ->
     """Train; return the losses, the gradients of the second step, and the held-out loss."""
     torch.set_num_threads(1)
     plan, lora, train = (
-        {key: changes[key] for key in model.model_fields if key in changes}
-        for model in (Plan, LoraSettings, TrainConfig)
+        {key: changes[key] for key in names if key in changes}
+        for names in (PLANNED, LoraSettings.model_fields, TrainConfig.model_fields)
     )
     train.pop("activation_checkpointing", None)  # the plan's
     fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": 2, "learning_rate": 1e-3}
     config = RunConfig(lora=LoraSettings(r=8, **lora), train=TrainConfig(**(fixed | train)))
-    numerics = Numerics(torch.float32, "sdpa", config.train.products)
-    model = build_training_model(base, config, make_plan(**plan), world, numerics=numerics)
+    model = built_model(base, config, make_plan(**plan), world, products=config.train.products)
     optimizer, store = make_optimizer(model.training, config.train), documentation()
     params = trainable_parameters(model.training).values()
     gradients: list[torch.Tensor] = []

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.captures import BreaksOff, Captures
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
@@ -30,7 +31,6 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sharded": {},
     "weights kept to backward": {"reshard_after_forward": False},
     "embedding on the host": {"offload_embedding": True},
-    "replicas": {"shard_size": 1},
+    "replicas": {"replicas": PROCESSES},
     "activations on the host": {"offload_activations": True, "offload_window_bytes": 4096},
 }
 BREAKS = ("breaks off in forward", "breaks off in backward")
@@ -84,11 +84,10 @@ def trained(training: CausalLMForTraining, world: World, config: RunConfig, way:
 def train_all(base: Path, kind: str) -> dict[str, Any]:
     """Train one model in all ways of a kind, in this process, from the same values."""
     levers = KINDS[kind]
-    config, plan = settings(max_grad_norm=CLIP), make_plan(**levers)
-    found, numerics = {}, Numerics(torch.float32, "sdpa")
-    shard_size = levers.get("shard_size")
-    with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
-        training = build_training_model(base, config, plan, world, numerics=numerics).training
+    config, plan = settings(max_grad_norm=CLIP), make_plan(processes=PROCESSES, **levers)
+    found = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=plan.shards) as world:
+        training = built_model(base, config, plan, world).training
         initial = values_of(training)
         for way in WAYS[kind]:
             restart_(training, initial)
@@ -145,8 +144,7 @@ def test_capture_that_breaks_off_within_the_layers_is_forgotten(
 
 def zeroed(base: Path) -> tuple[bool, bool]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        numerics = Numerics(torch.float32, "sdpa")
-        build = build_training_model(base, settings(), make_plan(), world, numerics=numerics)
+        build = built_model(base, settings(), make_plan(), world)
         params = trainable_parameters(build.training)
         for param in params.values():
             param.grad = torch.ones_like(param)

@@ -183,9 +183,8 @@ def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:
     return _request_fields(key, prepared.request) | {
         "gpu_names": list(prepared.gpu_names),
         "shape": prepared.shape.document(),
-        "setup": None if prepared.setup is None else asdict(prepared.setup),
         "predicted": prepared.predicted,
-        "plan": prepared.plan.model_dump(),
+        "plan": asdict(prepared.plan),
     }
 
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from tqdm import tqdm
 
-from workflow.lib.artifacts.preflight_record import Plan, Preflight
+from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
@@ -35,11 +35,12 @@ from workflow.lib.model.backends import (
 )
 from workflow.lib.model.experts.router_balance import accumulated
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, open_best, open_heldout
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel, build_training_model
 from workflow.lib.training.checkpoint import (
     Cadence,
     CheckpointWriter,
@@ -72,7 +73,7 @@ def guarded_work(args: argparse.Namespace, config: RunConfig, preflight: Preflig
         work(args, config, preflight.plan)
 
 
-def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
+def work(args: argparse.Namespace, config: RunConfig, plan: StepPlan) -> None:
     rank, step_s = int(os.environ["RANK"]), config.train.hang_seconds
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(rank=rank, start_s=args.timeout_s, step_s=step_s))
@@ -82,7 +83,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
             logger.setLevel(logging.ERROR)
         pulse.phase(JOINING, least_s=JOIN_S)
         world = stack.enter_context(
-            process_group(plan.device, timeout_s=args.timeout_s, shard_size=plan.shard_size)
+            process_group(plan.device, timeout_s=args.timeout_s, shard_size=plan.shards)
         )
         torch.use_deterministic_algorithms(config.train.deterministic)
         store = TokenStore.open(args.tokens)
@@ -90,13 +91,11 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
         recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
         checks = [check_inputs(recorded, world, moved=pulse.moved)]
         logger.info("%s: %s", checks[0].name, checks[0].detail)
-        numerics = resolve_numerics(args.base, config, world)
+        plan = on_this_device(plan, args.base, config, world)
         # no linear of the base and no layer is larger than one of its files
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
-        model = build_training_model(
-            args.base, config, plan, world, numerics=numerics, moved=pulse.moved
-        )
+        model = build_training_model(args.base, config, plan, world, moved=pulse.moved)
         if model.training.rounded_activations is not None:
             logger.info("kept for backward: activations in float8, queries and keys as they are")
         trainable = model.trainable_by_module().items()
@@ -120,8 +119,8 @@ def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> N
         logger.info("%s", left_by(killed_process, checkpoints))
 
 
-def resolve_numerics(base: Path, config: RunConfig, world: World) -> Numerics:
-    """Return the types and the attention that the settings mean on this device."""
+def on_this_device(plan: StepPlan, base: Path, config: RunConfig, world: World) -> StepPlan:
+    """Return the plan with the types and the attention that the settings mean on this device."""
     settings = config.model
     dtype = resolve_dtype(settings.compute_dtype, world.device)
     needs = read_attention_needs(base)
@@ -133,7 +132,8 @@ def resolve_numerics(base: Path, config: RunConfig, world: World) -> Numerics:
     if note := needs.dropout_note(settings.attention_dropout):
         logger.info("%s", note)
     products = resolve_products(config.train.products, world.device, compute_dtype=dtype)
-    return Numerics(dtype, attention.name, products)
+    compute_dtype = str(dtype).removeprefix("torch.")
+    return replace(plan, compute_dtype=compute_dtype, attention=attention.name, products=products)
 
 
 @dataclass(frozen=True)

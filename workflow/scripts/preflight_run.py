@@ -183,7 +183,7 @@ def predict(
     if note := needs.dropout_note(settings.model.attention_dropout):
         show("%s", note)
     if settings.hardware.cuda_graphs and machine.device == "cuda":
-        obstacle = decision.chosen.setup.graph_obstacle
+        obstacle = decision.chosen.plan.graph_obstacle
         show("CUDA graphs: %s", f"off ({obstacle})" if obstacle else "on")
     if not decision.fits:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")

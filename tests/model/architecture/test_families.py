@@ -14,6 +14,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import VOCAB, adapted, quantized, random_store
@@ -31,7 +32,6 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.startup_checks import check_family
 
 ROWS, SEQ_LEN = 3, 29
@@ -179,8 +179,8 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
                 offload_layers=number % 3,
             )
             config = RunConfig(lora=LoraSettings(r=4, alpha=8))
-            model = build_training_model(
-                base, config, plan, world, numerics=Numerics(torch.float32, attention_of(case))
+            model = built_model(
+                base, config, plan, world, dtype=torch.float32, attention=attention_of(case)
             )
             result = trained(model.training.train(), two_rows(world.rank))
             check_family(model.training, random_store(rows=ROWS, seq_len=SEQ_LEN), world)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import quantized, random_store, tiny_llama
@@ -17,7 +18,6 @@ from tests.support.training_loops import STEPS, settings
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale
-from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import CheckpointWriter, resume_
 from workflow.lib.training.loop import Trainer, make_optimizer
 
@@ -45,8 +45,8 @@ def trained(
     resume in `folder`.
     """
     config = settings(dropout=0.2, max_grad_norm=0.5)
-    build = {"numerics": Numerics(dtype, "sdpa")}
-    training = build_training_model(base, config, make_plan(), world, **build).training
+    build = {"dtype": dtype}
+    training = built_model(base, config, make_plan(), world, **build).training
     if factor is not None:
         training.loss_scale = LossScale()
         training.loss_scale.values[0] = factor

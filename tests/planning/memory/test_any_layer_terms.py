@@ -17,7 +17,6 @@ from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.disk import disk_bytes
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     dequantized_weight,
     layer_tensors,
@@ -25,6 +24,7 @@ from workflow.lib.planning.memory.terms import (
     stored_terms,
     trainable_parameters,
 )
+from workflow.lib.step_plan.plan import StepPlan
 
 ROWS, SEQ_LEN = 2, 128
 
@@ -33,11 +33,11 @@ def described(family: str, **changes: object) -> ModelShape:
     return describe_config(config_of(family) | changes, origin=Path("config.json"))
 
 
-def on_cpu(shape: ModelShape) -> Setup:
+def on_cpu(shape: ModelShape) -> StepPlan:
     names = tuple(name for name in shape.linear_names)
     return setup(
         processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, targets=names,
-        compute_bytes=4, attention="sdpa", activation_checkpointing=False,
+        compute_dtype="float32", attention="sdpa", activation_checkpointing=False,
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def test_experts_are_decoded_in_slices() -> None:
 def test_adapters_of_experts_keep_a_value_for_each_row_that_they_multiply() -> None:
     _, layer = mixture()
     kept = [
-        saved_activations(layer, setup(rank=16, targets=targets, attention="flash"))
+        saved_activations(layer, setup(rank=16, targets=targets, attention="varlen"))
         for targets in ((), ("gate_up_proj",), ("q_proj",))
     ]
     assert [kept[1] - kept[0], kept[2] - kept[0]] == [2 * 2048 * 8 * 16, 2 * 2048 * 16]

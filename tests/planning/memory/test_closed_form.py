@@ -16,7 +16,7 @@ from workflow.lib.model.architecture.layer_choice import Recomputation
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.offload_terms import gathered_slices
-from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
 MEASURED = [
@@ -31,7 +31,7 @@ MEASURED = [
 TOLERANCE = 0.015
 
 
-def peak_with_gathered_tables(shape: ModelShape, chosen: Setup) -> int:
+def peak_with_gathered_tables(shape: ModelShape, chosen: StepPlan) -> int:
     """The peak of the engine that was measured, which gathered embedding and head whole (E bytes
     each) on several GPUs.
 
@@ -120,7 +120,7 @@ def test_soft_capped_logits_keep_their_tanh() -> None:
 
 
 def test_accumulated_gradients_lie_there_during_forward() -> None:
-    phases = predict(llama_70b(), setup(accumulates=True)).phases
+    phases = predict(llama_70b(), setup(accumulation_steps=2)).phases
     assert all("lora_gradients" in terms for terms in phases.values())
 
 

@@ -7,22 +7,23 @@ import pytest
 
 from tests.support.memory_examples import tiny
 from tests.support.preflight_examples import setup
-from workflow.lib.planning.memory.closed_form import CUBLAS_BYTES, predict
-from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.terms import CUBLAS_BYTES
 from workflow.lib.planning.timing.step_time import gpu_parts
 from workflow.lib.planning.timing.step_work import micro_batch_work
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import parse_gpu
 
-ALONE = {"processes": 1, "attention": "flash", "fixed": {"cublas_workspace": CUBLAS_BYTES}}
+ALONE = {"processes": 1, "attention": "varlen"}
 
 
-def graphed(**changes: Any) -> Setup:
+def graphed(**changes: Any) -> StepPlan:
     return setup(**(ALONE | {"cuda_graphs": True} | changes))
 
 
 def test_graphs_keep_gradients_and_have_workspaces_of_their_own() -> None:
     python, graphs = graphed(cuda_graphs=False), graphed()
-    summed = predict(tiny, replace(python, accumulates=True)).phases
+    summed = predict(tiny, replace(python, accumulation_steps=2)).phases
     for name, terms in predict(tiny, graphs).phases.items():
         assert terms == summed[name] | {"cublas_workspace": 2 * CUBLAS_BYTES}
 

@@ -11,8 +11,8 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.layer_tensors import gathered_bytes, sharded_bytes
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import stored_terms
+from workflow.lib.step_plan.plan import StepPlan
 
 
 @settings(deadline=None)
@@ -22,7 +22,7 @@ from workflow.lib.planning.memory.terms import stored_terms
     modules=st.sampled_from([(True, False), (False, True), (True, True)]),
 )
 def test_trained_modules_never_take_less_and_are_explained(
-    shape: ModelShape, chosen: Setup, modules: tuple[bool, bool]
+    shape: ModelShape, chosen: StepPlan, modules: tuple[bool, bool]
 ) -> None:
     untied = replace(shape, tied_embeddings=False)
     trained = replace(chosen, trains_head=modules[0], trains_embedding=modules[1])
@@ -34,7 +34,7 @@ def test_trained_modules_never_take_less_and_are_explained(
 
 @settings(deadline=None)
 @given(shape=small_shapes, chosen=setups)
-def test_terms_sum_to_the_peak_and_no_phase_is_larger(shape: ModelShape, chosen: Setup) -> None:
+def test_terms_sum_to_the_peak_and_no_phase_is_larger(shape: ModelShape, chosen: StepPlan) -> None:
     prediction = predict(shape, chosen)
     totals = [sum(terms.values()) for terms in prediction.phases.values()]
     assert prediction.peak_bytes == max(totals) == sum(
@@ -45,7 +45,7 @@ def test_terms_sum_to_the_peak_and_no_phase_is_larger(shape: ModelShape, chosen:
 @settings(deadline=None)
 @given(shape=small_shapes, chosen=setups)
 def test_every_term_is_a_whole_number_above_zero_and_explained(
-    shape: ModelShape, chosen: Setup
+    shape: ModelShape, chosen: StepPlan
 ) -> None:
     for terms in predict(shape, chosen).phases.values():
         assert all(isinstance(size, int) and size > 0 for size in terms.values())
@@ -54,7 +54,9 @@ def test_every_term_is_a_whole_number_above_zero_and_explained(
 
 @settings(deadline=None)
 @given(shape=small_shapes, chosen=setups, more=st.integers(1, 50))
-def test_more_processes_never_store_more_each(shape: ModelShape, chosen: Setup, more: int) -> None:
+def test_more_processes_never_store_more_each(
+    shape: ModelShape, chosen: StepPlan, more: int
+) -> None:
     """Packed weights and their scales together: several processes have slices of both."""
     fewer, wider = (
         stored_terms(shape, replace(chosen, processes=processes))
@@ -93,7 +95,7 @@ def test_shards_hold_all_rows(tensors: list[tuple[int, int]], processes: int) ->
     more=st.integers(1, 300),
 )
 def test_longer_larger_and_richer_never_take_less(
-    shape: ModelShape, chosen: Setup, key: str, more: int
+    shape: ModelShape, chosen: StepPlan, key: str, more: int
 ) -> None:
     larger = replace(chosen, **{key: getattr(chosen, key) + more})
     assert peak(shape, larger) >= peak(shape, chosen)
@@ -101,26 +103,26 @@ def test_longer_larger_and_richer_never_take_less(
 
 @settings(deadline=None)
 @given(shape=small_shapes, chosen=setups)
-def test_accumulation_never_takes_less(shape: ModelShape, chosen: Setup) -> None:
-    once, often = (replace(chosen, accumulates=flag) for flag in (False, True))
+def test_accumulation_never_takes_less(shape: ModelShape, chosen: StepPlan) -> None:
+    once, often = (replace(chosen, accumulation_steps=steps) for steps in (1, 2))
     assert peak(shape, often) >= peak(shape, once)
 
 
 @settings(deadline=None)
 @given(shape=small_shapes.filter(lambda shape: shape.num_layers > 1), chosen=setups)
-def test_keeping_layers_gathered_never_takes_less(shape: ModelShape, chosen: Setup) -> None:
+def test_keeping_layers_gathered_never_takes_less(shape: ModelShape, chosen: StepPlan) -> None:
     freed, kept = (replace(chosen, reshard_after_forward=flag) for flag in (True, False))
     assert peak(shape, kept) >= peak(shape, freed)
 
 
 @given(shape=small_shapes, chosen=setups)
-def test_dora_never_takes_less(shape: ModelShape, chosen: Setup) -> None:
+def test_dora_never_takes_less(shape: ModelShape, chosen: StepPlan) -> None:
     assert peak(shape, replace(chosen, dora=True)) > peak(shape, chosen)
 
 
 @given(shape=small_shapes.filter(lambda shape: shape.num_layers > 2), chosen=setups)
 def test_offloading_never_takes_more_where_all_layers_are_recomputed(
-    shape: ModelShape, chosen: Setup
+    shape: ModelShape, chosen: StepPlan
 ) -> None:
     here, there = (
         replace(chosen, offload_activations=flag, activation_checkpointing=True)
@@ -133,7 +135,9 @@ def test_offloading_never_takes_more_where_all_layers_are_recomputed(
 
 
 @given(shape=small_shapes, chosen=setups.filter(lambda chosen: chosen.processes > 1))
-def test_replicas_take_what_as_many_fewer_processes_take(shape: ModelShape, chosen: Setup) -> None:
+def test_replicas_take_what_as_many_fewer_processes_take(
+    shape: ModelShape, chosen: StepPlan
+) -> None:
     """Not one process, which gathers nothing and so keeps its casts of adapters."""
     replicas = replace(chosen, processes=4 * chosen.processes, replicas=4)
     assert predict(shape, replicas) == predict(shape, chosen)

@@ -14,6 +14,7 @@ from workflow.lib.planning.memory.offload_terms import (
     offloaded_bytes,
 )
 from workflow.lib.planning.memory.terms import (
+    CUBLAS_BYTES,
     kept_activations,
     lora_parameters,
     moment_bytes,
@@ -40,9 +41,9 @@ def test_stored_terms_of_a_tiny_model_by_hand() -> None:
     # Packed: q, o 900 weights = 450 bytes -> 512; k, v 300 -> 512; gate, up, down 1380 = 690 bytes
     # -> 1024; scales and scales of scales 14 x 512. A slice is half of these 12,288 bytes.
     # Adapters r = 2: A (2, 30) one row = 120 bytes, B (30, 2) 15 rows = 120 bytes, all -> 512.
-    stored = stored_terms(tiny, setup(rank=2, seq_len=61, fixed={"cublas_workspace": 7}))
+    stored = stored_terms(tiny, setup(rank=2, seq_len=61))
     assert stored == {
-        "cublas_workspace": 7,
+        "cublas_workspace": CUBLAS_BYTES,
         "nf4_weights": 3 * (4 * 512 + 3 * 1024 + 14 * 512) // 2,
         "nf4_scales": 0,
         "nf4_tables": 3 * 7 * (512 + 1024 + 512),
@@ -74,7 +75,7 @@ def test_trained_tables_take_16_bytes_a_weight_of_their_slices_by_hand() -> None
 def test_gradient_of_a_trained_head_is_made_while_that_of_earlier_micro_batches_lies_there() -> (
     None
 ):
-    loss = predict(tiny, setup(trains_head=True, accumulates=True)).phases["loss"]
+    loss = predict(tiny, setup(trains_head=True, accumulation_steps=2)).phases["loss"]
     assert loss["module_gradients"] == loss["new_module_gradients"] == 6144
     # a copy in bf16 (3060 -> 3072), two slices' products of 2048 rows, and a piece of the gradient
     chunk = 2 * 512 * 51 * 2

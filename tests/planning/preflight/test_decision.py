@@ -3,6 +3,7 @@ the document for later stages.
 """
 
 import re
+from dataclasses import asdict
 
 import pytest
 
@@ -11,12 +12,12 @@ from tests.support.preflight_examples import cpu_machine, llama_70b, machine, to
 from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window, offloaded_bytes
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import moment_bytes
 from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
-from workflow.lib.planning.preflight.planning_inputs import make_setup
+from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
 
@@ -62,7 +63,7 @@ def test_offloaded_activations_count_as_host_memory() -> None:
         decided(llama_8b, hardware={"offload_activations": flag, "offload_embedding": False})
         for flag in (False, True)
     )
-    expected = offloaded_bytes(llama_8b, leave.chosen.setup)
+    expected = offloaded_bytes(llama_8b, leave.chosen.plan)
     assert leave.host_bytes - stay.host_bytes == 2 * expected > 0
 
 
@@ -83,7 +84,7 @@ def test_paged_moments_count_as_host_memory() -> None:
         decided(llama_8b, lora={"r": 64}, train={"optimizer": name})
         for name in ("adamw_8bit", "paged_adamw_8bit")
     )
-    paged = moment_bytes(llama_8b, there.chosen.setup)[1]
+    paged = moment_bytes(llama_8b, there.chosen.plan)[1]
     assert there.host_bytes - here.host_bytes == 2 * paged > 0
 
 
@@ -117,13 +118,13 @@ def test_trained_embedding_is_on_the_devices(wanted: bool | str) -> None:
     found = decided(
         lora={"modules_to_save": ["embed_tokens"]}, hardware={"offload_embedding": wanted}
     )
-    setup = found.chosen.setup
+    setup = found.chosen.plan
     assert (setup.offload_embedding, setup.trains_embedding, setup.trains_head) == (
         False,
         True,
         False,
     )
-    assert decided(lora={"modules_to_save": ["lm_head"]}).chosen.setup.offload_embedding
+    assert decided(lora={"modules_to_save": ["lm_head"]}).chosen.plan.offload_embedding
 
 
 def test_run_with_trained_modules_needs_memory_and_disk_for_them() -> None:
@@ -152,11 +153,11 @@ def stored_inputs(found: Decision) -> int:
 def test_processes_form_groups_that_each_share_a_copy() -> None:
     run = run_config(hardware={"shard_size": 2}, train={"global_batch_size": 16})
     on = machine(processes=4, gpu_names=("NVIDIA GeForce RTX 4090",) * 4)
-    chosen = make_setup(run, llama_8b, on)
+    chosen = plan_from_settings(run, llama_8b, on)
     assert (chosen.replicas, chosen.shards) == (2, 2)
     decision = decide(run, llama_8b, on, token_counts(seq_len=2048), disk_free_bytes=10**12)
     plan = forecast(decision, run, llama_8b, on, token_counts(seq_len=2048)).plan
-    assert (plan.processes, plan.shard_size) == (4, 2)
+    assert (plan.processes, plan.shards) == (4, 2)
 
 
 def test_every_candidate_says_why_it_was_not_chosen() -> None:
@@ -191,17 +192,18 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
     decision = decide(run, llama_8b, machine(), token_counts(seq_len=2048), disk_free_bytes=10**12)
     predicted = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048))
     size = decision.chosen.micro_batch_size
-    assert predicted.plan.model_dump() == {
+    plan = asdict(predicted.plan)
+    assert plan == plan | {
         "device": "cuda",
         "processes": 2,
         "nodes": 1,
-        "shard_size": 2,
+        "replicas": 1,
         "micro_batch_size": size,
         "accumulation_steps": 10 // size,
-        "activation_checkpointing": decision.chosen.setup.activation_checkpointing,
+        "activation_checkpointing": decision.chosen.plan.activation_checkpointing,
         "reshard_after_forward": True,
         "offload_activations": True,
-        "offload_window_bytes": offload_window(llama_8b, decision.chosen.setup),
+        "offload_window_bytes": offload_window(llama_8b, decision.chosen.plan),
         "offload_embedding": True,
         "offload_layers": 3,
         "cuda_graphs": False,
@@ -225,7 +227,7 @@ def test_verdict_that_no_recording_confirms_says_so() -> None:
 
 
 def test_model_that_cannot_be_recorded_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
-    def record(_: Setup) -> Tape:
+    def record(_: StepPlan) -> Tape:
         raise NotRecordedError("the engine asks for values")
 
     assert decided(record=record).chosen.replayed is None

@@ -30,7 +30,7 @@ from workflow.lib.planning.preflight.plan_search import (
     choose,
     open_choices,
 )
-from workflow.lib.planning.preflight.planning_inputs import divisors, make_setup
+from workflow.lib.planning.preflight.planning_inputs import divisors, plan_from_settings
 from workflow.lib.planning.timing.machine_speed import speed_of
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.gpu_models import BY_NAME
@@ -85,9 +85,9 @@ def test_cpu_prefers_at_most_eight_rows() -> None:
 
 def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
     found = decided(llama_70b(), hardware=AS_IT_WAS | {"offload_layers": "auto"})
-    count = found.chosen.setup.offload_layers
+    count = found.chosen.plan.offload_layers
     assert 0 < count < 80
-    fewer = replace(found.chosen.setup, offload_layers=count - 1)
+    fewer = replace(found.chosen.plan, offload_layers=count - 1)
     assert not found.limits.holds(closed_form.predict(llama_70b(), fewer).peak_bytes)
 
 
@@ -108,7 +108,7 @@ def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None
 def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster() -> None:
     found = decided(llama_8b, machine(gpu_bytes=80 * GIB))
     faster = [c for c in found.candidates if c.fits and c.step_s < found.chosen.step_s]
-    assert not found.chosen.setup.offload_activations
+    assert not found.chosen.plan.offload_activations
     for other in faster:
         assert other.step_s * (1 + UNSURE) >= found.chosen.step_s
 
@@ -116,7 +116,7 @@ def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster() -
 def test_flags_that_are_set_are_respected() -> None:
     hardware = {"offload_activations": True, "reshard_after_forward": False}
     found = decided(on=machine(gpu_bytes=80 * GIB), hardware=hardware).candidates
-    assert {(c.setup.offload_activations, c.setup.reshard_after_forward) for c in found} == {
+    assert {(c.plan.offload_activations, c.plan.reshard_after_forward) for c in found} == {
         (True, False)
     }
 
@@ -126,8 +126,8 @@ def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to() -> None:
         on=machine(processes=1, gpu_names=("NVIDIA H200",), gpu_bytes=80 * GIB)
     ).candidates
     cpu = decided(on=cpu_machine(processes=2)).candidates
-    assert {c.setup.reshard_after_forward for c in (*one, *cpu)} == {True}
-    assert {c.setup.offload_activations for c in cpu} == {False}
+    assert {c.plan.reshard_after_forward for c in (*one, *cpu)} == {True}
+    assert {c.plan.offload_activations for c in cpu} == {False}
 
 
 def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
@@ -143,7 +143,7 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
     kept = [
         not decide(
             run_config(**settings), llama_70b(layers=20), on, tokens, disk_free_bytes=None
-        ).chosen.setup.reshard_after_forward
+        ).chosen.plan.reshard_after_forward
         for on in (
             imagined_machine(8, BY_NAME["NVIDIA RTX A6000"]),
             imagined_machine(8, BY_NAME["NVIDIA H200"]),
@@ -159,7 +159,7 @@ def test_search_of_a_405b_is_a_few_million_calls() -> None:
     assert decision.fits
     question = Question(shape, on, decision.speed, decision.limits, decision.rows, 1.0)
     choices = open_choices(run, on, sizes=divisors(decision.rows), num_layers=shape.num_layers)
-    left_open = make_setup(run, shape, on)
+    left_open = plan_from_settings(run, shape, on)
     found: list[Candidate] = []
     calls = num_calls(lambda: found.extend(candidates(question, left_open, choices)))
     assert len(found) == len(decision.candidates)
@@ -170,7 +170,7 @@ def test_search_of_a_405b_is_a_few_million_calls() -> None:
 def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
     limits = budget(HardwareConfig(), machine())
     found = searched(limits, levels=[True])
-    assert [c.setup.accumulates for c in found] == [True, True, False]
+    assert [c.plan.accumulates for c in found] == [True, True, False]
 
 
 def test_smallest_candidate_is_shown_when_none_fits() -> None:

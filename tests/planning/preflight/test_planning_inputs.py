@@ -25,13 +25,12 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import (
-    attention_kind,
     attention_needs,
     compute_dtype,
     divisors,
-    make_setup,
     micro_batch_sizes,
     offloads_embedding,
+    plan_from_settings,
     rows_per_process,
     shard_size,
     target_ranks,
@@ -60,7 +59,7 @@ OLD = {"bfloat16": False, "gpu_names": ("Tesla V100-SXM2-32GB",) * 2, "gpu_bytes
 def test_gpus_without_bfloat16_compute_in_float16_and_without_flash_attention() -> None:
     run = run_config()
     assert compute_dtype(run_config().model, machine(**OLD)) == "float16"
-    found = make_setup(run, llama_8b, machine(**OLD))
+    found = plan_from_settings(run, llama_8b, machine(**OLD))
     assert (found.compute_bytes, found.attention) == (2, "sdpa")
 
 
@@ -89,7 +88,8 @@ def test_attention_is_what_the_engine_will_use(
 ) -> None:
     model = run_config(model={"attention": setting}).model
     on = replace(machine(device=device), flash_attention=installed)
-    assert attention_kind(training_attention(model, on, AttentionNeeds()).name) == kind
+    chosen = training_attention(model, on, AttentionNeeds())
+    assert setup(attention=chosen.name).attention_kind == kind
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_attention_is_what_the_engine_will_use(
 )
 def test_soft_capped_scores_are_whole_on_cpus_alone(on: Machine, kind: str) -> None:
     chosen = training_attention(run_config().model, on, AttentionNeeds(softcap=True))
-    assert attention_kind(chosen.name) == kind
+    assert setup(attention=chosen.name).attention_kind == kind
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
@@ -211,17 +211,17 @@ def test_host_holds_the_embedding_once_and_the_rows_of_each_process() -> None:
     assert there > 2 * llama_8b.vocab_size * 4096
 
 
-def test_setup_follows_the_settings() -> None:
+def test_plan_follows_the_settings() -> None:
     run = run_config(
         lora={"r": 7, "dropout": 0.1, "target_modules": ["v_proj"]},
         quantize={"block_size": 128, "double_quant": False},
         hardware={"reshard_after_forward": False},
     )
-    found = make_setup(run, llama_8b, machine())
+    found = plan_from_settings(run, llama_8b, machine())
     expected = setup(
-        rank=7, dropout=True, targets=("v_proj",), block_size=128, double_quant=False,
-        reshard_after_forward=False, accumulates=True, fused_layers=True, offload_embedding=True,
-        cuda_graphs=True, fused_loss=True,
+        rank=7, dropout=0.1, targets=("v_proj",), block_size=128, double_quant=False,
+        reshard_after_forward=False, accumulation_steps=8, fused_layers=True,
+        offload_embedding=True, cuda_graphs=True, fused_loss=True, attention="flash_attention_2",
     )  # fmt: skip
     assert found == expected
 
@@ -234,7 +234,7 @@ def test_rank_of_a_name_is_the_largest_of_its_layers() -> None:
             "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 64, "v_proj": 4},
         }
     )
-    found = make_setup(run, llama_8b, machine())
+    found = plan_from_settings(run, llama_8b, machine())
     assert (found.rank, found.ranks, found.dora) == (8, {"q_proj": 64, "v_proj": 4}, True)
     assert [found.rank_of(name) for name in ("q_proj", "k_proj", "v_proj")] == [64, 8, 4]
 

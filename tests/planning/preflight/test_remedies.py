@@ -4,14 +4,14 @@ from tests.support.decisions import llama_8b, run_config
 from tests.support.preflight_examples import llama_70b, machine, setup
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.preflight.budget import budget
-from workflow.lib.planning.preflight.planning_inputs import make_setup
+from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.remedies import remedies
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.units import GIB
 
 
 def test_every_remedy_that_is_said_to_fit_does_fit() -> None:
-    chosen = setup(micro_batch_size=4, activation_checkpointing=False, dropout=True, rank=64)
+    chosen = setup(micro_batch_size=4, activation_checkpointing=False, dropout=0.05, rank=64)
     hardware = HardwareConfig()
     options = remedies(llama_70b(), chosen, machine(), hardware, global_batch_size=16)
     assert options
@@ -21,7 +21,7 @@ def test_every_remedy_that_is_said_to_fit_does_fit() -> None:
 
 def test_remedies_that_fit_come_first() -> None:
     options = remedies(
-        llama_70b(), setup(dropout=True), machine(), HardwareConfig(), global_batch_size=16
+        llama_70b(), setup(dropout=0.05), machine(), HardwareConfig(), global_batch_size=16
     )
     fits = [option.fits for option in options]
     assert fits == sorted(fits, reverse=True)
@@ -30,7 +30,7 @@ def test_remedies_that_fit_come_first() -> None:
 
 def test_remedies_name_every_setting_that_helps() -> None:
     chosen = setup(
-        micro_batch_size=4, seq_len=512, activation_checkpointing=False, dropout=True,
+        micro_batch_size=4, seq_len=512, activation_checkpointing=False, dropout=0.05,
         rank=64, double_quant=False, reshard_after_forward=False,
     )  # fmt: skip
     options = remedies(llama_8b, chosen, machine(), HardwareConfig(), global_batch_size=16)
@@ -59,7 +59,7 @@ def test_remedy_that_needs_more_host_memory_than_there_is_does_not_fit() -> None
 
 def test_frozen_modules_are_a_remedy() -> None:
     run = run_config(lora={"modules_to_save": ["lm_head", "embed_tokens"]})
-    chosen = make_setup(run, llama_8b, machine())
+    chosen = plan_from_settings(run, llama_8b, machine())
     options = remedies(llama_8b, chosen, machine(), run.hardware, global_batch_size=16)
     (option,) = [remedy for remedy in options if "modules_to_save" in str(remedy)]
     assert option.peak_bytes < closed_form.predict(llama_8b, chosen).peak_bytes

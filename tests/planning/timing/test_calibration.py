@@ -15,7 +15,6 @@ from tests.support.memory_examples import measured_case
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.calibration import (
     KINDS,
     Timing,
@@ -33,6 +32,7 @@ from workflow.lib.planning.timing.step_time import (
     gpu_seconds,
 )
 from workflow.lib.planning.timing.step_work import micro_batch_work
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 
@@ -76,7 +76,7 @@ SURELY_BEFORE = 2.2
 
 
 def timing(
-    label: str, shape: ModelShape, chosen: Setup, *, step_s: float, micro_batches: int = 1
+    label: str, shape: ModelShape, chosen: StepPlan, *, step_s: float, micro_batches: int = 1
 ) -> Timing:
     fabric = fabric_of(GPU, gpus_per_node=chosen.processes)
     return Timing(
@@ -224,7 +224,7 @@ def made_up(constants: Constants, *, seconds: float = 0.0) -> list[Timing]:
             setup(seq_len=8192),
             setup(micro_batch_size=8),
             setup(activation_checkpointing=False),
-            setup(processes=1, dropout=True),
+            setup(processes=1, dropout=0.05),
         )
     ]
     exact = [
@@ -275,7 +275,7 @@ def line(**changes: Any) -> dict[str, Any]:
     shape, chosen = llama_70b(layers=8), setup()
     return {
         "case": "flash", "status": "measured", "peer": None, "gpu_names": [GPU.name] * 2,
-        "shape": shape.document(), "setup": asdict(chosen), "plan": {"nodes": 1},
+        "shape": shape.document(), "plan": asdict(chosen),
         "sizes": {"documents": 1, "accumulation": 2, "seq_len": 2048},
         "measured": {"tokens_per_s_per_process": 8192.0},
     } | changes  # fmt: skip
@@ -301,7 +301,7 @@ def test_line_of_the_benchmark_is_read_as_the_step_that_it_was(tmp_path: Path) -
         {"status": "out_of_memory"},
         {"peer": {"strategy": "ddp"}},
         {"gpu_names": ["NVIDIA A40"] * 2},
-        {"setup": asdict(setup(attention="eager"))},
+        {"plan": asdict(setup(attention="eager"))},
         {"sizes": {"documents": 8, "accumulation": 1, "seq_len": 2048}},
     ],
     ids=["failed", "peer", "another GPU", "eager", "packed"],

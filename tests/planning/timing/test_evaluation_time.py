@@ -109,7 +109,7 @@ def test_twice_the_tasks_take_twice_the_time_and_answers_take_passes() -> None:
 def test_cpu_computes_with_all_threads_and_reads_the_weights_each_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    work = forward_work(ONE_LAYER, setup(compute_bytes=4), "base", tokens=700, passes=3)
+    work = forward_work(ONE_LAYER, setup(compute_dtype="float32"), "base", tokens=700, passes=3)
     seconds = []
     for threads in (1, 4):
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.measurements import described, measured_lines, sizes_of
 from workflow.lib.benchmark.cases import model_config
-from workflow.lib.planning.timing.calibration import recorded_setup
+from workflow.lib.planning.timing.calibration import recorded_plan
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import Constants, constants_of, gpu_seconds
@@ -74,7 +74,7 @@ def line_of(file: str, case: str) -> dict[str, Any]:
 
 def error(line: dict[str, Any], constants: Constants | None = None) -> float:
     """Relative error of the predicted step; positive if it is too long. None: the shipped ones."""
-    setup = recorded_setup(line)
+    setup = recorded_plan(line)
     sizes = sizes_of(line)
     shape = described(json.dumps(model_config(sizes)), sizes.model)
     gpu = BY_NAME[line["gpu_names"][0]]

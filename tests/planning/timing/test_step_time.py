@@ -10,7 +10,6 @@ import pytest
 from tests.support.preflight_examples import llama_70b, setup
 from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import Linear
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Traffic
 from workflow.lib.planning.timing.step_time import (
     EXPERT_WEIGHTS_SHARE,
@@ -23,6 +22,7 @@ from workflow.lib.planning.timing.step_time import (
 )
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_work import Work, micro_batch_work
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import BY_NAME
 
 H200 = "NVIDIA H200"
@@ -115,7 +115,7 @@ def test_attention_work_counts_keys_and_values_by_their_widths() -> None:
     assert less == 0.75 * whole
 
 
-def graphed(**changes: Any) -> Setup:
+def graphed(**changes: Any) -> StepPlan:
     return setup(cuda_graphs=True, **changes)
 
 
@@ -131,7 +131,7 @@ def graphed(**changes: Any) -> Setup:
     ids=["python", "four", "graphs", "the host decides", "no graphs"],
 )
 def test_gpu_pauses_once_a_step_unless_the_next_is_launched_ahead(
-    chosen: Setup, micro_batches: int, pauses: float
+    chosen: StepPlan, micro_batches: int, pauses: float
 ) -> None:
     work = micro_batch_work(llama_70b(), chosen, trained_share=1.0, micro_batches=micro_batches)
     assert work.pauses == pauses
@@ -174,7 +174,7 @@ def test_products_in_8_bits_decode_to_a_byte_and_round_what_they_multiply(
     where: str, forward: int, backward: int
 ) -> None:
     shape = llama_70b(layers=1)
-    plain = setup(seq_len=100, compute_bytes=2)
+    plain = setup(seq_len=100, compute_dtype="bfloat16")
     chosen = replace(plain, products="float8", products_in=where)
     exact, eight = (micro_batch_work(shape, x, trained_share=1.0) for x in (plain, chosen))
     inputs, gradients = 3 * 8192 + 28672, 3 * 8192 + 2 * 1024 + 2 * 28672

@@ -89,7 +89,7 @@ def alone(of_one: dict[str, dict[str, Any]]) -> dict[str, Any]:
     [
         (2, {}),
         (3, {"activation_checkpointing": 2}),
-        (2, {"shard_size": 1, "activation_checkpointing": True}),
+        (2, {"processes": 2, "replicas": 2, "activation_checkpointing": True}),
     ],
     ids=str,
 )

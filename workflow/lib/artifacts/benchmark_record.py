@@ -81,8 +81,6 @@ class BenchmarkRow(Record):
     """Names of the GPUs, one per process; empty if the case cannot run here, or on a CPU."""
     shape: dict[str, Any] | None = None
     """All fields of `ModelShape`, which predict the case again; null if it cannot run here."""
-    setup: dict[str, Any] | None = None
-    """All fields of `Setup`; null for a peer too."""
     predicted: dict[str, Any] | None = None
     """Peaks and time as preflight predicts them; null for a peer too."""
     plan: dict[str, Any] | None = None

@@ -5,50 +5,26 @@ A file that lacks a field or has another one is of another version and refused: 
 does not know of would be left out without a word.
 """
 
-from typing import Any, ClassVar, Literal
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from workflow.lib.artifacts.records import Provenance, Record
+from workflow.lib.step_plan.plan import StepPlan
 
 
 class PreflightRecord(Record, extra="forbid"):
     """Base of all parts of `preflight.json`: no field but these."""
 
 
-class Plan(PreflightRecord):
-    """How a run trains: what `finetune` follows, and each case of the benchmark."""
-
-    device: str
-    """`cuda` or `cpu`."""
-    processes: int
-    """Of all nodes together, one for each GPU."""
-    nodes: int
-    """Machines that share the processes equally."""
-    shard_size: int
-    """Processes that share one copy of the model."""
-    micro_batch_size: int
-    """Rows of a process and forward pass."""
-    accumulation_steps: int
-    """Micro-batches of a process and optimizer step."""
-    activation_checkpointing: bool | int | float
-    """Recomputation in backward: of all layers, of none, of every k-th, or of a share of them."""
-    offload_activations: bool | int
-    """What backward needs waits in host memory: all of it, or that of so many layers."""
-    offload_window_bytes: int | None
-    """Offloaded activations that are on the device at a time; None where none are offloaded."""
-    reshard_after_forward: bool
-    """Gathered weights are freed after forward, and gathered again for backward."""
-    offload_embedding: bool
-    """Embedding rows are looked up in host memory."""
-    offload_layers: int
-    """Decoder layers whose packed weights wait in host memory."""
-    cuda_graphs: bool
-    """Forward and backward of a micro-batch are launched as a CUDA graph."""
-    gpu_memory_bytes: int | None
-    """Bound on what PyTorch reserves on each GPU; None = no bound."""
-    compute_dtype: str
-    """Of activations: `bfloat16`, `float16` or `float32`."""
-    num_steps: int
-    """Optimizer steps of the run."""
+def _complete(plan: Any) -> Any:
+    """Raise `ValueError` if a document lacks a field of the plan: its default need not be what an
+    earlier version did.
+    """
+    if isinstance(plan, dict) and (absent := {x.name for x in fields(StepPlan)} - plan.keys()):
+        raise ValueError(f"it lacks {', '.join(sorted(absent))}")
+    return plan
 
 
 class Term(PreflightRecord):
@@ -128,7 +104,7 @@ class Forecast(PreflightRecord):
     """Whether the run can be trained on this machine."""
     reason: str
     """Why, in words."""
-    plan: Plan
+    plan: Annotated[StepPlan, BeforeValidator(_complete)]
     """How the training runs."""
     method: Literal["replay", "closed_form"]
     """What the peaks are predicted by."""

@@ -62,6 +62,6 @@ def _explain(detail: Any) -> str:
     field = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return f"the field {field} is missing"
-    if detail["type"] == "extra_forbidden":
+    if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"the field {field} is not known"
     return f"{field} = {str(detail['input'])[:80]!r}: {detail['msg']}"

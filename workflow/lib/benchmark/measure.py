@@ -11,7 +11,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from workflow.lib.artifacts.benchmark_record import Measurement, Observed
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.benchmark.random_base import random_rows
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import World, process_group
@@ -30,8 +29,9 @@ from workflow.lib.model.backends import (
     resolve_training_attention,
 )
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel, build_training_model
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.startup_checks import startup_checks
@@ -56,7 +56,7 @@ class Job:
     base: str
     """Folder of the random NF4 base."""
     run: dict[str, Any]
-    plan: Plan
+    plan: StepPlan
     documents: int
     rows: int
     vocab_size: int
@@ -68,11 +68,11 @@ class Job:
     @classmethod
     def of(cls, document: dict[str, Any]) -> Self:
         """Return the job of a JSON document."""
-        return cls(**document | {"plan": Plan.model_validate(document["plan"])})
+        return cls(**document | {"plan": StepPlan.of(document["plan"])})
 
     def document(self) -> dict[str, Any]:
         """Return the job as JSON."""
-        return asdict(self) | {"plan": self.plan.model_dump()}
+        return asdict(self)
 
 
 def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
@@ -85,7 +85,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
     plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
     with (
         Pulse(rank=int(os.environ["RANK"]), start_s=timeout_s, step_s=STEP_S) as pulse,
-        process_group(plan.device, timeout_s=timeout_s, shard_size=plan.shard_size) as world,
+        process_group(plan.device, timeout_s=timeout_s, shard_size=plan.shards) as world,
     ):
         for job in jobs:
             pulse.phase("loading")
@@ -180,8 +180,13 @@ def _load(job: Job, config: RunConfig, world: World, seen: Observed) -> Training
     ).name
     began = time.monotonic()
     products = resolve_products(config.train.products, world.device, compute_dtype=dtype)
-    numerics = Numerics(dtype, seen.attention, products)
-    model = build_training_model(base, config, job.plan, world, numerics=numerics)
+    plan = replace(
+        job.plan,
+        compute_dtype=str(dtype).removeprefix("torch."),
+        attention=seen.attention,
+        products=products,
+    )
+    model = build_training_model(base, config, plan, world)
     synchronize(world.device)
     seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read
     return model

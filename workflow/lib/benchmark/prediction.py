@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.benchmark.cases import Request, model_config, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine
 from workflow.lib.planning.preflight.decision import decide
@@ -21,6 +19,7 @@ from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
 
@@ -35,7 +34,7 @@ class Prepared:
 
     request: Request
     run: RunConfig
-    plan: Plan
+    plan: StepPlan
     config: dict[str, Any]
     """config.json of the model."""
     shape: ModelShape
@@ -43,8 +42,6 @@ class Prepared:
     """Random rows to train on."""
     gpu_names: tuple[str, ...]
     """One per process; none on the CPU."""
-    setup: Setup | None
-    """None for a peer: the prediction is of our engine."""
     predicted: dict[str, Any] | None
     """None for a peer."""
 
@@ -80,12 +77,11 @@ def prepare(
     return Prepared(
         request=request,
         run=run,
-        plan=forecasted.plan.model_copy(update={"gpu_memory_bytes": cap_bytes}),
+        plan=replace(forecasted.plan, gpu_memory_bytes=cap_bytes),
         config=config,
         shape=shape,
         num_rows=tokens.packed_rows,
         gpu_names=machine.gpu_names,
-        setup=decision.chosen.setup if is_ours else None,
         predicted=forecasted.model_dump(include=PREDICTED) if is_ours else None,
     )
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
 from workflow.lib.model.architecture.layer_choice import LayerChoice
@@ -37,7 +36,6 @@ from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linea
 from workflow.lib.model.recomputation import recompute_without_draws_
 from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
 from workflow.lib.recording.layer_tape import NONE, LayerTape
@@ -45,52 +43,57 @@ from workflow.lib.recording.phases import Phases
 from workflow.lib.recording.recorded_capture import RecordedCapture
 from workflow.lib.recording.recorded_gpu import recorded_gpu
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
-from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import keep_layers_, layer_kinds, representatives
 from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, VARLEN
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
-from workflow.lib.training.build import TrainingModel, adapt_, chosen_layers, lay_out_
+from workflow.lib.training.build import (
+    TrainingModel,
+    adapt_,
+    chosen_layers,
+    dtype_of,
+    lay_out_,
+)
 from workflow.lib.training.gradients import LossSum, clip_gradients
 from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseAdam
 
-# `flash` stands for all kernels without a matrix of scores; torch's own needs no further package.
-ATTENTION = {"flash": VARLEN, "flex": FLEX, "sdpa": "sdpa", "eager": "eager"}
 # How far layers know of each other, tried one after the other until those that are alike ask for
 # the same. Of gathered layers, the third one asks for the buffer of the first, which no layer of
 # the same pass releases.
 NEAR, GATHERED, FAR = 2, 3, 4
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 logger = logging.getLogger("workflow")
 
 
-def record(request: Request, *, whole: bool = False) -> Tape:
+def record(
+    config: Mapping[str, Any], plan: StepPlan, *, checked: bool = True, whole: bool = False
+) -> Tape:
     """Return what a process asks of a GPU's allocator from the empty model to the end of its second
     step.
 
-    whole: run all layers, not those alone that stand for the others. This process has the recorded
-    device from then on, and must have no process group. Raises `UserError` as building a model
-    does.
+    config: a config.json; checked: after the start-up checks, whose freed memory the allocator
+    keeps; whole: run all layers, not those alone that stand for the others. This process has the
+    recorded device from then on, and must have no process group. Raises `UserError` as building a
+    model does.
     """
-    described = _Described.of(request)
-    tape = None if whole else _repeated(request, described)
+    described = _Described.of(config, plan)
+    tape = None if whole else _repeated(described, checked=checked)
     if tape is None:
-        tape = _run(request, described, range(len(described.kinds)))
+        tape = _run(described, range(len(described.kinds)), checked=checked)
     name_terms(tape)
     return tape
 
 
-def _repeated(request: Request, described: "_Described") -> Tape | None:
+def _repeated(described: "_Described", *, checked: bool) -> Tape | None:
     """Return the tape made from some layers; None where no fewer than all will do."""
-    for reach in _reaches(request):
+    for reach in _reaches(described.plan):
         numbers = representatives(described.kinds, reach=reach)
         if len(numbers) == len(described.kinds):
             break
-        tape = _run(request, described, numbers)
+        tape = _run(described, numbers, checked=checked)
         kinds = [described.kinds[number] for number in numbers]
         try:
             return repeated(tape, kinds, described.kinds, reach=reach)
@@ -99,31 +102,31 @@ def _repeated(request: Request, described: "_Described") -> Tape | None:
     return None
 
 
-def _reaches(request: Request) -> Sequence[int]:
+def _reaches(plan: StepPlan) -> Sequence[int]:
     """Return how far layers may know of each other, the least first."""
     # Activations on their way to the host are there for some layers. Where weights of several wait
     # on the host, one takes the place of an earlier one.
-    if request.window_bytes is not None or request.setup.offload_layers > 1:
+    if plan.offload_window_bytes is not None or plan.offload_layers > 1:
         return (FAR,)
-    return (GATHERED if request.setup.shards > 1 else NEAR, FAR)
+    return (GATHERED if plan.shards > 1 else NEAR, FAR)
 
 
-def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> LayerTape:
+def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> LayerTape:
     """Record a model of these layers alone."""
-    gpu, tape = recorded_gpu(), LayerTape()
-    with _fake_world(request.setup) as world:
-        run = _Run(request, described, numbers, world)
-        alone = request.setup.processes > 1 == request.setup.shards
+    gpu, tape, plan = recorded_gpu(), LayerTape(), described.plan
+    with _fake_world(plan) as world:
+        run = _Run(described, numbers, world)
+        alone = plan.processes > 1 == plan.shards
         with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape, alone=alone) as recorder:
             run.load(recorder)
-            if request.checked:
+            if checked:
                 tape.phase(CHECKS)
                 run.check(recorder)
             tape.phase(LOAD)
-            optimizer = make_optimizer(run.training, TrainConfig(optimizer=request.setup.optimizer))
+            optimizer = make_optimizer(run.training, TrainConfig(optimizer=plan.optimizer))
             run.training.train()
-            count = 2 if request.setup.accumulates else 1
-            first = count if request.setup.graphed else 1  # what is captured has run before
+            count = 2 if plan.accumulates else 1
+            first = count if plan.graphed else 1  # what is captured has run before
             for number in range(STEPS):
                 with _no_garbage():
                     run.step(optimizer, tape, micro_batches=count if number else first)
@@ -150,14 +153,14 @@ def _no_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def _fake_world(setup: Setup) -> Iterator[World]:
-    """Be the first of the setup's processes, whose collectives do nothing."""
-    dist.init_process_group("fake", rank=0, world_size=setup.processes, store=FakeStore())
+def _fake_world(plan: StepPlan) -> Iterator[World]:
+    """Be the first of the plan's processes, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=plan.processes, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None
     try:
-        mesh = process_mesh(RECORDED, size=setup.processes, shard_size=setup.shards)
-        yield World(0, setup.processes, torch.device(RECORDED, 0), mesh, group)
+        mesh = process_mesh(RECORDED, size=plan.processes, shard_size=plan.shards)
+        yield World(0, plan.processes, torch.device(RECORDED, 0), mesh, group)
     finally:
         dist.destroy_process_group()
 
@@ -165,28 +168,17 @@ def _fake_world(setup: Setup) -> Iterator[World]:
 class _Run:
     """A model without weights, and what is done with it."""
 
-    def __init__(
-        self, request: Request, described: "_Described", numbers: Sequence[int], world: World
-    ) -> None:
-        setup = request.setup
-        self._setup, self._world, self._dtype = setup, world, DTYPES[setup.compute_bytes]
-        model = _nf4_model(request.config, setup, numbers)
+    def __init__(self, described: "_Described", numbers: Sequence[int], world: World) -> None:
+        plan = described.plan
+        self._plan, self._world, self._dtype = plan, world, dtype_of(plan)
+        model = _nf4_model(described.config, plan, numbers)
         self._layers = decoder_layers(model)  # adapters and FSDP2 change their classes
         self._other_tables = other_tables(model)
-        plan, choice = _plan(request), described.choice.among(numbers)
-        self.training, _ = adapt_(
-            model,
-            _lora(setup),
-            plan,
-            choice,
-            fused_layers=setup.fused_layers,
-            fused_loss=setup.fused_loss,
-        )
+        choice = described.choice.among(numbers)
+        self.training, _ = adapt_(model, _lora(plan), plan, choice)
         recompute_without_draws_(model)
-        self.training.balance_routers_(1.0 if setup.balances_routers else 0.0)
-        self.training.multiply_in_(setup.products, setup.products_in)
-        rounds = None if setup.saved_activations == COMPUTE_DTYPE else self._dtype
-        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice, rounds=rounds)
+        self.training.balance_routers_(1.0 if plan.balances_routers else 0.0)
+        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
         self._graphs: MicroBatchGraphs | None = None
@@ -208,9 +200,9 @@ class _Run:
             packed.allocate_()
             for number, mine in packed.slices.items():
                 recorder.assign(mine, layer=number, term="nf4_weights")
-        if self._setup.offload_embedding:
+        if self._plan.offload_embedding:
             self.training.rows_of = self._embedding_rows
-        if self._setup.graphed:
+        if self._plan.graphed:
             capture = partial(RecordedCapture, recorder.tape)
             # All processes have the same micro-batches, so none asks the others for theirs.
             alone = replace(self._world, size=1)
@@ -243,7 +235,7 @@ class _Run:
     def step(self, optimizer: ShardwiseAdam, tape: LayerTape, *, micro_batches: int) -> None:
         """Take a step as `loop.Trainer` does."""
         training, device = self.training, self._world.device
-        batches = (self._batch(self._setup.micro_batch_size) for _ in range(micro_batches))
+        batches = (self._batch(self._plan.micro_batch_size) for _ in range(micro_batches))
         if self._graphs is None:  # graphs copy them to the device
             batches = (batch.to(device) for batch in batches)
         if training.router_balance is not None:
@@ -266,7 +258,7 @@ class _Run:
 
     def _batch(self, rows: int) -> MicroBatch:
         """Rows of one document each, all of whose tokens are trained; in host memory."""
-        length = self._setup.seq_len
+        length = self._plan.seq_len
         ids = torch.zeros(rows, length, dtype=torch.int64)
         batch = MicroBatch(
             input_ids=ids,
@@ -278,7 +270,7 @@ class _Run:
             documents=documents_of([length] * rows),
             lengths=torch.zeros(rows, dtype=torch.int64),
         )
-        if self._setup.offload_embedding:
+        if self._plan.offload_embedding:
             batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))
         return batch
 
@@ -290,25 +282,29 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Described:
-    """The layers of a model: which the levers of a plan take, and what tells them apart."""
+    """A model and a plan: the layers that the plan's options take, and what tells layers apart."""
 
+    config: Mapping[str, Any]
+    plan: StepPlan
     choice: LayerChoice
     kinds: list[int]
 
     @staticmethod
-    def of(request: Request) -> "_Described":
-        model = _stock_model(request.config, request.setup)
-        choice = chosen_layers(_plan(request), len(decoder_layers(model)))
-        return _Described(choice, layer_kinds(model, choice))
+    def of(config: Mapping[str, Any], plan: StepPlan) -> "_Described":
+        model = _stock_model(config, plan)
+        choice = chosen_layers(plan, len(decoder_layers(model)))
+        return _Described(config, plan, choice, layer_kinds(model, choice))
 
 
-def _nf4_model(config: Mapping[str, Any], setup: Setup, numbers: Sequence[int]) -> PreTrainedModel:
+def _nf4_model(
+    config: Mapping[str, Any], plan: StepPlan, numbers: Sequence[int]
+) -> PreTrainedModel:
     """Return a model of some layers of a config.json on meta, as if a base had been quantized."""
-    model, dtype = _stock_model(config, setup), DTYPES[setup.compute_bytes]
+    model, dtype = _stock_model(config, plan), dtype_of(plan)
     keep_layers_(model, numbers)
     shapes = {path: (1, *shape) for path, shape in quantizable_linears(model).items()}
     shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
-    packing = (setup.block_size, setup.double_quant)
+    packing = (plan.block_size, plan.double_quant)
     specs = {
         path: NF4Spec((experts * rows, columns), *packing, offset=0.0, experts=experts)
         for path, (experts, rows, columns) in shapes.items()
@@ -316,55 +312,32 @@ def _nf4_model(config: Mapping[str, Any], setup: Setup, numbers: Sequence[int]) 
     return replace_linears_(model, specs, compute_dtype=dtype)
 
 
-def _stock_model(config: Mapping[str, Any], setup: Setup) -> PreTrainedModel:
+def _stock_model(config: Mapping[str, Any], plan: StepPlan) -> PreTrainedModel:
     """Return the model of a config.json on meta.
 
     FlashAttention's packages keep nothing of what they drop, and what is recorded in their place
     drops nothing.
     """
-    drops = setup.attention_dropout and setup.attention in ("sdpa", "eager")
-    dtype = DTYPES[setup.compute_bytes]
+    drops = plan.attention_dropout and plan.attention in ("sdpa", "eager")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         model = build_on_meta(
             Path(folder),
-            dtype=dtype,
-            attention=ATTENTION[setup.attention],
+            dtype=dtype_of(plan),
+            attention=plan.attention,
             attention_dropout=drops,
         )
     drop_other_parts_(model)
     return model
 
 
-def _lora(setup: Setup) -> LoraSettings:
-    tables = [("lm_head", setup.trains_head), ("embed_tokens", setup.trains_embedding)]
+def _lora(plan: StepPlan) -> LoraSettings:
+    tables = [("lm_head", plan.trains_head), ("embed_tokens", plan.trains_embedding)]
     return LoraSettings(
-        r=setup.rank,
-        target_modules=setup.targets,
-        rank_pattern=dict(setup.ranks),
-        dropout=0.05 if setup.dropout else 0.0,  # whatever the share is
-        use_dora=setup.dora,
-        modules_to_save=(*(name for name, trained in tables if trained), *setup.routers),
-    )
-
-
-def _plan(request: Request) -> Plan:
-    setup = request.setup
-    return Plan(
-        device=RECORDED,
-        processes=setup.processes,
-        nodes=1,
-        shard_size=setup.shards,
-        micro_batch_size=setup.micro_batch_size,
-        accumulation_steps=2 if setup.keeps_gradients else 1,
-        activation_checkpointing=setup.activation_checkpointing,
-        offload_activations=setup.offload_activations,
-        offload_window_bytes=request.window_bytes,
-        reshard_after_forward=setup.reshard_after_forward,
-        offload_embedding=setup.offload_embedding,
-        offload_layers=setup.offload_layers,
-        cuda_graphs=setup.graphed,
-        gpu_memory_bytes=None,
-        compute_dtype=str(DTYPES[setup.compute_bytes]).removeprefix("torch."),
-        num_steps=STEPS,
+        r=plan.rank,
+        target_modules=plan.targets,
+        rank_pattern=dict(plan.ranks),
+        dropout=plan.dropout,
+        use_dora=plan.dora,
+        modules_to_save=(*(name for name, trained in tables if trained), *plan.routers),
     )

@@ -7,13 +7,20 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.recording.request import Request
-from workflow.lib.system.files import atomic_path
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.files import atomic_path, json_sha256
+
+LIBRARY = Path(__file__).parents[1]
+ENGINE = ("torch", "transformers", "peft", "bitsandbytes")  # besides this project's own code
 
 MOST_KEPT = 64  # of 0.1 to 1 MB
 FASTEST = 1  # level of compression
@@ -27,10 +34,24 @@ def folder() -> Path:
     return Path(caches) / "fsdp-qlora-workflow" / "recordings"
 
 
-def kept_or_made(request: Request, make: Callable[[], Tape]) -> Tape:
-    """Return the kept recording of a request, or that which `make` returns, kept from now on."""
+def recording_key(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> str:
+    """Return a hash of all that decides a recording: the model, the plan and the engine's code."""
+    asked = [dict(config), asdict(plan), checked]
+    return json_sha256([asked, [version(name) for name in ENGINE], _code_sha256()])
+
+
+@cache
+def _code_sha256() -> str:
+    digest = sha256()
+    for file in sorted(LIBRARY.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def kept_or_made(key: str, make: Callable[[], Tape]) -> Tape:
+    """Return the kept recording of a key, or that which `make` returns, kept from now on."""
     try:
-        file = folder() / f"{request.key()}.json.gz"
+        file = folder() / f"{key}.json.gz"
     except RuntimeError as error:  # a user without a home
         logger.debug("recordings are not kept: %s", error)
         return make()

@@ -5,41 +5,51 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
-from workflow.lib.recording.kept_tapes import kept_or_made
-from workflow.lib.recording.request import Request
+from workflow.lib.recording.kept_tapes import kept_or_made, recording_key
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.compute_choice import VARLEN
 from workflow.lib.system.environment import importing
 from workflow.lib.system.undocumented_interfaces import check_recordings
 
 
 class RecordingProcess:
-    """Records what it is asked for, one request after the other."""
+    """Records one plan after the other."""
 
     def __init__(self, executor: ProcessPoolExecutor) -> None:
         self._executor = executor
 
-    def record(self, request: Request, *, whole: bool = False) -> Tape:
+    def record(
+        self,
+        config: Mapping[str, Any],
+        plan: StepPlan,
+        *,
+        checked: bool = True,
+        whole: bool = False,
+    ) -> Tape:
         """Return the recording; arguments are those of `engine_run.record`.
 
         Raises `NotRecordedError` if the model uses what fake tensors cannot do, and `UserError` as
         building a model does.
         """
-        return self._executor.submit(_recorded, request, whole=whole).result()
+        return self._executor.submit(
+            _recorded, config, as_recorded(plan), checked=checked, whole=whole
+        ).result()
 
 
-def _recorded(request: Request, *, whole: bool) -> Tape:
+def _recorded(config: Mapping[str, Any], plan: StepPlan, *, checked: bool, whole: bool) -> Tape:
     """Record in the process; torch's own errors are told in words, as some cannot be sent."""
     warnings.simplefilter("ignore", FutureWarning)  # deprecations inside packages
     record = _engine()
     try:
-        return record(request, whole=whole)
+        return record(config, plan, checked=checked, whole=whole)
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise NotRecordedError(
@@ -85,10 +95,27 @@ class PlanRecorder:
         self._process, self._config, self._shape = process, config, shape
         self._checked = checked
 
-    def __call__(self, setup: Setup) -> Tape:
+    def __call__(self, plan: StepPlan) -> Tape:
         """Return what a process of the plan asks of a GPU's allocator; raises as
         `RecordingProcess.record` does.
         """
-        window = offload_window(self._shape, setup)
-        request = Request(self._config, setup, window, checked=self._checked)
-        return kept_or_made(request, lambda: self._process.record(request))
+        asked = as_recorded(replace(plan, offload_window_bytes=offload_window(self._shape, plan)))
+        key = recording_key(self._config, asked, checked=self._checked)
+        return kept_or_made(
+            key, lambda: self._process.record(self._config, asked, checked=self._checked)
+        )
+
+
+def as_recorded(plan: StepPlan) -> StepPlan:
+    """Return the plan without what no recording depends on, so that plans share one. All kernels
+    without a matrix of scores ask for the same; torch's own need no further package.
+    """
+    return replace(
+        plan,
+        attention=VARLEN if plan.attention_kind == "flash" else plan.attention,
+        compute_dtype="float32" if plan.compute_bytes == 4 else "bfloat16",
+        accumulation_steps=min(plan.accumulation_steps, 2),
+        dropout=0.05 if plan.dropout else 0.0,  # whatever the share is
+        gpu_memory_bytes=None,
+        num_steps=0,
+    )

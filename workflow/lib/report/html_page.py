@@ -10,6 +10,7 @@ not run.
 import base64
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def _environment() -> Environment:
         "selected_steps": selected_steps,
         "nearest_plans": nearest_plans,
         "plan_choices": choices,
+        "fields": asdict,
         "in_words": in_words,
     }
     return environment

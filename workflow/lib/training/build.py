@@ -15,7 +15,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import shard_
 from workflow.lib.distributed.packed_layers import PackedLayers, gather_layers_
 from workflow.lib.distributed.world import World
@@ -34,7 +33,8 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FAMILY, check_saved_activations
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, check_saved_activations
 
 
 @dataclass(frozen=True)
@@ -94,52 +94,33 @@ class TrainingModel:
         return trainable, linears + plain + on_host
 
 
-@dataclass(frozen=True)
-class Numerics:
-    """In which type products are computed, and by which implementation of attention."""
-
-    compute_dtype: torch.dtype
-    attention: str
-    products: str = COMPUTE_DTYPE
-    """Of frozen weights in training steps: `compute_dtype`, `float8` or `int8`."""
-
-
 def build_training_model(
     base: Path,
     config: RunConfig,
-    plan: Plan,
+    plan: StepPlan,
     world: World,
     *,
-    numerics: Numerics,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the run's model on this process. Collective.
 
-    base: NF4 folder; plan: of `preflight.json`; moved: called after every tensor that was read.
-    Raises `UserError` if the base does not fit its config or the targets.
+    base: NF4 folder; plan: of `preflight.json`, as this device can have it; moved: called after
+    every tensor that was read. Raises `UserError` if the base does not fit its config or the
+    targets.
     """
     _limit_memory(plan, world.device)
-    dtype, saved = numerics.compute_dtype, config.train.saved_activations
-    check_saved_activations(saved, products_hardware(world.device))
+    dtype = dtype_of(plan)
+    check_saved_activations(plan.saved_activations, products_hardware(world.device))
     model = build_nf4_on_meta(
         base,
         compute_dtype=dtype,
-        attention=numerics.attention,
-        attention_dropout=config.model.attention_dropout == FAMILY,
+        attention=plan.attention,
+        attention_dropout=plan.attention_dropout,
     )
     choice = chosen_layers(plan, len(decoder_layers(model)))
-    training, fused = adapt_(
-        model,
-        config.lora,
-        plan,
-        choice,
-        fused_layers=config.train.fused_layers,
-        fused_loss=config.train.fused_loss,
-    )
+    training, fused = adapt_(model, config.lora, plan, choice)
     training.balance_routers_(config.train.router_aux_loss_coef)
-    training.multiply_in_(numerics.products, config.train.products_in)
-    rounds = None if saved == COMPUTE_DTYPE else dtype
-    laid_out = lay_out_(training, plan, world, choice, rounds=rounds)
+    laid_out = lay_out_(training, plan, world, choice)
     packed = laid_out.packed_layers
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
@@ -152,7 +133,13 @@ def build_training_model(
     return replace(laid_out, bytes_read=bytes_read, fused=fused)
 
 
-def chosen_layers(plan: Plan, num_layers: int) -> LayerChoice:
+def dtype_of(plan: StepPlan) -> torch.dtype:
+    """Return the compute dtype."""
+    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+    return dtype
+
+
+def chosen_layers(plan: StepPlan, num_layers: int) -> LayerChoice:
     """Return the layers that the levers of a plan take."""
     return choose_layers(
         num_layers,
@@ -165,11 +152,8 @@ def chosen_layers(plan: Plan, num_layers: int) -> LayerChoice:
 def adapt_(
     model: PreTrainedModel,
     lora: LoraSettings,
-    plan: Plan,
+    plan: StepPlan,
     choice: LayerChoice,
-    *,
-    fused_layers: bool,
-    fused_loss: bool,
 ) -> tuple[CausalLMForTraining, Counter[str]]:
     """Give a meta-device NF4 model its adapters, its fused layers, its loss and its recomputation;
     return what trains it, and how many modules of each kind are fused.
@@ -178,28 +162,25 @@ def adapt_(
     """
     adapted = inject_adapters(model, lora)
     # Before recurrent layers are divided by document, which gives them another forward.
-    fused = fuse_layers_(model) if fused_layers else Counter()
-    training = CausalLMForTraining(adapted, fused_loss=fused_loss)
+    fused = fuse_layers_(model) if plan.fused_layers else Counter()
+    training = CausalLMForTraining(adapted, fused_loss=plan.fused_loss)
     if plan.offload_embedding:
         assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)
     if choice.recomputed:
         checkpoint_activations_(model, choice.recomputed)
+    training.multiply_in_(plan.products, plan.products_in)
     return training, fused
 
 
 def lay_out_(
     training: CausalLMForTraining,
-    plan: Plan,
+    plan: StepPlan,
     world: World,
     choice: LayerChoice,
-    *,
-    rounds: torch.dtype | None = None,
 ) -> TrainingModel:
     """Divide a meta-device model between processes and host memory as the plan says; nothing is
     allocated or read yet. Collective.
-
-    rounds: the compute type, if what decoder layers save in it is rounded to float8.
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = decoder_layers(model)  # FSDP2 changes their classes
@@ -215,14 +196,15 @@ def lay_out_(
         )
         if plan.offload_activations is not True:  # else what lies before and behind them too
             training.activation_offload.follow_(layers, choice.activations_on_host)
-    if rounds is not None:
-        training.rounded_activations = RoundedActivations(rounds, training.activation_offload)
+    if plan.saved_activations != COMPUTE_DTYPE:
+        offload = training.activation_offload
+        training.rounded_activations = RoundedActivations(dtype_of(plan), offload)
         whole = [x for number, x in enumerate(layers) if number not in choice.recomputed]
         training.rounded_activations.follow_(whole)
     return TrainingModel(training, units, 0, packed)
 
 
-def _limit_memory(plan: Plan, device: torch.device) -> None:
+def _limit_memory(plan: StepPlan, device: torch.device) -> None:
     """Let torch's allocator take as much of a GPU as the plan counts on."""
     if device.type == "cuda" and plan.gpu_memory_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory
@@ -232,7 +214,7 @@ def _limit_memory(plan: Plan, device: torch.device) -> None:
 def _sharded(
     training: CausalLMForTraining,
     packed: PackedLayers | None,
-    plan: Plan,
+    plan: StepPlan,
     world: World,
 ) -> list[FSDPModule]:
     """Shard the model over all processes; return its units: none if there is one process."""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import checked_line, write_lines
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import (
@@ -130,7 +130,7 @@ class TrainingRun:
     identity: str
     """Names settings, data and base, whatever the run is called."""
     config: RunConfig
-    plan: Plan
+    plan: StepPlan
     world: World
     store: TokenStore
     model: TrainingModel

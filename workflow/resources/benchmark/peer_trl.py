@@ -33,7 +33,6 @@ from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer
 
 from workflow.lib.artifacts.benchmark_record import Observed
-from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.artifacts.training_record import Check
 from workflow.lib.benchmark.measure import (
     OUT_OF_MEMORY,
@@ -48,6 +47,7 @@ from workflow.lib.benchmark.random_base import random_rows
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import die_with_parent
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
@@ -132,7 +132,7 @@ def main(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def cap_memory(plan: Plan, device: torch.device) -> None:
+def cap_memory(plan: StepPlan, device: torch.device) -> None:
     """Bound what PyTorch may reserve, as for our engine."""
     if plan.gpu_memory_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory

@@ -17,7 +17,6 @@ from workflow.lib.planning.memory.offload_terms import (
     offload_window,
     weights_of_last_layer,
 )
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     Terms,
     dequantized_weight,
@@ -33,15 +32,13 @@ from workflow.lib.planning.memory.terms import (
     stored_terms,
     table_slice,
 )
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE
-from workflow.lib.system.units import GIB, MIB
+from workflow.lib.system.units import GIB
 
-# Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32
-# MiB each; 8 MiB on older GPUs). Measured with the engine on 2 x H200, torch 2.11
-# (docs/memory-model.md).
-CUBLAS_BYTES = 64 * MIB
-# Outside: CUDA context and loaded kernels; with several processes NCCL too. Measured like the
-# above: 0.755 and 1.577 GiB. Smaller GPUs have smaller contexts.
+# Outside the allocator: CUDA context and loaded kernels; with several processes NCCL too. Measured
+# with the engine on 2 x H200, torch 2.11 (docs/memory-model.md): 0.755 and 1.577 GiB. Smaller GPUs
+# have smaller contexts.
 CONTEXT_BYTES = int(0.76 * GIB)
 CONTEXT_AND_NCCL_BYTES = int(1.58 * GIB)
 # What the allocator must be able to reserve beyond what is allocated at the peak: runs of the
@@ -73,7 +70,7 @@ class Prediction:
         return max(self.phase_bytes.values())
 
 
-def predict(shape: ModelShape, setup: Setup) -> Prediction:
+def predict(shape: ModelShape, setup: StepPlan) -> Prediction:
     """Return the terms of every phase of a step; terms of 0 bytes are left out."""
     stored = stored_terms(shape, setup)
     phases = {
@@ -83,12 +80,12 @@ def predict(shape: ModelShape, setup: Setup) -> Prediction:
     return Prediction(phases=phases)
 
 
-def _phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+def _phases(shape: ModelShape, setup: StepPlan) -> dict[str, Terms]:
     """Return what each phase adds to the stored terms; docs/memory-model.md walks through them."""
     return _forward_phases(shape, setup) | _backward_phases(shape, setup)
 
 
-def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+def _forward_phases(shape: ModelShape, setup: StepPlan) -> dict[str, Terms]:
     unit, packed = _layer_unit(shape, setup), gathered_weights(shape, setup)
     through = _throughout(shape, setup)
     saved = _saved(shape, setup, num_layers=shape.num_layers)
@@ -111,7 +108,7 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     }
 
 
-def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+def _backward_phases(shape: ModelShape, setup: StepPlan) -> dict[str, Terms]:
     """The first layer that backward visits has all inputs still there, the last one all gradients
     already.
     """
@@ -139,7 +136,7 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     }
 
 
-def _embedding_gradient(shape: ModelShape, setup: Setup) -> Terms:
+def _embedding_gradient(shape: ModelShape, setup: StepPlan) -> Terms:
     """A trained embedding's, made when all layers are done: of the micro-batch's rows, which
     several processes exchange.
     """
@@ -153,40 +150,40 @@ def _embedding_gradient(shape: ModelShape, setup: Setup) -> Terms:
     }
 
 
-def _wide_rows(shape: ModelShape, setup: Setup) -> int:
+def _wide_rows(shape: ModelShape, setup: StepPlan) -> int:
     """A trained embedding's rows in fp32, where one process looks them up itself."""
     alone = setup.trains_embedding and setup.slices == 1 and setup.compute_bytes < 4
     return 4 * setup.tokens * shape.hidden_size if alone else 0
 
 
-def _layer_unit(shape: ModelShape, setup: Setup) -> int:
+def _layer_unit(shape: ModelShape, setup: StepPlan) -> int:
     """U: what FSDP2 gathers of one decoder layer, its adapters, norms and biases; its all-gather
     buffer is as large.
     """
     return shape.largest(lambda layer: _gathered(layer, setup))
 
 
-def _gathered(layer: DecoderLayer, setup: Setup) -> int:
+def _gathered(layer: DecoderLayer, setup: StepPlan) -> int:
     gathered = layer_tensors(layer, setup).gathered
     return gathered["norms_and_biases"] + gathered["lora_weights"]
 
 
-def _largest_gathered(shape: ModelShape, setup: Setup) -> int:
+def _largest_gathered(shape: ModelShape, setup: StepPlan) -> int:
     """Packed weights of one layer, where any are gathered."""
     one = shape.largest(lambda layer: gathered_slices(layer, setup))
     return min(one, gathered_weights(shape, setup))
 
 
-def _hidden(shape: ModelShape, setup: Setup) -> int:
+def _hidden(shape: ModelShape, setup: StepPlan) -> int:
     return setup.compute_bytes * setup.tokens * shape.hidden_size
 
 
-def _gradients(shape: ModelShape, setup: Setup) -> int:
+def _gradients(shape: ModelShape, setup: StepPlan) -> int:
     of_layers = shape.total(lambda layer: layer_tensors(layer, setup).sharded["lora_weights"])
     return of_layers + other_tensors(shape, setup).sharded["lora_weights"]
 
 
-def _throughout(shape: ModelShape, setup: Setup) -> Terms:
+def _throughout(shape: ModelShape, setup: StepPlan) -> Terms:
     """What lies there from the start of forward to the end of backward: gradients of earlier
     micro-batches, and what is made of adapters once a step.
     """
@@ -194,12 +191,12 @@ def _throughout(shape: ModelShape, setup: Setup) -> Terms:
     return kept_within_step(shape, setup) | earlier
 
 
-def _all_gradients(shape: ModelShape, setup: Setup) -> Terms:
+def _all_gradients(shape: ModelShape, setup: StepPlan) -> Terms:
     of_modules = setup.trained_tables * table_slice(shape, setup, width=4)
     return {"lora_gradients": _gradients(shape, setup), "module_gradients": of_modules}
 
 
-def _in_use(shape: ModelShape, setup: Setup) -> Terms:
+def _in_use(shape: ModelShape, setup: StepPlan) -> Terms:
     """What is gathered while a layer computes: all layers if they are kept, else this one and the
     packed weights of the next.
     """
@@ -209,7 +206,7 @@ def _in_use(shape: ModelShape, setup: Setup) -> Terms:
     return {"gathered_layer": _layer_unit(shape, setup) + packed}
 
 
-def _held(shape: ModelShape, setup: Setup) -> Terms:
+def _held(shape: ModelShape, setup: StepPlan) -> Terms:
     """All layers gathered, where they are not freed after forward; packed weights that wait on the
     host are.
     """
@@ -221,7 +218,7 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
     return {"gathered_layers": whole if setup.shards > 1 else 0}
 
 
-def _saved(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
+def _saved(shape: ModelShape, setup: StepPlan, *, num_layers: int) -> Terms:
     """What forward leaves on the device for the backward of `num_layers` layers."""
     away = [layer for layer in layers_of_stash(shape, setup) if layer < num_layers]
     here = range(num_layers) if not away else sorted({*range(num_layers)} - {*away})
@@ -233,7 +230,7 @@ def _saved(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
     return saved | {"offloaded_activations": min(window, leaving)}
 
 
-def _saved_by(layers: Sequence[int], shape: ModelShape, setup: Setup) -> Terms:
+def _saved_by(layers: Sequence[int], shape: ModelShape, setup: StepPlan) -> Terms:
     """What these layers keep: those that are recomputed their input alone."""
     whole = [] if setup.activation_checkpointing in (True, 1) else layers
     whole = [layer for layer in whole if not setup.recomputes(layer)]
@@ -243,7 +240,7 @@ def _saved_by(layers: Sequence[int], shape: ModelShape, setup: Setup) -> Terms:
     }
 
 
-def _with_recomputed(saved: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
+def _with_recomputed(saved: Terms, shape: ModelShape, setup: StepPlan, *, layer: int) -> Terms:
     """`saved`, and what backward has of `layer` besides: all activations if it has just recomputed
     them, else, of offloaded and of rounded ones, those of the feed-forward's node.
 
@@ -264,7 +261,7 @@ def _largest_work(of_kinds: Iterable[Terms]) -> Terms:
     return max(of_kinds, key=lambda terms: sum(terms.values()))
 
 
-def _forward_work(layer: DecoderLayer, shape: ModelShape, setup: Setup) -> Terms:
+def _forward_work(layer: DecoderLayer, shape: ModelShape, setup: StepPlan) -> Terms:
     """In the last layer, when most is kept. With recomputation: residual, norm output, its fp32
     copy, feed-forward.
 
@@ -278,7 +275,7 @@ def _forward_work(layer: DecoderLayer, shape: ModelShape, setup: Setup) -> Terms
     return mask | {"layer_workspace": _hidden(shape, setup), "dequantized_weight": weight}
 
 
-def _backward_work(layer: DecoderLayer, shape: ModelShape, setup: Setup) -> Terms:
+def _backward_work(layer: DecoderLayer, shape: ModelShape, setup: StepPlan) -> Terms:
     """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before
     their reduction.
 

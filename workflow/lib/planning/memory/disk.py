@@ -2,7 +2,6 @@
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.layer_tensors import LayerTensors
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     MOMENT_BLOCK_SIZE,
     layer_tensors,
@@ -10,11 +9,12 @@ from workflow.lib.planning.memory.terms import (
     trainable_parameters,
 )
 from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.step_plan.plan import StepPlan
 
 
 def disk_bytes(
     shape: ModelShape,
-    setup: Setup,
+    plan: StepPlan,
     tokens: TokenCounts,
     *,
     keep_checkpoints: int,
@@ -32,11 +32,11 @@ def disk_bytes(
         packed = tensors.by_term["nf4_weights"] + tensors.by_term["nf4_scales"]
         return sum(rows * width for rows, width in packed)
 
-    base = shape.total(lambda layer: packed_bytes(layer_tensors(layer, setup)))
-    base += packed_bytes(other_tensors(shape, setup))
+    base = shape.total(lambda layer: packed_bytes(layer_tensors(layer, plan)))
+    base += packed_bytes(other_tensors(shape, plan))
 
-    adapter = 4 * trainable_parameters(shape, setup)
-    eight = setup.optimizer.endswith("8bit")
+    adapter = 4 * trainable_parameters(shape, plan)
+    eight = plan.optimizer.endswith("8bit")
     moments = adapter // 2 + 2 * adapter // MOMENT_BLOCK_SIZE if eight else 2 * adapter
     packed_tokens = tokens.packed_rows * tokens.seq_len
     return {

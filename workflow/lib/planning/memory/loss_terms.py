@@ -12,11 +12,11 @@ from workflow.lib.model.architecture.vocabulary_slices import (
     chunk_rows,
     exchanged_rows,
 )
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import Terms, table_slice
+from workflow.lib.step_plan.plan import StepPlan
 
 
-def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
+def loss_terms(shape: ModelShape, setup: StepPlan) -> Terms:
     """Chunked cross-entropy over at most all T rows.
 
     Hidden: norm's fp32 copy, its output, the chosen rows and their gradient. Logits: log-softmax,
@@ -32,7 +32,7 @@ def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
     return hidden | {"logits": width * rows * shape.vocab_size}
 
 
-def _trained_head_terms(shape: ModelShape, setup: Setup) -> Terms:
+def _trained_head_terms(shape: ModelShape, setup: StepPlan) -> Terms:
     """Of a trained head: its copy in the compute type, the product that its gradient is made from,
     and a piece of that; its gradient in fp32.
     """
@@ -49,13 +49,13 @@ def _trained_head_terms(shape: ModelShape, setup: Setup) -> Terms:
     }
 
 
-def gradient_piece(shape: ModelShape, setup: Setup) -> int:
+def gradient_piece(shape: ModelShape, setup: StepPlan) -> int:
     """Bytes of what is made of a trained head's gradient at a time (`chunked_loss.TrainedHead`)."""
     rows = min(GRADIENT_ROWS, math.ceil(shape.vocab_size / setup.slices))
     return setup.compute_bytes * rows * shape.hidden_size
 
 
-def exchanged_gradients(shape: ModelShape, setup: Setup) -> int:
+def exchanged_gradients(shape: ModelShape, setup: StepPlan) -> int:
     """Bytes of the embedding rows' gradients of all slices that travel at a time, as they are sent,
     in fp32, and without the rows of others.
     """
@@ -65,7 +65,7 @@ def exchanged_gradients(shape: ModelShape, setup: Setup) -> int:
     return (setup.compute_bytes + 8) * rows * shape.hidden_size
 
 
-def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
+def _sliced_loss_terms(shape: ModelShape, setup: StepPlan) -> Terms:
     """Of a chunk of rows of all G processes: their hidden states and gradient, the latter in fp32
     too, and this slice's logits.
 

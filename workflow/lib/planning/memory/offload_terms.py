@@ -6,11 +6,11 @@ Letters as in `terms`.
 
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import hosted_layers, kept_activations, packed_slice
+from workflow.lib.step_plan.plan import StepPlan
 
 
-def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
+def layers_of_stash(shape: ModelShape, setup: StepPlan) -> list[int]:
     """The layers whose activations wait in host memory."""
     return activation_offload_layers(
         setup.offload_activations,
@@ -19,7 +19,7 @@ def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
     )
 
 
-def stashed_counts(shape: ModelShape, setup: Setup) -> tuple[int, int]:
+def stashed_counts(shape: ModelShape, setup: StepPlan) -> tuple[int, int]:
     """Of these layers those whose input alone is kept, because they are recomputed, and the
     others.
     """
@@ -28,7 +28,7 @@ def stashed_counts(shape: ModelShape, setup: Setup) -> tuple[int, int]:
     return inputs, len(away) - inputs
 
 
-def offload_window(shape: ModelShape, setup: Setup) -> int | None:
+def offload_window(shape: ModelShape, setup: StepPlan) -> int | None:
     """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if
     none are offloaded.
 
@@ -41,7 +41,7 @@ def offload_window(shape: ModelShape, setup: Setup) -> int | None:
     return shape.largest(lambda layer: kept_activations(layer, setup))
 
 
-def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
+def offloaded_bytes(shape: ModelShape, setup: StepPlan) -> int:
     """Bytes that a process keeps in page-locked host memory, whose buffers PyTorch rounds up to a
     power of two.
 
@@ -57,7 +57,7 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
     return inputs + shape.total(lambda layer: kept_activations(layer, setup), whole) * 5 // 4
 
 
-def gathered_weights(shape: ModelShape, setup: Setup) -> int:
+def gathered_weights(shape: ModelShape, setup: StepPlan) -> int:
     """Bytes of packed weights, at most: of the layer in use and the next one. One process has those
     alone that come from the host, both only if they are neighbours.
     """
@@ -68,7 +68,7 @@ def gathered_weights(shape: ModelShape, setup: Setup) -> int:
     return one * (2 if neighbours else min(1, setup.offload_layers))
 
 
-def weights_of_last_layer(shape: ModelShape, setup: Setup) -> int:
+def weights_of_last_layer(shape: ModelShape, setup: StepPlan) -> int:
     """Bytes of packed weights that are gathered while the loss is computed: those of the model's
     last layer.
     """
@@ -77,7 +77,7 @@ def weights_of_last_layer(shape: ModelShape, setup: Setup) -> int:
     return gathered_slices(shape.layer(-1), setup)
 
 
-def gathered_slices(layer: DecoderLayer, setup: Setup) -> int:
+def gathered_slices(layer: DecoderLayer, setup: StepPlan) -> int:
     """Bytes of the buffer that a layer's packed weights are gathered into; what one process with a
     whole copy has on its device is used where it is.
     """
@@ -86,7 +86,7 @@ def gathered_slices(layer: DecoderLayer, setup: Setup) -> int:
     return packed_slice(layer, setup) * setup.shards
 
 
-def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
+def hosted_bytes(shape: ModelShape, setup: StepPlan) -> int:
     """Bytes of packed weights that a process keeps in page-locked host memory, a buffer of a power
     of two per layer.
     """

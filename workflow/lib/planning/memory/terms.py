@@ -21,17 +21,25 @@ from workflow.lib.planning.memory.layer_tensors import (
     rounded,
     sharded_bytes,
 )
-from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX_BLOCK, FLOAT8
+from workflow.lib.system.units import GIB, MIB
 
 MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
+# Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32
+# MiB each; 8 MiB on older GPUs). Measured with the engine on 2 x H200, torch 2.11
+# (docs/memory-model.md).
+CUBLAS_BYTES = 64 * MIB
+# Resident set of a process on the CPU besides the model, measured (docs/memory-model.md): 0.43 GiB
+# after the imports and 0.6 to 0.7 after some steps.
+CPU_PROCESS_BYTES = int(0.7 * GIB)
 CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
 ROUNDED_BYTES = 1 + 4 / 128  # of an activation in float8: with its share of a block's scale
 
 Terms = dict[str, int]
 
 
-def lora_parameters(shape: ModelShape, setup: Setup) -> int:
+def lora_parameters(shape: ModelShape, setup: StepPlan) -> int:
     """Elements of all A (r, in_features), B (out_features, r), magnitudes (out_features,), and
     routers that are trained.
     """
@@ -44,18 +52,18 @@ def lora_parameters(shape: ModelShape, setup: Setup) -> int:
     return shape.total(elements) + sum(rows * width for rows, width in others) // 4
 
 
-def trainable_parameters(shape: ModelShape, setup: Setup) -> int:
+def trainable_parameters(shape: ModelShape, setup: StepPlan) -> int:
     """Elements of all adapters and of the tables that are trained whole."""
     return (
         lora_parameters(shape, setup) + setup.trained_tables * shape.vocab_size * shape.hidden_size
     )
 
 
-def _targets(layer: DecoderLayer, setup: Setup) -> list[Linear]:
+def _targets(layer: DecoderLayer, setup: StepPlan) -> list[Linear]:
     return [linear for linear in layer.linears if linear.name in setup.targets]
 
 
-def layer_tensors(layer: DecoderLayer, setup: Setup) -> LayerTensors:
+def layer_tensors(layer: DecoderLayer, setup: StepPlan) -> LayerTensors:
     """Return the tensors of a decoder layer."""
     others = [*((name, (length,)) for name, length in layer.vectors), *layer.tensors]
     masters = {name: shape for name, shape in others if _is_master(name, setup)}
@@ -63,7 +71,7 @@ def layer_tensors(layer: DecoderLayer, setup: Setup) -> LayerTensors:
     return _tensors_of(layer.linears, kept, setup, masters=tuple(masters.values()))
 
 
-def other_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
+def other_tensors(shape: ModelShape, setup: StepPlan) -> LayerTensors:
     """Return the tensors of the decoder outside of its layers, without tables."""
     vectors = [(length,) for _, length in shape.other_vectors]
     return _tensors_of(shape.other_linears, vectors, setup)
@@ -72,7 +80,7 @@ def other_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
 def _tensors_of(
     linears: tuple[Linear, ...],
     others: Iterable[tuple[int, ...]],
-    setup: Setup,
+    setup: StepPlan,
     *,
     masters: tuple[tuple[int, ...], ...] = (),
 ) -> LayerTensors:
@@ -93,17 +101,17 @@ def _tensors_of(
     return layer_tensors_of(kind)
 
 
-def _is_master(name: str, setup: Setup) -> bool:
+def _is_master(name: str, setup: StepPlan) -> bool:
     """Whether a tensor of a layer belongs to a router that is trained."""
     of_router = name.startswith(tuple(f"{path}." for path in setup.routers))
     return of_router and not name.endswith(CORRECTION)
 
 
-def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
+def stored_terms(shape: ModelShape, setup: StepPlan) -> Terms:
     """Return what lies in memory from the second step on, in every phase."""
     c = setup.compute_bytes
     head_dim_bytes = 2 * shape.largest(lambda layer: layer.head_dim) * c  # cosine and sine
-    return setup.fixed_terms | {
+    return _device_terms(setup) | {
         **_packed_terms(shape, setup),
         "nf4_tables": (shape.total(lambda x: len(x.linears)) + len(shape.other_linears))
         * sum(map(rounded, CODE_TABLES))
@@ -122,7 +130,16 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     }
 
 
-def _layer_inputs(shape: ModelShape, setup: Setup) -> int:
+def _device_terms(setup: StepPlan) -> Terms:
+    """What the device adds to every phase. cuBLAS has workspaces for each stream, and graphs are
+    captured on one of their own.
+    """
+    if setup.device == "cpu":
+        return {"process": CPU_PROCESS_BYTES}
+    return {"cublas_workspace": CUBLAS_BYTES * (2 if setup.graphed else 1)}
+
+
+def _layer_inputs(shape: ModelShape, setup: StepPlan) -> int:
     """Bytes of what is made of tokens for all layers at once: rows of other tables, and the outputs
     of other linears, kept by the norm behind them and by the layers.
     """
@@ -132,14 +149,14 @@ def _layer_inputs(shape: ModelShape, setup: Setup) -> int:
 
 
 def _sharded(
-    shape: ModelShape, setup: Setup, term: str, layers: Iterable[int] | None = None
+    shape: ModelShape, setup: StepPlan, term: str, layers: Iterable[int] | None = None
 ) -> int:
     """Bytes of a term on a process, of these layers (None: all) and of what is outside of them."""
     of_layers = shape.total(lambda layer: layer_tensors(layer, setup).sharded[term], layers)
     return of_layers + other_tensors(shape, setup).sharded[term]
 
 
-def _packed_terms(shape: ModelShape, setup: Setup) -> Terms:
+def _packed_terms(shape: ModelShape, setup: StepPlan) -> Terms:
     """Packed weights and their scales on a process's device: of several processes each has a slice
     of both together. Layers whose weights wait on the host have none.
     """
@@ -151,17 +168,17 @@ def _packed_terms(shape: ModelShape, setup: Setup) -> Terms:
     return terms
 
 
-def packed_slice(layer: DecoderLayer, setup: Setup) -> int:
+def packed_slice(layer: DecoderLayer, setup: StepPlan) -> int:
     """Bytes of a layer's packed weights and scales that a process keeps (`packed_layers`)."""
     return layer_tensors(layer, setup).packed_slice
 
 
-def hosted_layers(shape: ModelShape, setup: Setup) -> list[int]:
+def hosted_layers(shape: ModelShape, setup: StepPlan) -> list[int]:
     """The decoder layers whose packed weights wait in host memory."""
     return spread(setup.offload_layers, shape.num_layers)
 
 
-def layers_on_device(shape: ModelShape, setup: Setup) -> list[int] | None:
+def layers_on_device(shape: ModelShape, setup: StepPlan) -> list[int] | None:
     """The decoder layers whose packed weights do not; None: all."""
     if not setup.offload_layers:
         return None
@@ -169,19 +186,19 @@ def layers_on_device(shape: ModelShape, setup: Setup) -> list[int] | None:
     return [number for number in range(shape.num_layers) if number not in hosted]
 
 
-def frozen_tables(shape: ModelShape, setup: Setup) -> int:
+def frozen_tables(shape: ModelShape, setup: StepPlan) -> int:
     """How many of embedding and head are on the device and are not trained."""
     tables = 1 if shape.tied_embeddings or setup.offload_embedding else 2
     return tables - setup.trained_tables
 
 
-def table_slice(shape: ModelShape, setup: Setup, *, width: int) -> int:
+def table_slice(shape: ModelShape, setup: StepPlan, *, width: int) -> int:
     """Bytes of a slice of embedding or head, of `width` bytes an element."""
     table = (shape.vocab_size, shape.hidden_size * width)
     return sharded_bytes([table], processes=setup.slices)
 
 
-def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
+def moment_bytes(shape: ModelShape, setup: StepPlan) -> tuple[int, int]:
     """Bytes of both moments of all that is trained on the device, and of those that the driver
     pages to the host.
     """
@@ -198,7 +215,7 @@ def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
     return sizes[False], sizes[True]
 
 
-def layer_moments(layer: DecoderLayer, setup: Setup) -> list[tuple[int, bool]]:
+def layer_moments(layer: DecoderLayer, setup: StepPlan) -> list[tuple[int, bool]]:
     """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages
     them to the host.
     """
@@ -207,13 +224,15 @@ def layer_moments(layer: DecoderLayer, setup: Setup) -> list[tuple[int, bool]]:
     )
 
 
-def module_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
+def module_moments(shape: ModelShape, setup: StepPlan) -> list[tuple[int, bool]]:
     """The same of the tables that are trained whole."""
     table = (shape.vocab_size, 4 * shape.hidden_size)
     return list(_moments([table] * setup.trained_tables, setup, cuts=setup.slices))
 
 
-def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[tuple[int, bool]]:
+def _moments(
+    tensors: Iterable[Tensor], setup: StepPlan, *, cuts: int
+) -> Iterator[tuple[int, bool]]:
     """Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from
     100,000 elements on, without their scales.
     """
@@ -225,7 +244,7 @@ def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[
             yield rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
 
 
-def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
+def saved_activations(layer: DecoderLayer, setup: StepPlan) -> int:
     """Bytes that autograd keeps of a decoder layer (an upper bound: as if every linear had an
     adapter).
 
@@ -241,7 +260,7 @@ def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
     t, c, f = setup.tokens, setup.compute_bytes, layer.intermediate_size
     q, k = layer.query_width, layer.key_width
     # a mask makes Transformers repeat the heads
-    keys = k if setup.attention in ("flash", "flex") else q
+    keys = k if setup.attention_kind in ("flash", "flex") else q
     norm = c if fuses_norms(layer, setup) else layer.norm_bytes
     saved_bytes = norm * layer.hidden_norms * t * layer.hidden_size
     saved_bytes += 2 * c * t * (q + keys) + 4 * t * layer.num_heads
@@ -253,13 +272,13 @@ def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
     return saved_bytes + _saved_scores(layer, setup)
 
 
-def kept_activations(layer: DecoderLayer, setup: Setup) -> int:
+def kept_activations(layer: DecoderLayer, setup: StepPlan) -> int:
     """Bytes of it that wait for backward, rounded or not (`rounded_activations`)."""
     spared = setup.compute_bytes - ROUNDED_BYTES
     return saved_activations(layer, setup) - int(rounded_elements(layer, setup) * spared)
 
 
-def rounded_elements(layer: DecoderLayer, setup: Setup) -> int:
+def rounded_elements(layer: DecoderLayer, setup: StepPlan) -> int:
     """How many numbers that autograd keeps of a layer are rounded until backward."""
     if setup.saved_activations == COMPUTE_DTYPE:
         return 0
@@ -267,12 +286,12 @@ def rounded_elements(layer: DecoderLayer, setup: Setup) -> int:
     return rounded_bytes // setup.compute_bytes
 
 
-def _exact_activations(layer: DecoderLayer, setup: Setup) -> int:
+def _exact_activations(layer: DecoderLayer, setup: StepPlan) -> int:
     """Bytes of queries, keys, log-sum-exp, scores, low-rank products, and norms' inputs in fp32;
     with a mask, of values too, which are repeated like the keys.
     """
     t, c = setup.tokens, setup.compute_bytes
-    kernel = setup.attention in ("flash", "flex")
+    kernel = setup.attention_kind in ("flash", "flex")
     keys = layer.key_width if kernel else 2 * layer.query_width
     exact = c * t * (layer.query_width + keys) + 4 * t * layer.num_heads
     exact += c * t * sum(layer.rows(x) * setup.rank_of(x.name) for x in _targets(layer, setup))
@@ -282,7 +301,7 @@ def _exact_activations(layer: DecoderLayer, setup: Setup) -> int:
     return exact + _saved_scores(layer, setup)
 
 
-def _saved_of_any(layer: DecoderLayer, setup: Setup) -> int:
+def _saved_of_any(layer: DecoderLayer, setup: StepPlan) -> int:
     """Bytes that autograd keeps of a layer that is not plain: what it was seen to keep in 16 bits,
     x A^T of each row that an adapter multiplies, what attention keeps besides queries, keys, values
     and output, and the logits of routers whose load is balanced. DoRA keeps values, and with
@@ -293,7 +312,7 @@ def _saved_of_any(layer: DecoderLayer, setup: Setup) -> int:
     if setup.balances_routers and layer.top_k:
         saved_bytes += c * t * max(x.experts for x in layer.linears)
     saved_bytes += c * t * sum(layer.rows(x) * setup.rank_of(x.name) for x in targets)
-    if setup.attention in ("sdpa", "eager"):  # a mask makes Transformers repeat the heads
+    if setup.attention_kind in ("sdpa", "eager"):  # a mask makes Transformers repeat the heads
         repeated = layer.num_heads - layer.num_kv_heads
         saved_bytes += c * t * repeated * (layer.head_dim + layer.value_head)
     if setup.dropout and setup.dora:
@@ -301,12 +320,12 @@ def _saved_of_any(layer: DecoderLayer, setup: Setup) -> int:
     return saved_bytes + _dora_values(layer, setup) + _saved_scores(layer, setup)
 
 
-def fuses_norms(layer: DecoderLayer, setup: Setup) -> bool:
+def fuses_norms(layer: DecoderLayer, setup: StepPlan) -> bool:
     """Whether all norms are `fused_norm.FusedNorm`."""
     return setup.fused_layers and layer.fused_norms
 
 
-def _dora_values(layer: DecoderLayer, setup: Setup) -> int:
+def _dora_values(layer: DecoderLayer, setup: StepPlan) -> int:
     """Values that DoRA keeps for the gradients of its magnitudes, beside those that what follows
     keeps. With dropout a sum follows, which keeps nothing.
     """
@@ -317,7 +336,7 @@ def _dora_values(layer: DecoderLayer, setup: Setup) -> int:
     return setup.compute_bytes * setup.tokens * sum(kept)
 
 
-def fuses_feed_forward(layer: DecoderLayer, setup: Setup) -> bool:
+def fuses_feed_forward(layer: DecoderLayer, setup: StepPlan) -> bool:
     """Whether gate, up and down are one node (`fused_feed_forward.FusedFeedForward`): all with an
     adapter, which is not DoRA with dropout.
     """
@@ -327,7 +346,7 @@ def fuses_feed_forward(layer: DecoderLayer, setup: Setup) -> bool:
     return layer.fused_feed_forward and adapted
 
 
-def _linear_inputs(layer: DecoderLayer, setup: Setup) -> int:
+def _linear_inputs(layer: DecoderLayer, setup: StepPlan) -> int:
     """Inputs of linears: none of those behind fused norms, which are made again; DoRA with dropout
     keeps each one's own.
     """
@@ -340,7 +359,7 @@ def _linear_inputs(layer: DecoderLayer, setup: Setup) -> int:
     return row * shared
 
 
-def _saved_scores(layer: DecoderLayer, setup: Setup) -> int:
+def _saved_scores(layer: DecoderLayer, setup: StepPlan) -> int:
     """What grows with S x S: eager attention keeps its softmax in fp32 and in the compute type, and
     the tanh that soft-caps scores; sdpa a mask.
     """
@@ -348,10 +367,10 @@ def _saved_scores(layer: DecoderLayer, setup: Setup) -> int:
     c = setup.compute_bytes
     a_score = (4 if c == 4 else 4 + c) + (c if layer.attention_softcap else 0)
     scores = {"sdpa": c * square, "eager": a_score * square * layer.num_heads}
-    return scores.get(setup.attention, 0)
+    return scores.get(setup.attention_kind, 0)
 
 
-def mask_bytes(shape: ModelShape, setup: Setup) -> int:
+def mask_bytes(shape: ModelShape, setup: StepPlan) -> int:
     """Masks of packed rows, made once a forward: boolean for sdpa (its copy in the compute type:
     `_saved_scores`), in the compute type for eager; for flex the first key of each query, once more
     in whole blocks, and four tables of pairs of blocks (`flex_masks`), int32 all.
@@ -362,11 +381,11 @@ def mask_bytes(shape: ModelShape, setup: Setup) -> int:
         "flex": 4 * (setup.seq_len + FLEX_BLOCK * blocks + 4 * (blocks + 1) * blocks),
         "sdpa": setup.seq_len**2,
         "eager": setup.compute_bytes * setup.seq_len**2,
-    }[setup.attention]
+    }[setup.attention_kind]
     return shape.attention_masks * setup.micro_batch_size * row
 
 
-def decoded_linear(linear: Linear, setup: Setup, *, num_rows: int) -> int:
+def decoded_linear(linear: Linear, setup: StepPlan, *, num_rows: int) -> int:
     """A weight as its product with `num_rows` rows uses it: in the compute type, of a stack of
     experts as much as is decoded at a time.
 
@@ -386,7 +405,7 @@ def decoded_linear(linear: Linear, setup: Setup, *, num_rows: int) -> int:
     return max(plain, linear.num_weights + rows + added)
 
 
-def product_scales(shape: ModelShape, setup: Setup) -> int:
+def product_scales(shape: ModelShape, setup: StepPlan) -> int:
     """Scales of the rows of all weights that are multiplied in 8 bits, and in float8 of the
     experts; every process has all.
     """
@@ -401,7 +420,7 @@ def product_scales(shape: ModelShape, setup: Setup) -> int:
     return shape.total(lambda layer: sum(map(scales, layer.linears)))
 
 
-def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
+def dequantized_weight(layer: DecoderLayer, setup: StepPlan) -> int:
     """The largest linear in the compute type, and its absmax in fp32; of a stack of experts as much
     as is decoded at a time.
     """
@@ -414,7 +433,7 @@ def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
     return max(map(decoded, layer.linears))
 
 
-def layer_workspace(layer: DecoderLayer, setup: Setup, *, wide: int, hidden_bytes: int) -> Terms:
+def layer_workspace(layer: DecoderLayer, setup: StepPlan, *, wide: int, hidden_bytes: int) -> Terms:
     """Temporaries of a layer: T x h ones, and either `wide` T x f ones, or one fewer and a
     dequantized weight.
 
@@ -427,13 +446,13 @@ def layer_workspace(layer: DecoderLayer, setup: Setup, *, wide: int, hidden_byte
     product = {"layer_workspace": (wide - 1) * row, "dequantized_weight": weight}
     scores = 8 * setup.micro_batch_size * setup.seq_len**2 * layer.num_heads
     feed_forward = {"layer_workspace": wide * row} if row > weight else product
-    heavy = setup.attention == "eager" and scores > sum(feed_forward.values())
+    heavy = setup.attention_kind == "eager" and scores > sum(feed_forward.values())
     work = {"layer_workspace": scores} if heavy else feed_forward
     extra = hidden_bytes * t * layer.hidden_size + _adapter_workspace(layer, setup)
     return work | {"layer_workspace": work["layer_workspace"] + extra}
 
 
-def _adapter_workspace(layer: DecoderLayer, setup: Setup) -> int:
+def _adapter_workspace(layer: DecoderLayer, setup: StepPlan) -> int:
     """Dropout makes an adapter's input, and a part of its gradient, by themselves; DoRA scales a
     gradient.
     """
@@ -443,7 +462,7 @@ def _adapter_workspace(layer: DecoderLayer, setup: Setup) -> int:
     return c * t * (dropped + scaled)
 
 
-def kept_within_step(shape: ModelShape, setup: Setup) -> Terms:
+def kept_within_step(shape: ModelShape, setup: StepPlan) -> Terms:
     """What is made once a step of adapters that do not change in it (`adapter_state`): casts, in
     one process alone, and DoRA's row norms.
     """

@@ -6,16 +6,14 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.offload_terms import hosted_bytes, offloaded_bytes
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import moment_bytes
 from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
 
-# Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB
-# after the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL
-# included.
-CPU_PROCESS_BYTES = int(0.7 * GIB)
+# Resident set of a process with a GPU besides the model, measured (docs/memory-model.md): 2.2 GiB,
+# CUDA's libraries and NCCL included.
 GPU_PROCESS_BYTES = int(2.5 * GIB)
 
 
@@ -70,7 +68,7 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
     return Budget(capacity, outside, int(hardware.memory_margin_gib * GIB), host)
 
 
-def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
+def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, *, peak_bytes: int) -> int:
     """Return the host memory of all processes of a node together at the peak, for a predicted peak
     of each.
 
@@ -82,7 +80,7 @@ def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes:
         return machine.processes_per_node * peak_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
     stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears) // 2)  # 4 bits
-    rows = setup.tokens * shape.hidden_size * setup.compute_bytes if setup.offload_embedding else 0
-    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + hosted_bytes(shape, setup) + rows
-    each += moment_bytes(shape, setup)[1]
+    rows = plan.tokens * shape.hidden_size * plan.compute_bytes if plan.offload_embedding else 0
+    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, plan) + hosted_bytes(shape, plan) + rows
+    each += moment_bytes(shape, plan)[1]
     return machine.processes_per_node * each + max(table, stack)

@@ -21,8 +21,8 @@ from workflow.lib.planning.machine import (
 )
 from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.planning_inputs import (
-    make_setup,
     micro_batch_sizes,
+    plan_from_settings,
     router_aux_loss_coef,
     rows_per_process,
     target_ranks,
@@ -142,7 +142,7 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
     else:
         machine = asked_machine(*requested_processes(run.hardware), run.hardware.nodes)
     check_batch(run, machine)
-    make_setup(run, shape, machine)
+    plan_from_settings(run, shape, machine)
 
 
 def check_gguf(run: RunConfig, shape: ModelShape) -> None:

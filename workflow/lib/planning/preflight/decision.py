@@ -13,7 +13,7 @@ from workflow.lib.planning.preflight.plan_search import (
     candidates,
     open_choices,
 )
-from workflow.lib.planning.preflight.planning_inputs import make_setup
+from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.remedies import remedies
 from workflow.lib.planning.preflight.replay_check import Recorder, confirmed
 from workflow.lib.planning.timing.machine_speed import Speed, speed_of
@@ -58,20 +58,20 @@ def decide(
     """
     limits = budget(run.hardware, machine)
     rows, sizes = check_batch(run, machine)
-    setup = make_setup(run, shape, machine)
+    plan = plan_from_settings(run, shape, machine)
     speed = speed_of(
-        machine, calibration=run.hardware.calibration, compute_bytes=setup.compute_bytes
+        machine, calibration=run.hardware.calibration, compute_bytes=plan.compute_bytes
     )
     question = Question(shape, machine, speed, limits, rows, tokens.trained_share)
     choices = open_choices(run, machine, sizes=sizes, num_layers=shape.num_layers)
     chosen, options = confirmed(
-        lambda shares: candidates(replace(question, shares=shares), setup, choices),
+        lambda shares: candidates(replace(question, shares=shares), plan, choices),
         device=machine.device,
         limits=limits,
         record=record,
     )
     disk = disk_bytes(
-        shape, chosen.setup, tokens,
+        shape, chosen.plan, tokens,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
     )  # fmt: skip
     lack = _memory_lack(run, shape, machine, chosen, limits)
@@ -111,7 +111,7 @@ def _memory_lack(
         return None
     options = remedies(
         shape,
-        chosen.setup,
+        chosen.plan,
         machine,
         run.hardware,
         global_batch_size=run.train.global_batch_size,

@@ -1,15 +1,15 @@
 """From a decision to what `preflight.json` says: the plan, the terms of the peak, the time."""
 
-from workflow.lib.artifacts.preflight_record import Forecast, Plan, Term, TriedPlan
+from dataclasses import replace
+
+from workflow.lib.artifacts.preflight_record import Forecast, Term, TriedPlan
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.offload_terms import offload_window
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import trainable_parameters
 from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.planning.preflight.plan_search import Candidate, explain
-from workflow.lib.planning.preflight.planning_inputs import compute_dtype
 from workflow.lib.planning.timing import step_time
 from workflow.lib.planning.timing.evaluation_time import (
     NO_TASKS,
@@ -19,6 +19,7 @@ from workflow.lib.planning.timing.evaluation_time import (
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.schedule import total_steps
+from workflow.lib.step_plan.plan import StepPlan
 
 
 def forecast(
@@ -35,7 +36,7 @@ def forecast(
     """
     chosen, limits = decision.chosen, decision.limits
     prediction, replayed = chosen.prediction, chosen.replayed
-    plan = _plan(decision, run, shape, machine, num_rows=tokens.packed_rows)
+    plan = _followed_plan(decision, run, shape, machine, num_rows=tokens.packed_rows)
     peak_bytes = replayed.allocated_bytes if replayed else prediction.peak_bytes
     slack_bytes = (
         replayed.reserved_bytes - peak_bytes if replayed else limits.slack_bytes(peak_bytes)
@@ -59,23 +60,23 @@ def forecast(
         disk_bytes=decision.disk_bytes,
         disk_free_bytes=decision.disk_free_bytes,
         time=step_time.estimate(
-            _parts(decision, shape, chosen.setup, tokens),
+            _parts(decision, shape, chosen.plan, tokens),
             basis=decision.speed.basis + _of_recurrent_layers(shape),
             num_gpus=len(machine.gpu_names),
-            tokens=chosen.setup.tokens,
+            tokens=chosen.plan.tokens,
             accumulation_steps=plan.accumulation_steps,
             num_steps=plan.num_steps,
             price_per_gpu_hour=run.hardware.price_per_gpu_hour,
         ),
         evaluation=estimate_evaluation(
-            run, shape, chosen.setup, tokens, speed=decision.speed, tasks=tasks
+            run, shape, chosen.plan, tokens, speed=decision.speed, tasks=tasks
         ),
         candidates=[_tried_plan(candidate, chosen) for candidate in decision.candidates],
         model=shape.document()
         | {
             "total_parameters": shape.quantized_weights + shape.plain_weights,
             "quantized_parameters": shape.quantized_weights,
-            "trainable_parameters": trainable_parameters(shape, chosen.setup),
+            "trainable_parameters": trainable_parameters(shape, chosen.plan),
         },
     )
 
@@ -103,55 +104,44 @@ def _terms(chosen: Candidate) -> list[Term]:
 
 
 def _parts(
-    decision: Decision, shape: ModelShape, setup: Setup, tokens: TokenCounts
+    decision: Decision, shape: ModelShape, plan: StepPlan, tokens: TokenCounts
 ) -> step_time.Parts | None:
     """Seconds of a micro-batch by what they are spent on; None where the speed is not known."""
     if not decision.speed.known:
         return None
     return decision.speed.parts(
         shape,
-        setup,
+        plan,
         trained_share=tokens.trained_share,
-        micro_batches=decision.rows // setup.micro_batch_size,
+        micro_batches=decision.rows // plan.micro_batch_size,
     )
 
 
-def _plan(
+def _followed_plan(
     decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, *, num_rows: int
-) -> Plan:
-    """Return what `finetune` follows."""
-    setup, limits = decision.chosen.setup, decision.limits
+) -> StepPlan:
+    """Return what `finetune` follows: the chosen plan with what the search does not ask about."""
+    plan, limits = decision.chosen.plan, decision.limits
     enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
     allowed = limits.capacity_bytes - limits.outside_allocator_bytes
-    return Plan(
-        device=machine.device,
-        processes=machine.processes,
-        nodes=machine.nodes,
-        shard_size=setup.shards,
-        micro_batch_size=setup.micro_batch_size,
-        accumulation_steps=decision.rows // setup.micro_batch_size,
-        activation_checkpointing=setup.activation_checkpointing,
-        offload_activations=setup.offload_activations,
-        offload_window_bytes=offload_window(shape, setup),
-        reshard_after_forward=setup.reshard_after_forward,
-        offload_embedding=setup.offload_embedding,
-        offload_layers=setup.offload_layers,
-        cuda_graphs=setup.graphed,
+    return replace(
+        plan,
+        cuda_graphs=plan.graphed,
+        offload_window_bytes=offload_window(shape, plan),
         gpu_memory_bytes=allowed if enforced else None,
-        compute_dtype=compute_dtype(run.model, machine),
         num_steps=total_steps(run.train, num_rows=num_rows),
     )
 
 
 def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
-    setup = candidate.setup
+    plan = candidate.plan
     return TriedPlan(
-        micro_batch_size=setup.micro_batch_size,
-        activation_checkpointing=setup.activation_checkpointing,
+        micro_batch_size=plan.micro_batch_size,
+        activation_checkpointing=plan.activation_checkpointing,
         recomputation=candidate.recomputation,
-        offload_activations=setup.offload_activations,
-        offload_layers=setup.offload_layers,
-        reshard_after_forward=setup.reshard_after_forward,
+        offload_activations=plan.offload_activations,
+        offload_layers=plan.offload_layers,
+        reshard_after_forward=plan.reshard_after_forward,
         host_bytes=candidate.host_bytes,
         peak_bytes=candidate.peak_bytes,
         relative_time=candidate.step_s / chosen.step_s,

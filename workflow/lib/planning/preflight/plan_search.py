@@ -24,11 +24,11 @@ from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.closed_form import Prediction
 from workflow.lib.planning.memory.replay import Replay
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.budget import Budget, host_bytes
 from workflow.lib.planning.preflight.recorded_shares import RecordedShares
 from workflow.lib.planning.timing.machine_speed import Speed
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
 # Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
@@ -46,7 +46,7 @@ VERDICTS_OF_CHOSEN = ("chosen", "needs least, does not fit")
 class Candidate:
     """A plan, what it takes, and the predicted seconds of a step."""
 
-    setup: Setup
+    plan: StepPlan
     prediction: Prediction
     """By the closed form."""
     peak_bytes: int
@@ -67,7 +67,7 @@ class Candidate:
     @property
     def micro_batch_size(self) -> int:
         """Rows per process and forward pass."""
-        return self.setup.micro_batch_size
+        return self.plan.micro_batch_size
 
     @property
     def fits(self) -> bool:
@@ -79,7 +79,7 @@ class Candidate:
     @property
     def recomputation(self) -> str:
         """The level in words."""
-        share = recomputed_share(self.setup.activation_checkpointing)
+        share = recomputed_share(self.plan.activation_checkpointing)
         if share in (0, 1):
             return "every layer" if share else "none"
         return f"{share.numerator} of {share.denominator} layers"
@@ -98,7 +98,7 @@ class Choices:
     """Whether packed weights of layers may wait in host memory, as many as it takes for a plan to
     fit."""
 
-    def setups(self, setup: Setup, *, rows: int) -> Iterator[Setup]:
+    def plans(self, plan: StepPlan, *, rows: int) -> Iterator[StepPlan]:
         """Yield all combinations for `rows` rows per process and step."""
         for size, level, offload, reshard in product(
             self.sizes, self.levels, self.offload, self.reshard
@@ -106,9 +106,9 @@ class Choices:
             if type(offload) is int and level == 1 and len(self.offload) > 1:
                 continue  # of recomputed layers the inputs are offloaded, all or none
             yield replace(
-                setup,
+                plan,
                 micro_batch_size=size,
-                accumulates=size < rows,
+                accumulation_steps=rows // size,
                 activation_checkpointing=level,
                 offload_activations=offload,
                 reshard_after_forward=reshard,
@@ -169,18 +169,18 @@ class Question:
     trained_share: float
     shares: RecordedShares = field(default_factory=RecordedShares)
 
-    def holds(self, setup: Setup) -> bool:
+    def holds(self, plan: StepPlan) -> bool:
         """Whether a plan's predicted peak fits."""
-        peak = closed_form.predict(self.shape, setup).peak_bytes
-        return self.limits.holds(self.shares.corrected(peak, setup))
+        peak = closed_form.predict(self.shape, plan).peak_bytes
+        return self.limits.holds(self.shares.corrected(peak, plan))
 
 
-def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candidate]:
+def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Candidate]:
     """Predict every choice; where one does not fit, once more with layers on the host, as few as
     let it fit, or all.
     """
     options = []
-    for tried in choices.setups(setup, rows=question.rows):
+    for tried in choices.plans(plan, rows=question.rows):
         stashes = bool(tried.offload_activations) and len(choices.offload) > 1
         options.append(_candidate(question, tried, unasked=stashes))
         if choices.host_layers and options[-1].lacking_bytes > 0:
@@ -191,15 +191,15 @@ def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candi
     return [_in_all_of_the_host(option, question.limits) for option in options]
 
 
-def _layers_to_host(question: Question, setup: Setup) -> int:
-    """Return how many layers on the host let `setup` fit, the fewest, by bisection; all if fewer do
+def _layers_to_host(question: Question, plan: StepPlan) -> int:
+    """Return how many layers on the host let `plan` fit, the fewest, by bisection; all if fewer do
     not.
 
     Most plans that do not fit need all, so what is one fewer is asked first.
     """
 
     def holds(count: int) -> bool:
-        return question.holds(replace(setup, offload_layers=count))
+        return question.holds(replace(plan, offload_layers=count))
 
     most = question.shape.num_layers - 1
     if not holds(most):
@@ -207,21 +207,21 @@ def _layers_to_host(question: Question, setup: Setup) -> int:
     return 1 + bisect_left(range(1, most), True, key=holds)
 
 
-def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:
+def _candidate(question: Question, plan: StepPlan, *, unasked: bool) -> Candidate:
     """unasked: what it keeps in host memory is the search's idea, not a setting."""
-    prediction = closed_form.predict(question.shape, setup)
-    peak = question.shares.corrected(prediction.peak_bytes, setup)
-    micro_batches = question.rows // setup.micro_batch_size
+    prediction = closed_form.predict(question.shape, plan)
+    peak = question.shares.corrected(prediction.peak_bytes, plan)
+    micro_batches = question.rows // plan.micro_batch_size
     parts = question.speed.parts(
         question.shape,
-        setup,
+        plan,
         trained_share=question.trained_share,
         micro_batches=micro_batches,
     )
-    host = host_bytes(question.shape, setup, question.machine, peak_bytes=peak)
+    host = host_bytes(question.shape, plan, question.machine, peak_bytes=peak)
     allowed = _allowed_host_bytes(question.machine, question.limits, unasked=unasked)
     return Candidate(
-        setup=setup,
+        plan=plan,
         prediction=prediction,
         peak_bytes=peak,
         lacking_bytes=question.limits.needed_bytes(peak) - question.limits.capacity_bytes,
@@ -274,8 +274,8 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
     return _fastest([candidate for candidate in near if _demands(candidate) == least])
 
 
-def _offloads(setup: Setup) -> bool:
-    return bool(setup.offload_activations) or setup.offload_layers > 0
+def _offloads(plan: StepPlan) -> bool:
+    return bool(plan.offload_activations) or plan.offload_layers > 0
 
 
 def is_worth_recording(candidate: Candidate, known: Candidate) -> bool:
@@ -290,7 +290,7 @@ def _demands(candidate: Candidate) -> tuple[bool, bool]:
     """What a plan asks of the machine besides GPU memory: page-locked host memory, and room for all
     gathered weights.
     """
-    return _offloads(candidate.setup), not candidate.setup.reshard_after_forward
+    return _offloads(candidate.plan), not candidate.plan.reshard_after_forward
 
 
 def _fastest(alike: list[Candidate]) -> Candidate:
@@ -301,7 +301,7 @@ def _fastest(alike: list[Candidate]) -> Candidate:
         alike,
         key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.peak_bytes),
     )
-    if not _offloads(first.setup):
+    if not _offloads(first.plan):
         return first
     near = [c for c in alike if c.step_s <= first.step_s * (1 + NEGLIGIBLE)]
     return min(near, key=lambda c: (c.host_bytes, c.step_s))

@@ -15,14 +15,10 @@ from workflow.lib.model.architecture.attention_needs import of_family
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory import closed_form
-from workflow.lib.planning.memory.setup import Attention, Setup
-from workflow.lib.planning.preflight.budget import CPU_PROCESS_BYTES
 from workflow.lib.settings.config import ModelConfig, RunConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import (
     ASKED_FOR,
-    FLEX,
-    VARLEN,
     AttentionChoice,
     AttentionNeeds,
     ProductsHardware,
@@ -142,15 +138,6 @@ def training_attention(
     )
 
 
-def attention_kind(name: str) -> Attention:
-    """Return how an implementation of attention uses memory."""
-    if name == VARLEN or name.startswith("flash"):
-        return "flash"
-    if name == FLEX:
-        return "flex"
-    return "eager" if name == "eager" else "sdpa"
-
-
 def attention_needs(shape: ModelShape) -> AttentionNeeds:
     """Return what a model asks of its attention: what training reads from config.json."""
     return AttentionNeeds(
@@ -204,9 +191,9 @@ def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
     return adapter_ranks(run.lora, linears=shape.linear_paths(), stacks=stacks)
 
 
-def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
-    """Translate settings into what the bytes depend on, for a micro-batch of one row with
-    recomputation.
+def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> StepPlan:
+    """Return the plan that settings ask for, with micro-batches of one row and recomputation of all
+    layers where the search decides.
 
     Raises `UserError` if a LoRA target is no linear of the model.
     """
@@ -215,7 +202,8 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
     cuda = machine.device == "cuda"
     check_saved_activations(run.train.saved_activations, _hardware(machine))
     dtype = compute_dtype(run.model, machine)
-    return Setup(
+    return StepPlan(
+        device=machine.device,
         processes=machine.processes,
         micro_batch_size=1,
         seq_len=run.data.seq_len,
@@ -223,7 +211,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         targets=tuple(name for name in shape.linear_names if name in ranks),
         ranks={name: rank for name, rank in ranks.items() if rank != run.lora.r},
         dora=run.lora.use_dora,
-        dropout=run.lora.dropout > 0,
+        dropout=run.lora.dropout,
         block_size=run.quantize.block_size,
         double_quant=run.quantize.double_quant,
         activation_checkpointing=True,
@@ -234,11 +222,11 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         fused_layers=run.train.fused_layers,
         fused_loss=run.train.fused_loss and cuda and dtype != "float32",
         offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
-        accumulates=True,
-        compute_bytes=4 if dtype == "float32" else 2,
-        attention=attention_kind(
-            training_attention(run.model, machine, attention_needs(shape)).name
+        accumulation_steps=rows_per_process(
+            run.train.global_batch_size, processes=machine.processes
         ),
+        compute_dtype=dtype,
+        attention=training_attention(run.model, machine, attention_needs(shape)).name,
         attention_dropout=attention_needs(shape).asked(run.model.attention_dropout).dropout > 0,
         nodes=machine.nodes,
         replicas=machine.processes
@@ -253,9 +241,6 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         optimizer=_optimizer(run.train.optimizer, machine),
         offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
         cuda_graphs=run.hardware.cuda_graphs and cuda,
-        fixed={"cublas_workspace": closed_form.CUBLAS_BYTES}
-        if cuda
-        else {"process": CPU_PROCESS_BYTES},
     )
 
 

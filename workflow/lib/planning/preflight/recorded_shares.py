@@ -8,7 +8,7 @@ mixtures and new kinds of layers the closed form is an upper bound, up to 15% to
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.step_plan.plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -17,22 +17,22 @@ class RecordedShares:
 
     of_kinds: Mapping[Hashable, float] = field(default_factory=dict)
 
-    def corrected(self, peak_bytes: int, setup: Setup) -> int:
+    def corrected(self, peak_bytes: int, plan: StepPlan) -> int:
         """Return what a plan is expected to allocate, for its peak by the closed form: by the last
         recording of its kind; without one, by the smallest share of any kind, or as it is.
         """
         unknown = min(1.0, *self.of_kinds.values()) if self.of_kinds else 1.0
-        return int(peak_bytes * self.of_kinds.get(_kind(setup), unknown))
+        return int(peak_bytes * self.of_kinds.get(_kind(plan), unknown))
 
-    def with_recorded(self, setup: Setup, share: float) -> "RecordedShares":
+    def with_recorded(self, plan: StepPlan, share: float) -> "RecordedShares":
         """Return these and the share of a plan that was recorded."""
-        return RecordedShares({**self.of_kinds, _kind(setup): share})
+        return RecordedShares({**self.of_kinds, _kind(plan): share})
 
 
-def _kind(setup: Setup) -> Hashable:
+def _kind(plan: StepPlan) -> Hashable:
     return (
-        setup.activation_checkpointing,
-        setup.offload_activations,
-        setup.reshard_after_forward,
-        setup.offload_layers > 0,
+        plan.activation_checkpointing,
+        plan.offload_activations,
+        plan.reshard_after_forward,
+        plan.offload_layers > 0,
     )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.closed_form import predict
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.budget import budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import divisors
 from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
 MOST_GPUS = 64
@@ -55,7 +55,7 @@ class Remedy:
 
 def remedies(
     shape: ModelShape,
-    setup: Setup,
+    plan: StepPlan,
     machine: Machine,
     hardware: HardwareConfig,
     *,
@@ -69,11 +69,11 @@ def remedies(
     Micro-batches other than the given one are predicted with one row.
     """
     best = []
-    for options in _options(shape, setup, machine, global_batch_size=global_batch_size):
+    for options in _options(shape, plan, machine, global_batch_size=global_batch_size):
         tried = [_try(shape, change, changed, machine, hardware) for change, changed in options]
         if tried:
             best.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
-    before = predict(shape, setup).peak_bytes
+    before = predict(shape, plan).peak_bytes
     helpful = [remedy for remedy in best if remedy.fits or remedy.peak_bytes < before]
     return sorted(helpful, key=_order)
 
@@ -85,72 +85,78 @@ def _order(remedy: Remedy) -> tuple[bool, int]:
 
 
 def _try(
-    shape: ModelShape, change: str, setup: Setup, machine: Machine, hardware: HardwareConfig
+    shape: ModelShape, change: str, plan: StepPlan, machine: Machine, hardware: HardwareConfig
 ) -> Remedy:
-    changed = replace(machine, processes=setup.processes)
+    changed = replace(machine, processes=plan.processes)
     limits = budget(hardware, changed)
-    peak = predict(shape, setup).peak_bytes
-    host = host_bytes(shape, setup, changed, peak_bytes=peak)
+    peak = predict(shape, plan).peak_bytes
+    host = host_bytes(shape, plan, changed, peak_bytes=peak)
     room = limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes
     return Remedy(change, peak, limits.holds(peak) and room)
 
 
-Option = tuple[str, Setup]
+Option = tuple[str, StepPlan]
 
 
 def _options(
-    shape: ModelShape, setup: Setup, machine: Machine, *, global_batch_size: int
+    shape: ModelShape, plan: StepPlan, machine: Machine, *, global_batch_size: int
 ) -> Iterator[list[Option]]:
     """Yield the changes of one setting at a time, from the smallest to the largest."""
-    rows = global_batch_size // setup.processes
-    smaller = [d for d in reversed(divisors(rows)) if d < setup.micro_batch_size]
-    yield [(f"train.micro_batch_size = {d}", replace(setup, micro_batch_size=d)) for d in smaller]
-    yield from ([option] for option in _switches(setup, machine, tied=shape.tied_embeddings))
+    rows = global_batch_size // plan.processes
+    smaller = [d for d in reversed(divisors(rows)) if d < plan.micro_batch_size]
+    yield [
+        (
+            f"train.micro_batch_size = {d}",
+            replace(plan, micro_batch_size=d, accumulation_steps=rows // d),
+        )
+        for d in smaller
+    ]
+    yield from ([option] for option in _switches(plan, machine, tied=shape.tied_embeddings))
     if machine.device == "cuda":
         yield [
-            (f"hardware.offload_layers = {count}", replace(setup, offload_layers=count))
-            for count in range(setup.offload_layers + 1, shape.num_layers + 1)
+            (f"hardware.offload_layers = {count}", replace(plan, offload_layers=count))
+            for count in range(plan.offload_layers + 1, shape.num_layers + 1)
         ]
-    lengths = _halves(setup.seq_len, SHORTEST_ROW)
-    yield [(f"data.seq_len = {n} (tokenizes again)", replace(setup, seq_len=n)) for n in lengths]
+    lengths = _halves(plan.seq_len, SHORTEST_ROW)
+    yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]
     yield [
-        (f"{_process_setting(machine)} = {p // machine.nodes}", replace(setup, processes=p))
+        (f"{_process_setting(machine)} = {p // machine.nodes}", replace(plan, processes=p))
         for p in _process_counts(machine, global_batch_size)
-        if p % setup.replicas == 0
+        if p % plan.replicas == 0
     ]
-    yield [(f"lora.r = {r}", replace(setup, rank=r)) for r in _halves(setup.rank, SMALLEST_RANK)]
+    yield [(f"lora.r = {r}", replace(plan, rank=r)) for r in _halves(plan.rank, SMALLEST_RANK)]
 
 
-def _switches(setup: Setup, machine: Machine, *, tied: bool) -> Iterator[Option]:
-    if setup.trained_tables:
-        frozen = replace(setup, trains_head=False, trains_embedding=False)
+def _switches(plan: StepPlan, machine: Machine, *, tied: bool) -> Iterator[Option]:
+    if plan.trained_tables:
+        frozen = replace(plan, trains_head=False, trains_embedding=False)
         yield "lora.modules_to_save = []", frozen
-    movable = not (setup.offload_embedding or setup.trains_embedding or tied)
+    movable = not (plan.offload_embedding or plan.trains_embedding or tied)
     if machine.device == "cuda" and movable:
-        yield "hardware.offload_embedding = true", replace(setup, offload_embedding=True)
-    if setup.optimizer == "adamw":
-        yield "train.optimizer = adamw_8bit", replace(setup, optimizer="adamw_8bit")
-    if not setup.double_quant:
-        yield "quantize.double_quant = true", replace(setup, double_quant=True)
-    if setup.dropout:
-        yield "lora.dropout = 0", replace(setup, dropout=False)
-    if setup.dora:
-        yield "lora.use_dora = false", replace(setup, dora=False)
-    if setup.activation_checkpointing is not True and setup.activation_checkpointing != 1:
+        yield "hardware.offload_embedding = true", replace(plan, offload_embedding=True)
+    if plan.optimizer == "adamw":
+        yield "train.optimizer = adamw_8bit", replace(plan, optimizer="adamw_8bit")
+    if not plan.double_quant:
+        yield "quantize.double_quant = true", replace(plan, double_quant=True)
+    if plan.dropout:
+        yield "lora.dropout = 0", replace(plan, dropout=0.0)
+    if plan.dora:
+        yield "lora.use_dora = false", replace(plan, dora=False)
+    if plan.activation_checkpointing is not True and plan.activation_checkpointing != 1:
         yield (
             "train.activation_checkpointing = true",
-            replace(setup, activation_checkpointing=True),
+            replace(plan, activation_checkpointing=True),
         )
-    if not setup.fused_layers:
-        yield "train.fused_layers = true", replace(setup, fused_layers=True)
-    if not setup.fused_loss and machine.device == "cuda" and setup.compute_bytes == 2:
-        yield "train.fused_loss = true", replace(setup, fused_loss=True)
-    if not setup.offload_activations and machine.device == "cuda":
-        yield "hardware.offload_activations = true", replace(setup, offload_activations=True)
-    if not setup.reshard_after_forward and setup.processes > 1:
-        yield "hardware.reshard_after_forward = true", replace(setup, reshard_after_forward=True)
-    if setup.replicas > 1:
-        yield "hardware.shard_size = auto", replace(setup, replicas=1)
+    if not plan.fused_layers:
+        yield "train.fused_layers = true", replace(plan, fused_layers=True)
+    if not plan.fused_loss and machine.device == "cuda" and plan.compute_bytes == 2:
+        yield "train.fused_loss = true", replace(plan, fused_loss=True)
+    if not plan.offload_activations and machine.device == "cuda":
+        yield "hardware.offload_activations = true", replace(plan, offload_activations=True)
+    if not plan.reshard_after_forward and plan.processes > 1:
+        yield "hardware.reshard_after_forward = true", replace(plan, reshard_after_forward=True)
+    if plan.replicas > 1:
+        yield "hardware.shard_size = auto", replace(plan, replicas=1)
 
 
 def _halves(value: int, least: int) -> list[int]:

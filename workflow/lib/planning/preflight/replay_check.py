@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.budget import Budget
 from workflow.lib.planning.preflight.plan_search import (
     Candidate,
@@ -21,11 +20,12 @@ from workflow.lib.planning.preflight.plan_search import (
     is_worth_recording,
 )
 from workflow.lib.planning.preflight.recorded_shares import RecordedShares
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 
 logger = logging.getLogger("workflow")
 
-Recorder = Callable[[Setup], Tape]
+Recorder = Callable[[StepPlan], Tape]
 """Returns what a process of a plan asks of the allocator, as `recording.recording_process` does; or
 raises `NotRecordedError`.
 """
@@ -63,18 +63,18 @@ def confirmed(
         except NotRecordedError as error:
             logger.warning("%s; the verdict is an estimate by the closed form", error)
             return chosen, options
-        shares = shares.with_recorded(chosen.setup, _share(known[-1]))
+        shares = shares.with_recorded(chosen.plan, _share(known[-1]))
 
 
 def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Candidate]:
     """Return the options with those that were replayed in their places, or after them where the
     search has come to others.
     """
-    setups = [candidate.setup for candidate in options]
+    plans = [candidate.plan for candidate in options]
     found = list(options)
     for candidate in known:
-        if candidate.setup in setups:
-            found[setups.index(candidate.setup)] = candidate
+        if candidate.plan in plans:
+            found[plans.index(candidate.plan)] = candidate
         else:
             found.append(candidate)
     return found
@@ -89,7 +89,7 @@ def replayed(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candi
     """Return a candidate with its replay, and what it takes and lacks by that."""
     outside = limits.outside_allocator_bytes + limits.margin_bytes
     allowed = limits.capacity_bytes - outside
-    peaks = replay(record(candidate.setup), limit_bytes=allowed)
+    peaks = replay(record(candidate.plan), limit_bytes=allowed)
     lacking = peaks.lacking_bytes or peaks.reserved_bytes - allowed
     return replace(
         candidate, replayed=peaks, peak_bytes=peaks.allocated_bytes, lacking_bytes=lacking

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Traffic, fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import (
     Constants,
@@ -26,6 +25,7 @@ from workflow.lib.planning.timing.step_time import (
     launch_seconds,
 )
 from workflow.lib.planning.timing.step_work import Work, micro_batch_work
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import verified
 from workflow.lib.system.gpu_models import GpuModel
@@ -111,7 +111,7 @@ def serves(line: dict[str, Any], name: str) -> bool:
         line["status"] == "measured"
         and line["peer"] is None
         and set(line["gpu_names"]) == {name}
-        and line["setup"]["attention"] != "eager"
+        and recorded_plan(line).attention != "eager"
         and line["sizes"]["documents"] == 1
     )
 
@@ -141,17 +141,28 @@ def _profiled_parts(profile: dict[str, Any] | None) -> dict[str, float]:
     return {kind: kinds[kind] for kind in KINDS if kinds.get(kind, 0) > 0}
 
 
-def recorded_case(line: dict[str, Any]) -> tuple[ModelShape, Setup]:
-    """Return the shape and the set-up that a line of measurements.jsonl records."""
-    return shape_of_document(line["shape"]), recorded_setup(line)
+def recorded_case(line: dict[str, Any]) -> tuple[ModelShape, StepPlan]:
+    """Return the shape and the plan that a line of measurements.jsonl records."""
+    return shape_of_document(line["shape"]), recorded_plan(line)
 
 
-def recorded_setup(line: dict[str, Any]) -> Setup:
-    """Return the set-up of a line. Its plan says whether there were graphs: an engine of then had
-    none in cases in which today's has some.
-    """
-    setup, graphs = line["setup"], line["plan"].get("cuda_graphs", False)
-    return Setup(**setup | {"targets": tuple(setup["targets"]), "cuda_graphs": graphs})
+def recorded_plan(line: dict[str, Any]) -> StepPlan:
+    """Return the plan of a line. Earlier lines have a part of it in `setup`."""
+    if "setup" not in line:
+        return StepPlan.of(line["plan"])
+    setup, plan = dict(line["setup"]), line["plan"]
+    for name in ("fixed", "accumulates", "compute_bytes", "cuda_graphs"):
+        setup.pop(name, None)
+    return StepPlan.of(
+        setup
+        | {
+            "device": plan["device"],
+            "dropout": 0.05 if setup["dropout"] else 0.0,  # whether any was said
+            "accumulation_steps": plan["accumulation_steps"],
+            "compute_dtype": plan["compute_dtype"],
+            "cuda_graphs": plan.get("cuda_graphs", False),
+        }
+    )
 
 
 def fit(timings: Sequence[Timing], gpu: GpuModel, *, start: Constants) -> Constants:

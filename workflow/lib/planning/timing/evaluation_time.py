@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from workflow.lib.artifacts.preflight_record import EvaluationEstimate
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.machine_speed import Speed
 from workflow.lib.planning.timing.step_work import Work, micro_batch_work
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import EvaluateConfig, RunConfig
 from workflow.lib.settings.subjects import SubjectName
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 
 # Sequences that go through a model at once; `evaluation.batch_size` starts with as many at most.
@@ -65,7 +65,7 @@ def questions(settings: EvaluateConfig, tokens: TokenCounts, tasks: TaskTokens) 
 def estimate_evaluation(
     run: RunConfig,
     shape: ModelShape,
-    setup: Setup,
+    setup: StepPlan,
     tokens: TokenCounts,
     *,
     speed: Speed,
@@ -93,7 +93,7 @@ def _subject_seconds(
     asked: Questions,
     settings: EvaluateConfig,
     shape: ModelShape,
-    setup: Setup,
+    setup: StepPlan,
     speed: Speed,
 ) -> float:
     """Reading, and writing all answers at their full length. GPUs share both; processes on CPUs
@@ -122,13 +122,13 @@ def _subject_seconds(
     return speed.forward_seconds(reading) + speed.forward_seconds(writing)
 
 
-def _gpu_processes(settings: EvaluateConfig, setup: Setup) -> int:
+def _gpu_processes(settings: EvaluateConfig, setup: StepPlan) -> int:
     """Processes that share the questions: `auto` is one a GPU."""
     return setup.processes if settings.processes == "auto" else settings.processes
 
 
 def forward_work(
-    shape: ModelShape, setup: Setup, subject: SubjectName, *, tokens: int, passes: int
+    shape: ModelShape, setup: StepPlan, subject: SubjectName, *, tokens: int, passes: int
 ) -> Work:
     """Count the work of forward passes over `tokens` tokens, in sequences of `setup.seq_len`.
 

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import layer_tensors
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import GpuModel
 
 LOCAL_HOP_S = 2e-6  # a ring's step to the next GPU of a node, and of another node; assumed
@@ -80,7 +80,7 @@ def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: in
     return max(inside, between) / fabric.attained + hops
 
 
-def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traffic:
+def micro_batch_traffic(shape: ModelShape, setup: StepPlan, fabric: Fabric) -> Traffic:
     """Return what a micro-batch's collectives take; nothing for one process."""
     if setup.processes == 1:
         return NO_TRAFFIC
@@ -104,7 +104,7 @@ def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traf
     )
 
 
-def _reduction_seconds(adapters: list[tuple[int, int]], setup: Setup, fabric: Fabric) -> float:
+def _reduction_seconds(adapters: list[tuple[int, int]], setup: StepPlan, fabric: Fabric) -> float:
     """Of one layer's adapter gradients: a reduction over the shards, and a sum over replicas
     (reduced and gathered).
     """
@@ -119,7 +119,7 @@ def _reduction_seconds(adapters: list[tuple[int, int]], setup: Setup, fabric: Fa
     return ring_seconds(num_bytes, fabric, processes=shards) + 2 * across
 
 
-def _vocabulary_seconds(shape: ModelShape, setup: Setup, fabric: Fabric) -> float:
+def _vocabulary_seconds(shape: ModelShape, setup: StepPlan, fabric: Fabric) -> float:
     """To the slices of the head, and back as gradients in fp32; rows of a sliced embedding come
     back too.
     """

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.calibration import fit, read_timings
 from workflow.lib.planning.timing.gpu_traffic import Fabric, fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import (
@@ -24,6 +23,7 @@ from workflow.lib.planning.timing.step_time import (
     gpu_seconds,
 )
 from workflow.lib.planning.timing.step_work import Work, micro_batch_work
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel
 from workflow.lib.system.hardware import threads_of_job
@@ -57,7 +57,7 @@ class Speed:
     """Of an evaluation on CPUs."""
 
     def parts(
-        self, shape: ModelShape, setup: Setup, *, trained_share: float, micro_batches: int = 1
+        self, shape: ModelShape, setup: StepPlan, *, trained_share: float, micro_batches: int = 1
     ) -> Parts:
         """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU; a step
         has `micro_batches`.

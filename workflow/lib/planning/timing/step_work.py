@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.planning.memory.offload_terms import stashed_counts
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     ROUNDED_BYTES,
     kept_activations,
@@ -18,6 +17,7 @@ from workflow.lib.planning.memory.terms import (
     saved_activations,
     trainable_parameters,
 )
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8, WIDEST_HEAD
 
 # Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
@@ -115,7 +115,7 @@ class Work:
 
 
 def micro_batch_work(
-    shape: ModelShape, setup: Setup, *, trained_share: float, micro_batches: int = 1
+    shape: ModelShape, setup: StepPlan, *, trained_share: float, micro_batches: int = 1
 ) -> Work:
     """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the
     loss; a step has `micro_batches`.
@@ -165,7 +165,7 @@ def micro_batch_work(
     )
 
 
-def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
+def _logit_bytes(shape: ModelShape, setup: StepPlan) -> int:
     """Moved in the loss for a logit."""
     if setup.fused_loss:
         return FUSED_LOGIT_BYTES
@@ -173,7 +173,7 @@ def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
 
 
 def _frozen_flops(
-    shape: ModelShape, setup: Setup, *, grouped: bool, passes: float, recomputed: float
+    shape: ModelShape, setup: StepPlan, *, grouped: bool, passes: float, recomputed: float
 ) -> float:
     """Of decoder layers' frozen weights, a token: each in forward, in recomputation less what that
     spares, and in backward (2 FLOP each), in 8 bits as so many in bf16 as take as long.
@@ -196,7 +196,7 @@ def _frozen_flops(
     return 2 * weights
 
 
-def _adapter_flops(shape: ModelShape, setup: Setup, *, passes: float) -> float:
+def _adapter_flops(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
     """Of the adapters of decoder layers, a token: each weight twice in backward. Those of experts
     are counted by bytes.
     """
@@ -206,8 +206,8 @@ def _adapter_flops(shape: ModelShape, setup: Setup, *, passes: float) -> float:
 
 def _decoded_bytes(
     shape: ModelShape,
-    setup: Setup,
-    bytes_of: Callable[[Linear, Setup, float], float],
+    setup: StepPlan,
+    bytes_of: Callable[[Linear, StepPlan, float], float],
     *,
     passes: float,
     recomputed: float,
@@ -227,7 +227,7 @@ def _decoded_bytes(
     )
 
 
-def _moved_to_decode(linear: Linear, setup: Setup, passes: float) -> float:
+def _moved_to_decode(linear: Linear, setup: StepPlan, passes: float) -> float:
     """On average of the passes."""
     if linear.experts > 1 and setup.products != FLOAT8:
         return DEQUANTIZED_BYTES
@@ -235,12 +235,12 @@ def _moved_to_decode(linear: Linear, setup: Setup, passes: float) -> float:
     return DEQUANTIZED_BYTES - (DEQUANTIZED_BYTES - EIGHT_BIT_BYTES) * in_eight_bits
 
 
-def _read_by_experts(linear: Linear, setup: Setup, passes: float) -> float:
+def _read_by_experts(linear: Linear, setup: StepPlan, passes: float) -> float:
     """What was written to decode it; 0 for all but experts."""
     return (linear.experts > 1) * (_moved_to_decode(linear, setup, passes) - PACKED_BYTES)
 
 
-def _eight_bit_share(setup: Setup, *, passes: float) -> float:
+def _eight_bit_share(setup: StepPlan, *, passes: float) -> float:
     """Return the share of the passes whose products are in 8 bits; backward is one pass. In int8
     experts stay in the compute type.
     """
@@ -249,7 +249,7 @@ def _eight_bit_share(setup: Setup, *, passes: float) -> float:
     return {"both": passes, "forward": passes - 1, "backward": 1}[setup.products_in] / passes
 
 
-def _rounded_for_products(shape: ModelShape, setup: Setup, *, passes: float) -> float:
+def _rounded_for_products(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
     """Bytes by token that are moved to round what frozen weights multiply in 8 bits: their inputs
     in every pass but backward, and the gradients of their values in it.
     """
@@ -262,7 +262,7 @@ def _rounded_for_products(shape: ModelShape, setup: Setup, *, passes: float) -> 
     return (setup.compute_bytes + 1) * elements
 
 
-def _multiplied_elements(layer: DecoderLayer, setup: Setup, *, gradients: bool) -> int:
+def _multiplied_elements(layer: DecoderLayer, setup: StepPlan, *, gradients: bool) -> int:
     """Elements by token of what a layer's frozen weights multiply. Linears of one module share
     their input, all but its last, which has its own.
     """
@@ -280,22 +280,22 @@ def _module_of(linear: Linear) -> str:
     return linear.path.rpartition(".")[0]
 
 
-def _attention_flops(shape: ModelShape, setup: Setup) -> float:
+def _attention_flops(shape: ModelShape, setup: StepPlan) -> float:
     """Of a token in forward: 2 S (q + width of values) a layer, as a rule 4 S q; half of it with
     flash (causal). Backward takes 2.5 times that (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
     Heads wider than FlashAttention's count as what they take.
     """
-    causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention, 1.0)
+    causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention_kind, 1.0)
 
     def width(layer: DecoderLayer) -> float:
-        wide = setup.attention == "flash" and layer.head_dim > WIDEST_HEAD
+        wide = setup.attention_kind == "flash" and layer.head_dim > WIDEST_HEAD
         return (WIDE_HEAD_TIME if wide else 1.0) * (layer.query_width + layer.value_width)
 
     widths = sum(count * width(shape.kinds[kind]) for kind, count in shape.counts.items())
     return 2 * setup.seq_len * causal * widths
 
 
-def _elementwise_bytes(shape: ModelShape, setup: Setup) -> float:
+def _elementwise_bytes(shape: ModelShape, setup: StepPlan) -> float:
     """What autograd keeps of a layer, on average, as far as elementwise work grows with it."""
 
     def suggested(layer: DecoderLayer) -> float:
@@ -308,7 +308,7 @@ def _elementwise_bytes(shape: ModelShape, setup: Setup) -> float:
     return sum(count * suggested(shape.kinds[kind]) for kind, count in counts) / shape.num_layers
 
 
-def _launched_ahead(setup: Setup) -> bool:
+def _launched_ahead(setup: StepPlan) -> bool:
     """Whether the next step's first micro-batch is launched before the host has read this one's
     loss: by graphs, where the device itself decides on the update.
     """
@@ -319,11 +319,11 @@ def _has_experts(layer: DecoderLayer) -> int:
     return int(any(x.experts > 1 for x in layer.linears))
 
 
-def _adapted_stacks(layer: DecoderLayer, setup: Setup) -> list[Linear]:
+def _adapted_stacks(layer: DecoderLayer, setup: StepPlan) -> list[Linear]:
     return [x for x in layer.linears if x.experts > 1 and x.name in setup.targets]
 
 
-def _expert_adapters(layer: DecoderLayer, setup: Setup) -> int:
+def _expert_adapters(layer: DecoderLayer, setup: StepPlan) -> int:
     """Weights of all experts' adapters."""
     return sum(
         x.experts * setup.rank_of(x.name) * (x.in_features + x.out_features // x.experts)
@@ -331,7 +331,7 @@ def _expert_adapters(layer: DecoderLayer, setup: Setup) -> int:
     )
 
 
-def _adapter_rows(shape: ModelShape, setup: Setup, *, passes: float) -> float:
+def _adapter_rows(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
     """Elements by token that the products of experts' adapters read: inputs for x A^T in every pass
     but backward and for the gradient of A, gradients for that of x A^T and for that of B.
     """
@@ -346,7 +346,7 @@ def _adapter_rows(shape: ModelShape, setup: Setup, *, passes: float) -> float:
     return sum(count * elements(shape.kinds[kind]) for kind, count in counts)
 
 
-def _not_recomputed(layer: DecoderLayer, setup: Setup) -> tuple[Linear, ...]:
+def _not_recomputed(layer: DecoderLayer, setup: StepPlan) -> tuple[Linear, ...]:
     """The linear of a layer that recomputation stops before: the last one of a plain layer or of
     experts, if its value is not kept. Of a plain layer it is known whether a norm follows.
     """
@@ -355,7 +355,7 @@ def _not_recomputed(layer: DecoderLayer, setup: Setup) -> tuple[Linear, ...]:
     return () if needed else (last,)
 
 
-def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
+def _dropped_bytes(shape: ModelShape, setup: StepPlan) -> float:
     """Bytes moved in a layer for dropout, the mean of its passes."""
     if not setup.dropout:
         return 0
@@ -365,7 +365,7 @@ def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
     return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs / shape.num_layers
 
 
-def _rounded_bytes(shape: ModelShape, setup: Setup) -> float:
+def _rounded_bytes(shape: ModelShape, setup: StepPlan) -> float:
     """Moved to round a layer's activations, and again to restore them: each element in the compute
     type, and in 8 bits with its share of a scale. Counted, not measured.
     """
@@ -373,7 +373,7 @@ def _rounded_bytes(shape: ModelShape, setup: Setup) -> float:
     return elements * (setup.compute_bytes + ROUNDED_BYTES)
 
 
-def _stashed_bytes(shape: ModelShape, setup: Setup) -> float:
+def _stashed_bytes(shape: ModelShape, setup: StepPlan) -> float:
     inputs, whole = stashed_counts(shape, setup)
     layers = shape.num_layers
     saved_bytes = shape.total(lambda layer: kept_activations(layer, setup)) / layers

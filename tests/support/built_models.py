@@ -1,0 +1,40 @@
+"""A training model whose plan says what its settings do, as preflight's does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from workflow.lib.distributed.world import World
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FAMILY
+from workflow.lib.training.build import TrainingModel, build_training_model
+
+
+def built_model(
+    base: Path,
+    config: RunConfig,
+    plan: StepPlan,
+    world: World,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    products: str = COMPUTE_DTYPE,
+    moved: Callable[[], None] = lambda: None,
+) -> TrainingModel:
+    """Build the model of a plan with what the settings say of its layers. Collective."""
+    train = config.train
+    asked = replace(
+        plan,
+        compute_dtype=str(dtype).removeprefix("torch."),
+        attention=attention,
+        attention_dropout=config.model.attention_dropout == FAMILY,
+        products=products,
+        products_in=train.products_in,
+        saved_activations=train.saved_activations,
+        fused_layers=train.fused_layers,
+        fused_loss=train.fused_loss,
+    )
+    return build_training_model(base, config, asked, world, moved=moved)
