@@ -4,9 +4,9 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Strict, TypeAdapter
 
 from workflow.lib.model.architecture.layer_choice import (
     Recomputation,
@@ -17,6 +17,7 @@ from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, VARLEN
 
 AttentionKind = Literal["flash", "flex", "sdpa", "eager"]
+Names = Annotated[tuple[str, ...], Strict(False)]  # JSON has lists
 NEXT_TOKEN = "next_token"
 
 
@@ -36,7 +37,7 @@ class StepPlan:
     """Tokens of a row."""
     rank: int
     """Of the adapters, where `ranks` says nothing else."""
-    targets: tuple[str, ...]
+    targets: Names
     """Names of the linears that have an adapter."""
     device: str = "cuda"
     """`cuda` or `cpu`."""
@@ -70,7 +71,7 @@ class StepPlan:
     """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
     trains_embedding: bool = False
     """The same of the embedding, which is then on the device."""
-    routers: tuple[str, ...] = ()
+    routers: Names = ()
     """Paths within a layer of the routers that are trained whole, in fp32."""
     balances_routers: bool = False
     """The routers' load-balancing loss is part of the loss."""
