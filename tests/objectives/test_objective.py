@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
@@ -24,7 +25,7 @@ from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import Head, Objective, TokensOfBatch, document_sums
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
 
 ROWS, SEQ_LEN, BETA = 6, 19, 0.5
@@ -113,8 +114,7 @@ def one_step(model: TrainingModel, name: str, world: World, rows: int) -> Any:
 
 def build(base: Path, head: str, world: World) -> TrainingModel:
     lora = LoraSettings(r=4, modules_to_save=HEADS[head])
-    numerics, plan = Numerics(torch.float32, "sdpa"), make_plan()
-    model = build_training_model(base, RunConfig(lora=lora), plan, world, numerics=numerics)
+    model = built_model(base, RunConfig(lora=lora), make_plan(), world)
     for key, param in trainable_parameters(model.training).items():
         if ".lora_B." in key:  # else those of lora_A have no gradient
             torch.nn.init.constant_(param, 0.03)
