@@ -6,14 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.token_splits import all_trained, separate, split_of
 from workflow.lib.data.tokens.repetition.near_duplicates import (
     Measure,
     find_near_duplicates,
-    stable_order,
     write_keys,
 )
 
@@ -37,9 +34,3 @@ def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(
     assert find_near_duplicates(train, heldout, measure, processes=1, keys_at_once=4) == at_once
     monkeypatch.setattr("workflow.lib.data.tokens.repetition.near_duplicates.BLOCK", 5)
     assert find_near_duplicates(train, heldout, measure, processes=1, keys_at_once=4) == at_once
-
-
-@given(st.lists(st.integers(0, 2**40 - 1) | st.integers(0, 3), max_size=300))
-def test_equal_keys_keep_their_order(keys: list[int]) -> None:
-    array = np.array(keys, dtype=np.uint64)
-    assert stable_order(array).tolist() == np.argsort(array, kind="stable").tolist()

@@ -8,14 +8,16 @@ than a tenth of the documents have do not count: what all say makes none a copy 
 """
 
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap
 
 from workflow.lib.data.tokens.documents import Documents
 from workflow.lib.data.tokens.encoded_shards import Shard
@@ -28,9 +30,9 @@ from workflow.lib.data.tokens.repetition.exchanges import (
     exchanges,
     stretches,
 )
-from workflow.lib.data.tokens.repetition.shingle_keys import Keys, StoredKeys
 from workflow.lib.data.tokens.repetition.shingles import (
     BINS,
+    KEY_BITS,
     Hashes,
     Pieces,
     band_keys,
@@ -89,9 +91,9 @@ def make_measure(train: Split, *, pieces: Pieces, threshold: float) -> Measure:
     return Measure(pieces, ignored, threshold)
 
 
-def stored_keys(documents: Documents, measure: Measure) -> StoredKeys:
-    path, bands = Path(f"{documents.stem}.keys"), BINS // band_rows(measure.threshold)
-    return StoredKeys(path, documents=len(documents), bands=bands)
+def _keys_path(documents: Documents) -> Path:
+    """Return the file of keys, an array of shape (bands, documents), which is mapped."""
+    return Path(f"{documents.stem}.keys.npy")
 
 
 @dataclass(frozen=True)
@@ -100,16 +102,25 @@ class _KeyTask:
 
     shard: Shard
     first: int
-    stored: StoredKeys
+    keys: Path
 
 
 def write_keys(splits: list[Split], measure: Measure, *, processes: int) -> None:
     """Write the keys of every document, of two splits of one corpus once."""
-    corpora = {split.documents.stem: split.documents for split in splits}.values()
+    corpora = [c for c in {s.documents.stem: s.documents for s in splits}.values() if len(c)]
     for documents in corpora:
-        stored_keys(documents, measure).create()
+        shape = (BINS // band_rows(measure.threshold), len(documents))
+        open_memmap(_keys_path(documents), mode="w+", dtype=np.uint64, shape=shape)
+        with _keys_path(documents).open("r+b") as file:  # a full disk would end the writers
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     done = map_in_order(
-        (task for documents in corpora for task in _key_tasks(documents, measure)),
+        (
+            _KeyTask(shard, first, _keys_path(documents))
+            for documents in corpora
+            for shard, first in zip(
+                documents.shards, documents.shard_offsets.tolist(), strict=False
+            )
+        ),
         prepare=partial(_key_writer, measure),
         processes=processes,
         alone=FEW_SHARDS,
@@ -118,24 +129,16 @@ def write_keys(splits: list[Split], measure: Measure, *, processes: int) -> None
         pass
 
 
-def _key_tasks(documents: Documents, measure: Measure) -> Iterator[_KeyTask]:
-    stored = stored_keys(documents, measure)
-    for shard, first in zip(documents.shards, documents.shard_offsets.tolist(), strict=False):
-        yield _KeyTask(shard, first, stored)
-
-
 def _key_writer(measure: Measure) -> Callable[[_KeyTask], None]:
-    rows = band_rows(measure.threshold)
-
     def write(task: _KeyTask) -> None:
         lengths = task.shard.table()["length"].astype(np.int64)
-        keys = np.zeros((task.stored.bands, len(lengths)), dtype=np.uint64)
+        keys = open_memmap(task.keys, mode="r+")
         ids, mask = task.shard.ids(), task.shard.mask()
         for some, of in by_stretch(ids, mask, lengths, pieces=measure.pieces):
             hashes, owners = measure.features(of)
-            count = some.stop - some.start
-            keys[:, some] = band_keys(hashes, owners, documents=count, rows=rows)
-        task.stored.write(task.first, keys)
+            count, rows = some.stop - some.start, band_rows(measure.threshold)
+            written = slice(task.first + some.start, task.first + some.stop)
+            keys[:, written] = band_keys(hashes, owners, documents=count, rows=rows)
 
     return write
 
@@ -163,54 +166,31 @@ def find_near_duplicates(
     )
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """One band's keys of a range, and where their documents stand in `first_of_row`."""
-
-    keys: Keys
-    positions: Positions
-
-
-def _read_keys(split: Split, stored: StoredKeys, band: int, *, part: int, parts: int) -> _Keys:
-    """Return the keys in range number `part` of the `parts` that all possible ones are cut into."""
-    lowest, beyond = part * 2**32 // parts, (part + 1) * 2**32 // parts
-    keys, positions = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
-    edges = np.searchsorted(split.first_of_row, np.arange(0, stored.documents + BLOCK, BLOCK))
-    for start, stop in pairwise(edges.tolist()):
-        if start < stop:
-            numbers = split.first_of_row[start:stop].astype(np.int64)
-            range_keys, range_positions = stored.within(band, numbers, lowest=lowest, beyond=beyond)
-            keys.append(range_keys)
-            positions.append(range_positions + start)
-    return _Keys(np.concatenate(keys), np.concatenate(positions))
-
-
-def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (band, part, parts), so that the keys of a range are about `keys_at_once`."""
-    parts = math.ceil(len(split) / keys_at_once)
-    for band in range(BINS // band_rows(measure.threshold)):
-        for part in range(parts):
-            yield band, part, parts
-
-
-def stable_order(keys: Keys) -> Positions:
-    """Return what NumPy's stable argsort does. It takes an eighth of the time where few keys are
-    equal (24,000 keys, AVX-512). Its unstable one is vectorized; then equal keys alone are put in
-    order."""
-    order = np.argsort(keys)
-    ranked = keys[order]
-    same = ranked[1:] == ranked[:-1]
-    some = np.flatnonzero(np.append(same, False) | np.append(False, same))
-    order[some] = order[some][np.lexsort((order[some], ranked[some]))]
-    return order
+def _read_keys(
+    split: Split, keys: npt.NDArray[np.uint64], *, part: int, parts: int
+) -> tuple[Hashes, Positions]:
+    """Return a band's keys in range number `part` of the `parts` that all possible ones are cut
+    into, and where their documents stand in `first_of_row`."""
+    lowest, beyond = part * 2**KEY_BITS // parts, (part + 1) * 2**KEY_BITS // parts
+    found, positions = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
+    for start in range(0, len(split.first_of_row), BLOCK):
+        block = keys[split.first_of_row[start : start + BLOCK]]
+        inside = np.flatnonzero((block >= lowest) & (block < beyond))
+        found.append(block[inside])
+        positions.append(inside + start)
+    return np.concatenate(found), np.concatenate(positions)
 
 
 def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
-    compared, stored = _Comparison(split, measure), stored_keys(split.documents, measure)
-    for band, part, parts in _ranges(split, measure, keys_at_once):
-        read = _read_keys(split, stored, band, part=part, parts=parts)
-        order = stable_order(read.keys)
-        ranked, positions = read.keys[order], read.positions
+    """Count the documents that resemble an earlier one."""
+    if not len(split):
+        return 0
+    compared, parts = _Comparison(split, measure), math.ceil(len(split) / keys_at_once)
+    stored = open_memmap(_keys_path(split.documents), mode="r")
+    for band, part in product(stored, range(parts)):
+        keys, positions = _read_keys(split, band, part=part, parts=parts)
+        order = np.argsort(keys, kind="stable")
+        ranked = keys[order]
         repeats = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] > 0)) + 1
         firsts = np.searchsorted(ranked, ranked[repeats])
         for partners in (order[repeats - 1], order[firsts]):
