@@ -34,7 +34,7 @@ from workflow.lib.export.adapter_files import (
     write_generation_config,
     write_merged,
 )
-from workflow.lib.export.stored_weights import dequantized_weight
+from workflow.lib.export.packed_stacks import dequantized_weight
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.system.errors import UserError

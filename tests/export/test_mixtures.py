@@ -19,7 +19,7 @@ from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter, write_merged
 from workflow.lib.export.merged_stacks import merged_stacks
-from workflow.lib.export.packed_stacks import NF4Tensor
+from workflow.lib.export.packed_stacks import NF4Tensor, stored_weight
 from workflow.lib.export.stack_names import (
     PREFIX,
     exported_config,
@@ -28,7 +28,6 @@ from workflow.lib.export.stack_names import (
     without_stacks,
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
-from workflow.lib.export.stored_weights import stored_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta

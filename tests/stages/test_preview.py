@@ -9,11 +9,11 @@ from rich.console import Console
 
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import NUM_TRAIN, Stage, save_rows
-from workflow.lib.data.tokens.preview import show_samples
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.system.files import read_checked_json
 from workflow.scripts import preview
 from workflow.scripts.command import stage_parser
+from workflow.scripts.preview import show_samples
 
 
 @pytest.fixture(scope="module")

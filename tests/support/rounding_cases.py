@@ -2,7 +2,7 @@
 
 import torch
 
-from workflow.lib.quantization.column_rounding import columns_by_kernel, columns_by_loop
+from workflow.lib.quantization.calibrated_rounding import columns_by_kernel, columns_by_loop
 
 Columns = tuple[torch.Tensor, torch.Tensor]
 

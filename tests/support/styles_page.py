@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.row_columns import choose_format
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.template_keys import keys_in_template
 from workflow.lib.data.reading.data_file import column_names, read_rows
 from workflow.lib.data.reading.row import Row
 from workflow.lib.data.reading.sources import SourceFile

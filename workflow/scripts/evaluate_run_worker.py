@@ -20,7 +20,7 @@ import torch
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.data.encoding.template_keys import with_arguments
+from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import JOIN_S, Pulse

@@ -1,7 +1,8 @@
 """Show on the terminal what a dataset becomes: counts, what was not read, and sample documents.
 
-Everything shown stands in the tokens folder's manifest. `--config` says of each manifest what
-`data.special_tokens_in_text` is.
+Everything shown stands in the tokens folder's manifest. Colours show what is trained; where there
+are none, brackets do. What a terminal would obey is spelled out. `--config` says of each manifest
+what `data.special_tokens_in_text` is.
 """
 
 import argparse
@@ -9,12 +10,16 @@ from pathlib import Path
 from typing import cast
 
 from rich.console import Console
+from rich.text import Text
 
+from workflow.lib.data.reading.row import printable
 from workflow.lib.data.tokens.manifest_fields import Manifest
 from workflow.lib.data.tokens.manifest_log import log_facts
-from workflow.lib.data.tokens.preview import show_samples
 from workflow.lib.system.files import read_checked_json
 from workflow.scripts.command import run, stage_parser
+
+TRAINED = "bold green"
+OPEN, CLOSE = "\u27e6", "\u27e7"  # around what is trained, where there are no colours
 
 
 def main(args: argparse.Namespace) -> None:
@@ -23,6 +28,31 @@ def main(args: argparse.Namespace) -> None:
         facts = cast(Manifest, read_checked_json(path))
         log_facts(facts, output=path.parent, special_tokens=special_tokens)
         show_samples(facts, console)
+
+
+def show_samples(facts: Manifest, console: Console) -> None:
+    """Print the sample documents of a manifest, each below where it comes from."""
+    marked = "green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
+    _print(console, Text(f"Documents as the model sees them; what is trained is {marked}"))
+    for segments, origin in zip(facts["samples"], facts["sample_origins"], strict=True):
+        title = f"row {origin['row']} of {origin['file']}"
+        if origin["source"] != origin["file"]:
+            title = f"{origin['source']}: {title}"
+        _print(console, Text(f"\n{printable(title)}", style="bold"))
+        for text, trained in segments:
+            _print(console, _segment(text, trained, coloured=console.is_terminal), end="")
+        console.print()
+
+
+def _segment(text: str, trained: bool, *, coloured: bool) -> Text:
+    shown = "\n".join(printable(line) for line in text.split("\n"))
+    if not trained:
+        return Text(shown)
+    return Text(shown, style=TRAINED) if coloured else Text(f"{OPEN}{shown}{CLOSE}")
+
+
+def _print(console: Console, text: Text, *, end: str = "\n") -> None:
+    console.print(text, end=end, soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.template_keys import with_arguments
 from workflow.lib.data.encoding.tokenizer import (
     load_tokenizer,
     read_chat_template,
@@ -44,7 +44,6 @@ from workflow.lib.data.tokens.heldout_drops import (
 )
 from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
 from workflow.lib.data.tokens.manifest_log import log_facts
-from workflow.lib.data.tokens.packing_windows import blocks, has_weights, packing_windows
 from workflow.lib.data.tokens.process_pool import available_processes
 from workflow.lib.data.tokens.repetition.near_duplicates import (
     NearDuplicates,
@@ -61,7 +60,13 @@ from workflow.lib.data.tokens.splits import (
     whole_corpus,
 )
 from workflow.lib.data.tokens.token_store import MANIFEST
-from workflow.lib.data.tokens.token_writer import write_heldout, write_train
+from workflow.lib.data.tokens.token_writer import (
+    blocks,
+    has_weights,
+    packing_windows,
+    write_heldout,
+    write_train,
+)
 from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import MAX_NAMES, OTHERS, KeyAccount
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.template_keys import keys_in_template
 from workflow.lib.settings.data import DataColumns
 
 QUESTION = {"role": "user", "content": "q"}

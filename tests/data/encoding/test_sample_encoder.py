@@ -16,11 +16,11 @@ from tests.support.encoding import (
 )
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.probes import PROBES
 from workflow.lib.data.encoding.row_formats import Weighted
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.template_keys import with_arguments
 from workflow.lib.data.encoding.token_rows import TokenRow
 
 EOS_ID, USER_ID = 2, 4

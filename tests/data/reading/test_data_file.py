@@ -16,8 +16,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.data_files import read, write
+from workflow.lib.data.reading.compression import file_type_of
 from workflow.lib.data.reading.data_file import column_names, read_chunks
-from workflow.lib.data.reading.file_types import file_type_of
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.reading.sources import SourceFile, resolve_splits
 from workflow.lib.settings.data import DataConfig

@@ -26,7 +26,7 @@ from workflow.lib.data.encoding.tokenizer import (
 )
 from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
-from workflow.lib.export.stored_weights import dequantized_weight
+from workflow.lib.export.packed_stacks import dequantized_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX

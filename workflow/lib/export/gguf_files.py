@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from workflow.lib.data.encoding.chat_template import without_generation_tags
 from workflow.lib.export.adapter_files import CHAT_TEMPLATE, PREFIX, save_adapter
-from workflow.lib.export.gguf_quantizer import quantize
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.quantization.nf4_checkpoint import read_settings
@@ -154,3 +153,35 @@ def scaled_copy(adapter: Path, folder: Path) -> Path:
             tensors[name] = tensor * factor
     save_adapter(tensors, config, folder)
     return folder
+
+
+PACKAGE = "cyllama"
+# `enum llama_ftype` of llama.cpp's include/llama.h.
+FILE_TYPES: dict[GgufFormat, int] = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+QUANTIZER_LINES = 4
+
+
+def quantize(source: Path, output: Path, *, format_name: GgufFormat, threads: int) -> None:
+    """Write `source`, a GGUF file of 16 or 32 bits, in a format of fewer. Raises `UserError` with
+    what llama.cpp says if it fails."""
+    try:
+        from cyllama.llama import llama_cpp
+    except ImportError:
+        raise UserError(
+            f"export.gguf = {format_name}: the package {PACKAGE} is not installed, which makes it. "
+            "Run pip install -r envs/gguf.txt, or name formats that need none (bf16, q8_0)."
+        ) from None
+    said: list[str] = []
+    llama_cpp.set_log_callback(lambda _level, text: said.append(text))
+    settings = llama_cpp.LlamaModelQuantizeParams()
+    settings.ftype, settings.nthread = FILE_TYPES[format_name], threads
+    try:
+        llama_cpp.model_quantize(str(source), str(output), settings)
+    except RuntimeError as error:
+        last = "\n".join("".join(said).strip().splitlines()[-QUANTIZER_LINES:])
+        raise UserError(
+            f"export.gguf = {format_name}: llama.cpp's quantizer failed ({error}):\n{last}\n"
+            "Choose another format, or leave it out."
+        ) from None
+    finally:
+        llama_cpp.disable_logging()

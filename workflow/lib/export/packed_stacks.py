@@ -19,9 +19,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from workflow.lib.export.stored_weights import stored_weight
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks
-from workflow.lib.model.layers.nf4_linear import decoded
+from workflow.lib.model.layers.nf4_linear import (
+    CHECKPOINT_SUFFIX,
+    CODE_SUFFIX,
+    STATE_SUFFIX,
+    decoded,
+)
 from workflow.lib.model.safetensors_reader import CheckpointReader
 
 aten = torch.ops.aten
@@ -170,3 +174,21 @@ def _loaded(model: nn.Module, path: str) -> tuple[torch.Tensor, QuantState]:
     weight = linear.weight
     assert isinstance(weight, Params4bit)
     return weight.data, weight.quant_state
+
+
+def stored_weight(reader: CheckpointReader, path: str) -> tuple[torch.Tensor, QuantState]:
+    """Return codes (bytes, 1) and state of a linear or stack, on the CPU; it decodes to fp32."""
+    suffixes = [*CHECKPOINT_SUFFIX.values(), *CODE_SUFFIX.values(), STATE_SUFFIX]
+    parts = {
+        suffix.removeprefix("weight."): reader.tensor(f"{path}.{suffix}")
+        for suffix in suffixes
+        if f"{path}.{suffix}" in reader
+    }
+    packed = parts.pop("weight")
+    state = QuantState.from_dict(parts, device=torch.device("cpu"))
+    state.dtype = torch.float32
+    return packed, state
+
+
+def dequantized_weight(reader: CheckpointReader, path: str) -> torch.Tensor:
+    return decoded(*stored_weight(reader, path))

@@ -5,7 +5,7 @@ bitsandbytes does (absmax). A calibrated base is made by `calibrated_base`. `cal
 the tokens. `layer_stream` runs a model of any family one layer at a time, prepared as for training;
 `beside` is what its layers hand on besides hidden states. `layer_inputs` looks at what goes into
 its linears, `expert_tokens` at what goes into experts, `counted` at which tokens count.
-`calibrated_rounding` rounds one weight (its columns by `column_rounding`), `calibrated_experts` a
+`calibrated_rounding` rounds one weight, `calibrated_experts` a
 stack of them, and `nf4_codes` stores it. `calibration` does this for a layer, and `resumable` for
 all layers, with what is finished on disk. The stored format is the same, so no later stage knows
 the method.

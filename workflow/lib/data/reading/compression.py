@@ -1,4 +1,4 @@
-"""Data files as streams of bytes, whatever compression is around them; pyarrow brings both codecs.
+"""Types and compressions of data files, by their names; files as streams of unpacked bytes.
 
 A compressed file may be made to fill a disk or to take hours (a bomb), so what it may unpack to is
 bounded.
@@ -8,12 +8,13 @@ import io
 import shutil
 import tempfile
 from contextlib import ExitStack
-from pathlib import Path
-from typing import IO, Any, BinaryIO
+from pathlib import Path, PurePath
+from typing import IO, Any, BinaryIO, Literal
 
 import pyarrow
 
-from workflow.lib.data.reading.file_types import compression_of
+from workflow.lib.settings.data import FileType
+from workflow.lib.system.errors import setting_error
 
 BUFFER_BYTES = 2**20
 # Rows that repeat each other, such as lists of zeros, may shrink a hundredfold; gzip can shrink
@@ -81,3 +82,41 @@ def read_head(path: Path, *, length: int = 4096) -> bytes:
     """Return the first bytes, decompressed. Raises `OSError`."""
     with open_bytes(path) as file:
         return file.read(length)
+
+
+Compression = Literal["gzip", "zstd"]
+
+EXTENSIONS: dict[str, FileType] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+
+
+def compression_of(path: PurePath) -> Compression | None:
+    return COMPRESSIONS.get(path.suffix.lower())
+
+
+def known_type(path: PurePath) -> FileType | None:
+    inner = path.with_suffix("") if compression_of(path) else path
+    return EXTENSIONS.get(inner.suffix.lower())
+
+
+def file_type_of(path: PurePath, *, setting: str) -> FileType:
+    """Return the type that a file's name tells; raises `UserError` if it tells none."""
+    file_type = known_type(path)
+    if file_type is None:
+        known, outer = ", ".join(EXTENSIONS), " or ".join(COMPRESSIONS)
+        raise setting_error(
+            setting,
+            str(path),
+            f"the extension is none of {known} (also with {outer} behind it)",
+            "Name the file for what it holds, or set data.file_type",
+        )
+    return file_type

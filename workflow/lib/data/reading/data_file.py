@@ -10,8 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from workflow.lib.data.reading.chunks import Chunk
-from workflow.lib.data.reading.compression import UnreadableError, read_head
-from workflow.lib.data.reading.file_types import file_type_of
+from workflow.lib.data.reading.compression import UnreadableError, file_type_of, read_head
 from workflow.lib.data.reading.json_reader import read_json
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.reading.sources import SourceFile

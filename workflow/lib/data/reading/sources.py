@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.data.reading.file_types import EXTENSIONS, file_type_of, known_type
+from workflow.lib.data.reading.compression import EXTENSIONS, file_type_of, known_type
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, FileType
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
-from workflow.lib.data.encoding.template_keys import keys_in_template
 from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.row import Row

@@ -1,4 +1,4 @@
-"""The GPU kernel of `column_rounding`, in Triton."""
+"""The GPU kernel of `calibrated_rounding.round_columns`, in Triton."""
 
 import triton
 import triton.language as tl

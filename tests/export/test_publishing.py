@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workflow.lib.export.private_paths import CHUNK, named_paths, private_folders
+from workflow.lib.export.publishing import CHUNK, named_paths, private_folders
 
 PRIVATE = [
     "/mnt/client/models/acme",

@@ -11,8 +11,8 @@ from workflow.lib.data.reading.row import Row
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts
-from workflow.lib.data.tokens.packing_windows import blocks, packing_windows
 from workflow.lib.data.tokens.splits import Split, whole_corpus
+from workflow.lib.data.tokens.token_writer import blocks, packing_windows
 
 SEQ_LEN = 61
 SHARDS = 13
