@@ -144,14 +144,11 @@ def changed_value(section: Section, key: str) -> Any:
 
 def edited(name: str, key: str) -> tuple[RunConfig, RunConfig]:
     """Return a run before and after an edit of one setting; what it needs is there in both."""
-    before = RunConfig()
-    needs = type(getattr(before, name)).affected_by(key).needs
-    for setting in (*([needs] if needs else []), key):
-        section = getattr(before, name)
-        update = {setting: changed_value(section, setting)}
-        after = before.model_copy(update={name: section.model_copy(update=update)})
-        if setting == needs:
-            before = after
+    section = getattr(RunConfig(), name)
+    if needs := section.affected_by(key).needs:
+        section = section.model_copy(update={needs[0]: needs[1]})
+    other = section.model_copy(update={key: changed_value(section, key)})
+    before, after = (RunConfig().model_copy(update={name: each}) for each in (section, other))
     return before, after
 
 

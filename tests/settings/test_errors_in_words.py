@@ -6,8 +6,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tests.support.settings_examples import message
-from workflow.lib.settings.config import load_config
+from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.settings.errors_in_words import explain
+from workflow.lib.settings.renamed import RENAMED_KEYS, REPLACED_VALUES
 from workflow.lib.system.errors import UserError
 
 
@@ -199,3 +200,24 @@ def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name: 
 def test_runs_that_a_file_system_may_take_for_one_are_refused() -> None:
     with pytest.raises(UserError, match="runs: 'wide' and 'Wide' differ in case alone"):
         load_config({"runs": {"wide": {}, "other": {}, "Wide": {}}})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def test_key_of_an_earlier_version_is_answered_with_the_one_of_today(old: str, new: str) -> None:
+    section, key = old.split(".")
+    assert message({section: {key: 1}}) == [f"{old}: this key is called {new} now. Rename it."]
+    fields = type(getattr(RunConfig(), new.split(".")[0])).model_fields
+    assert new.split(".")[1] in fields
+    assert key not in fields
+
+
+@pytest.mark.parametrize(("place", "better"), REPLACED_VALUES.items())
+def test_value_of_an_earlier_version_is_answered_with_one_of_today(
+    place: tuple[str, str], better: str
+) -> None:
+    name, value = place
+    section, key = name.split(".")
+    assert message({section: {key: value}}) == [
+        f"{name} = {value!r}: this value is no longer offered. Set it to {better}."
+    ]
+    load_config({section: {key: better}})

@@ -190,25 +190,17 @@ def test_offloaded_activations_leave_one_layers_on_the_gpu() -> None:
     assert terms["offloaded_activations"] == saved_activations(llama_70b().kinds[0], chosen)
 
 
-def test_moments_of_8_bits_take_a_byte_each_and_their_scales() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each"), [("adamw", 8), ("adamw_8bit", 2 + 8 / 256), ("muon", 4)]
+)
+def test_states_of_an_optimizer_take_what_its_row_says(optimizer: str, bytes_each: float) -> None:
     """Llama-2-70B, rank 16, one process: 80 layers of q, o (2 x 16 x 8192), k, v (16 x 9216), and 3
     x 16 x 36864.
     """
-    chosen = setup(processes=1, rank=16, optimizer="adamw_8bit")
+    chosen = setup(processes=1, rank=16, optimizer=optimizer)
     elements = 80 * 16 * (2 * 2 * 8192 + 2 * 9216 + 3 * 36864)
-    here, there = moment_bytes(llama_70b(), chosen)
-    assert here == pytest.approx(2 * elements * (1 + 4 / 256), rel=1e-3)  # rounded to 512 bytes
-    assert there == 0
-
-
-def test_paged_moments_of_large_tensors_leave_their_scales() -> None:
-    """A of q has 16 x 8192 = 131,072 elements, B of k and v 16 x 1024, which stay."""
-    chosen = setup(processes=1, rank=16, optimizer="paged_adamw_8bit")
-    here, there = moment_bytes(llama_70b(), chosen)
-    small = 80 * 2 * 16 * 1024
-    elements = 80 * 16 * (2 * 2 * 8192 + 2 * 9216 + 3 * 36864)
-    assert there == 2 * (elements - small)
-    assert here == pytest.approx(2 * (small + elements * 4 / 256), rel=1e-2)
+    found = moment_bytes(llama_70b(), chosen)
+    assert found == pytest.approx(elements * bytes_each, rel=1e-3)  # rounded to 512 bytes
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -12,7 +12,6 @@ from tests.support.preflight_examples import cpu_machine, llama_70b, machine, to
 from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window, offloaded_bytes
-from workflow.lib.planning.memory.terms import moment_bytes
 from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
@@ -77,15 +76,6 @@ def test_layers_on_the_host_count_as_host_memory() -> None:
     packed = 218_103_808 * (0.5 + 1 / 64) / 2  # of a layer, half on each GPU: 54 MiB, in 64
     assert packed < 64 * 2**20
     assert there - here == 2 * 5 * 64 * 2**20
-
-
-def test_paged_moments_count_as_host_memory() -> None:
-    here, there = (
-        decided(llama_8b, lora={"r": 64}, train={"optimizer": name})
-        for name in ("adamw_8bit", "paged_adamw_8bit")
-    )
-    paged = moment_bytes(llama_8b, there.chosen.plan)[1]
-    assert there.host_bytes - here.host_bytes == 2 * paged > 0
 
 
 def test_hopeless_run_says_that_no_single_change_is_enough() -> None:

@@ -84,14 +84,6 @@ def test_float16_on_cpus_is_refused() -> None:
         decided(on=cpu_machine(processes=2), model={"compute_dtype": "float16"})
 
 
-def test_paged_moments_without_a_gpu_are_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"train\.optimizer = 'paged_adamw_8bit': this run is on CPUs.* Set it to adamw_8bit",
-    ):
-        decided(on=cpu_machine(processes=2), train={"optimizer": "paged_adamw_8bit"})
-
-
 def test_trained_embedding_on_the_host_is_refused() -> None:
     with pytest.raises(
         UserError,
@@ -167,7 +159,7 @@ def test_impossible_setting_is_found_without_tokens_or_machine(
 
 def test_number_of_gpus_that_is_not_known_refuses_nothing() -> None:
     """A report is made anew on machines that could train none of its runs."""
-    train = {"global_batch_size": 7, "micro_batch_size": 7, "optimizer": "paged_adamw"}
+    train = {"global_batch_size": 7, "micro_batch_size": 7}
     check_settings(RunConfig.model_validate({"train": train}), UNTIED, trains_here=False)
 
 

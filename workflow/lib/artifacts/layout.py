@@ -42,7 +42,7 @@ def _comparable(run: RunConfig, counts: Callable[[Affects], bool]) -> RunConfig:
         update = {
             key: getattr(defaults, key)
             for key in type(section).model_fields
-            if not counts(of(key)) or _at_default(section, of(key).needs)
+            if not counts(of(key)) or not _has_meaning(section, of(key))
         }
         changed[name] = section.model_copy(update=update)
     return run.model_copy(update=changed)
@@ -52,8 +52,16 @@ def _sections(run: RunConfig) -> list[tuple[str, Section]]:
     return [(name, getattr(run, name)) for name in RunConfig.model_fields]
 
 
-def _at_default(section: Section, key: str | None) -> bool:
-    return key is not None and getattr(section, key) == getattr(type(section)(), key)
+def _has_meaning(section: Section, affects: Affects) -> bool:
+    needed, *values = affects.needs or (None,)
+    return needed is None or getattr(section, needed) in values
+
+
+def _left_out(section: Section, key: str, affects: Affects) -> bool:
+    """Tell whether a setting that is younger than the first runs says nothing."""
+    if affects.needs:
+        return not _has_meaning(section, affects)
+    return bool(getattr(section, key) == getattr(type(section)(), key))
 
 
 def _plain(section: Section, wanted: Callable[[Affects], bool]) -> dict[str, Any]:
@@ -62,7 +70,7 @@ def _plain(section: Section, wanted: Callable[[Affects], bool]) -> dict[str, Any
     keys = {
         key
         for key in type(section).model_fields
-        if wanted(of(key)) and not (of(key).later and _at_default(section, of(key).needs or key))
+        if wanted(of(key)) and not (of(key).later and _left_out(section, key, of(key)))
     }
     document: dict[str, Any] = section.model_dump(mode="json", include=keys)
     return document

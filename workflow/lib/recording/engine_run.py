@@ -58,7 +58,7 @@ from workflow.lib.training.build import (
 from workflow.lib.training.gradients import LossSum, clip_gradients
 from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
-from workflow.lib.training.optimizers import ShardwiseAdam
+from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 # How far layers know of each other, tried one after the other until those that are alike ask for
 # the same. Of gathered layers, the third one asks for the buffer of the first, which no layer of
@@ -232,7 +232,7 @@ class _Run:
         tape.layer = NONE
         tape.follows_tensors = True
 
-    def step(self, optimizer: ShardwiseAdam, tape: LayerTape, *, micro_batches: int) -> None:
+    def step(self, optimizer: ShardwiseOptimizer, tape: LayerTape, *, micro_batches: int) -> None:
         """Take a step as `loop.Trainer` does."""
         training, device = self.training, self._world.device
         batches = (self._batch(self._plan.micro_batch_size) for _ in range(micro_batches))

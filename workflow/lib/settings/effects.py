@@ -42,8 +42,8 @@ class Affects:
     """Preflight receives it, too, to foretell how long something takes: that reruns nothing."""
     later: bool = False
     """Left out of keys and settings of stages at its default: it is younger than the first runs."""
-    needs: str | None = None
-    """The setting beside it without which (at its default) it means nothing."""
+    needs: tuple[str, ...] = ()
+    """The setting beside it, and the values of it without which it means nothing."""
 
     def within(self, section: "Affects") -> "Affects":
         """Fill in what the section says of all its settings."""

@@ -12,6 +12,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from workflow.lib.settings.renamed import RENAMED_KEYS, REPLACED_VALUES
+
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 QUOTE = (
@@ -19,6 +21,7 @@ QUOTE = (
     "1.5 as a number."
 )
 SHOWN_CHARS = 2000
+MISSING = object()  # the value of a setting that is not given
 
 # Plain words for pydantic's error types, with its context filled in; its own message for any other
 # type.
@@ -75,9 +78,17 @@ def explain(
             path = _setting_path(model, detail["loc"])
             bounds.setdefault(path, {})[_bound(detail, path)] = None
     return lines + [
-        f"{_given(document, path)}: {_either(list(broken))}. {CHANGE}"
+        f"{_given(document, path)}: "
+        + (_replaced(document, path) or f"{_either(list(broken))}. {CHANGE}")
         for path, broken in bounds.items()
     ]
+
+
+def _replaced(document: Mapping[str, object], path: tuple[Any, ...]) -> str | None:
+    """Say what to write in place of a value of earlier versions."""
+    value = _value(document, path)
+    better = REPLACED_VALUES.get((_spell(path), value)) if isinstance(value, str) else None
+    return better and f"this value is no longer offered. Set it to {better}."
 
 
 def _wrong_name(document: Mapping[str, object], detail: ErrorDetails) -> str:
@@ -134,6 +145,8 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     """Say that a key is unknown, and which was meant: a similar one, or another section's."""
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
+    if better := RENAMED_KEYS.get(_spell(location)):
+        return f"{_spell(location)}: this key is called {better} now. Rename it."
     elsewhere = [
         f"{section}.{key}"
         for section in model.model_fields
@@ -174,13 +187,18 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 def _given(document: Mapping[str, object], path: tuple[Any, ...]) -> str:
     """Spell a setting with the value that the user gave; alone, if there is none."""
+    value = _value(document, path)
+    return _spell(path) if value is MISSING else f"{_spell(path)} = {_shown(value)}"
+
+
+def _value(document: Mapping[str, object], path: tuple[Any, ...]) -> Any:
     value: Any = document
     try:
         for part in path:
             value = value[part]
     except (KeyError, IndexError, TypeError):
-        return _spell(path)
-    return f"{_spell(path)} = {_shown(value)}"
+        return MISSING
+    return value
 
 
 def _spell(path: Sequence[Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from workflow.lib.settings.effects import Affects
+from workflow.lib.settings.optimizers import OptimizerName
 from workflow.lib.settings.section_base import Name, Section, Share
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
@@ -64,11 +65,13 @@ class QuantizeConfig(Section):
     calibration change least (scales searched, errors fed back to later columns as in GPTQ); auto =
     calibrated for models that one H200 calibrates in an hour, else absmax: the model decides, not
     the machine."""
-    calibration_tokens: Annotated[int, Affects(needs="method")] = Field(24_576, ge=256, le=2**24)
+    calibration_tokens: Annotated[int, Affects(needs=("method", "calibrated", "auto"))] = Field(
+        24_576, ge=256, le=2**24
+    )
     """Tokens that calibrate, of the run's training rows; never of held-out ones. Not read
     by absmax."""
-    calibration_text: Annotated[str | None, Affects(needs="method")] = Field(
-        None, min_length=1, max_length=4096
+    calibration_text: Annotated[str | None, Affects(needs=("method", "calibrated", "auto"))] = (
+        Field(None, min_length=1, max_length=4096)
     )
     """A UTF-8 text file of which half of these tokens are taken, so that calibration on one kind of
     text does not cost others; null = training rows alone."""
@@ -161,11 +164,20 @@ class TrainConfig(Section):
     micro_batch_size: Annotated[int | Literal["auto"], Affects("plan")] = "auto"
     """Rows per process and forward pass; `auto` = what preflight predicts to be fastest of all that
     fits. A divisor of the rows per process."""
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw"] = "adamw"
-    """AdamW of torch, fused on GPUs (`adamw`), or of bitsandbytes: moments in 8 bits with a scale
-    per 256 (arXiv 2110.02861), in memory that the GPU's driver pages to the host when it is short
-    (tensors from 100,000 elements on; GPUs only), or both. Those of bitsandbytes are not yet
-    measured on GPUs."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw`: AdamW of torch, fused on GPUs. `adamw_8bit`: that of bitsandbytes, moments in 8 bits
+    with a scale per 256 (arXiv 2110.02861). `muon`: orthogonal momentum (torch.optim.Muon) for the
+    adapter's matrices, AdamW for all else; 4 bytes a weight instead of 8."""
+    muon_momentum: Annotated[float, Affects(later=True, needs=("optimizer", "muon"))] = Field(
+        0.95, ge=0.0, lt=1.0
+    )
+    """Muon's momentum (Nesterov)."""
+    muon_adjust_lr: Annotated[
+        Literal["match_rms_adamw", "original"], Affects(later=True, needs=("optimizer", "muon"))
+    ] = "match_rms_adamw"
+    """What Muon multiplies the learning rate by for a matrix of rows x columns. `match_rms_adamw`:
+    0.2 sqrt(max(rows, columns)), so that rates of AdamW suit. `original`: sqrt(max(1, rows /
+    columns))."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -211,13 +223,14 @@ class TrainConfig(Section):
     float8 was 1.5 times as fast as bfloat16 at 70B width and up to 1.15 times at 8B; int8 no
     faster."""
     products_in: Annotated[
-        Literal["both", "forward", "backward"], Affects(later=True, needs="products")
+        Literal["both", "forward", "backward"],
+        Affects(later=True, needs=("products", "float8", "int8", "auto")),
     ] = "both"
     """Where `products` holds: in forward and backward, or in one of them. In `backward` alone it
     changes the result least."""
-    max_products_loss_rise: Annotated[float, Affects("none", later=True, needs="products")] = Field(
-        0.05, ge=0.0, le=10.0
-    )
+    max_products_loss_rise: Annotated[
+        float, Affects("none", later=True, needs=("products", "float8", "int8", "auto"))
+    ] = Field(0.05, ge=0.0, le=10.0)
     """Before the first step the base's loss on 8,192 tokens is measured with `products` and
     without. A rise above this, in nats per trained token, stops the run."""
     saved_activations: Annotated[Literal["compute_dtype", "float8"], Affects(later=True)] = (

@@ -41,7 +41,7 @@ from workflow.lib.system.artifact_files import row_of, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import sync
 from workflow.lib.training.expert_load import restore_routed_rows_, routed_rows
-from workflow.lib.training.optimizers import ShardwiseAdam
+from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 logger = logging.getLogger("workflow")
 
@@ -120,7 +120,7 @@ class CheckpointWriter:
             raise
         self.wait()
 
-    def save(self, training: nn.Module, optimizer: ShardwiseAdam, *, step: int) -> None:
+    def save(self, training: nn.Module, optimizer: ShardwiseOptimizer, *, step: int) -> None:
         """Start to write the state after `step` steps; waits for the previous write. Collective."""
         self.wait()
         if step == self._newest:
@@ -234,7 +234,7 @@ def discard(path: Path) -> None:
 
 
 def _pieces(
-    training: nn.Module, optimizer: ShardwiseAdam, routed: list[torch.Tensor]
+    training: nn.Module, optimizer: ShardwiseOptimizer, routed: list[torch.Tensor]
 ) -> dict[str, Piece]:
     """Return this process's part of the weights and of the optimizer's tensors, and the rows that
     experts got (`routed_rows`); the optimizer's rates and betas are settings.
@@ -274,7 +274,7 @@ class Resumed:
 def resume_(
     folder: Path,
     training: nn.Module,
-    optimizer: ShardwiseAdam,
+    optimizer: ShardwiseOptimizer,
     *,
     identity: str,
     world: World,
@@ -339,7 +339,7 @@ def _set_aside(path: Path) -> None:
 def _load_(
     path: Path,
     training: nn.Module,
-    optimizer: ShardwiseAdam,
+    optimizer: ShardwiseOptimizer,
     routed: list[torch.Tensor],
     *,
     identity: str,

@@ -31,7 +31,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
 from workflow.lib.model.layers.adapter_dropout import row_keys
-from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.lora import adapter_matrices, trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
@@ -51,7 +51,7 @@ from workflow.lib.training.expert_load import note_finished_steps_
 from workflow.lib.training.gradients import LossSum, clip_gradients
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.nonfinite import find_origin
-from workflow.lib.training.optimizers import ShardwiseAdam
+from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 logger = logging.getLogger("workflow")
 
@@ -85,16 +85,10 @@ class StepMetrics:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseAdam:
-    """Return the AdamW that `train.optimizer` means over the adapter's fp32 masters."""
-    return ShardwiseAdam(
-        trainable_parameters(training),
-        kind=train.optimizer,
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_eps,
-        weight_decay=train.weight_decay,
-    )
+def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimizer:
+    """Return `train.optimizer` over the fp32 masters of what is trained."""
+    matrices = adapter_matrices(training)
+    return ShardwiseOptimizer(trainable_parameters(training), train, matrices=matrices)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -169,7 +163,7 @@ class Trainer:
     """
 
     training: CausalLMForTraining
-    optimizer: ShardwiseAdam
+    optimizer: ShardwiseOptimizer
     store: TokenStore
     settings: TrainConfig
     micro_batch_size: int

@@ -1,18 +1,17 @@
-"""AdamW over the shards of the adapter: torch's own, or that of bitsandbytes, with moments of 8
-bits or paged to the host.
+"""The optimizers over the shards of what is trained: each process updates its own.
 
-Adam is element by element, so every process updates its own shard as if it were a whole tensor:
-bitsandbytes knows no DTensor, and torch dispatches each one by itself, in 15 times the time of
-plain tensors, for which the GPU would wait. Moments of 8 bits have a scale per 256 neighbouring
-elements of a shard (arXiv 2110.02861): another number of processes cuts other blocks, so from their
-checkpoint moments are decoded and quantized anew, which moves them by at most half a step of their
-code; everything else is exact.
+AdamW is element by element, so a shard is updated as if it were a whole tensor: bitsandbytes knows
+no DTensor, and torch dispatches each one by itself, in 15 times the time of plain tensors, for
+which the GPU would wait. Moments of 8 bits have a scale per 256 neighbouring elements of a shard
+(arXiv 2110.02861): another number of processes cuts other blocks, so from their checkpoint moments
+are decoded and quantized anew, which moves them by at most half a step of their code; everything
+else is exact. Muon gathers whole matrices (`muon`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, Protocol
 
 import torch
 from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
@@ -21,80 +20,69 @@ from torch import nn
 
 from workflow.lib.distributed.sharded_files import DamagedError, Piece, piece_of
 from workflow.lib.model.nf4_model import cut_of, local, local_range
+from workflow.lib.settings.config import TrainConfig
+from workflow.lib.settings.optimizers import ADAM, BLOCK_SIZE, OPTIMIZERS, State
+from workflow.lib.training.muon import Matrices, Muon
 
-# Elements that share a scale: bitsandbytes/optim/optimizer.py, Optimizer2State.init_state.
-BLOCK_SIZE = 256
-# Moment, which is its key in torch's state -> its key in that of bitsandbytes; its scales have
-# "absmax" in place of "state".
-MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}
-BITS_AND_PAGED = {
-    "adamw_8bit": (8, False),
-    "paged_adamw_8bit": (8, True),
-    "paged_adamw": (32, True),
-}
+Params = Mapping[str, nn.Parameter]
 
 
-class AdamSettings(TypedDict):
-    """What both implementations call by the same names."""
+class Rule(Protocol):
+    """Updates some of the shards, and keeps their states."""
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    device_decides: bool
+
+    def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
+        """Update the shards that have a gradient, which have been updated `count` times; not if
+        `unless` is true.
+        """
+
+    def state(self, name: str, key: str) -> torch.Tensor:
+        """Return a state of a shard as it is stored; the live tensor."""
 
 
-class ShardwiseAdam(torch.optim.Optimizer):
-    """AdamW over this process's shards. `count` (): the updates so far, which is the moments'
-    step.
+class ShardwiseOptimizer(torch.optim.Optimizer):
+    """The optimizer `train.optimizer` over this process's shards. `count` (): the updates so
+    far.
     """
 
     def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        *,
-        kind: str,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        self, params: Params, train: TrainConfig, *, matrices: Mapping[str, int] | None = None
     ) -> None:
-        """params: by name, sharded. kind: `adamw`, or of `BITS_AND_PAGED`.
+        """params: by name, sharded. matrices: those that are an adapter's A or B, and how many
+        matrices each holds.
 
-        Moments are made at once, so that a checkpoint can be read into them.
+        States are made at once, so that a checkpoint can be read into them.
         """
-        super().__init__(params.values(), {"lr": lr})
+        super().__init__(params.values(), {"lr": train.learning_rate})
         self.count = torch.zeros((), dtype=torch.int64)
         self._begun = False
         self._params = dict(params)
         self._shards = {name: nn.Parameter(_shard(param)) for name, param in params.items()}
-        shards = [shard for shard in self._shards.values() if shard.numel()]
-        settings = AdamSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._bits, paged = BITS_AND_PAGED.get(kind, (32, False))
-        self._inner: _TorchAdamW | _BitsandbytesAdamW = (
-            _BitsandbytesAdamW(shards, settings, bits=self._bits, paged=paged)
-            if kind in BITS_AND_PAGED
-            else _TorchAdamW(shards, settings)
-        )
+        kind, matrices = OPTIMIZERS[train.optimizer], matrices or {}
+        self._states = {n: kind.matrices if n in matrices else kind.others for n in params}
+        self._rules = BUILDERS[train.optimizer](self._params, self._shards, matrices, train)
+        self._rule_of = {name: rule for names, rule in self._rules for name in names}
         self._scales = {name: self._padded_scales(name) for name in params}
 
     def _padded_scales(self, name: str) -> dict[str, torch.Tensor]:
-        """Put the scales of both moments into buffers of the largest shard's size, so that those of
-        all shards are one tensor.
+        """Put the scales of states in blocks into buffers of the largest shard's size, so that
+        those of all shards are one tensor.
         """
-        if self._bits != 8 or isinstance(self._inner, _TorchAdamW):
-            return {}
         param, shard, buffers = self._params[name], self._shards[name], {}
-        for moment, key in MOMENTS.items():
-            buffers[moment] = shard.new_zeros(_blocks(param.shape, cuts=cut_of(param)[0]))
-            if shard.numel():
-                state, scales = self._inner.state_of(shard), key.replace("state", "absmax")
-                state[scales] = buffers[moment][: len(state[scales])]
+        for state in self._states[name]:
+            if state.in_blocks:
+                buffer = shard.new_zeros(_blocks(param.shape, cuts=cut_of(param)[0]))
+                buffers[state.name] = buffer
+                rule = self._rule_of[name]
+                if shard.numel() and isinstance(rule, _AdamW8bit):
+                    rule.scales_in(buffer, name, state.name)
         return buffers
 
     @property
     def device_decides(self) -> bool:
-        """Whether the device itself can leave an update: torch's own can be told so."""
-        return isinstance(self._inner, _TorchAdamW)
+        """Whether the device itself can leave an update."""
+        return all(rule.device_decides for _, rule in self._rules)
 
     def begin(self, *, unless: torch.Tensor) -> None:
         """Start the update where the device decides on it, so that it need not wait for the host.
@@ -134,28 +122,33 @@ class ShardwiseAdam(torch.optim.Optimizer):
             shard = self._shards[name]
             shard.data = _shard(param)
             shard.grad = None if param.grad is None else local(param.grad).contiguous()
-        self._inner.step(int(self.count), lr=group["lr"], unless=unless)
+        for _, rule in self._rules:
+            rule.step(int(self.count), lr=group["lr"], unless=unless)
 
     def pieces(self, name: str, *, rank: int) -> dict[str, Piece]:
-        """Return this process's part of a parameter's moments, and of their scales.
+        """Return this process's part of a parameter's states, and of their scales.
 
         The scales are (processes, blocks). All are the live tensors.
         """
         param = self._params[name]
         weight = piece_of(param.detach(), rank=rank)
-        pieces = {moment: replace(weight, local=self._moment(name, moment)) for moment in MOMENTS}
+        pieces = {
+            state.name: replace(weight, local=self._state(name, state))
+            for state in self._states[name]
+        }
         cuts, cut = cut_of(param)
-        for moment, scales in self._scales[name].items():
+        for state_name, scales in self._scales[name].items():
             row = scales.view(1, -1)
-            pieces[f"{moment}_absmax"] = Piece(row, (cut, 0), (cuts, len(scales)), weight.mine)
+            shape = (cuts, len(scales))
+            pieces[f"{state_name}_absmax"] = Piece(row, (cut, 0), shape, weight.mine)
         return pieces
 
-    def _moment(self, name: str, moment: str) -> torch.Tensor:
-        """Return a moment of this process's shard."""
+    def _state(self, name: str, state: State) -> torch.Tensor:
+        """Return a state of this process's shard."""
         shard = self._shards[name]
-        if not shard.numel():  # bitsandbytes keeps nothing for it
-            return shard.detach().to(torch.uint8 if self._bits == 8 else torch.float32)
-        return self._inner.moment(shard, moment)
+        if not shard.numel():  # for which bitsandbytes keeps nothing
+            return shard.detach().to(torch.uint8 if state.element_bytes == 1 else torch.float32)
+        return self._rule_of[name].state(name, state.name)
 
     @torch.no_grad()
     def requantize_(self, name: str, stored: Mapping[str, torch.Tensor]) -> None:
@@ -166,35 +159,34 @@ class ShardwiseAdam(torch.optim.Optimizer):
         """
         param = self._params[name]
         start, stop = local_range(param)
-        for moment in MOMENTS:
-            code = create_dynamic_map(signed=moment == "exp_avg")
-            decoded = _decoded(stored[moment], stored[f"{moment}_absmax"], code, shape=param.shape)
+        for state in self._states[name]:
+            key = state.name
+            code = create_dynamic_map(signed=key == "exp_avg")
+            decoded = _decoded(stored[key], stored[f"{key}_absmax"], code, shape=param.shape)
             if start == stop:
                 continue
             shard = decoded[start:stop].contiguous()
-            quantized, state = quantize_blockwise(shard, code=code, blocksize=BLOCK_SIZE)
-            values = self._moment(name, moment)
+            quantized, found = quantize_blockwise(shard, code=code, blocksize=BLOCK_SIZE)
+            values = self._state(name, state)
             values.copy_(quantized.view_as(values))
-            self._scales[name][moment][: len(state.absmax)].copy_(state.absmax)
+            self._scales[name][key][: len(found.absmax)].copy_(found.absmax)
 
 
-class _TorchAdamW:
+class _AdamW:
     """torch's own, fused."""
 
-    def __init__(self, shards: list[nn.Parameter], settings: AdamSettings) -> None:
-        self._adamw = torch.optim.AdamW(shards, **settings, fused=True)
-        for shard in shards:
+    device_decides = True
+
+    def __init__(self, shards: Params, train: TrainConfig) -> None:
+        self._shards = {name: shard for name, shard in shards.items() if shard.numel()}
+        self._adamw = torch.optim.AdamW([*self._shards.values()], **_of_adam(train), fused=True)
+        for shard in self._shards.values():
             step = torch.zeros((), device=shard.device)
-            self._adamw.state[shard] = {
-                "step": step,
-                **{m: torch.zeros_like(shard) for m in MOMENTS},
-            }
+            moments = {state.name: torch.zeros_like(shard) for state in ADAM}
+            self._adamw.state[shard] = {"step": step, **moments}
         self._count = 0
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
-        """Update the shards that have a gradient, which have been updated `count` times; not if
-        `unless` is true.
-        """
         if count != self._count:  # a checkpoint was read, or the update before was left
             for state in self._adamw.state.values():
                 state["step"].fill_(count)
@@ -206,28 +198,25 @@ class _TorchAdamW:
         self._adamw.step()
         self._count = count + 1
 
-    def moment(self, shard: nn.Parameter, moment: str) -> torch.Tensor:
-        """Return a moment of a shard; the live tensor."""
-        values: torch.Tensor = self._adamw.state[shard][moment]
+    def state(self, name: str, key: str) -> torch.Tensor:
+        values: torch.Tensor = self._adamw.state[self._shards[name]][key]
         return values
 
 
-class _BitsandbytesAdamW:
+class _AdamW8bit:
     """That of bitsandbytes."""
 
-    def __init__(
-        self, shards: list[nn.Parameter], settings: AdamSettings, *, bits: int, paged: bool
-    ) -> None:
-        self._adamw = AdamW(shards, **settings, optim_bits=bits, min_8bit_size=1, is_paged=paged)
+    device_decides = False
+
+    def __init__(self, shards: Params, train: TrainConfig) -> None:
+        self._shards = {name: shard for name, shard in shards.items() if shard.numel()}
+        params = [*self._shards.values()]
+        self._adamw = AdamW(params, **_of_adam(train), optim_bits=8, min_8bit_size=1)
         (group,) = self._adamw.param_groups
-        for index, shard in enumerate(shards):
+        for index, shard in enumerate(params):
             self._adamw.init_state(group, shard, 0, index)
-        if paged and torch.cuda.is_available():
-            # filled with zeros by then: before a checkpoint is read into it
-            torch.cuda.synchronize()
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
-        """Update the shards that have a gradient, which have been updated `count` times."""
         assert unless is None, "bitsandbytes updates always"
         (group,) = self._adamw.param_groups
         group["lr"] = lr
@@ -235,15 +224,54 @@ class _BitsandbytesAdamW:
             state["step"] = count
         self._adamw.step()
 
-    def moment(self, shard: nn.Parameter, moment: str) -> torch.Tensor:
-        """Return a moment of a shard as it is stored; the live tensor."""
-        values: torch.Tensor = self.state_of(shard)[MOMENTS[moment]]
+    def state(self, name: str, key: str) -> torch.Tensor:
+        values: torch.Tensor = self._adamw.state[self._shards[name]][IN_BITSANDBYTES[key]]
         return values
 
-    def state_of(self, shard: nn.Parameter) -> dict[str, Any]:
-        """Return all that is kept for a shard."""
-        state: dict[str, Any] = self._adamw.state[shard]
-        return state
+    def scales_in(self, buffer: torch.Tensor, name: str, key: str) -> None:
+        """Keep the scales of a state in a buffer, which may be longer."""
+        state, scales = self._adamw.state[self._shards[name]], IN_BITSANDBYTES[key]
+        scales = scales.replace("state", "absmax")
+        state[scales] = buffer[: len(state[scales])]
+
+
+IN_BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2"}
+
+
+def _of_adam(train: TrainConfig) -> dict[str, Any]:
+    """Return what both implementations call by the same names."""
+    return {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_eps,
+        "weight_decay": train.weight_decay,
+    }
+
+
+def _muon(
+    params: Params, shards: Params, matrices: Mapping[str, int], train: TrainConfig
+) -> list[tuple[Params, Rule]]:
+    """Muon for the adapter's matrices, AdamW for all else, as torch recommends."""
+    of_muon = {name: param for name, param in params.items() if name in matrices}
+    muon = Muon(
+        of_muon,
+        shards,
+        matrices={n: Matrices(k, in_columns=".lora_B." in n) for n, k in matrices.items()},
+        momentum=train.muon_momentum,
+        weight_decay=train.weight_decay,
+        match_adamw=train.muon_adjust_lr == "match_rms_adamw",
+    )
+    others = {name: shard for name, shard in shards.items() if name not in matrices}
+    beside: list[tuple[Params, Rule]] = [(others, _AdamW(others, train))] if others else []
+    return [(of_muon, muon), *beside]
+
+
+Builder = Callable[[Params, Params, Mapping[str, int], TrainConfig], list[tuple[Params, Rule]]]
+BUILDERS: dict[str, Builder] = {
+    "adamw": lambda params, shards, matrices, train: [(shards, _AdamW(shards, train))],
+    "adamw_8bit": lambda params, shards, matrices, train: [(shards, _AdamW8bit(shards, train))],
+    "muon": _muon,
+}
 
 
 @torch.no_grad()

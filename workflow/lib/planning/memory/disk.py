@@ -3,12 +3,13 @@
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.layer_tensors import LayerTensors
 from workflow.lib.planning.memory.terms import (
-    MOMENT_BLOCK_SIZE,
     layer_tensors,
+    lora_parameters,
     other_tensors,
     trainable_parameters,
 )
 from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
 
 
@@ -23,9 +24,9 @@ def disk_bytes(
     """Return the bytes of every artifact of a run (headers and JSON are not counted).
 
     Checkpoints: one more than are kept, because the new one is written before the oldest goes; each
-    is the fp32 adapter with modules that are trained whole, and both moments (in fp32, or 8 bits
-    with their scales). The adapter lies there twice: sharded, and as PEFT's file. The best adapters
-    are counted with it: one for every checkpoint that a run may continue from, and the newest.
+    is the fp32 adapter with modules that are trained whole, and the optimizer's states. The adapter
+    lies there twice: sharded, and as PEFT's file. The best adapters are counted with it: one for
+    every checkpoint that a run may continue from, and the newest.
     """
 
     def packed_bytes(tensors: LayerTensors) -> int:
@@ -35,13 +36,13 @@ def disk_bytes(
     base = shape.total(lambda layer: packed_bytes(layer_tensors(layer, plan)))
     base += packed_bytes(other_tensors(shape, plan))
 
-    adapter = 4 * trainable_parameters(shape, plan)
-    eight = plan.optimizer.endswith("8bit")
-    moments = adapter // 2 + 2 * adapter // MOMENT_BLOCK_SIZE if eight else 2 * adapter
+    trained, of_adapter = trainable_parameters(shape, plan), lora_parameters(shape, plan)
+    adapter, kind = 4 * trained, OPTIMIZERS[plan.optimizer]
+    states = sum(kind.sizes(of_adapter) + kind.sizes(trained - of_adapter, matrix=False))
     packed_tokens = tokens.packed_rows * tokens.seq_len
     return {
         "tokens": packed_tokens * (4 + 1 + 4) + tokens.heldout_tokens * (4 + 1),
         "base": base + shape.source_bytes * shape.plain_weights,
-        "checkpoints": (adapter + moments) * (keep_checkpoints + 1),
+        "checkpoints": (adapter + states) * (keep_checkpoints + 1),
         "adapter": (2 + (keep_checkpoints + 1 if keep_best else 0)) * adapter,
     }

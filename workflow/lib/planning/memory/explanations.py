@@ -16,7 +16,7 @@ EXPLANATIONS = {
     ),
     "module_workspace": "a trained head in the compute type, and what its gradient is made from",
     "lora_weights": "adapter masters A and B in fp32, sharded",
-    "adam_moments": "both moments of AdamW in fp32 or in 8 bits, sharded",
+    "adam_moments": "the optimizer's states, sharded",
     "lora_gradients": "adapter gradients in fp32, sharded",
     "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
     "cublas_workspace": "workspace of the matrix products",

@@ -7,7 +7,7 @@ rounded, `layer_tensors` says. Which terms meet at one moment, `memory` says.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from workflow.lib.model.architecture.expert_slices import DECODED_BYTES
 from workflow.lib.model.architecture.layer_choice import spread
@@ -21,11 +21,11 @@ from workflow.lib.planning.memory.layer_tensors import (
     rounded,
     sharded_bytes,
 )
+from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX_BLOCK, FLOAT8
 from workflow.lib.system.units import GIB, MIB
 
-MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
 # Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32
 # MiB each; 8 MiB on older GPUs). Measured with the engine on 2 x H200, torch 2.11
 # (docs/memory-model.md).
@@ -123,7 +123,7 @@ def stored_terms(shape: ModelShape, setup: StepPlan) -> Terms:
         "module_weights": setup.trained_tables * table_slice(shape, setup, width=4),
         "norms_and_biases": _sharded(shape, setup, "norms_and_biases"),
         "lora_weights": _sharded(shape, setup, "lora_weights"),
-        "adam_moments": moment_bytes(shape, setup)[0],
+        "adam_moments": moment_bytes(shape, setup),
         "inputs": setup.tokens
         * (4 * 8 + head_dim_bytes)  # four int64 each: ids, positions, rows, targets
         + _layer_inputs(shape, setup),
@@ -198,50 +198,37 @@ def table_slice(shape: ModelShape, setup: StepPlan, *, width: int) -> int:
     return sharded_bytes([table], processes=setup.slices)
 
 
-def moment_bytes(shape: ModelShape, setup: StepPlan) -> tuple[int, int]:
-    """Bytes of both moments of all that is trained on the device, and of those that the driver
-    pages to the host.
-    """
-    sizes = dict.fromkeys((False, True), 0)
-    of_layers = [
-        (count * size, leaves)
-        for kind, count in shape.counts.items()
-        for size, leaves in layer_moments(shape.kinds[kind], setup)
-    ]
+def moment_bytes(shape: ModelShape, setup: StepPlan) -> int:
+    """Bytes of the optimizer's states of all that is trained on the device."""
+    of_layers = shape.total(lambda layer: layer_moments(layer, setup))
     others = other_tensors(shape, setup).by_term["lora_weights"]
-    beside = _moments(others, setup, cuts=setup.shards)
-    for num_bytes, leaves in [*of_layers, *beside, *module_moments(shape, setup)]:
-        sizes[leaves] += 2 * num_bytes
-    return sizes[False], sizes[True]
+    beside = _states(others, setup, cuts=setup.shards, matrix=False)
+    return of_layers + beside + module_moments(shape, setup)
 
 
-def layer_moments(layer: DecoderLayer, setup: StepPlan) -> list[tuple[int, bool]]:
-    """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages
-    them to the host.
-    """
-    return list(
-        _moments(layer_tensors(layer, setup).by_term["lora_weights"], setup, cuts=setup.shards)
-    )
+def layer_moments(layer: DecoderLayer, setup: StepPlan) -> int:
+    """Bytes of the states of a layer's adapters."""
+    return _states(layer_tensors(layer, setup).by_term["lora_weights"], setup, cuts=setup.shards)
 
 
-def module_moments(shape: ModelShape, setup: StepPlan) -> list[tuple[int, bool]]:
-    """The same of the tables that are trained whole."""
+def module_moments(shape: ModelShape, setup: StepPlan) -> int:
+    """Bytes of the states of the tables that are trained whole."""
     table = (shape.vocab_size, 4 * shape.hidden_size)
-    return list(_moments([table] * setup.trained_tables, setup, cuts=setup.slices))
+    return _states([table] * setup.trained_tables, setup, cuts=setup.slices, matrix=False)
 
 
-def _moments(
-    tensors: Iterable[Tensor], setup: StepPlan, *, cuts: int
-) -> Iterator[tuple[int, bool]]:
-    """Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from
-    100,000 elements on, without their scales.
+def _states(
+    tensors: Iterable[Tensor], setup: StepPlan, *, cuts: int, matrix: bool | None = None
+) -> int:
+    """Bytes of what the optimizer keeps of fp32 tensors; DoRA's magnitudes (a column) are no
+    matrices.
     """
-    paged, eight = setup.optimizer.startswith("paged"), setup.optimizer.endswith("8bit")
+    kind, total = OPTIMIZERS[setup.optimizer], 0
     for rows, width in tensors:
         elements = math.ceil(rows / cuts) * width // 4
-        yield rounded(elements * (1 if eight else 4)), paged and elements >= SMALLEST_PAGED
-        if eight:
-            yield rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
+        of_matrix = width > 4 if matrix is None else matrix
+        total += sum(map(rounded, kind.sizes(elements, matrix=of_matrix)))
+    return total
 
 
 def saved_activations(layer: DecoderLayer, setup: StepPlan) -> int:

@@ -6,7 +6,6 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.offload_terms import hosted_bytes, offloaded_bytes
-from workflow.lib.planning.memory.terms import moment_bytes
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
@@ -72,7 +71,7 @@ def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, *, peak_byte
     """Return the host memory of all processes of a node together at the peak, for a predicted peak
     of each.
 
-    With GPUs: each process itself, its offloaded activations and layers, paged moments, and all
+    With GPUs: each process itself, its offloaded activations and layers, and all
     slices of the largest tensor while the weights are loaded; later the pages of an embedding's
     file take their place, once for all processes, and the rows of a micro-batch on their way.
     """
@@ -82,5 +81,4 @@ def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, *, peak_byte
     stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears) // 2)  # 4 bits
     rows = plan.tokens * shape.hidden_size * plan.compute_bytes if plan.offload_embedding else 0
     each = GPU_PROCESS_BYTES + offloaded_bytes(shape, plan) + hosted_bytes(shape, plan) + rows
-    each += moment_bytes(shape, plan)[1]
     return machine.processes_per_node * each + max(table, stack)

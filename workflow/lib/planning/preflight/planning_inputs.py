@@ -238,7 +238,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         trains_embedding=shape.embedding in trained,
         routers=_trained_routers(shape, trained),
         balances_routers=router_aux_loss_coef(run, shape) > 0,
-        optimizer=_optimizer(run.train.optimizer, machine),
+        optimizer=run.train.optimizer,
         offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
         cuda_graphs=run.hardware.cuda_graphs and cuda,
     )
@@ -275,18 +275,6 @@ def _stashed(wanted: bool | int | str, shape: ModelShape, machine: Machine) -> b
             "Set it to that number or below, to true, or to auto",
         )
     return wanted
-
-
-def _optimizer(name: str, machine: Machine) -> str:
-    """Return the optimizer; raises `UserError` for one that pages to where the memory is anyway."""
-    if name.startswith("paged") and machine.device == "cpu":
-        raise setting_error(
-            "train.optimizer",
-            name,
-            "this run is on CPUs, where no GPU's driver pages memory",
-            f"Set it to {name.removeprefix('paged_')}",
-        )
-    return name
 
 
 def _offloaded_layers(wanted: int | str, shape: ModelShape, machine: Machine) -> int:

@@ -11,6 +11,7 @@ from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.preflight.budget import budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import divisors
 from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.settings.optimizers import SMALLEST
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
@@ -134,8 +135,8 @@ def _switches(plan: StepPlan, machine: Machine, *, tied: bool) -> Iterator[Optio
     movable = not (plan.offload_embedding or plan.trains_embedding or tied)
     if machine.device == "cuda" and movable:
         yield "hardware.offload_embedding = true", replace(plan, offload_embedding=True)
-    if plan.optimizer == "adamw":
-        yield "train.optimizer = adamw_8bit", replace(plan, optimizer="adamw_8bit")
+    if plan.optimizer != SMALLEST:
+        yield f"train.optimizer = {SMALLEST}", replace(plan, optimizer=SMALLEST)
     if not plan.double_quant:
         yield "quantize.double_quant = true", replace(plan, double_quant=True)
     if plan.dropout:

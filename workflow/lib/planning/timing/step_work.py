@@ -17,6 +17,7 @@ from workflow.lib.planning.memory.terms import (
     saved_activations,
     trainable_parameters,
 )
+from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8, WIDEST_HEAD
 
@@ -55,9 +56,10 @@ PACKED_BYTES, DEQUANTIZED_BYTES, EIGHT_BIT_BYTES = 0.5, 2.5, 1.5
 LOGIT_BYTES, CAPPED_LOGIT_BYTES = 36, 88
 # By kernels: read for log-sum-exp (2), read and replaced by the gradient (4).
 FUSED_LOGIT_BYTES = 6
-# Bytes that the update moves for a trained weight, counted: its gradient's norm (4), clipping (8),
-# AdamW in fp32 (28), the gradient set to zero (4), the cast to 16 bits (6).
-UPDATE_BYTES = 50
+# Bytes that the update moves for a trained weight beside the optimizer's states, counted: its
+# gradient's norm (4), clipping (8), the update's weight and gradient (12), the gradient set to zero
+# (4), the cast to 16 bits (6).
+UPDATE_BYTES = 34
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def micro_batch_work(
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         logit_bytes=logits * _logit_bytes(shape, setup),
-        update_bytes=UPDATE_BYTES
+        update_bytes=(UPDATE_BYTES + OPTIMIZERS[setup.optimizer].moved_bytes)
         * trainable_parameters(shape, setup)
         / (setup.shards * micro_batches),
         pauses=0 if _launched_ahead(setup) else 1 / micro_batches,
@@ -312,7 +314,7 @@ def _launched_ahead(setup: StepPlan) -> bool:
     """Whether the next step's first micro-batch is launched before the host has read this one's
     loss: by graphs, where the device itself decides on the update.
     """
-    return setup.graphed and setup.optimizer == "adamw"
+    return setup.graphed and OPTIMIZERS[setup.optimizer].device_decides
 
 
 def _has_experts(layer: DecoderLayer) -> int:
