@@ -117,7 +117,7 @@ def tapes(process: RecordingProcess) -> Tapes:
         ALONE | UNFUSED | {"double_quant": False},
         ALONE | KEPT | GRAPHS,
         ALONE | {"attention": "sdpa", "optimizer": "adamw_8bit"},
-        ALONE | {"attention": "sdpa", "optimizer": "muon", "dora": True},
+        {"optimizer": "muon"},
         ALONE | {"attention": "eager"},
         ALONE | {"dora": True},
         ALONE | {"dropout": True},
