@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = [
     stage
     for stage in get_args(Stage)
-    if stage not in ("check_gguf", "require_gain", "render_report", "benchmark_run")
+    if stage not in ("check_gguf", "require_gain", "render_report")
 ]
 
 KEYS = {
