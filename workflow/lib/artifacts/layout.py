@@ -66,14 +66,23 @@ def _left_out(section: Section, key: str, affects: Affects) -> bool:
 
 def _plain(section: Section, wanted: Callable[[Affects], bool]) -> dict[str, Any]:
     """Return the wanted settings of a section, without the `later` ones that say nothing."""
-    of = section.affected_by
-    keys = {
-        key
-        for key in type(section).model_fields
-        if wanted(of(key)) and not (of(key).later and _left_out(section, key, of(key)))
+    keys = {key for key in type(section).model_fields if wanted(section.affected_by(key))}
+    document = section.model_dump(mode="json", include=keys)
+    pruned: dict[str, Any] = _without_later(document, section)
+    return pruned
+
+
+def _without_later(document: Any, value: Any) -> Any:
+    """Return a setting's JSON without the `later` settings of sections in it that say nothing."""
+    if isinstance(value, tuple):
+        return [_without_later(*pair) for pair in zip(document, value, strict=True)]
+    if not isinstance(value, Section):
+        return document
+    return {
+        key: _without_later(below, getattr(value, key))
+        for key, below in document.items()
+        if not (value.affected_by(key).later and _left_out(value, key, value.affected_by(key)))
     }
-    document: dict[str, Any] = section.model_dump(mode="json", include=keys)
-    return document
 
 
 def _defines_result(affects: Affects) -> bool:
@@ -94,7 +103,7 @@ def tokens_key(run: RunConfig) -> str:
     """Short hash of all that the tokens depend on: the data settings and the tokenizer's
     identity.
     """
-    data = _comparable(run, _defines_result).data.model_dump(mode="json")
+    data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
     return short_hash([data, run.model.source, run.model.revision])
 
 

@@ -54,7 +54,7 @@ class DataColumns(Section):
     loss_mask: str = "loss_mask"
     """Column with 1 where a token is trained and 0 where not, in place of labels (format
     tokens)."""
-    weight: str = "weight"
+    weight: Annotated[str, Affects(later=True)] = "weight"
     """Column with the row's optional weight in the training loss, a number of at least 0; turns
     may have a `weight` too. The loss of a step is sum(w (-log p)) / sum(w) over its trained
     tokens; held-out losses weigh all alike."""
