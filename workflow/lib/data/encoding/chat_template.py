@@ -26,8 +26,6 @@ from workflow.lib.system.limits import BoundedWork, ExcessError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-# Attributes of Jinja's `loop`.
-LOOKS_AHEAD = {"last", "length", "revindex", "revindex0", "nextitem"}
 SEARCHES = {"split", "rsplit", "partition", "rpartition", "find", "startswith", "endswith"}
 # Templates such as Llama 3's write today's date. The same data must give the same tokens tomorrow,
 # so they are given this day (the default in Llama 3.2's template): the macro shadows Transformers'
@@ -114,50 +112,6 @@ class ChatTemplate:
     def _tree(self) -> nodes.Template:
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
         return environment.parse(GENERATION_TAG.sub("", self._source))
-
-    @cached_property
-    def looks_ahead(self) -> bool:
-        """Whether the text of a message may depend on messages behind it; False is certain. Only a
-        single loop over the messages that asks for none behind the present one is certain not
-        to."""
-        loops = [n for n in self._tree.find_all(nodes.For) if _is_name(n.iter, "messages")]
-        if len(loops) != 1:
-            return True
-        first = [
-            node
-            for node in self._tree.find_all(nodes.Getitem)
-            if _is_name(node.node, "messages")
-            and isinstance(node.arg, nodes.Const)
-            and node.arg.value == 0
-        ]
-        uses = [n for n in self._tree.find_all(nodes.Name) if n.name == "messages"]
-        steps = [n for n in self._tree.find_all(nodes.Getattr) if _is_name(n.node, "loop")]
-        loop_names = [n for n in self._tree.find_all(nodes.Name) if n.name == "loop"]
-        return (
-            len(uses) > len(first) + 1
-            or len(loop_names) > len(steps)
-            or any(step.attr in LOOKS_AHEAD for step in steps)
-        )
-
-    @cached_property
-    def has_constant_prompt(self) -> bool:
-        """Whether a constant text, for the prompt of inference alone, follows the messages."""
-        asked = [
-            node
-            for node in self._tree.body
-            if isinstance(node, nodes.If) and _is_name(node.test, "add_generation_prompt")
-        ]
-        allowed = (
-            nodes.Output | nodes.TemplateData | nodes.Const | nodes.Name | nodes.Concat | nodes.Add
-        )
-        names = [n for n in self._tree.find_all(nodes.Name) if n.name == "add_generation_prompt"]
-        inside = [node for condition in asked for node in _below(condition.body)]
-        return (
-            len(names) == len(asked)
-            and not any(condition.elif_ or condition.else_ for condition in asked)
-            and all(isinstance(node, allowed) for node in inside)
-            and all(n.name in self._variables for n in inside if isinstance(n, nodes.Name))
-        )
 
     @cached_property
     def searched_texts(self) -> set[str]:
@@ -265,14 +219,6 @@ def _excess_error(excess: ExcessError, messages: list[Message]) -> UserError:
         f"one conversation, which begins with {beginning!r}. Name a template without such loops or "
         "repetitions in data.chat_template, or remove that conversation."
     )
-
-
-def _below(statements: list[nodes.Node]) -> list[nodes.Node]:
-    return [*statements, *(n for node in statements for n in node.find_all(nodes.Node))]
-
-
-def _is_name(node: nodes.Node, name: str) -> bool:
-    return isinstance(node, nodes.Name) and node.name == name
 
 
 def _with_json_arguments(messages: list[Message]) -> list[Message]:

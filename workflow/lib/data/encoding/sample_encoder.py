@@ -101,10 +101,8 @@ class SampleEncoder:
         )
         self._renderers = {key: make(t, loss_on=loss_on) for key, t in templates.items()}
         self._probers = {key: make(t, loss_on="completions") for key, t in templates.items()}
-        for for_tools, renderer in self._renderers.items():
-            probe = OFFERING_PROBE if for_tools else PROBE
-            self._check_template(self._probers[for_tools], probe)
-            renderer.trust_blocks(probe)
+        for for_tools, prober in self._probers.items():
+            self._check_template(prober, OFFERING_PROBE if for_tools else PROBE)
 
     def encode(self, sample: Sample) -> list[Encoded]:
         """Return the sample's tokens and masks. These are one example, or several where turns need

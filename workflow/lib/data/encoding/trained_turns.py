@@ -5,8 +5,7 @@ special token of the conversation up to this turn; where the template writes non
 token that the next role begins with, at which inference stops. Both are positions in the rendered
 text. A turn that the whole conversation shows otherwise (templates of reasoning models leave
 reasoning out of earlier turns) stands in a text of its own: the prompt and the turn as inference
-has them. Where a template marks turns by `{% generation %}` blocks and no turn can depend on later
-ones, one rendering tells all.
+has them.
 """
 
 from collections.abc import Collection
@@ -59,25 +58,7 @@ class TurnRenderer:
         self._reads_tokens = reads_tokens
         self._openings = TurnOpenings(template, encoder)
         self._texts = RenderedTexts(self._turn_by_turn, allowed=allowed)
-        self._header: str | None = None
-        """What ends each prompt, where a turn is a `{% generation %}` block behind it in every
-        conversation."""
-        self._footer = ""
-        """What of each turn's end follows its block."""
         self._next_tokens: dict[bool, str] = {}
-
-    def trust_blocks(self, conversation: Conversation) -> None:
-        """Take blocks for turns from now on, if the template allows it and this one turn agrees."""
-        if not self.template.has_constant_prompt or self.template.looks_ahead:
-            return
-        (text,) = self._turn_by_turn(conversation)
-        (turn,) = text.turns
-        prompt = text.text[: turn.start]
-        _, blocks = self._render(conversation)
-        self._header = prompt[self._encoder.start_of_last_special(prompt) or 0 :]
-        self._footer = text.text[blocks[-1][1] : turn.stop] if blocks else ""
-        if self._by_blocks(conversation) != [text]:
-            self._header = None
 
     def render(self, conversation: Conversation) -> Rendered:
         """Return the conversation's texts. Raises `RowError` if the template fails, leaves a text
@@ -88,7 +69,7 @@ class TurnRenderer:
         if held and not self._reads_tokens:
             plain, conversation = conversation, self._guard(conversation)
             guarded = conversation != plain
-        texts = self._by_blocks(conversation) or self._turn_by_turn(conversation)
+        texts = self._turn_by_turn(conversation)
         lost = self._texts.check(conversation, texts)
         if not (guarded or self._reads_tokens):
             held = frozenset()  # the template's own, such as the end of the reasoning
@@ -136,27 +117,6 @@ class TurnRenderer:
                 "no prompt"
             )
         return turns[-1:] if self._loss_on == "last_turn" else turns
-
-    def _by_blocks(self, conversation: Conversation) -> list[TurnText] | None:
-        """Return the texts where blocks are known to be turns; None where they are not."""
-        if self._header is None or self._loss_on == "all" or conversation.template_kwargs:
-            return None
-        turns = self._chosen(conversation)
-        messages = conversation.messages
-        whole, blocks = self._render(conversation)
-        answers = [index for index, m in enumerate(messages) if m["role"] == "assistant"]
-        are_turns = all(
-            whole.endswith(self._header, 0, start) and whole.startswith(self._footer, end)
-            for start, end in blocks
-        )
-        if not are_turns or len(blocks) != len(answers):
-            return None
-        found = [
-            Turn(answer, start, end + len(self._footer))
-            for answer, (start, end) in zip(answers, blocks, strict=True)
-            if answer in turns
-        ]
-        return [TurnText(whole, len(messages), found)]
 
     def _turn_by_turn(self, conversation: Conversation) -> list[TurnText]:
         """Return texts in which each turn follows the prompt that inference would render. Turns
