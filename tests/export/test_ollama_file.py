@@ -114,11 +114,7 @@ def test_go_template_writes_what_the_template_writes(template: str, system: str)
         ({"do_sample": False, "temperature": 0.7}, ["PARAMETER temperature 0"]),
         (
             {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1},
-            [
-                "PARAMETER temperature 0.7",
-                "PARAMETER top_p 0.9",
-                "PARAMETER repeat_penalty 1.1",
-            ],
+            ["PARAMETER temperature 0.7", "PARAMETER top_p 0.9", "PARAMETER repeat_penalty 1.1"],
         ),
     ],
 )

@@ -169,9 +169,7 @@ EACH = pytest.mark.parametrize("subject", SUBJECTS)
 
 @EACH
 def test_losses_are_those_of_one_process(
-    alone: Measurements,
-    measured: Measurements,
-    subject: SubjectName,
+    alone: Measurements, measured: Measurements, subject: SubjectName
 ) -> None:
     """fp32 sums in another order."""
     sums, counts = zip(*measured[subject].losses, strict=True)
@@ -182,9 +180,7 @@ def test_losses_are_those_of_one_process(
 
 @EACH
 def test_answers_are_those_of_one_process(
-    alone: Measurements,
-    measured: Measurements,
-    subject: SubjectName,
+    alone: Measurements, measured: Measurements, subject: SubjectName
 ) -> None:
     assert measured[subject].answers == alone[subject].answers
     assert measured[subject].drawn == alone[subject].drawn
@@ -192,9 +188,7 @@ def test_answers_are_those_of_one_process(
 
 @EACH
 def test_task_items_are_those_of_one_process(
-    alone: Measurements,
-    measured: Measurements,
-    subject: SubjectName,
+    alone: Measurements, measured: Measurements, subject: SubjectName
 ) -> None:
     assert {task for task, _ in alone[subject].tasks.items} == {"local", "writes"}
     assert measured[subject].tasks.items == alone[subject].tasks.items

@@ -13,11 +13,7 @@ from workflow.lib.model.layers.expert_stacks import experts_modules
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization import calibrated_experts
 from workflow.lib.quantization.calibrated_experts import loaded_stacks, quantize_experts
-from workflow.lib.quantization.calibrated_rounding import (
-    decode,
-    error_feedback,
-    round_calibrated,
-)
+from workflow.lib.quantization.calibrated_rounding import decode, error_feedback, round_calibrated
 from workflow.lib.quantization.counted import Counted
 from workflow.lib.quantization.expert_tokens import ExpertTokens, expert_tokens
 from workflow.lib.settings.config import QuantizeConfig

@@ -73,10 +73,4 @@ def test_every_private_attribute_of_packages_in_the_library_is_listed() -> None:
 # Of the standard library, read with `getattr` and a way to do without, or only ever set: families'
 # code that asks for `_is_quantized` asks whether it is there. A layer that no longer calls its
 # `_gradient_checkpointing_func` fails `test_recomputation`.
-ALLOWED = {
-    "_exit",
-    "_current_frames",
-    "_replace",
-    "_is_quantized",
-    "_gradient_checkpointing_func",
-}
+ALLOWED = {"_exit", "_current_frames", "_replace", "_is_quantized", "_gradient_checkpointing_func"}

@@ -196,13 +196,7 @@ COLUMNS += ["tools", "input_ids", "labels", "loss_mask"]
 
 
 @FUZZED
-@given(
-    row=st.dictionaries(
-        st.sampled_from(COLUMNS),
-        VALUES,
-        max_size=4,
-    )
-)
+@given(row=st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4))
 def test_no_values_of_a_row_end_in_a_traceback(encoder: SampleEncoder, row: dict[str, Any]) -> None:
     for format in get_args(Format):
         encode(Row(1, row), format, encoder)

@@ -14,8 +14,7 @@ SYSTEMS = [
     {"role": "system", "content": "Never mention prices."},
 ]
 FIRST_SYSTEM_ONLY = PLAIN_TEMPLATE.replace(
-    "{% for m in messages %}",
-    "{% for m in messages if m.role != 'system' or m == messages[0] %}",
+    "{% for m in messages %}", "{% for m in messages if m.role != 'system' or m == messages[0] %}"
 )
 REASONED = [EXCHANGE[0], {**EXCHANGE[1], "reasoning": "A careful thought."}]
 
@@ -51,12 +50,7 @@ def test_row_is_dropped_with_a_reason_that_names_the_text_unless_its_loss_is_all
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "m.content | trim",
-        "m.content | tojson",
-        "m.content.replace('Why', 'How')",
-    ],
+    "content", ["m.content | trim", "m.content | tojson", "m.content.replace('Why', 'How')"]
 )
 def test_texts_that_the_template_rewrites_but_writes_are_kept(tokenizer: Any, content: str) -> None:
     messages = [{"role": "user", "content": ' Why "é"?\n'}, EXCHANGE[1]]

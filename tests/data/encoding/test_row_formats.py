@@ -167,8 +167,7 @@ BEFORE = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a
 
 @pytest.mark.parametrize("format", ROWS)
 @pytest.mark.parametrize(
-    "columns",
-    [{"system": "s"}, {"system_prompt": "s", "system": None}, {"system_message": "s"}],
+    "columns", [{"system": "s"}, {"system_prompt": "s", "system": None}, {"system_message": "s"}]
 )
 def test_system_text_of_a_column_is_the_first_message(format: str, columns: dict[str, Any]) -> None:
     assert messages_of({**ROWS[format], **columns}, format) == [SYSTEM, *EXCHANGE]

@@ -48,11 +48,7 @@ def test_special_tokens_in_calls_and_results_are_ordinary_text(
 
 
 LOSSES = [
-    (
-        "{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}",
-        "",
-        "the tool 'weather'",
-    ),
+    ("{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}", "", "the tool 'weather'"),
     ("c.function.name ~", "''~", "the call of 'weather' in message 2"),
     ("c.function.arguments | tojson", "''", "the call of 'weather' in message 2"),
     ("{{ m.content +", "{{ (m.content if m.role != 'tool' else '') +", "the result of message 3"),
@@ -120,11 +116,9 @@ def test_arguments_are_found_in_every_form_of_a_call(spelling: Any, form: str) -
     call: Any = {"type": "function", "function": {"name": "f", **spelling}}
     if form == "flat":
         call = {"name": "f", **spelling}
-    written = {
-        "text": [json.dumps(call)],
-        "text of all": json.dumps([call]),
-        "single": call,
-    }.get(form, [call])
+    written = {"text": [json.dumps(call)], "text of all": json.dumps([call]), "single": call}.get(
+        form, [call]
+    )
     turn = {"role": "assistant", "content": None, "tool_calls": written}
     (_, message) = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
     arguments = message["tool_calls"][0]["function"]["arguments"]
@@ -143,8 +137,7 @@ def test_nulls_are_written_only_where_they_stand_in_text(arguments: Any, right: 
 
 
 @pytest.mark.parametrize(
-    "form",
-    [{"function": {"name": "f", "values": {"x": 1}}}, {"name": "f", "values": '{"x": 1}'}],
+    "form", [{"function": {"name": "f", "values": {"x": 1}}}, {"name": "f", "values": '{"x": 1}'}]
 )
 def test_call_whose_arguments_have_an_unknown_name_is_refused(form: dict[str, Any]) -> None:
     with pytest.raises(RowError, match="no arguments, but values: a call in message 2"):

@@ -13,11 +13,7 @@ from workflow.lib.data.tokens.token_store import ARRAYS, FORMAT_VERSION, TokenSt
 from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
 from workflow.lib.system.checksums import findings
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import (
-    file_sha256,
-    read_json,
-    write_checked_json,
-)
+from workflow.lib.system.files import file_sha256, read_json, write_checked_json
 
 SEQ_LEN = 7
 PAD = 9

@@ -26,11 +26,7 @@ from workflow.lib.system.files import write_text
 Form = Literal["adapter", "merged", "gguf"]
 # The hub's word for how it was made of its base, the library that loads it, and what it is.
 FORMS: dict[Form, tuple[str, str, str]] = {
-    "merged": (
-        "finetune",
-        "transformers",
-        "the merged model: base and adapter in one, bfloat16",
-    ),
+    "merged": ("finetune", "transformers", "the merged model: base and adapter in one, bfloat16"),
     "gguf": ("quantized", "gguf", "GGUF files, for llama.cpp and Ollama"),
 }
 CARD = "README.md"

@@ -82,10 +82,7 @@ def write_calibrated(
     hidden = calibrated_layers(calibration, stream, folder, settings, fingerprint=fingerprint)
     linears, stacks = layer_errors(folder, len(stream.layers))
     facts = CalibrationFacts(
-        tokens=tokens,
-        linears=linears,
-        stacks=stacks,
-        heldout=_heldout_losses(calibration, hidden),
+        tokens=tokens, linears=linears, stacks=stacks, heldout=_heldout_losses(calibration, hidden)
     )
     total_bytes = _write_files(folder, inputs, settings, stream)
     remove_state(folder)

@@ -18,13 +18,7 @@ from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
 from workflow.lib.quantization.beside import Beside, beside_of
 from workflow.lib.quantization.calibrated_experts import PackedStack
 from workflow.lib.quantization.calibrated_rounding import Rounded
-from workflow.lib.quantization.calibration import (
-    MODELS,
-    ROWS,
-    Calibration,
-    Hidden,
-    QuantizedLayer,
-)
+from workflow.lib.quantization.calibration import MODELS, ROWS, Calibration, Hidden, QuantizedLayer
 from workflow.lib.quantization.layer_stream import LayerStream
 from workflow.lib.quantization.nf4_codes import packed_tensors, stored_tensors
 from workflow.lib.settings.config import QuantizeConfig
@@ -76,11 +70,7 @@ def layer_path(folder: Path, number: int) -> Path:
 
 
 def _write_layer(
-    path: Path,
-    layer: QuantizedLayer,
-    stream: LayerStream,
-    number: int,
-    settings: QuantizeConfig,
+    path: Path, layer: QuantizedLayer, stream: LayerStream, number: int, settings: QuantizeConfig
 ) -> None:
     """Write a layer's tensors: linears and experts packed, all others as the source has them."""
     prefix = stream.prefixes[number]

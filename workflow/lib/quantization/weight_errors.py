@@ -6,10 +6,7 @@ from workflow.lib.artifacts.quantization_record import LinearErrors
 
 
 def weight_errors(
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    calibrated: torch.Tensor,
-    correlation: torch.Tensor,
+    weight: torch.Tensor, absmax: torch.Tensor, calibrated: torch.Tensor, correlation: torch.Tensor
 ) -> LinearErrors:
     return LinearErrors(
         absmax=weighted_error(weight, absmax, correlation),

@@ -128,10 +128,7 @@ OF_RECORDINGS = (
     *_of("torch", "torch.utils._python_dispatch", "", "TorchDispatchMode"),
     *_of("torch", "torch.utils._pytree", "", "tree_iter"),
     *_of(
-        "torch",
-        "torch.utils.backend_registration",
-        "",
-        "_setup_privateuseone_for_python_backend",
+        "torch", "torch.utils.backend_registration", "", "_setup_privateuseone_for_python_backend"
     ),
     *_of("torch", "torch.testing._internal.distributed.fake_pg", "", "FakeStore"),
     *_of("torch", "torch.autograd", "Variable", "_execution_engine"),  # the end of backward

@@ -68,10 +68,7 @@ def short_answer_and_question_after_other_context(w: Writer) -> tuple[Rows, Rows
     """Both contexts stand in more rows."""
     shots, question = [w.text(90), w.text(90)], w.text(12)
     others: Rows = [((f"{shot} {w.text(12)}", "no"),) for shot in shots for _ in range(4)]
-    return (
-        [((f"{shots[0]} {question}", "yes"),), *others],
-        [((f"{shots[1]} {question}", "yes"),)],
-    )
+    return ([((f"{shots[0]} {question}", "yes"),), *others], [((f"{shots[1]} {question}", "yes"),)])
 
 
 def one_word_of_a_long_question_differs(w: Writer) -> tuple[Rows, Rows]:

@@ -9,8 +9,7 @@ from workflow.lib.data.encoding.chat_messages import Conversation, Message
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
 
 PROBE = Conversation(
-    [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}],
-    [False, True],
+    [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}], [False, True]
 )
 _TOOL: Tool = {
     "type": "function",

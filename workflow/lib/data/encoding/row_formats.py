@@ -12,12 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import ROLE_KEYS, Conversation, Message, read_messages
-from workflow.lib.data.encoding.keys_read import (
-    REASONING_KEYS,
-    KeyAccount,
-    Place,
-    row_weight,
-)
+from workflow.lib.data.encoding.keys_read import REASONING_KEYS, KeyAccount, Place, row_weight
 from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
 from workflow.lib.data.encoding.row_values import (
     EMPTY,

@@ -85,9 +85,7 @@ class SampleEncoder:
         texts = {False: chat_template, True: tool_template}
         templates = {
             for_tools: ChatTemplate(
-                text,
-                special_tokens=tokenizer.special_tokens_map,
-                template_kwargs=template_kwargs,
+                text, special_tokens=tokenizer.special_tokens_map, template_kwargs=template_kwargs
             )
             for for_tools, text in texts.items()
             if text is not None

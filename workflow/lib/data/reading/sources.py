@@ -83,9 +83,7 @@ def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
     assert entry.format is not None, "DataConfig fills in the format"
     files = [
         SourceFile(
-            path=root / path,
-            file=path,
-            file_type=_file_type(entry, Path(path), setting=setting),
+            path=root / path, file=path, file_type=_file_type(entry, Path(path), setting=setting)
         )
         for path in paths
     ]

@@ -162,10 +162,7 @@ def encode_corpus(
     stems: dict[Path, int] = {}
     tasks = _tasks(corpus, split, work, stems)
     done = map_in_order(
-        tasks,
-        prepare=partial(make_encoder, encoding),
-        processes=processes,
-        alone=FEW_CHUNKS,
+        tasks, prepare=partial(make_encoder, encoding), processes=processes, alone=FEW_CHUNKS
     )
     with Progress(f"data.{split}") as progress:
         for stem in done:

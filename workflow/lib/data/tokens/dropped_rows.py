@@ -58,12 +58,7 @@ class Listing:
 
     def drop(self, row: DroppedRow, *, file: str) -> None:
         self.dropped_by_reason[reason_kind(row["reason"])] += 1
-        line = {
-            "file": file,
-            "row": row["row"],
-            "reason": row["reason"],
-            "preview": row["preview"],
-        }
+        line = {"file": file, "row": row["row"], "reason": row["reason"], "preview": row["preview"]}
         self._rejects.write(checked_line(line))
 
     def cut(self, row: CutRow, *, file: str) -> None:

@@ -96,12 +96,7 @@ def whole_corpus(
 
 
 def divide(
-    corpus: Corpus,
-    documents: Documents,
-    dropped: npt.NDArray[np.int64],
-    *,
-    share: float,
-    seed: int,
+    corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64], *, share: float, seed: int
 ) -> tuple[Split, Split]:
     """Divide a corpus' rows into train and held-out.
 

@@ -69,11 +69,7 @@ class Exchanges:
 
 
 def exchanges(
-    ids: npt.NDArray[np.uint32],
-    mask: npt.NDArray[np.bool_],
-    lengths: Integers,
-    *,
-    pieces: Pieces,
+    ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_], lengths: Integers, *, pieces: Pieces
 ) -> Exchanges:
     """Return the exchanges of documents that lie behind each other; `pieces` as for `shingles`. A
     turn without any word (of special tokens alone) is none."""
@@ -119,11 +115,7 @@ def _sums(hashes: Hashes, counts: Integers) -> Hashes:
 
 
 def by_stretch(
-    ids: npt.NDArray[np.uint32],
-    mask: npt.NDArray[np.bool_],
-    lengths: Integers,
-    *,
-    pieces: Pieces,
+    ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_], lengths: Integers, *, pieces: Pieces
 ) -> Iterator[tuple[slice, Exchanges]]:
     """Yield the exchanges of some documents at a time, and which documents these are."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])

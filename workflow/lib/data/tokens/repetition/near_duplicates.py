@@ -157,11 +157,7 @@ def find_near_duplicates(
         train=_within(train, measure, keys_at_once),
         heldout=_within(heldout, measure, keys_at_once),
         matches=find_contained(
-            heldout,
-            train,
-            pieces=measure.pieces,
-            threshold=measure.threshold,
-            processes=processes,
+            heldout, train, pieces=measure.pieces, threshold=measure.threshold, processes=processes
         ),
     )
 
