@@ -283,17 +283,17 @@ def test_finished_results_of_earlier_versions_stay_valid(preset: str, name: str)
         (
             "export",
             {"merged": True},
-            {"preflight_run", "consolidate", "convert_gguf", "publish_run"},
+            {"consolidate", "convert_gguf", "publish_run"},
         ),
         ("export", {"gguf": ("q8_0",), "gguf_of": ("adapter",)}, {"convert_gguf", "publish_run"}),
         ("tracking", {"tensorboard": False, "wandb_project": "mine"}, set()),
-        ("evaluate", {"samples": 3}, {"preflight_run", "evaluate_run"}),
+        ("evaluate", {"samples": 3}, {"evaluate_run"}),
         ("evaluate", {"seed": 3}, {"evaluate_run"}),
         ("evaluate", {"tasks": []}, {"preflight_run", "evaluate_run"}),
         (
             "evaluate",
             {"batch_size": 3, "processes": 2, "shard": False},
-            {"preflight_run", "evaluate_run"},
+            {"evaluate_run"},
         ),
     ],
 )

@@ -109,14 +109,6 @@ def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path: Path) -> None:
     assert "no prediction" in rendered(tmp_path, "demo")
 
 
-def test_predicted_time_of_the_evaluation_stands_beside_that_of_training(tmp_path: Path) -> None:
-    write_run(tmp_path, "demo", num_steps=3)
-    page = rendered(tmp_path, "demo")
-    assert "settings of then, without loading: demo <data" in page
-    assert ">12 min 34 s</data>" in page
-    assert "not counted: mmlu" in page
-
-
 def test_trained_text_alone_is_marked(tmp_path: Path) -> None:
     write_run(tmp_path, "demo", num_steps=3)
     page = rendered(tmp_path, "demo")

@@ -6,7 +6,6 @@ import pytest
 
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
 from tests.support.forked_stage import forked_stage
-from tests.support.plans import make_forecast
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import (
     random_documents,
@@ -20,9 +19,7 @@ from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.files import (
     canonical_json,
-    provenance,
     read_json,
-    write_checked_json,
     write_checksums,
 )
 
@@ -63,7 +60,6 @@ def command_line(folder: Path, output: Path, settings: EvaluateConfig) -> list[s
     options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
     options |= {name: output / name for name in ("archive", "evaluation", "log")}
     options["output"] = options.pop("evaluation")
-    options["preflight"] = folder / "preflight.json"  # only in some tests
     options |= {"config": config, "chat-template": folder / "template.jinja"}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [*arguments, "--subjects", *MEASURED]
@@ -80,11 +76,6 @@ def settings(folder):
 @pytest.fixture(scope="module")
 def finished(folder, settings, tmp_path_factory):
     output = tmp_path_factory.mktemp("output")
-    seconds = {"original": 70.0, "merged": 50.0}
-    estimate = {"total_s": 120.0, "subjects_s": seconds, "read_tokens": 1, "written_tokens": 1}
-    forecast = make_forecast(evaluation=estimate | {"not_counted": ["writes"]})
-    record = forecast.model_dump() | {"provenance": provenance()}
-    write_checked_json(folder / "preflight.json", record)
     return evaluate(folder, output, settings), output
 
 
@@ -106,8 +97,6 @@ def test_log_tells_what_is_measured_and_what_came_out(finished):
     log = (finished[1] / "log").read_text()
     assert "loss of 7 of 7 held-out documents, 2 samples, tasks: local, writes" in log
     assert "held-out loss " in log
-    predicted = "2 min 0 s: original 1 min 10 s, merged 50 s; not counted: writes"
-    assert f"predicted by preflight, with the settings of then, without loading: {predicted}" in log
     assert "local acc " in log
     assert "NF4 base: measured heldout" in log
 

@@ -81,13 +81,6 @@ def make_forecast(**changes: Any) -> Forecast:
             "parts_s": {},
             "basis": "unknown device",
         },
-        "evaluation": {
-            "total_s": None,
-            "subjects_s": {},
-            "read_tokens": 0,
-            "written_tokens": 0,
-            "not_counted": [],
-        },
         "candidates": [
             tried_plan(why="slower", peak_bytes=3 * 2**29, relative_time=1.1),
             tried_plan(micro_batch_size=2),

@@ -155,13 +155,6 @@ def preflight() -> dict[str, Any]:
             "parts_s": {"products": 0.05, "elementwise": 0.012},
             "basis": "roofline at 45% of the peak of this GPU",
         },
-        evaluation={
-            "total_s": 754.0,
-            "subjects_s": {"base": 401.0, "tuned": 353.0},
-            "read_tokens": 90_001,
-            "written_tokens": 768,
-            "not_counted": ["mmlu"],
-        },
         candidates=[
             tried_plan(micro_batch_size=3, peak_bytes=total),
             tried_plan(

@@ -45,8 +45,6 @@ rule evaluate_run:
         subjects=lambda w: list(RUNS[w.run].subjects),
         served=lambda w: RUNS[w.run].served,
         models=lambda w, input: model_options(RUNS[w.run], input),
-        # Only told in the log. What is derived from `output` is not recorded.
-        preflight=lambda w, output: f"{layout.stage_dir(w.run, 'preflight_run')}/preflight.json",
         chat_template=lambda w, input: (
             ["--chat-template", *input.chat_template] if input.chat_template else []
         ),
@@ -55,4 +53,4 @@ rule evaluate_run:
         " python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
         " --archive {params.archive:q} {params.models:q} --subjects {params.subjects:q} --served {params.served:q}"
-        " --preflight {params.preflight:q} --output {output:q} --log {log:q}"
+        " --output {output:q} --log {log:q}"

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
-from workflow.lib.artifacts.preflight_record import Preflight
-from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
@@ -39,7 +37,6 @@ from workflow.lib.evaluation.questions import (
 )
 from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.model.backends import choose_device
-from workflow.lib.planning.preflight.table import evaluation_in_words
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files
@@ -95,7 +92,6 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         logger.setLevel(logging.DEBUG if process.is_main else logging.ERROR)
         machine = evaluated_models.machine_facts(options)
         log_questions(questions, store, machine, process)
-        log_prediction(args.preflight)
         measured = measure_all(args, models, questions, machine, process)
         if process.is_main:
             results = evaluations(
@@ -178,14 +174,6 @@ def log_questions(
         len(questions.prompts),
         ", ".join(questions.tasks) or "none",
     )
-
-
-def log_prediction(preflight: Path | None) -> None:
-    """Tell the time that preflight predicted, where its file is at hand."""
-    if preflight is not None and preflight.is_file():
-        evaluation = read_record(preflight, Preflight).evaluation
-        words = evaluation_in_words(evaluation)
-        logger.info("predicted by preflight, with the settings of then, without loading: %s", words)
 
 
 def measure_all(

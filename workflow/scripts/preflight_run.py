@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.evaluation.task_files import check_tasks
-from workflow.lib.evaluation.task_sizes import task_tokens
 from workflow.lib.model.architecture.model_shape import (
     ModelShape,
     read_config,
@@ -171,8 +170,7 @@ def predict(
     decision = decide(
         settings, shape, machine, tokens, disk_free_bytes=disk_free_bytes, record=record
     )
-    tasks = task_tokens(settings.evaluate)
-    result = forecast(decision, settings, shape, machine, tokens, tasks=tasks)
+    result = forecast(decision, settings, shape, machine, tokens)
     if args.output is not None:
         write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
     show = logger.debug if args.brief and decision.fits else logger.info

@@ -55,21 +55,6 @@ class Estimate(PreflightRecord):
     """What the prediction rests on, in words."""
 
 
-class EvaluationEstimate(PreflightRecord):
-    """Predicted time of the evaluation, from the same rates as the training's."""
-
-    total_s: float | None
-    """Seconds of all subjects; None where the speed is not known."""
-    subjects_s: dict[str, float]
-    """Of each subject that is measured."""
-    read_tokens: int
-    """Tokens that each subject reads: held-out documents and questions of tasks."""
-    written_tokens: int
-    """Tokens of sample answers that each writes at most."""
-    not_counted: list[str]
-    """Tasks whose questions are not known before they run."""
-
-
 class TriedPlan(PreflightRecord):
     """A plan that preflight tried; `relative_time` is that of a step, 1 for the chosen one."""
 
@@ -136,8 +121,6 @@ class Forecast(PreflightRecord):
     """None where there was no disk to ask."""
     time: Estimate
     """Predicted time and cost."""
-    evaluation: EvaluationEstimate
-    """Predicted time of the evaluation."""
     candidates: list[TriedPlan]
     """The plans that were tried."""
     model: dict[str, Any]

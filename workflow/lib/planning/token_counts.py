@@ -16,7 +16,6 @@ class TokenCounts:
     """Of the training split, at least 1."""
     trained_tokens: int
     """Tokens of the training split that reach the loss."""
-    heldout_documents: int = 0
 
     @property
     def trained_share(self) -> float:

@@ -38,8 +38,6 @@ class Affects:
     """Stages that receive it in their settings."""
     told: tuple[Stage, ...] | None = None
     """Stages that get what follows from it as an option of their command."""
-    forecast: bool | None = None
-    """Preflight receives it, too, to foretell how long something takes: that reruns nothing."""
     later: bool = False
     """Left out of keys and settings of stages at its default: it is younger than the first runs."""
     needs: tuple[str, ...] = ()
@@ -52,7 +50,7 @@ class Affects:
 
     def received_by(self, stage: str) -> bool:
         """Tell whether the settings of a stage have it."""
-        return stage in (self.read_by or ()) or bool(self.forecast and stage == "preflight_run")
+        return stage in (self.read_by or ())
 
     def reruns(self, stage: str) -> bool:
         """Tell whether editing it runs a stage again."""

@@ -30,7 +30,6 @@ class ExportConfig(Section):
         Affects(
             read_by=("consolidate", "convert_gguf", "publish_run"),
             told=("evaluate_run",),
-            forecast=True,
         ),
     ] = False
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
@@ -112,7 +111,7 @@ MOST_GAIN = {
 class EvaluateConfig(Section):
     """What is measured, and on which models."""
 
-    affects: ClassVar = Affects("result", read_by=("evaluate_run",), forecast=True)
+    affects: ClassVar = Affects("result", read_by=("evaluate_run",))
 
     subjects: Annotated[
         tuple[SubjectName, ...] | Literal["auto"], Affects(read_by=(), told=("evaluate_run",))
@@ -128,7 +127,7 @@ class EvaluateConfig(Section):
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
     """Held-out documents used at most; null = all."""
-    bootstrap_resamples: Annotated[int, Affects(forecast=False)] = Field(1000, ge=100, le=100_000)
+    bootstrap_resamples: int = Field(1000, ge=100, le=100_000)
     """Bootstrap resamples over documents for 95% intervals."""
     tasks: Annotated[tuple[str, ...], Affects(read_by=("preflight_run", "evaluate_run"))] = (
         "pydocs_mc",
@@ -138,14 +137,16 @@ class EvaluateConfig(Section):
         "workflow/resources/tasks"
     )
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
-    task_code: Annotated[bool, Affects(forecast=False)] = False
+    task_code: Annotated[bool, Affects(read_by=("preflight_run", "evaluate_run"))] = False
     """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); they can do
     whatever you can."""
     task_limit: int | None = Field(None, ge=1)
     """Items per task at most; null = all."""
-    num_fewshot: int = Field(0, ge=0, le=64)
+    num_fewshot: Annotated[int, Affects(read_by=("preflight_run", "evaluate_run"))] = Field(
+        0, ge=0, le=64
+    )
     """Examples before each task item."""
-    apply_chat_template: Annotated[bool, Affects(forecast=False)] = True
+    apply_chat_template: bool = True
     """Wrap task items in the tokenizer's chat template."""
     samples: int = Field(8, ge=0, le=1000)
     """Held-out prompts that every subject answers, greedily, for reading side by side."""
@@ -160,10 +161,10 @@ class EvaluateConfig(Section):
     processes: Annotated[int | Literal["auto"], Affects("none")] = "auto"
     """Processes that share the items; `auto` = one per GPU (with `shard: false` 1 where the model
     does not fit on one GPU)."""
-    shard: Annotated[bool | Literal["auto"], Affects("none", forecast=False)] = "auto"
+    shard: Annotated[bool | Literal["auto"], Affects("none")] = "auto"
     """Cut the weights over the processes instead of copying them; `auto` = where they do not fit on
     one GPU. `false` fills the GPUs one after the other from a single process."""
-    seed: Annotated[int, Affects(forecast=False)] = Field(0, ge=0, lt=2**31)
+    seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap, choice of samples and drawn answers."""
     require: Annotated[
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
@@ -172,7 +173,7 @@ class EvaluateConfig(Section):
     measured), by `heldout_loss` (nats per token) or `task/metric`; if missed, the workflow fails
     after everything is made."""
     require_by: Annotated[
-        Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",), forecast=False)
+        Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
     ] = "estimate"
     """What must reach it: the gain itself, or the lower end of its 95% interval."""
 

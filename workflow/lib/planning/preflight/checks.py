@@ -77,7 +77,7 @@ def read_tokens(path: Path) -> TokenCounts:
             manifest["vocab_size"],
             heldout["tokens"],
         ]
-        sizes += [train["packed_rows"], train["trained_tokens"], heldout["documents"]]
+        sizes += [train["packed_rows"], train["trained_tokens"]]
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "

@@ -23,6 +23,7 @@ from workflow.lib.system.units import MIB
 MEMORY_ROOM = 1.25
 TIME_ROOM = 1.5
 START_MIN = 20  # reading the weights, checks, and writing the results
+MEASURING_MIN = 4 * 60  # an evaluation, beside what a training takes
 UNKNOWN_MIN = 24 * 60  # training on GPUs whose speed is not known
 # Measured: about 1 GiB for Python with torch and Transformers; the rest is for Snakemake, rows and
 # buffers.
@@ -61,25 +62,32 @@ def training(run: RunConfig, *, model: str, description: str, manifest: str) -> 
     made.
     """
     decision, forecasted = _decide(run, description, manifest)
+    minutes = _training_minutes(forecasted) + START_MIN
+    return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes)
+
+
+def _training_minutes(forecasted: Forecast) -> float:
     total_h = forecasted.time.total_h
-    minutes = UNKNOWN_MIN if total_h is None else total_h * 60 * TIME_ROOM
-    return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes + START_MIN)
+    return UNKNOWN_MIN if total_h is None else total_h * 60 * TIME_ROOM
 
 
 def reading(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
     """Return what a stage needs that loads the quantized base and runs it: `consolidate`, and
     `evaluate_run`, which loads the original too.
 
-    Weights are read by way of host memory. Tasks are not counted.
+    Weights are read by way of host memory. Held-out documents are fewer than those trained on, and
+    nobody knows how long tasks take.
     """
     decision, forecasted = _decide(run, description, manifest)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0
-    seconds = forecasted.evaluation.total_s
-    measuring = UNKNOWN_MIN if seconds is None else seconds / 60 * TIME_ROOM
     shape = read_shape(Path(description))
     original = (shape.quantized_weights + shape.plain_weights) * shape.source_bytes
-    minutes = 60 + measuring + 4 * (base + original) / DISK_BYTES_PER_S / 60
+    minutes = (
+        MEASURING_MIN
+        + _training_minutes(forecasted)
+        + 4 * (base + original) / DISK_BYTES_PER_S / 60
+    )
     return _allocation(PROGRAM_BYTES + base + 2 * merged, minutes)
 
 

@@ -11,11 +11,6 @@ from workflow.lib.planning.memory.terms import trainable_parameters
 from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.planning.preflight.plan_search import Candidate, explain
 from workflow.lib.planning.timing import step_time
-from workflow.lib.planning.timing.evaluation_time import (
-    NO_TASKS,
-    TaskTokens,
-    estimate_evaluation,
-)
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.schedule import total_steps
@@ -28,12 +23,8 @@ def forecast(
     shape: ModelShape,
     machine: Machine,
     tokens: TokenCounts,
-    *,
-    tasks: TaskTokens = NO_TASKS,
 ) -> Forecast:
-    """Return what `preflight.json` holds, without its provenance; tasks: what those of the
-    evaluation ask.
-    """
+    """Return what `preflight.json` holds, without its provenance."""
     chosen, limits = decision.chosen, decision.limits
     prediction, replayed = chosen.prediction, chosen.replayed
     plan = _followed_plan(decision, run, shape, machine, num_rows=tokens.packed_rows)
@@ -67,9 +58,6 @@ def forecast(
             accumulation_steps=plan.accumulation_steps,
             num_steps=plan.num_steps,
             price_per_gpu_hour=run.hardware.price_per_gpu_hour,
-        ),
-        evaluation=estimate_evaluation(
-            run, shape, chosen.plan, tokens, speed=decision.speed, tasks=tasks
         ),
         candidates=[_tried_plan(candidate, chosen) for candidate in decision.candidates],
         model=shape.document()

@@ -1,15 +1,12 @@
 """A forecast as tables for a terminal and a log."""
 
 import io
-from typing import cast
 
 from rich.console import Console
 from rich.table import Table
 
-from workflow.lib.artifacts.preflight_record import Estimate, EvaluationEstimate, Forecast
+from workflow.lib.artifacts.preflight_record import Estimate, Forecast
 from workflow.lib.planning.preflight.plan_words import choices, chosen_plan, in_words, nearest_plans
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
-from workflow.lib.system.number_formats import duration
 from workflow.lib.system.units import GIB, MIB
 
 METHODS = {
@@ -103,22 +100,7 @@ def _facts(forecast: Forecast, *, host_origin: str | None) -> Table:
     if time.parts_s:
         table.add_row("spent on", _shares(time.parts_s))
     table.add_row("predicted from", time.basis)
-    table.add_row("evaluation", evaluation_in_words(forecast.evaluation))
     return table
-
-
-def evaluation_in_words(evaluation: EvaluationEstimate) -> str:
-    """Return the predicted time of an evaluation, and what it does not count."""
-    if evaluation.total_s is None:
-        return "not known"
-    subjects = ", ".join(
-        f"{SUBJECT_LABELS[cast(SubjectName, name)]} {duration(seconds)}"
-        for name, seconds in evaluation.subjects_s.items()
-    )
-    words = f"{duration(evaluation.total_s)}: {subjects}"
-    if evaluation.not_counted:
-        words += f"; not counted: {', '.join(evaluation.not_counted)}"
-    return words
 
 
 def _time(time: Estimate) -> str:

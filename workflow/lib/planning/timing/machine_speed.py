@@ -12,7 +12,6 @@ from workflow.lib.planning.timing.calibration import fit, read_timings
 from workflow.lib.planning.timing.gpu_traffic import Fabric, fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import (
     BY_GPU,
-    CPU_BANDWIDTH,
     CPU_BFLOAT16_FLOPS,
     CPU_FLOPS,
     Constants,
@@ -20,9 +19,8 @@ from workflow.lib.planning.timing.step_time import (
     constants_of,
     cpu_seconds,
     gpu_parts,
-    gpu_seconds,
 )
-from workflow.lib.planning.timing.step_work import Work, micro_batch_work
+from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel
@@ -77,15 +75,6 @@ class Speed:
             for platform in self.platforms
         )
         return max(by_platform, key=lambda parts: sum(parts.values()))
-
-    def forward_seconds(self, work: Work) -> float:
-        """Seconds of an evaluation's forward passes, on the slowest kind of GPU, or with all
-        threads of a CPU. Traffic between GPUs is not counted.
-        """
-        if not self.platforms:
-            computing_s = cpu_seconds(work, flops=self.cpu_flops * self.threads)
-            return computing_s + work.dequantized_bytes / CPU_BANDWIDTH
-        return max(gpu_seconds(work, p.gpu, constants=p.constants) for p in self.platforms)
 
 
 def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 4) -> Speed:
