@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stages.test_finetune import STEPS, ours, plan, settings, stock
 from tests.support.distributed import run_distributed
 from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.plans import make_plan
+from tests.support.stock_training import STEPS, ours, plan, settings, stock
 from tests.training import test_optimizers as optimizers
 
 pytestmark = pytest.mark.gpu

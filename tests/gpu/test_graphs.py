@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.stages.test_finetune import ROWS, SEQ_LEN, full, settings
 from tests.support.captures import Function
 from tests.support.distributed import run_distributed
+from tests.support.gathering import full
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import PLANNED, make_plan
+from tests.support.stock_training import ROWS, SEQ_LEN, settings
 from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay
 
 pytestmark = pytest.mark.gpu
@@ -104,7 +105,7 @@ def trained(
             torch.rand(1, device="cuda")  # as dropout of a family's own would
             if metrics.step == STEPS // 2:
                 trainer.release_graphs()
-        final = {n: full(p) for n, p in trainable_parameters(model.training).items()}
+        final = {n: full(p).cpu() for n, p in trainable_parameters(model.training).items()}
     return {"metrics": found, "final": final, "off": graphs.off if graphs else None}
 
 

@@ -90,33 +90,11 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_path: Path) -> None:
-    with start_hub({"owner/name": HubRepo(MODEL | JUNK)}) as endpoint:
-        result = download(endpoint, tmp_path / "out")
-    assert result.returncode == 0, result.stderr
-    downloaded = contents(tmp_path / "out")
-    downloaded.pop("source.json")
-    assert downloaded == MODEL
-
-
-def test_single_file_model_leaves_a_stray_index_and_its_shards_behind(tmp_path: Path) -> None:
-    with start_hub({"owner/name": HubRepo(MODEL | SMALL)}) as endpoint:
-        assert download(endpoint, tmp_path / "out").returncode == 0
-    weights = [name for name in contents(tmp_path / "out") if "safetensors" in name]
-    assert weights == ["model.safetensors"]
-
-
-def test_no_code_and_no_pickle_is_even_requested(tmp_path: Path) -> None:
+    """No code and no pickle is even requested; the token goes to the hub and nowhere else."""
     repo = HubRepo(MODEL | JUNK)
     with start_hub({"owner/name": repo}) as endpoint:
-        download(endpoint, tmp_path / "out")
-    requested = [path for _, path, _ in repo.requests]
-    assert not [path for path in requested if path.endswith((".py", ".bin", ".pt"))]
-
-
-def test_manifest_records_commit_request_sizes_and_checksums(tmp_path: Path) -> None:
-    repo = HubRepo(SMALL)
-    with start_hub({"owner/name": repo}) as endpoint:
-        download(endpoint, tmp_path / "out")
+        result = download(endpoint, tmp_path / "out", environment={"HF_TOKEN": TOKEN})
+    assert result.returncode == 0, result.stderr
     assert manifest(tmp_path / "out") == {
         "repo_id": "owner/name",
         "kind": "model",
@@ -124,9 +102,31 @@ def test_manifest_records_commit_request_sizes_and_checksums(tmp_path: Path) -> 
         "commit": repo.branches["main"],
         "files": [
             {"path": path, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for path, content in sorted(SMALL.items())
+            for path, content in sorted(MODEL.items())
         ],
     }
+    downloaded = contents(tmp_path / "out")
+    downloaded.pop("source.json")
+    assert downloaded == MODEL
+    requested = [path for _, path, _ in repo.requests]
+    assert not [path for path in requested if path.endswith((".py", ".bin", ".pt"))]
+    assert all(headers.get("authorization") == f"Bearer {TOKEN}" for _, _, headers in repo.requests)
+    written = b"".join(contents(tmp_path).values()) + (result.stdout + result.stderr).encode()
+    assert b"is commit" in written  # the log is among them
+    assert TOKEN.encode() not in written
+
+
+def test_commit_whose_branch_moved_is_there_and_a_single_file_comes_before_shards(
+    tmp_path: Path,
+) -> None:
+    repo = HubRepo(MODEL | SMALL)
+    old = repo.branches["main"]
+    repo.commit(SMALL | {"config.json": b'{"new": 1}'})
+    with start_hub({"owner/name": repo}) as endpoint:
+        download(endpoint, tmp_path / "out", revision=old)
+    assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
+    weights = [name for name in contents(tmp_path / "out") if "safetensors" in name]
+    assert weights == ["model.safetensors"]
 
 
 def test_branch_is_asked_once_and_everything_else_by_its_commit(tmp_path: Path) -> None:
@@ -138,15 +138,6 @@ def test_branch_is_asked_once_and_everything_else_by_its_commit(tmp_path: Path) 
     after = [path for _, path, _ in repo.requests[1:]]
     assert after
     assert all(f"/{commit}" in path for path in after)
-
-
-def test_commit_stays_available_after_its_branch_moved(tmp_path: Path) -> None:
-    repo = HubRepo(SMALL)
-    old = repo.branches["main"]
-    repo.commit(SMALL | {"config.json": b'{"new": 1}'})
-    with start_hub({"owner/name": repo}) as endpoint:
-        download(endpoint, tmp_path / "out", revision=old)
-    assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
 def test_dataset_download_takes_named_files_folders_and_globs(tmp_path: Path) -> None:
@@ -196,30 +187,36 @@ def test_refused_token_says_check_it(tmp_path: Path) -> None:
     assert TOKEN not in message
 
 
-@pytest.mark.parametrize("repo_id", ["owner/typo", "data/my folder"])
-def test_unknown_model_says_that_it_is_neither_folder_nor_hub_id(
-    tmp_path: Path, repo_id: str
+@pytest.mark.parametrize(
+    ("kind", "repo_id", "change"),
+    [
+        ("model", "owner/typo", "set model.source to a folder that exists"),
+        ("model", "data/my folder", "set model.source to a folder that exists"),
+        ("dataset", "owner/name", "data.source to null"),  # a model of that name is none
+    ],
+)
+@pytest.mark.parametrize(
+    ("offline", "said"),
+    [
+        (False, "the hub has no {kind} of that name"),
+        (True, "HF_HUB_OFFLINE forbids asking the hub"),
+    ],
+)
+def test_unknown_name_is_said_to_be_neither_folder_nor_hub_id(
+    tmp_path: Path, kind: str, repo_id: str, change: str, offline: bool, said: str
 ) -> None:
+    environment = {"HF_HUB_OFFLINE": "1"} if offline else {}
     with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
-        message = refusal(endpoint, tmp_path / "out", repo_id=repo_id)
-    assert message.startswith(
-        f"model.source = '{repo_id}': no folder {repo_id} is here, so it was taken as a hub id, "
-        "and the hub has no "
-        "model of that name that you may read. Correct the id owner/name, or set model.source to a "
-        "folder that exists"
+        message = refusal(
+            endpoint, tmp_path / "out",
+            repo_id=repo_id, kind=kind, files=["a.jsonl"], environment=environment,
+        )  # fmt: skip
+    setting = {"model": "model.source", "dataset": "data.source"}[kind]
+    start = (
+        f"{setting} = '{repo_id}': no folder {repo_id} is here, so it was taken as a hub id, and "
     )
-
-
-def test_unknown_dataset_names_the_setting_of_datasets(tmp_path: Path) -> None:
-    with start_hub(
-        {"owner/name": HubRepo(SMALL)}
-    ) as endpoint:  # a model of that name is no dataset
-        message = refusal(endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl"])
-    assert message.startswith(
-        "data.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, "
-        "and the hub has no "
-        "dataset of that name that you may read"
-    )
+    assert message.startswith(f"{start}{said.format(kind=kind)}")
+    assert change in message
 
 
 def test_unknown_revision_names_the_revision_setting(tmp_path: Path) -> None:
@@ -362,27 +359,6 @@ def test_mistyped_folder_is_told_to_be_none_before_the_network_is_blamed(
         "and the download broke off ("
     )
     assert f"if it is a folder of yours, {change}" in message
-
-
-def test_offline_mode_says_unset_it(tmp_path: Path) -> None:
-    message = refusal("http://127.0.0.1:9", tmp_path / "out", environment={"HF_HUB_OFFLINE": "1"})
-    assert message == (
-        "model.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, "
-        "and "
-        "HF_HUB_OFFLINE forbids asking the hub. "
-        "Unset HF_HUB_OFFLINE, or set model.source to a folder that exists."
-    )
-
-
-def test_token_goes_to_the_hub_and_nowhere_else(tmp_path: Path) -> None:
-    repo = HubRepo(SMALL)
-    with start_hub({"owner/name": repo}) as endpoint:
-        result = download(endpoint, tmp_path / "out", environment={"HF_TOKEN": TOKEN})
-    assert result.returncode == 0, result.stderr
-    assert all(headers.get("authorization") == f"Bearer {TOKEN}" for _, _, headers in repo.requests)
-    written = b"".join(contents(tmp_path).values()) + (result.stdout + result.stderr).encode()
-    assert b"is commit" in written  # the log is among them
-    assert TOKEN.encode() not in written
 
 
 def test_existing_output_is_not_touched(tmp_path: Path) -> None:

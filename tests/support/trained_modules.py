@@ -11,18 +11,17 @@ import torch
 
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S
-from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
+from tests.support.stock_training import trained
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.architecture import vocabulary_slices
-from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
-from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.loop import Trainer
 from workflow.lib.training.startup_checks import startup_checks
 
 STEPS, BATCH, ROWS, SEQ_LEN, CLIP = 2, 12, 13, 23, 0.5
@@ -86,14 +85,9 @@ def train_kinds(base: Path, folder: Path, enough_slices: int, kinds: list[str]) 
 def train_one(base: Path, kind: str, folder: Path, world: World) -> dict[str, Any]:
     model = build(base, kind, world)
     checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
-    params = trainable_parameters(model.training)
-    initial = all_full(params)
-    optimizer = make_optimizer(model.training, TRAIN)
-    gradients: list[dict[str, torch.Tensor]] = []
-    optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(all_full({name: p.grad for name, p in params.items()}))
-    )
-    metrics = take(model, optimizer, world)
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    size = BATCH // world.size // 2
+    found = trained(model, TRAIN, store, world, micro_batch_size=size)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter").mkdir(exist_ok=True)
     save_sharded(model.training, folder / "adapter", world=world)
@@ -105,12 +99,8 @@ def train_one(base: Path, kind: str, folder: Path, world: World) -> dict[str, An
         write_json(folder / "adapter_config.json", model.adapter_config())
     return {
         "checks": [check.passed for check in checks],
-        "initial": initial,
         "counted": model.num_parameters(),
-        "losses": [m.loss for m in metrics],
-        "norms": [m.grad_norm for m in metrics],
-        "gradients": gradients,
-        "weights": all_full(params),
+        **found,
     }
 
 

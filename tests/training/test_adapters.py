@@ -9,20 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.gathering import all_full, full
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
+from tests.support.stock_training import stock, stock_peft, trained
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.adapter_files import (
     merged_tensors,
@@ -39,12 +38,10 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json
-from workflow.lib.training.batches import make_batch, stored_batch
+from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
-from workflow.lib.training.loop import Trainer, make_optimizer
 
 STEPS, BATCH, ROWS, SEQ_LEN = 2, 15, 15, 11
 CPU = torch.device("cpu")
@@ -76,94 +73,21 @@ def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
         return {kind: train_one(base, kind, folder / str(n), world) for n, kind in enumerate(KINDS)}
 
 
+def settings_of(kind: str) -> RunConfig:
+    return RunConfig(lora=lora(kind), train=TRAIN)
+
+
 def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]:
-    config = RunConfig(lora=lora(kind), train=TRAIN)
-    model = built_model(base, config, make_plan(), world)
-    params = trainable_parameters(model.training)
-    initial = all_full(params)
-    optimizer = make_optimizer(model.training, TRAIN)
-    gradients: list[dict[str, torch.Tensor]] = []
-    optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(all_full({name: p.grad for name, p in params.items()}))
-    )
+    model = built_model(base, settings_of(kind), make_plan(), world)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    metrics = list(
-        Trainer(
-            model.training,
-            optimizer,
-            store,
-            TRAIN,
-            micro_batch_size=BATCH // world.size,
-            world=world,
-        ).steps(first_step=0, num_steps=STEPS)
-    )
+    found = trained(model, TRAIN, store, world, micro_batch_size=BATCH // world.size)
     (folder / "adapter").mkdir(parents=True, exist_ok=True)
     save_sharded(model.training, folder / "adapter", world=world)
     logits = trained_logits(model.training, store, device=world.device)
     if world.is_main:
         save_logits(logits, folder / "parity.safetensors")
         write_json(folder / "adapter_config.json", model.adapter_config())
-    return {"initial": initial, "losses": [m.loss for m in metrics], "gradients": gradients}
-
-
-def stock(base: Path, kind: str, initial: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """The same with `Linear4bit`, PEFT's own layers and one process; from PEFT's own initial values
-    if None.
-    """
-    settings = lora(kind)
-    model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
-    targets = settings.target_modules
-    assert isinstance(targets, str)
-    model = get_peft_model(
-        model,
-        LoraConfig(
-            r=settings.r,
-            lora_alpha=settings.alpha,
-            target_modules=targets,
-            use_rslora=settings.use_rslora,  # type: ignore[arg-type]
-            use_dora=settings.use_dora,
-            rank_pattern=settings.rank_pattern,
-            alpha_pattern=settings.alpha_pattern,
-            task_type="CAUSAL_LM",
-        ),
-    )
-    assert any(isinstance(m, bnb.nn.Linear4bit) for m in model.modules())
-    own = {n: t.clone() for n, t in get_peft_model_state_dict(model).items()}
-    params = {
-        n.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): p
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    }
-    result: dict[str, Any] = {"own": own, "losses": [], "gradients": []}
-    if initial is None:
-        return result
-    assert params.keys() == initial.keys()
-    with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(initial[name])
-    optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)
-    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = learning_rate(TRAIN, step=step, num_steps=STEPS)
-        rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=step)
-        batch = make_batch(
-            store.input_ids[rows].astype("int64"),
-            store.position_ids[rows].astype("int64"),
-            store.loss_mask[rows],
-            device=CPU,
-        )
-        # Transformers finds the documents by their positions where there is no mask
-        logits = model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).logits
-        chosen = logits.flatten(0, 1)[batch.positions]
-        loss = torch.nn.functional.cross_entropy(chosen, batch.targets)
-        loss.backward()
-        result["gradients"].append({n: full(p.grad) for n, p in params.items()})
-        optimizer.step()
-        optimizer.zero_grad()
-        result["losses"].append(float(loss.detach()))
-    return result
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n} processes")
-def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
+def runs(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
     target = folder / f"of-{request.param}"
     results = run_distributed(train_kinds, folder / "nf4", target, world_size=request.param)
     return target, results[0]
@@ -189,12 +113,14 @@ def references(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_are_those_of_stock_peft(
-    folder: Path, trained: tuple[Path, dict[str, Any]], references: dict[str, Any], kind: str
+    folder: Path, runs: tuple[Path, dict[str, Any]], references: dict[str, Any], kind: str
 ) -> None:
-    _, results = trained
+    _, results = runs
     ours = results[kind]
     if kind not in references:
-        references[kind] = stock(folder / "nf4", kind, ours["initial"])
+        references[kind] = stock(
+            folder / "nf4", settings_of(kind), ours["initial"], rows=ROWS, seq_len=SEQ_LEN
+        )
     theirs = references[kind]
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=2e-5, atol=0)
     for one, other in zip(ours["gradients"], theirs["gradients"], strict=True):
@@ -205,23 +131,25 @@ def test_losses_and_gradients_are_those_of_stock_peft(
 
 
 def test_initial_magnitudes_are_pefts(
-    folder: Path, trained: tuple[Path, dict[str, Any]], references: dict[str, Any]
+    folder: Path, runs: tuple[Path, dict[str, Any]], references: dict[str, Any]
 ) -> None:
     """The norms of the dequantized rows; each process reads and dequantizes its own rows alone."""
-    initial = trained[1]["dora"]["initial"]
+    initial = runs[1]["dora"]["initial"]
     if "own" not in references:
-        references["own"] = stock(folder / "nf4", "dora", None)["own"]
+        references["own"] = stock_peft(folder / "nf4", lora("dora"))[1]
     names = [name for name in initial if name.endswith("magnitude_vector")]
     assert len(names) == 21
     for name in names:
-        torch.testing.assert_close(initial[name], references["own"][name], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            initial[name], references["own"][name].detach(), rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(
-    folder: Path, trained: tuple[Path, dict[str, Any]], kind: str
+    folder: Path, runs: tuple[Path, dict[str, Any]], kind: str
 ) -> None:
-    run = trained[0] / str(list(KINDS).index(kind))
+    run = runs[0] / str(list(KINDS).index(kind))
     adapter = read_sharded_adapter(run / "adapter")
     save_adapter(adapter, read_json(run / "adapter_config.json"), run / "exported")
     base = load_base(folder / "nf4", device=CPU, compute_dtype=torch.float32, attention="sdpa")
@@ -237,9 +165,9 @@ def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_those_that_peft_merges(
-    folder: Path, trained: tuple[Path, dict[str, Any]], kind: str
+    folder: Path, runs: tuple[Path, dict[str, Any]], kind: str
 ) -> None:
-    run = trained[0] / str(list(KINDS).index(kind))
+    run = runs[0] / str(list(KINDS).index(kind))
     adapter, config = read_sharded_adapter(run / "adapter"), read_json(run / "adapter_config.json")
     save_adapter(adapter, config, run / "exported")
     from transformers import AutoModelForCausalLM

@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.distributed import run_distributed
-from tests.support.gathering import full
-from tests.support.models import VOCAB, quantized, random_store
+from tests.support.models import VOCAB, quantized
+from tests.support.stock_training import stock
 from tests.support.trained_modules import (
-    BATCH,
-    CLIP,
     CPU,
     KINDS,
     ROWS,
     SEQ_LEN,
-    STEPS,
-    TRAIN,
     WEIGHT_TOLERANCE,
     config,
     export,
@@ -31,67 +26,12 @@ from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapt
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.files import read_json
-from workflow.lib.training.batches import make_batch
 
 HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
 # fp32 on both sides, sums in another order. AdamW divides gradients by their own magnitude, so
 # adam_eps is far above their rounding errors.
 GRADIENT_TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-
-
-def stock(base: Path, kind: str, initial: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The same by PEFT's own wrapper on stock layers, one process, one batch a step."""
-    model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
-    settings = config(kind).lora
-    model = get_peft_model(
-        model,
-        LoraConfig(
-            r=4,
-            lora_alpha=int(settings.alpha),
-            target_modules="all-linear",
-            modules_to_save=KINDS[kind],
-            task_type="CAUSAL_LM",
-        ),
-    )
-    params = {
-        n.replace(".modules_to_save.default", "").replace(".default", ""): p
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    }
-    assert params.keys() == initial.keys()
-    for name, param in params.items():
-        if ".lora_" not in name:  # PEFT's own copy of the base's
-            assert torch.equal(param.detach(), initial[name])
-        param.data.copy_(initial[name])
-    optimizer = torch.optim.AdamW(
-        params.values(), weight_decay=TRAIN.weight_decay, eps=TRAIN.adam_eps
-    )
-    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = learning_rate(TRAIN, step=step, num_steps=STEPS)
-        rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=step)
-        batch = make_batch(
-            store.input_ids[rows].astype("int64"),
-            store.position_ids[rows].astype("int64"),
-            store.loss_mask[rows],
-            device=CPU,
-        )
-        logits = model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1)[batch.positions], batch.targets
-        )
-        loss.backward()
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(params.values(), CLIP)))
-        result["gradients"].append({n: full(p.grad) for n, p in params.items()})
-        optimizer.step()
-        optimizer.zero_grad()
-        result["losses"].append(float(loss.detach()))
-    return result | {"weights": {n: full(p) for n, p in params.items()}}
 
 
 @pytest.fixture(
@@ -126,7 +66,7 @@ def test_run_is_that_of_stock_peft(
     """
     initial = trained[1][0][kind]["initial"]
     theirs = references.get(kind) or references.setdefault(
-        kind, stock(folder / "nf4", kind, initial)
+        kind, stock(folder / "nf4", config(kind), initial, rows=ROWS, seq_len=SEQ_LEN)
     )
     for process in trained[1]:
         ours = process[kind]
@@ -174,7 +114,7 @@ def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_p
     for ours in run_distributed(train_kinds, *arguments, world_size=processes):
         initial = ours["both"]["initial"]
         theirs = references.get("capped") or references.setdefault(
-            "capped", stock(capped / "nf4", "both", initial)
+            "capped", stock(capped / "nf4", config("both"), initial, rows=ROWS, seq_len=SEQ_LEN)
         )
         assert ours["both"]["checks"] == [True] * 6
         torch.testing.assert_close(ours["both"]["losses"], theirs["losses"], rtol=2e-5, atol=0)

@@ -1,0 +1,179 @@
+"""The same training twice: by the engine in a group of processes, and by stock Transformers,
+bitsandbytes and PEFT in one. Both start from the same values and tell losses, norms, gradients of
+every step, and the values at the end.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.support.built_models import built_model
+from tests.support.distributed import TIMEOUT_S
+from tests.support.gathering import all_full, full
+from tests.support.models import random_store
+from tests.support.plans import make_plan
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.settings.schedule import learning_rate, step_rows
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.training.batches import make_batch
+from workflow.lib.training.build import TrainingModel
+from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.startup_checks import startup_checks
+
+STEPS = 3  # the third begins the second pass over the rows
+ROWS, SEQ_LEN, BATCH = 10, 37, 4
+
+
+def settings(**lora: Any) -> RunConfig:
+    return RunConfig(
+        lora=LoraSettings(r=4, alpha=8, **lora),
+        train=TrainConfig(
+            epochs=None,
+            max_steps=STEPS,
+            global_batch_size=BATCH,
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            max_grad_norm=0.5,
+        ),
+    )
+
+
+def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> StepPlan:
+    fields = {
+        "processes": processes,
+        "micro_batch_size": micro_batch_size,
+        "accumulation_steps": BATCH // processes // micro_batch_size,
+        "num_steps": STEPS,
+    }
+    return make_plan(**(fields | changes))
+
+
+def ours(
+    base: Path,
+    config: RunConfig,
+    plan: StepPlan,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+) -> dict[str, Any]:
+    """Train in this process's group, after the start-up checks."""
+    with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shards) as world:
+        torch.set_num_threads(1)
+        store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+        model = built_model(base, config, plan, world, dtype=dtype, attention=attention)
+        startup_checks(model, store, base, world)
+        return trained(model, config.train, store, world, micro_batch_size=plan.micro_batch_size)
+
+
+def whole(tensors: Mapping[str, torch.Tensor | None], world: World) -> dict[str, torch.Tensor]:
+    if world.device.type == "cpu":
+        return all_full(tensors)
+    return {name: full(tensor).cpu() for name, tensor in tensors.items()}
+
+
+def trained(
+    model: TrainingModel, train: TrainConfig, store: Any, world: World, *, micro_batch_size: int
+) -> dict[str, Any]:
+    """Make all steps of a run; return whole tensors on every process."""
+    params = trainable_parameters(model.training)
+    initial = whole(params, world)
+    optimizer = make_optimizer(model.training, train)
+    gradients: list[dict[str, torch.Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(whole({name: p.grad for name, p in params.items()}, world))
+    )
+    trainer = Trainer(
+        model.training, optimizer, store, train, micro_batch_size=micro_batch_size, world=world
+    )
+    metrics = list(trainer.steps(first_step=0, num_steps=train.max_steps))
+    return {
+        "initial": initial,
+        "losses": [m.loss for m in metrics],
+        "norms": [m.grad_norm for m in metrics],
+        "gradients": gradients,
+        "weights": whole(params, world),
+    }
+
+
+def stock_peft(
+    base: Path, lora: LoraSettings, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Any, dict[str, torch.nn.Parameter]]:
+    """Return the stock model, and what it trains by the engine's names."""
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    model: Any = load_base(base, device=place, compute_dtype=dtype, attention="sdpa")
+    options: dict[str, Any] = {
+        "lora_alpha": lora.alpha,
+        "target_modules": lora.target_modules,
+        "use_rslora": lora.use_rslora,
+        "modules_to_save": list(lora.modules_to_save) or None,
+    }
+    patterns = {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
+    config = LoraConfig(
+        r=lora.r, use_dora=lora.use_dora, task_type="CAUSAL_LM", **options, **patterns
+    )
+    model = get_peft_model(model, config).train()
+    params = {
+        name.replace(".modules_to_save.default", "")
+        .replace(".default", "")
+        .replace("magnitude_vector.weight", "magnitude_vector"): param
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+    return model, params
+
+
+def stock(
+    base: Path,
+    config: RunConfig,
+    initial: dict[str, torch.Tensor],
+    *,
+    rows: int = ROWS,
+    seq_len: int = SEQ_LEN,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Train by one batch a step."""
+    model, params = stock_peft(base, config.lora, device=device, dtype=dtype)
+    assert params.keys() == initial.keys()
+    for name, param in params.items():
+        if not any(part in name for part in (".lora_", "magnitude")):  # the base's own
+            assert torch.equal(param.detach().cpu(), initial[name].to(param.dtype))
+        param.data.copy_(initial[name])
+    train, store = config.train, random_store(rows=rows, seq_len=seq_len)
+    optimizer = torch.optim.AdamW(
+        params.values(),
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+    )
+    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    assert train.max_steps is not None
+    for step in range(train.max_steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(train, step=step, num_steps=train.max_steps)
+        chosen = step_rows(
+            num_rows=rows, global_batch_size=train.global_batch_size, seed=train.seed, step=step
+        )
+        batch = make_batch(
+            store.input_ids[chosen].astype("int64"),
+            store.position_ids[chosen].astype("int64"),
+            store.loss_mask[chosen],
+            device=torch.device(device),
+        )
+        # Transformers finds the documents by their positions where there is no mask
+        logits = model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits[batch.positions].float(), batch.targets)
+        loss.backward()
+        bound = train.max_grad_norm or float("inf")
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(params.values(), bound)))
+        result["gradients"].append({name: full(p.grad).cpu() for name, p in params.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        result["losses"].append(float(loss.detach()))
+    return result | {"weights": {name: full(p).cpu() for name, p in params.items()}}
