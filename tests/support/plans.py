@@ -36,21 +36,26 @@ def make_plan(**changes: Any) -> StepPlan:
 
 
 def tried_plan(**changes: Any) -> TriedPlan:
-    """A chosen plan with a row at a time, nothing offloaded."""
-    fields: dict[str, Any] = {
+    """A chosen plan with a row at a time, nothing offloaded; changes: of its figures, or fields of
+    the plan.
+    """
+    choice: dict[str, Any] = {
         "micro_batch_size": 1,
         "activation_checkpointing": True,
-        "recomputation": "every layer",
         "offload_activations": False,
         "offload_layers": 0,
         "reshard_after_forward": True,
+    }
+    figures: dict[str, Any] = {
         "host_bytes": 2**32,
         "peak_bytes": 2**31,
         "relative_time": 1.0,
         "fits": True,
         "why": "chosen",
     }
-    return TriedPlan(**(fields | changes))
+    choice |= {name: value for name, value in changes.items() if name not in figures}
+    figures |= {name: value for name, value in changes.items() if name in figures}
+    return TriedPlan(choice=choice, **figures)
 
 
 def make_forecast(**changes: Any) -> Forecast:

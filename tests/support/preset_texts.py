@@ -20,6 +20,7 @@ from workflow.lib.recording.recording_process import (
     recording_process,
 )
 from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.lib.system.units import GIB
 
@@ -120,14 +121,12 @@ def promised(name: str, decision: Decision) -> str:
     """Return the line in which a preset says what it takes."""
     promise, chosen, limits = PROMISES[name], decision.chosen, decision.limits
     needed = limits.capacity_bytes + chosen.lacking_bytes
-    setup = chosen.plan
-    some = "" if setup.offload_activations is True else f" of {setup.offload_activations} layers"
-    away = [f"activations{some}"] * bool(setup.offload_activations)
-    away += [f"{setup.offload_layers} layers"] if setup.offload_layers else []
-    offloaded = f"{' and '.join(away)} on the host, " if away else ""
+    words = in_words(chosen.plan)
+    on_host = words["on the host"].replace(", ", " and ")
+    offloaded = "" if on_host == "nothing" else f"{on_host} on the host, "
     return (
         f"{SAYS}{promise.num_gpus} x {promise.card}, not run there: "
-        f"micro-batch {chosen.micro_batch_size}, recomputation of {chosen.recomputation}, "
+        f"micro-batch {chosen.micro_batch_size}, recomputation of {words['recomputation']}, "
         f"{offloaded}{needed / GIB:.1f} of "
         f"{limits.capacity_bytes / GIB:.1f} GiB."
     )

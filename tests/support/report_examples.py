@@ -160,7 +160,6 @@ def preflight() -> dict[str, Any]:
             tried_plan(
                 micro_batch_size=7,
                 activation_checkpointing=False,
-                recomputation="none",
                 peak_bytes=2 * total,
                 fits=False,
                 relative_time=0.7,

@@ -182,7 +182,7 @@ def predict(
         show("%s", note)
     if settings.hardware.cuda_graphs and machine.device == "cuda":
         obstacle = decision.chosen.plan.graph_obstacle
-        show("CUDA graphs: %s", f"off ({obstacle})" if obstacle else "on")
+        show("hardware.cuda_graphs: %s", f"off ({obstacle})" if obstacle else "on")
     if not decision.fits:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")
 

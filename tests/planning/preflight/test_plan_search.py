@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
 from tests.support.preflight_examples import (
     cpu_machine,
@@ -20,19 +18,18 @@ from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.preflight.budget import Budget, budget
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.plan_search import (
-    LEVELS,
     UNSURE,
     Candidate,
     Choices,
     Question,
     candidates,
-    checkpointing_levels,
     choose,
     open_choices,
 )
-from workflow.lib.planning.preflight.planning_inputs import divisors, plan_from_settings
+from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.timing.machine_speed import speed_of
 from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.step_plan.memory_options import LEVELS, in_words
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.lib.system.units import GIB
 
@@ -42,7 +39,7 @@ def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
     weights freed.
     """
     speed = speed_of(machine(), calibration=None)
-    choices = Choices(sizes=[1, 2, 4], levels=levels, offload=[False], reshard=[True])
+    choices = Choices(sizes=[1, 2, 4], values={"activation_checkpointing": levels})
     question = Question(llama_8b, machine(), speed, limits, rows=4, trained_share=1.0)
     return candidates(question, setup(), choices)
 
@@ -158,7 +155,7 @@ def test_search_of_a_405b_is_a_few_million_calls() -> None:
     decision = decide(run, shape, on, token_counts(seq_len=2048), disk_free_bytes=None)
     assert decision.fits
     question = Question(shape, on, decision.speed, decision.limits, decision.rows, 1.0)
-    choices = open_choices(run, on, sizes=divisors(decision.rows), num_layers=shape.num_layers)
+    choices = open_choices(run, shape, on)
     left_open = plan_from_settings(run, shape, on)
     found: list[Candidate] = []
     calls = num_calls(lambda: found.extend(candidates(question, left_open, choices)))
@@ -176,7 +173,10 @@ def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
 def test_smallest_candidate_is_shown_when_none_fits() -> None:
     limits = budget(HardwareConfig(), machine(gpu_bytes=GIB))
     smallest = choose(searched(limits, levels=[*LEVELS]), device="cuda")
-    assert (smallest.micro_batch_size, smallest.recomputation) == (1, "every layer")
+    assert (smallest.micro_batch_size, in_words(smallest.plan)["recomputation"]) == (
+        1,
+        "every layer",
+    )
 
 
 def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_and_rows() -> None:
@@ -187,7 +187,7 @@ def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_an
         chosen = choose(found, device="cuda")
         assert chosen.fits
         assert chosen.step_s == min(c.step_s for c in found if c.fits)
-        peaks[gib] = (chosen.recomputation, chosen.micro_batch_size)
+        peaks[gib] = (in_words(chosen.plan)["recomputation"], chosen.micro_batch_size)
     assert peaks[10][0] == "every layer"
     assert peaks[96] == ("none", 4)
 
@@ -200,27 +200,6 @@ def test_more_memory_never_makes_the_plan_slower() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "levels"), [(True, [True]), (False, [False]), (3, [3]), ("auto", [*LEVELS])]
-)
-def test_recomputation_that_is_set_is_respected(
-    wanted: bool | int | str, levels: list[bool | int]
-) -> None:
-    assert checkpointing_levels(wanted, num_layers=40) == levels
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "shares"),
-    [(1, []), (2, []), (3, [0.625]), (4, [0.625, 0.75]), (6, [0.625, 0.75])],
-)
-def test_auto_tries_no_share_that_takes_the_layers_of_a_simpler_level(
-    num_layers: int, shares: list[float]
-) -> None:
-    levels = checkpointing_levels("auto", num_layers=num_layers)
-    assert [level for level in levels if isinstance(level, float)] == shares
-    assert [level for level in levels if not isinstance(level, float)] == [False, 8, 4, 3, 2, True]
-
-
 def test_gpu_that_no_table_knows_still_gets_a_plan() -> None:
     on = machine(gpu_names=("NVIDIA Future 9000",) * 2, gpu_bytes=96 * GIB)
-    assert decided(on=on).chosen.recomputation == "none"
+    assert in_words(decided(on=on).chosen.plan)["recomputation"] == "none"

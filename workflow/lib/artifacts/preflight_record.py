@@ -5,7 +5,7 @@ A file that lacks a field or has another one is of another version and refused: 
 does not know of would be left out without a word.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -56,20 +56,10 @@ class Estimate(PreflightRecord):
 
 
 class TriedPlan(PreflightRecord):
-    """A plan that preflight tried; `relative_time` is that of a step, 1 for the chosen one."""
+    """A plan that preflight tried."""
 
-    micro_batch_size: int
-    """Rows of a process and forward pass."""
-    activation_checkpointing: bool | int | float
-    """As in the plan."""
-    recomputation: str
-    """`activation_checkpointing` in words."""
-    offload_activations: bool | int
-    """As in the plan."""
-    offload_layers: int
-    """As in the plan."""
-    reshard_after_forward: bool
-    """As in the plan."""
+    choice: dict[str, bool | int | float | str]
+    """Fields of the plan that the search decides, and their values here."""
     host_bytes: int
     """Host memory of a node's processes together."""
     peak_bytes: int
@@ -80,6 +70,10 @@ class TriedPlan(PreflightRecord):
     """Whether device and host hold it."""
     why: str
     """Why it was chosen or not."""
+
+    def plan(self, followed: StepPlan) -> StepPlan:
+        """Return this plan; followed: the run's."""
+        return replace(followed, **self.choice)
 
 
 class Forecast(PreflightRecord):

@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.artifacts.training_record import Step
-from workflow.lib.planning.preflight.plan_words import choices, in_words, nearest_plans
+from workflow.lib.planning.preflight.plan_words import nearest_plans, plan_choices
 from workflow.lib.report.comparison import best_run, flat
 from workflow.lib.report.figures import Figure
 from workflow.lib.report.run_results import Run
@@ -28,6 +28,7 @@ from workflow.lib.report.sections import SECTIONS, Content
 from workflow.lib.report.verdict import Measured, label
 from workflow.lib.settings.config import ReportConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SUBJECTS
+from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system import number_formats
 from workflow.lib.system.files import provenance
 
@@ -117,7 +118,7 @@ def _environment() -> Environment:
         "task_pair": task_pair,
         "selected_steps": selected_steps,
         "nearest_plans": nearest_plans,
-        "plan_choices": choices,
+        "plan_choices": plan_choices,
         "fields": asdict,
         "in_words": in_words,
     }

@@ -184,10 +184,16 @@ def choose_products(name: str, device: ProductsHardware, *, compute_dtype: str) 
     return name
 
 
+def saved_activations_lack(name: str, device: ProductsHardware) -> str | None:
+    """Return why a device cannot round to what `train.saved_activations` names; None if it can."""
+    if name == FLOAT8 and device.cuda and not device.float8:
+        return "this GPU has no float8 (it needs NVIDIA's compute capability 8.9)"
+    return None
+
+
 def check_saved_activations(name: str, device: ProductsHardware) -> None:
     """Raise `UserError` if a GPU cannot round to what `train.saved_activations` names."""
-    if name == FLOAT8 and device.cuda and not device.float8:
-        lack = "this GPU has no float8 (it needs NVIDIA's compute capability 8.9)"
+    if lack := saved_activations_lack(name, device):
         raise setting_error("train.saved_activations", name, lack, f"Set it to {COMPUTE_DTYPE}")
 
 

@@ -112,13 +112,14 @@ def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measur
     """
     plan = preflight.plan
     where = "GPU" if plan.device == "cuda" else "host"
-    smaller = [c for c in preflight.candidates if c.micro_batch_size < plan.micro_batch_size]
+    sizes = [(tried.plan(plan).micro_batch_size, tried) for tried in preflight.candidates]
+    smaller = [(size, tried) for size, tried in sizes if size < plan.micro_batch_size]
     change = "Raise hardware.memory_margin_gib, use more processes, or shorten data.seq_len"
     if smaller:
-        best = max(smaller, key=lambda candidate: candidate.micro_batch_size)
+        size, tried = max(smaller, key=lambda found: found[0])
         change = (
-            f"Set train.micro_batch_size = {best.micro_batch_size} "
-            f"(predicted peak {best.peak_bytes / GIB:.2f} GiB); the result stays the same"
+            f"Set train.micro_batch_size = {size} "
+            f"(predicted peak {tried.peak_bytes / GIB:.2f} GiB); the result stays the same"
         )
     return (
         f"out of {where} memory: preflight predicted a peak of "

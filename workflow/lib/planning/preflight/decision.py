@@ -19,6 +19,7 @@ from workflow.lib.planning.preflight.replay_check import Recorder, confirmed
 from workflow.lib.planning.timing.machine_speed import Speed, speed_of
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system.units import GIB
 
 MOST_REMEDIES = 3  # named to who has a run that does not fit
@@ -57,13 +58,13 @@ def decide(
     `UserError` if a setting cannot work with this model or machine, whatever its memory.
     """
     limits = budget(run.hardware, machine)
-    rows, sizes = check_batch(run, machine)
+    rows, _ = check_batch(run, machine)
     plan = plan_from_settings(run, shape, machine)
     speed = speed_of(
         machine, calibration=run.hardware.calibration, compute_bytes=plan.compute_bytes
     )
     question = Question(shape, machine, speed, limits, rows, tokens.trained_share)
-    choices = open_choices(run, machine, sizes=sizes, num_layers=shape.num_layers)
+    choices = open_choices(run, shape, machine)
     chosen, options = confirmed(
         lambda shares: candidates(replace(question, shares=shares), plan, choices),
         device=machine.device,
@@ -97,8 +98,9 @@ def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
     alone = machine.device == "cuda" and chosen.replayed is None
     unsure = ", estimated and not confirmed by a recording" if alone else ""
+    recomputation = in_words(chosen.plan)["recomputation"]
     return (
-        f"micro-batch {chosen.micro_batch_size} (recomputation: {chosen.recomputation}) needs "
+        f"micro-batch {chosen.micro_batch_size} (recomputation: {recomputation}) needs "
         f"{needed / GIB:.2f} of "
         f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {peak.peak_phase}{unsure})"
     )

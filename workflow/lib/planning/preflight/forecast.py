@@ -14,6 +14,7 @@ from workflow.lib.planning.timing import step_time
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.schedule import total_steps
+from workflow.lib.step_plan.memory_options import TABLE
 from workflow.lib.step_plan.plan import StepPlan
 
 
@@ -122,14 +123,9 @@ def _followed_plan(
 
 
 def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
-    plan = candidate.plan
+    searched = ["micro_batch_size", "accumulation_steps", *(x.field for x in TABLE if x.searched)]
     return TriedPlan(
-        micro_batch_size=plan.micro_batch_size,
-        activation_checkpointing=plan.activation_checkpointing,
-        recomputation=candidate.recomputation,
-        offload_activations=plan.offload_activations,
-        offload_layers=plan.offload_layers,
-        reshard_after_forward=plan.reshard_after_forward,
+        choice={name: getattr(candidate.plan, name) for name in searched},
         host_bytes=candidate.host_bytes,
         peak_bytes=candidate.peak_bytes,
         relative_time=candidate.step_s / chosen.step_s,

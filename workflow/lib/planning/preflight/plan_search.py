@@ -1,41 +1,41 @@
 """The search for the fastest plan that fits: every micro-batch size with every value of what is
 left open.
 
-Left open may be: which layers are recomputed, whether activations wait in host memory, how many
-layers' weights do, and whether gathered weights are freed after forward. Each candidate is
-predicted in closed form, its bytes by `memory`, corrected by what was recorded of other plans, and
-its seconds by `machine_speed`. What saves memory costs time; the memory that it saves allows larger
-micro-batches, which save time. Which of the two wins depends on shapes, memory and links, so all
-are tried: some hundred, in milliseconds.
+What may be left open is in the table of memory options (`step_plan.memory_options`). Each candidate
+is predicted in closed form, its bytes by `memory`, corrected by what was recorded of other plans,
+and its seconds by `machine_speed`. What saves memory costs time; the memory that it saves allows
+larger micro-batches, which save time. Which of the two wins depends on shapes, memory and links, so
+all are tried: some hundred, in milliseconds.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from workflow.lib.model.architecture.layer_choice import (
-    Recomputation,
-    recomputed_layers,
-    recomputed_share,
-)
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.closed_form import Prediction
 from workflow.lib.planning.memory.replay import Replay
 from workflow.lib.planning.preflight.budget import Budget, host_bytes
+from workflow.lib.planning.preflight.checks import check_batch
+from workflow.lib.planning.preflight.planning_inputs import circumstances, wanted
 from workflow.lib.planning.preflight.recorded_shares import RecordedShares
 from workflow.lib.planning.timing.machine_speed import Speed
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.memory_options import (
+    TABLE,
+    MemoryOption,
+    Value,
+    demands,
+    takes_host_memory,
+)
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
 # Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
 LARGEST_CPU_MICRO_BATCH = 8
-# `auto`: none, every 8th to every 2nd layer, more than half, all. Finer steps differ by less than
-# what the prediction is off.
-LEVELS: tuple[Recomputation, ...] = (False, 8, 4, 3, 2, 0.625, 0.75, True)
 # Two plans of different kinds are told apart by no less than what predicted times are off
 # (docs/memory-model.md), two of a kind by less.
 UNSURE, NEGLIGIBLE = 0.10, 0.03
@@ -76,84 +76,41 @@ class Candidate:
         """
         return self.lacking_bytes <= 0 and self.lacking_host_bytes <= 0
 
-    @property
-    def recomputation(self) -> str:
-        """The level in words."""
-        share = recomputed_share(self.plan.activation_checkpointing)
-        if share in (0, 1):
-            return "every layer" if share else "none"
-        return f"{share.numerator} of {share.denominator} layers"
-
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan may choose from; one value where it is set or where there is no choice."""
+    """What the settings leave open."""
 
-    sizes: list[int]
+    sizes: Sequence[int]
     """Rows of a micro-batch."""
-    levels: list[Recomputation]
-    offload: list[bool | int]
-    reshard: list[bool]
-    host_layers: bool = False
-    """Whether packed weights of layers may wait in host memory, as many as it takes for a plan to
-    fit."""
+    values: Mapping[str, Sequence[Value]]
+    """Values of memory options to be tried, by field."""
+    fewest: Sequence[MemoryOption] = ()
+    """Options of which as few layers as let a plan fit are tried."""
 
     def plans(self, plan: StepPlan, *, rows: int) -> Iterator[StepPlan]:
         """Yield all combinations for `rows` rows per process and step."""
-        for size, level, offload, reshard in product(
-            self.sizes, self.levels, self.offload, self.reshard
-        ):
-            if type(offload) is int and level == 1 and len(self.offload) > 1:
-                continue  # of recomputed layers the inputs are offloaded, all or none
-            yield replace(
-                plan,
-                micro_batch_size=size,
-                accumulation_steps=rows // size,
-                activation_checkpointing=level,
-                offload_activations=offload,
-                reshard_after_forward=reshard,
-            )
+        needless = [option.needless for option in TABLE if option.field in self.values]
+        for size, *values in product(self.sizes, *self.values.values()):
+            options = dict(zip(self.values, values, strict=True))
+            counts = {"micro_batch_size": size, "accumulation_steps": rows // size}
+            tried = replace(plan, **(counts | options))
+            if not any(does_the_same(tried) for does_the_same in needless):
+                yield tried
+
+    def takes_host_memory(self, plan: StepPlan) -> bool:
+        """Whether what is open takes page-locked host memory in this plan."""
+        chosen = (option for option in TABLE if option.field in self.values)
+        return any(option.on_host and option.of(plan) for option in chosen)
 
 
-def open_choices(run: RunConfig, machine: Machine, *, sizes: list[int], num_layers: int) -> Choices:
-    """Return what the settings leave open on a machine, for a model of `num_layers` layers.
-
-    Only GPUs have another memory to offload to, and only several of them gather. CPUs do as before:
-    their time has no traffic.
-    """
-    hardware, several = run.hardware, machine.device == "cuda" and machine.processes > 1
-    return Choices(
-        sizes=sizes,
-        levels=checkpointing_levels(run.train.activation_checkpointing, num_layers=num_layers),
-        offload=_stashes(hardware.offload_activations, machine, num_layers=num_layers),
-        reshard=_flags(hardware.reshard_after_forward, first=True, choice=several),
-        host_layers=hardware.offload_layers == "auto" and machine.device == "cuda",
-    )
-
-
-def _stashes(wanted: bool | int | str, machine: Machine, *, num_layers: int) -> list[bool | int]:
-    """What is set; for `auto` on GPUs no layer's activations, those of every second one, or all."""
-    if not isinstance(wanted, str):
-        return [wanted]
-    return [False, max(1, num_layers // 2), True] if machine.device == "cuda" else [False]
-
-
-def _flags(wanted: bool | str, *, first: bool, choice: bool) -> list[bool]:
-    """The value that is set; for `auto` `first`, and the other if there is a choice."""
-    if isinstance(wanted, bool):
-        return [wanted]
-    return [first, not first] if choice else [first]
-
-
-def checkpointing_levels(wanted: Recomputation | str, *, num_layers: int) -> list[Recomputation]:
-    """Return the levels of recomputation to consider: the one that is set, or for `auto` all but
-    shares that take the layers of a simpler level.
-    """
-    if not isinstance(wanted, str):
-        return [wanted]
-    layers = {level: recomputed_layers(level, num_layers) for level in LEVELS}
-    simple = [taken for level, taken in layers.items() if not isinstance(level, float)]
-    return [x for x, taken in layers.items() if not isinstance(x, float) or taken not in simple]
+def open_choices(run: RunConfig, shape: ModelShape, machine: Machine) -> Choices:
+    """Return what the settings leave open on a machine; raises `UserError` as `check_batch`."""
+    _, sizes = check_batch(run, machine)
+    where = circumstances(shape, machine)
+    values = {option.field: option.open_values(wanted(run, option), where) for option in TABLE}
+    counted = [x for x in TABLE if x.fewest and wanted(run, x) == "auto" and where.cuda]
+    return Choices(sizes, {field: tried for field, tried in values.items() if tried}, counted)
 
 
 @dataclass(frozen=True)
@@ -181,25 +138,26 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
     """
     options = []
     for tried in choices.plans(plan, rows=question.rows):
-        stashes = bool(tried.offload_activations) and len(choices.offload) > 1
-        options.append(_candidate(question, tried, unasked=stashes))
-        if choices.host_layers and options[-1].lacking_bytes > 0:
-            hosting = replace(tried, offload_layers=_layers_to_host(question, tried))
-            options.append(_candidate(question, hosting, unasked=True))
+        unasked = choices.takes_host_memory(tried)
+        options.append(_candidate(question, tried, unasked=unasked))
+        for option in choices.fewest:
+            if options[-1].lacking_bytes > 0:
+                fewest = replace(tried, **{option.field: _fewest_layers(question, tried, option)})
+                options.append(_candidate(question, fewest, unasked=True))
     if question.machine.imagined_host is None or any(option.fits for option in options):
         return options
     return [_in_all_of_the_host(option, question.limits) for option in options]
 
 
-def _layers_to_host(question: Question, plan: StepPlan) -> int:
-    """Return how many layers on the host let `plan` fit, the fewest, by bisection; all if fewer do
-    not.
+def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> int:
+    """Return of how many layers an option lets `plan` fit, the fewest, by bisection; all if fewer
+    do not.
 
     Most plans that do not fit need all, so what is one fewer is asked first.
     """
 
     def holds(count: int) -> bool:
-        return question.holds(replace(plan, offload_layers=count))
+        return question.holds(replace(plan, **{option.field: count}))
 
     most = question.shape.num_layers - 1
     if not holds(most):
@@ -270,27 +228,16 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
         return min(options, key=lambda c: (c.lacking_host_bytes > 0, c.peak_bytes))
     fastest_s = min(candidate.step_s for candidate in fitting)
     near = [c for c in fitting if c.step_s <= fastest_s * (1 + UNSURE)]
-    least = min(_demands(candidate) for candidate in near)
-    return _fastest([candidate for candidate in near if _demands(candidate) == least])
-
-
-def _offloads(plan: StepPlan) -> bool:
-    return bool(plan.offload_activations) or plan.offload_layers > 0
+    least = min(demands(candidate.plan) for candidate in near)
+    return _fastest([candidate for candidate in near if demands(candidate.plan) == least])
 
 
 def is_worth_recording(candidate: Candidate, known: Candidate) -> bool:
     """Whether a candidate asks less of the machine than a known one that fits, or is faster by 3%
     or more.
     """
-    less = _demands(candidate) < _demands(known)
+    less = demands(candidate.plan) < demands(known.plan)
     return less or candidate.step_s < known.step_s / (1 + NEGLIGIBLE)
-
-
-def _demands(candidate: Candidate) -> tuple[bool, bool]:
-    """What a plan asks of the machine besides GPU memory: page-locked host memory, and room for all
-    gathered weights.
-    """
-    return _offloads(candidate.plan), not candidate.plan.reshard_after_forward
 
 
 def _fastest(alike: list[Candidate]) -> Candidate:
@@ -301,7 +248,7 @@ def _fastest(alike: list[Candidate]) -> Candidate:
         alike,
         key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.peak_bytes),
     )
-    if not _offloads(first.plan):
+    if not takes_host_memory(first.plan):
         return first
     near = [c for c in alike if c.step_s <= first.step_s * (1 + NEGLIGIBLE)]
     return min(near, key=lambda c: (c.host_bytes, c.step_s))

@@ -1,10 +1,11 @@
-"""From settings, shapes and a machine to what a plan is searched among (`plan_search`): the setup,
-and the sizes of micro-batches.
+"""From settings, shapes and a machine to the plan that they ask for, and the sizes of micro-batches
+that the search tries (`plan_search`).
 
 Nothing here reads a file or asks the machine: the caller passes `Machine`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from workflow.lib.model.architecture.adapter_targets import (
     WholeModules,
@@ -16,6 +17,7 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
 from workflow.lib.settings.config import ModelConfig, RunConfig
+from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import (
     ASKED_FOR,
@@ -24,7 +26,6 @@ from workflow.lib.system.compute_choice import (
     ProductsHardware,
     asked_attention_lack,
     automatic_attention,
-    check_saved_activations,
     choose_dtype,
     choose_products,
 )
@@ -199,48 +200,57 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
     """
     trained = trained_modules(run, shape)
     ranks = _largest_ranks(target_ranks(run, shape))
-    cuda = machine.device == "cuda"
-    check_saved_activations(run.train.saved_activations, _hardware(machine))
-    dtype = compute_dtype(run.model, machine)
-    return StepPlan(
+    needs = attention_needs(shape)
+    plan = StepPlan(
         device=machine.device,
         processes=machine.processes,
-        micro_batch_size=1,
-        seq_len=run.data.seq_len,
-        rank=run.lora.r,
-        targets=tuple(name for name in shape.linear_names if name in ranks),
-        ranks={name: rank for name, rank in ranks.items() if rank != run.lora.r},
-        dora=run.lora.use_dora,
-        dropout=run.lora.dropout,
-        block_size=run.quantize.block_size,
-        double_quant=run.quantize.double_quant,
-        activation_checkpointing=True,
-        reshard_after_forward=run.hardware.reshard_after_forward is not False,
-        products=products(run, machine),
-        products_in=run.train.products_in,
-        saved_activations=run.train.saved_activations,
-        fused_layers=run.train.fused_layers,
-        fused_loss=run.train.fused_loss and cuda and dtype != "float32",
-        offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
-        accumulation_steps=rows_per_process(
-            run.train.global_batch_size, processes=machine.processes
-        ),
-        compute_dtype=dtype,
-        attention=training_attention(run.model, machine, attention_needs(shape)).name,
-        attention_dropout=attention_needs(shape).asked(run.model.attention_dropout).dropout > 0,
         nodes=machine.nodes,
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
-        offload_embedding=offloads_embedding(
-            run.hardware.offload_embedding, shape, machine, trained=shape.embedding in trained
+        micro_batch_size=1,
+        accumulation_steps=rows_per_process(
+            run.train.global_batch_size, processes=machine.processes
         ),
+        seq_len=run.data.seq_len,
+        compute_dtype=compute_dtype(run.model, machine),
+        attention=training_attention(run.model, machine, needs).name,
+        attention_dropout=needs.asked(run.model.attention_dropout).dropout > 0,
+        products=products(run, machine),
+        products_in=run.train.products_in,
+        optimizer=run.train.optimizer,
+        rank=run.lora.r,
+        ranks={name: rank for name, rank in ranks.items() if rank != run.lora.r},
+        targets=tuple(name for name in shape.linear_names if name in ranks),
+        dora=run.lora.use_dora,
+        dropout=run.lora.dropout,
         trains_head=shape.head in trained,
         trains_embedding=shape.embedding in trained,
         routers=_trained_routers(shape, trained),
         balances_routers=router_aux_loss_coef(run, shape) > 0,
-        optimizer=run.train.optimizer,
-        offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
-        cuda_graphs=run.hardware.cuda_graphs and cuda,
+        block_size=run.quantize.block_size,
+        double_quant=run.quantize.double_quant,
+    )
+    where = circumstances(shape, machine)
+    options = {x.field: x.settled(wanted(run, x), plan, where) for x in TABLE}
+    return replace(plan, **options)
+
+
+def wanted(run: RunConfig, option: MemoryOption) -> Value:
+    """Return the setting of a memory option."""
+    section, _, name = option.setting.partition(".")
+    value: Value = getattr(getattr(run, section), name)
+    return value
+
+
+def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
+    """Return what memory options ask of a machine and a model."""
+    return Circumstances(
+        cuda=machine.device == "cuda",
+        float8=machine.float8,
+        processes=machine.processes,
+        num_layers=shape.num_layers,
+        tied_embeddings=shape.tied_embeddings,
+        embedding=shape.embedding,
     )
 
 
@@ -252,91 +262,6 @@ def _trained_routers(shape: ModelShape, trained: set[str]) -> tuple[str, ...]:
     return tuple(sorted(x for x in inside if any(path.endswith(f".{x}") for path in trained)))
 
 
-def _stashed(wanted: bool | int | str, shape: ModelShape, machine: Machine) -> bool | int:
-    """Return whether, or of how many layers, activations wait in host memory; `auto`: none, unless
-    the search finds otherwise.
-
-    Raises `UserError` if the model has fewer layers, or there is no other memory than the host's.
-    """
-    if isinstance(wanted, str):
-        return False
-    if wanted and machine.device == "cpu":
-        raise setting_error(
-            "hardware.offload_activations",
-            wanted,
-            "this run is on CPUs, whose activations are in host memory anyway",
-            "Set it to auto or false, or use GPUs (hardware.gpus)",
-        )
-    if wanted > shape.num_layers:
-        raise setting_error(
-            "hardware.offload_activations",
-            wanted,
-            f"the model has {shape.num_layers} decoder layers",
-            "Set it to that number or below, to true, or to auto",
-        )
-    return wanted
-
-
-def _offloaded_layers(wanted: int | str, shape: ModelShape, machine: Machine) -> int:
-    """Return how many layers' packed weights wait in host memory; raises `UserError` if there are
-    not so many, or no GPU.
-
-    `auto`: none, unless the search finds that some are needed.
-    """
-    if wanted == "auto":
-        return 0
-    if wanted and machine.device == "cpu":
-        raise setting_error(
-            "hardware.offload_layers",
-            wanted,
-            "this run is on CPUs, whose weights are in host memory anyway",
-            "Set it to auto or 0, or use GPUs (hardware.gpus)",
-        )
-    if int(wanted) > shape.num_layers:
-        raise setting_error(
-            "hardware.offload_layers",
-            wanted,
-            f"the model has {shape.num_layers} decoder layers",
-            "Set it to that number or below, or to auto",
-        )
-    return int(wanted)
-
-
-def offloads_embedding(
-    wanted: bool | str, shape: ModelShape, machine: Machine, *, trained: bool
-) -> bool:
-    """Return whether embedding rows are looked up in host memory; `auto`: by several GPUs, unless
-    the table is trained.
-
-    Raises `UserError` if that is set for a table that is trained, or where it would save nothing.
-    """
-    if trained and wanted is True:
-        raise setting_error(
-            "hardware.offload_embedding",
-            True,
-            "lora.modules_to_save trains the embedding, whose table is then on the devices",
-            f"Set it to auto or false, or take {shape.embedding.rpartition('.')[2]} out of "
-            "lora.modules_to_save",
-        )
-    if trained:
-        return False
-    if wanted == "auto":
-        return machine.device == "cuda" and machine.processes > 1
-    if wanted and machine.device == "cpu":
-        raise setting_error(
-            "hardware.offload_embedding",
-            True,
-            "without a GPU there is no other memory than the host's",
-            "Set it to auto or false",
-        )
-    if wanted and machine.processes == 1 and shape.tied_embeddings:
-        raise setting_error(
-            "hardware.offload_embedding",
-            True,
-            "this model's embedding is its output head too, which one GPU needs whole",
-            "Set it to auto or false, or use more GPUs",
-        )
-    return bool(wanted)
 
 
 def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:

@@ -2,16 +2,18 @@
 itself.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.preflight.budget import budget, host_bytes
-from workflow.lib.planning.preflight.planning_inputs import divisors
+from workflow.lib.planning.preflight.planning_inputs import circumstances, divisors
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.settings.optimizers import SMALLEST
+from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
@@ -22,16 +24,11 @@ SMALLEST_RANK = 4
 # only rounds otherwise.
 NEAREST = (
     "train.micro_batch_size",
-    "train.activation_checkpointing",
-    "hardware.reshard_after_forward",
-    "hardware.offload_embedding",
-    "hardware.offload_activations",
-    "hardware.offload_layers",
+    *(option.setting for option in TABLE if not option.rounds),
     "hardware.shard_size",
     "hardware.gpus",
     "hardware.cpu_processes",
-    "train.fused_layers",
-    "train.fused_loss",
+    *(option.setting for option in TABLE if option.rounds),
     "train.optimizer",
     "quantize.double_quant",
     "lora.dropout",
@@ -112,12 +109,9 @@ def _options(
         )
         for d in smaller
     ]
-    yield from ([option] for option in _switches(plan, machine, tied=shape.tied_embeddings))
-    if machine.device == "cuda":
-        yield [
-            (f"hardware.offload_layers = {count}", replace(plan, offload_layers=count))
-            for count in range(plan.offload_layers + 1, shape.num_layers + 1)
-        ]
+    yield from ([option] for option in _switches(plan))
+    where = circumstances(shape, machine)
+    yield from (_of_option(option, plan, where) for option in TABLE)
     lengths = _halves(plan.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]
     yield [
@@ -128,13 +122,24 @@ def _options(
     yield [(f"lora.r = {r}", replace(plan, rank=r)) for r in _halves(plan.rank, SMALLEST_RANK)]
 
 
-def _switches(plan: StepPlan, machine: Machine, *, tied: bool) -> Iterator[Option]:
+def _of_option(option: MemoryOption, plan: StepPlan, where: Circumstances) -> list[Option]:
+    """Return what more of a memory option saves, as far as nothing forbids it."""
+    values: Iterable[Value] = ()
+    if option.fewest:
+        values = range(option.of(plan) + 1, where.num_layers + 1)
+    elif option.most is not None and option.of(plan) != option.most:
+        values = [option.most]
+    return [
+        (f"{option.setting} = {json.dumps(value)}", replace(plan, **{option.field: value}))
+        for value in values
+        if option.obstacle(plan, value, where) is None
+    ]
+
+
+def _switches(plan: StepPlan) -> Iterator[Option]:
     if plan.trained_tables:
         frozen = replace(plan, trains_head=False, trains_embedding=False)
         yield "lora.modules_to_save = []", frozen
-    movable = not (plan.offload_embedding or plan.trains_embedding or tied)
-    if machine.device == "cuda" and movable:
-        yield "hardware.offload_embedding = true", replace(plan, offload_embedding=True)
     if plan.optimizer != SMALLEST:
         yield f"train.optimizer = {SMALLEST}", replace(plan, optimizer=SMALLEST)
     if not plan.double_quant:
@@ -143,19 +148,6 @@ def _switches(plan: StepPlan, machine: Machine, *, tied: bool) -> Iterator[Optio
         yield "lora.dropout = 0", replace(plan, dropout=0.0)
     if plan.dora:
         yield "lora.use_dora = false", replace(plan, dora=False)
-    if plan.activation_checkpointing is not True and plan.activation_checkpointing != 1:
-        yield (
-            "train.activation_checkpointing = true",
-            replace(plan, activation_checkpointing=True),
-        )
-    if not plan.fused_layers:
-        yield "train.fused_layers = true", replace(plan, fused_layers=True)
-    if not plan.fused_loss and machine.device == "cuda" and plan.compute_bytes == 2:
-        yield "train.fused_loss = true", replace(plan, fused_loss=True)
-    if not plan.offload_activations and machine.device == "cuda":
-        yield "hardware.offload_activations = true", replace(plan, offload_activations=True)
-    if not plan.reshard_after_forward and plan.processes > 1:
-        yield "hardware.reshard_after_forward = true", replace(plan, reshard_after_forward=True)
     if plan.replicas > 1:
         yield "hardware.shard_size = auto", replace(plan, replicas=1)
 

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from workflow.lib.artifacts.preflight_record import Estimate, Forecast
-from workflow.lib.planning.preflight.plan_words import choices, chosen_plan, in_words, nearest_plans
+from workflow.lib.planning.preflight.plan_words import nearest_plans, plan_choices
+from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system.units import GIB, MIB
 
 METHODS = {
@@ -54,16 +55,17 @@ def _terms(forecast: Forecast, *, run: str) -> Table:
 def _plans(forecast: Forecast) -> Table:
     """The chosen plan among its neighbours, a line each."""
     plans = forecast.candidates
-    shown, columns = nearest_plans(plans), choices(plans)
+    shown, columns = nearest_plans(plans), plan_choices(forecast)
     table = Table(title=f"plans: {len(shown)} of {len(plans)}", title_justify="left")
     for title in ("micro-batch", *columns, "peak", "step"):
         table.add_column(title, justify="left" if title in columns else "right")
     table.add_column("")
-    for plan in shown:
+    for tried in shown:
+        plan = tried.plan(forecast.plan)
         chosen = (in_words(plan)[title] for title in columns)
-        relative = f"{100 * plan.relative_time:.1f}%"
+        relative = f"{100 * tried.relative_time:.1f}%"
         table.add_row(
-            str(plan.micro_batch_size), *chosen, _size(plan.peak_bytes), relative, plan.why
+            str(plan.micro_batch_size), *chosen, _size(tried.peak_bytes), relative, tried.why
         )
     return table
 
@@ -73,12 +75,7 @@ def _facts(forecast: Forecast, *, host_origin: str | None) -> Table:
     plan, time = forecast.plan, forecast.time
     table = Table(show_header=False)
     table.add_row("verdict", forecast.verdict)
-    words = in_words(chosen_plan(forecast.candidates))
-    parts = [
-        f"recomputation: {words['recomputation']}",
-        f"on the host: {words['on the host']}",
-        f"gathered weights: {words['gathered']}",
-    ]
+    parts = [f"{title}: {words}" for title, words in in_words(plan).items()]
     table.add_row(
         "plan",
         f"{plan.processes} x {plan.device}, micro-batch {plan.micro_batch_size} x accumulation "

@@ -1,0 +1,110 @@
+"""The table of memory options: its rows fit the settings and the plan, and say what forbids them."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from tests.support.preflight_examples import setup
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.memory_options import (
+    LEVELS,
+    TABLE,
+    Circumstances,
+    MemoryOption,
+    MemoryOptions,
+    Value,
+    in_words,
+)
+from workflow.lib.system.errors import UserError
+
+GPUS = Circumstances(
+    cuda=True, float8=True, processes=2, num_layers=32, tied_embeddings=False, embedding="m.embed"
+)
+CPUS = GPUS._replace(cuda=False, float8=False)
+ROWS = {option.field: option for option in TABLE}
+
+
+@pytest.mark.parametrize("option", TABLE, ids=lambda option: option.field)
+def test_row_has_a_field_of_the_plan_and_a_setting_of_its_type(option: MemoryOption) -> None:
+    assert option.field in {field.name for field in fields(MemoryOptions)}
+    section, _, name = option.setting.partition(".")
+    default = getattr(getattr(RunConfig(), section), name)
+    settled = option.settled(default, setup(), GPUS)
+    assert type(settled) is type(option.off) or isinstance(settled, type(option.most))
+
+
+def test_every_option_of_a_plan_has_a_row() -> None:
+    own = {field.name for field in fields(MemoryOptions)} - {
+        f.name for f in fields(MemoryOptions.__base__)
+    }
+    assert own == {*ROWS, "offload_window_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "where", "message"),
+    [
+        ("offload_layers", 33, GPUS, "hardware.offload_layers = 33: the model has 32"),
+        ("offload_activations", True, CPUS, "hardware.offload_activations = True: .* on CPUs"),
+        (
+            "saved_activations",
+            "float8",
+            GPUS._replace(float8=False),
+            "saved_activations = 'float8'",
+        ),
+    ],
+)
+def test_value_that_cannot_be_is_refused(
+    field: str, value: Value, where: Circumstances, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        ROWS[field].settled(value, setup(), where)
+
+
+def test_option_that_another_forbids_names_both_settings() -> None:
+    trained = setup(trains_embedding=True)
+    with pytest.raises(UserError, match=r"offload_embedding = True: lora\.modules_to_save"):
+        ROWS["offload_embedding"].settled(True, trained, GPUS)
+    graphs = setup(cuda_graphs=True)
+    for change, setting in (
+        ({"offload_layers": 3}, "hardware.offload_layers = 3"),
+        ({"nodes": 2}, "hardware.nodes = 2"),
+        ({"dora": True}, "lora.use_dora = True"),
+        ({"trains_head": True}, "lora.modules_to_save = ['lm_head']"),
+        ({"attention": "eager"}, "model.attention = eager"),
+    ):
+        assert str(replace(graphs, **change).graph_obstacle).startswith(setting)
+
+
+@pytest.mark.parametrize("field", ["cuda_graphs", "fused_loss"])
+def test_option_that_is_on_by_default_is_left_out_on_cpus(field: str) -> None:
+    assert ROWS[field].settled(True, setup(), CPUS) is False
+    assert ROWS[field].settled(True, setup(), GPUS) is True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "levels"), [(True, ()), (False, ()), (3, ()), ("auto", [*LEVELS])]
+)
+def test_recomputation_that_is_set_is_not_searched(wanted: Value, levels: list[bool | int]) -> None:
+    assert ROWS["activation_checkpointing"].open_values(wanted, GPUS) == levels
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "shares"),
+    [(1, []), (2, []), (3, [0.625]), (4, [0.625, 0.75]), (6, [0.625, 0.75])],
+)
+def test_auto_tries_no_share_that_takes_the_layers_of_a_simpler_level(
+    num_layers: int, shares: list[float]
+) -> None:
+    where = GPUS._replace(num_layers=num_layers)
+    levels = ROWS["activation_checkpointing"].open_values("auto", where)
+    assert [level for level in levels if isinstance(level, float)] == shares
+    assert [level for level in levels if not isinstance(level, float)] == [False, 8, 4, 3, 2, True]
+
+
+def test_plan_is_said_in_words() -> None:
+    plan = setup(activation_checkpointing=0.625, offload_activations=4, offload_layers=3)
+    assert in_words(plan) == {
+        "recomputation": "5 of 8 layers",
+        "gathered weights": "freed",
+        "on the host": "activations of 4 layers, 3 layers",
+    }

@@ -1,0 +1,121 @@
+"""What a step is made of, whatever saves its memory: processes, rows, dtypes, adapters."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Strict
+
+from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, VARLEN
+
+AttentionKind = Literal["flash", "flex", "sdpa", "eager"]
+Names = Annotated[tuple[str, ...], Strict(False)]  # JSON has lists
+NEXT_TOKEN = "next_token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasePlan:
+    """The part of a plan that follows from settings, model and machine."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    device: str = "cuda"
+    """`cuda` or `cpu`."""
+    processes: int
+    """Of all nodes together, one for each GPU."""
+    nodes: int = 1
+    """Machines that share the processes equally."""
+    replicas: int = 1
+    """Copies of the model, each sharded over its own part of the processes."""
+    micro_batch_size: int
+    """Rows of a process and forward pass."""
+    accumulation_steps: int = 1
+    """Micro-batches of a process and optimizer step."""
+    seq_len: int
+    """Tokens of a row."""
+    compute_dtype: str = "bfloat16"
+    """Of activations: `bfloat16`, `float16` or `float32`."""
+    attention: str = VARLEN
+    """Implementation of attention, by the name that Transformers knows it by."""
+    attention_dropout: bool = False
+    """Attention weights are dropped, by the share of the model's family."""
+    products: str = COMPUTE_DTYPE
+    """What training steps multiply frozen weights in: `compute_dtype`, `float8` or `int8`."""
+    products_in: str = "both"
+    """The passes that do so: `forward`, `backward` or `both`."""
+    objective: str = NEXT_TOKEN
+    """What the loss is made of."""
+    optimizer: str = "adamw"
+    """`train.optimizer`."""
+    rank: int
+    """Of the adapters, where `ranks` says nothing else."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
+    targets: Names
+    """Names of the linears that have an adapter."""
+    dora: bool = False
+    """Adapters are DoRA's."""
+    dropout: float = 0.0
+    """Share of the adapters' inputs that is dropped."""
+    trains_head: bool = False
+    """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
+    trains_embedding: bool = False
+    """The same of the embedding, which is then on the device."""
+    routers: Names = ()
+    """Paths within a layer of the routers that are trained whole, in fp32."""
+    balances_routers: bool = False
+    """The routers' load-balancing loss is part of the loss."""
+    block_size: int = 64
+    """Weights of an NF4 block."""
+    double_quant: bool = True
+    """Scales of NF4 blocks are quantized too."""
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of a micro-batch."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.accumulation_steps > 1
+
+    @property
+    def compute_bytes(self) -> int:
+        """c: bytes of the compute dtype."""
+        return 4 if self.compute_dtype == "float32" else 2
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """How the attention uses memory."""
+        if self.attention == VARLEN or self.attention.startswith("flash"):
+            return "flash"
+        if self.attention == FLEX:
+            return "flex"
+        return "eager" if self.attention == "eager" else "sdpa"
+
+    def rank_of(self, target: str) -> int:
+        """Rank of the adapters of the linears of this name."""
+        return self.ranks.get(target, self.rank)
+
+    @functools.cached_property
+    def adapters(self) -> tuple[tuple[str, int], ...]:
+        """Targets with their ranks."""
+        return tuple((target, self.rank_of(target)) for target in self.targets)
+
+    @property
+    def trained_tables(self) -> int:
+        """How many of embedding and head are trained whole."""
+        return self.trains_head + self.trains_embedding
+
+    @property
+    def shards(self) -> int:
+        """P: processes that share one copy of the model."""
+        return self.processes // self.replicas
+
+    @property
+    def slices(self) -> int:
+        """G: neighbouring processes that share embedding and head."""
+        return vocabulary_slices(self.shards)

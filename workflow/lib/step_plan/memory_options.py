@@ -1,0 +1,339 @@
+"""The options that trade memory for time: what a plan says of each, and the table of them.
+
+All that asks about options in general reads the table: settings to a plan, the search, remedies, a
+plan's words. A new option is a setting, a field and a row here, and its code in the engine.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from workflow.lib.model.architecture.layer_choice import (
+    Recomputation,
+    recomputed_layers,
+    recomputed_share,
+)
+from workflow.lib.step_plan.base_plan import BasePlan
+from workflow.lib.system.compute_choice import (
+    COMPUTE_DTYPE,
+    ProductsHardware,
+    saved_activations_lack,
+)
+from workflow.lib.system.errors import setting_error
+
+Value = bool | int | float | str
+# `auto`: none, every 8th to every 2nd layer, more than half, all. Finer steps differ by less than
+# what the prediction is off.
+LEVELS: tuple[Recomputation, ...] = (False, 8, 4, 3, 2, 0.625, 0.75, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(BasePlan):
+    """The options of a plan."""
+
+    activation_checkpointing: Recomputation = True
+    """Recomputation in backward: of all layers, of none, of every k-th, or of a share of them."""
+    reshard_after_forward: bool = True
+    """Gathered weights are freed after forward, and gathered again for backward."""
+    offload_embedding: bool = False
+    """Embedding rows are looked up in host memory; a table that is the head's too is on the device
+    nevertheless."""
+    offload_activations: bool | int = False
+    """Activations are offloaded to host memory until backward: all, or those of so many layers."""
+    offload_window_bytes: int | None = None
+    """Offloaded activations that are on the device at a time; null where none are offloaded."""
+    offload_layers: int = 0
+    """Decoder layers whose packed weights are offloaded to host memory."""
+    saved_activations: str = COMPUTE_DTYPE
+    """Type of activations until backward: `compute_dtype` or `float8`."""
+    cuda_graphs: bool = False
+    """Forward and backward of a micro-batch are a CUDA graph, where nothing forbids it."""
+    fused_layers: bool = False
+    """Fused norms and feed-forwards, where the family has such."""
+    fused_loss: bool = False
+    """Kernels compute the loss from 16-bit logits, and put the gradient in their place."""
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """What keeps micro-batches from being CUDA graphs, in words; None: nothing is known."""
+        whole = [*["lm_head"] * self.trains_head, *["embed_tokens"] * self.trains_embedding]
+        obstacles = {
+            f"hardware.nodes = {self.nodes}: machines exchange data within a micro-batch": (
+                self.nodes > 1
+            ),
+            f"hardware.offload_layers = {self.offload_layers}: weights come from host memory": (
+                self.offload_layers > 0
+            ),
+            f"lora.modules_to_save = {whole}: modules are trained whole": bool(whole),
+            "lora.use_dora = True: DoRA's row norms are made once a step": self.dora,
+            f"model.attention = {self.attention}: its kernels are not of a fixed layout": (
+                self.attention_kind not in ("flash", "flex")
+            ),
+        }
+        return next((words for words, there in obstacles.items() if there), None)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether micro-batches are CUDA graphs."""
+        return self.cuda_graphs and self.graph_obstacle is None
+
+
+class Circumstances(NamedTuple):
+    """What options ask of a machine and a model."""
+
+    cuda: bool
+    float8: bool
+    processes: int
+    num_layers: int
+    tied_embeddings: bool
+    embedding: str
+    """Path of the embedding."""
+
+
+class Obstacle(NamedTuple):
+    """Why an option cannot be, naming what forbids it, and what to change."""
+
+    reason: str
+    change: str
+
+
+def _nothing(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
+    return None
+
+
+@dataclass(frozen=True)
+class MemoryOption:
+    """A row: what is known of an option besides the engine's code."""
+
+    field: str
+    """Of `MemoryOptions`."""
+    setting: str
+    off: Value
+    """Without the option."""
+    most: Value | None = None
+    """What saves most memory, which a remedy names; None: it is no remedy."""
+    automatic: Callable[[BasePlan, Circumstances], Value] | None = None
+    """What `auto` means before the search; None: `off`."""
+    tried: Callable[[Circumstances], Sequence[Value]] | None = None
+    """What the search tries for `auto`; None: nothing else."""
+    fewest: bool = False
+    """Counts layers, of which the search takes as few as let a plan fit."""
+    obstacle: Callable[[BasePlan, Value, Circumstances], Obstacle | None] = _nothing
+    left_out: bool = False
+    """On by default: where there is an obstacle it is left out, and others are refused."""
+    rounds: bool = False
+    """The result differs by rounding."""
+    on_host: bool = False
+    """Takes page-locked host memory."""
+    frees_gathered: bool = False
+    """Without it, gathered weights stay on the GPUs."""
+    needless: Callable[[Any], bool] = lambda plan: False
+    """Whether a plan does the same as another one that the search tries."""
+    title: str = ""
+    """Of `words`; of several rows the words stand together. Empty: a plan's words leave it out."""
+    words: Callable[[Any], str] = str
+    """How a value is said; empty: not at all."""
+
+    @property
+    def searched(self) -> bool:
+        """Whether preflight may decide it."""
+        return self.tried is not None or self.fewest
+
+    def of(self, plan: BasePlan) -> Any:
+        """Return a plan's value."""
+        return getattr(plan, self.field)
+
+    def settled(self, wanted: Value, plan: BasePlan, where: Circumstances) -> Value:
+        """Return what a setting means for a plan before the search; raises `UserError` for what
+        cannot be.
+        """
+        if wanted == "auto":
+            return self.off if self.automatic is None else self.automatic(plan, where)
+        found = None if wanted == self.off else self.obstacle(plan, wanted, where)
+        if found is None:
+            return wanted
+        if self.left_out:
+            return self.off
+        raise setting_error(self.setting, wanted, *found)
+
+    def open_values(self, wanted: Value, where: Circumstances) -> Sequence[Value]:
+        """Return what the search tries; empty where it has no choice."""
+        return self.tried(where) if wanted == "auto" and self.tried is not None else ()
+
+
+def _levels(where: Circumstances) -> Sequence[Recomputation]:
+    """All levels but shares that take the layers of a simpler one."""
+    layers = {level: recomputed_layers(level, where.num_layers) for level in LEVELS}
+    simple = [taken for level, taken in layers.items() if not isinstance(level, float)]
+    return [x for x, taken in layers.items() if not isinstance(x, float) or taken not in simple]
+
+
+def _level_in_words(level: Recomputation) -> str:
+    share = recomputed_share(level)
+    if share in (0, 1):
+        return "every layer" if share else "none"
+    return f"{share.numerator} of {share.denominator} layers"
+
+
+def _of_layers(what: str, *, off: str, whole: str = "") -> Callable[..., Obstacle | None]:
+    """The obstacles of an option that offloads `what` of some layers; whole: also to be set."""
+
+    def obstacle(plan: BasePlan, value: int, where: Circumstances) -> Obstacle | None:
+        if not where.cuda:
+            return Obstacle(
+                f"this run is on CPUs, whose {what} are in host memory anyway",
+                f"Set it to auto or {off}, or use GPUs (hardware.gpus)",
+            )
+        if value > where.num_layers:
+            return Obstacle(
+                f"the model has {where.num_layers} decoder layers",
+                f"Set it to that number or below,{whole} or to auto",
+            )
+        return None
+
+    return obstacle
+
+
+def _embedding_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
+    if plan.trains_embedding:
+        return Obstacle(
+            "lora.modules_to_save trains the embedding, whose table is then on the devices",
+            f"Set it to auto or false, or take {where.embedding.rpartition('.')[2]} out of "
+            "lora.modules_to_save",
+        )
+    if not where.cuda:
+        return Obstacle(
+            "without a GPU there is no other memory than the host's", "Set it to auto or false"
+        )
+    if where.processes == 1 and where.tied_embeddings:
+        return Obstacle(
+            "this model's embedding is its output head too, which one GPU needs whole",
+            "Set it to auto or false, or use more GPUs",
+        )
+    return None
+
+
+def _float8_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
+    lack = saved_activations_lack(str(value), ProductsHardware(where.cuda, True, where.float8))
+    return lack and Obstacle(lack, f"Set it to {COMPUTE_DTYPE}")
+
+
+def _needs_gpu(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
+    return None if where.cuda else Obstacle("this run is on CPUs", "Set it to false")
+
+
+def _needs_16_bits(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
+    if plan.compute_dtype == "float32":
+        return Obstacle("model.compute_dtype is float32", "Set it to false")
+    return _needs_gpu(plan, value, where)
+
+
+# In this order remedies are named: those that leave the result as it is, from the nearest on, then
+# those that round.
+TABLE = (
+    MemoryOption(
+        "activation_checkpointing",
+        "train.activation_checkpointing",
+        off=False,
+        most=True,
+        automatic=lambda plan, where: True,
+        tried=_levels,
+        title="recomputation",
+        words=_level_in_words,
+    ),
+    MemoryOption(
+        "reshard_after_forward",
+        "hardware.reshard_after_forward",
+        off=False,
+        most=True,
+        automatic=lambda plan, where: True,
+        tried=lambda where: (True, False) if where.cuda and where.processes > 1 else (),
+        frees_gathered=True,
+        title="gathered weights",
+        words=lambda freed: "freed" if freed else "kept",
+    ),
+    MemoryOption(
+        "offload_embedding",
+        "hardware.offload_embedding",
+        off=False,
+        most=True,
+        automatic=lambda plan, where: (
+            where.cuda and where.processes > 1 and not plan.trains_embedding
+        ),
+        obstacle=_embedding_obstacle,
+    ),
+    MemoryOption(
+        "offload_activations",
+        "hardware.offload_activations",
+        off=False,
+        most=True,
+        tried=lambda where: (False, max(1, where.num_layers // 2), True) if where.cuda else (),
+        obstacle=_of_layers("activations", off="false", whole=" to true,"),
+        on_host=True,
+        title="on the host",
+        # of recomputed layers the inputs are offloaded, all or none
+        needless=lambda plan: (
+            type(plan.offload_activations) is int and plan.activation_checkpointing == 1
+        ),
+        words=lambda value: (
+            "activations" + ("" if value is True else f" of {value} layers") if value else ""
+        ),
+    ),
+    MemoryOption(
+        "offload_layers",
+        "hardware.offload_layers",
+        off=0,
+        fewest=True,
+        obstacle=_of_layers("weights", off="0"),
+        on_host=True,
+        title="on the host",
+        words=lambda count: f"{count} layers" if count else "",
+    ),
+    MemoryOption(
+        "saved_activations",
+        "train.saved_activations",
+        off=COMPUTE_DTYPE,
+        obstacle=_float8_obstacle,
+        rounds=True,
+    ),
+    MemoryOption(
+        "cuda_graphs",
+        "hardware.cuda_graphs",
+        off=False,
+        obstacle=_needs_gpu,
+        left_out=True,
+        rounds=True,
+    ),
+    MemoryOption("fused_layers", "train.fused_layers", off=False, most=True, rounds=True),
+    MemoryOption(
+        "fused_loss",
+        "train.fused_loss",
+        off=False,
+        most=True,
+        obstacle=_needs_16_bits,
+        left_out=True,
+        rounds=True,
+    ),
+)
+
+
+def takes_host_memory(plan: BasePlan) -> bool:
+    """Whether a plan keeps something in page-locked host memory."""
+    return any(option.on_host and option.of(plan) for option in TABLE)
+
+
+def demands(plan: BasePlan) -> tuple[bool, bool]:
+    """Return what a plan asks of the machine besides GPU memory: page-locked host memory, and room
+    for all gathered weights.
+    """
+    keeps = any(option.frees_gathered and not option.of(plan) for option in TABLE)
+    return takes_host_memory(plan), keeps
+
+
+def in_words(plan: BasePlan) -> Mapping[str, str]:
+    """Return what a plan has chosen besides the micro-batch, by title."""
+    said: dict[str, list[str]] = {}
+    for option in TABLE:
+        if option.title:
+            said.setdefault(option.title, []).append(option.words(option.of(plan)))
+    return {title: ", ".join(filter(None, words)) or "nothing" for title, words in said.items()}
