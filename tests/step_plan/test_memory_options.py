@@ -1,4 +1,4 @@
-"""The table of memory options: its rows fit the settings and the plan, and say what forbids them."""
+"""The table of memory options: its rows fit settings and plan, and say what forbids them."""
 
 from dataclasses import fields, replace
 
