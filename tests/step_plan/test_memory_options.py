@@ -21,6 +21,7 @@ GPUS = Circumstances(
     cuda=True, float8=True, processes=2, num_layers=32, tied_embeddings=False, embedding="m.embed"
 )
 CPUS = GPUS._replace(cuda=False, float8=False)
+ONE = GPUS._replace(processes=1)
 ROWS = {option.field: option for option in TABLE}
 
 
@@ -43,6 +44,8 @@ def test_every_option_of_a_plan_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "where", "message"),
     [
+        ("offload_embedding", True, CPUS, "without a GPU there is no other memory than the host's"),
+        ("offload_embedding", True, ONE._replace(tied_embeddings=True), "is its output head too"),
         ("offload_layers", 33, GPUS, "hardware.offload_layers = 33: the model has 32"),
         ("offload_activations", True, CPUS, "hardware.offload_activations = True: .* on CPUs"),
         (
@@ -58,6 +61,17 @@ def test_value_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         ROWS[field].settled(value, setup(), where)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "where", "offloaded"),
+    [("auto", GPUS, True), ("auto", ONE, False), ("auto", CPUS, False), (True, ONE, True)],
+    ids=["several GPUs", "one GPU", "CPUs", "asked for"],
+)
+def test_embedding_is_on_the_host_where_it_spares_a_gpu(
+    wanted: Value, where: Circumstances, offloaded: bool
+) -> None:
+    assert ROWS["offload_embedding"].settled(wanted, setup(), where) is offloaded
 
 
 def test_option_that_another_forbids_names_both_settings() -> None:

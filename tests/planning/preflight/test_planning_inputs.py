@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.families import FAMILIES
 from tests.support.other_decoders import MIXTURES, config_of
-from tests.support.preflight_examples import GPU_24, cpu_machine, machine, setup
+from tests.support.preflight_examples import GPU_24, machine, setup
 from workflow.lib.model.architecture.attention_needs import attention_needs as config_needs
 from workflow.lib.model.architecture.shipped_shapes import (
     known_config,
@@ -29,7 +29,6 @@ from workflow.lib.planning.preflight.planning_inputs import (
     compute_dtype,
     divisors,
     micro_batch_sizes,
-    offloads_embedding,
     plan_from_settings,
     rows_per_process,
     shard_size,
@@ -166,39 +165,6 @@ def test_attention_has_its_reason() -> None:
     )
     asked = run_config(model={"attention": "eager"}).model
     assert training_attention(asked, on, AttentionNeeds()).reason == "model.attention asks for it"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "where", "offloaded"),
-    [
-        ("auto", machine(), True),
-        ("auto", machine(processes=1), False),
-        ("auto", cpu_machine(), False),
-        (True, machine(processes=1), True),
-        (False, machine(), False),
-    ],
-    ids=["several GPUs", "one GPU", "CPU", "asked for", "asked not to"],
-)
-def test_embedding_is_on_the_host_where_it_spares_a_gpu(
-    wanted: bool | str, where: Machine, offloaded: bool
-) -> None:
-    assert offloads_embedding(wanted, llama_8b, where, trained=False) is offloaded
-
-
-@pytest.mark.parametrize(
-    ("where", "tied", "why"),
-    [
-        (cpu_machine(), False, "without a GPU there is no other memory than the host's"),
-        (machine(processes=1), True, "this model's embedding is its output head too"),
-    ],
-    ids=["CPU", "tied on one GPU"],
-)
-def test_embedding_on_the_host_that_saves_nothing_is_refused(
-    where: Machine, tied: bool, why: str
-) -> None:
-    shape = replace(llama_8b, tied_embeddings=tied)
-    with pytest.raises(UserError, match=f"hardware.offload_embedding = True: {why}"):
-        offloads_embedding(True, shape, where, trained=False)
 
 
 def test_host_holds_the_embedding_once_and_the_rows_of_each_process() -> None:
