@@ -5,7 +5,7 @@ A file that lacks a field or has another one is of another version and refused: 
 does not know of would be left out without a word.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -73,7 +73,7 @@ class TriedPlan(PreflightRecord):
 
     def plan(self, followed: StepPlan) -> StepPlan:
         """Return this plan; followed: the run's."""
-        return replace(followed, **self.choice)
+        return followed.changed(self.choice)
 
 
 class Forecast(PreflightRecord):

@@ -215,7 +215,7 @@ def _embedding_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> O
 
 def _float8_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
     lack = saved_activations_lack(str(value), ProductsHardware(where.cuda, True, where.float8))
-    return lack and Obstacle(lack, f"Set it to {COMPUTE_DTYPE}")
+    return Obstacle(lack, f"Set it to {COMPUTE_DTYPE}") if lack else None
 
 
 def _needs_gpu(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:

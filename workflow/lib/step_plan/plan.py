@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from pydantic import TypeAdapter
@@ -24,6 +24,10 @@ class StepPlan(MemoryOptions):
     def of(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan of a JSON document, which may lack what has a default."""
         return TypeAdapter(cls).validate_python(dict(document), strict=False)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return the plan with other values of some fields, by name."""
+        return replace(self, **values)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -91,10 +91,10 @@ class Choices:
     def plans(self, plan: StepPlan, *, rows: int) -> Iterator[StepPlan]:
         """Yield all combinations for `rows` rows per process and step."""
         needless = [option.needless for option in TABLE if option.field in self.values]
-        for size, *values in product(self.sizes, *self.values.values()):
+        for size, values in product(self.sizes, product(*self.values.values())):
             options = dict(zip(self.values, values, strict=True))
             counts = {"micro_batch_size": size, "accumulation_steps": rows // size}
-            tried = replace(plan, **(counts | options))
+            tried = plan.changed(counts | options)
             if not any(does_the_same(tried) for does_the_same in needless):
                 yield tried
 
@@ -142,7 +142,7 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
         options.append(_candidate(question, tried, unasked=unasked))
         for option in choices.fewest:
             if options[-1].lacking_bytes > 0:
-                fewest = replace(tried, **{option.field: _fewest_layers(question, tried, option)})
+                fewest = tried.changed({option.field: _fewest_layers(question, tried, option)})
                 options.append(_candidate(question, fewest, unasked=True))
     if question.machine.imagined_host is None or any(option.fits for option in options):
         return options
@@ -157,7 +157,7 @@ def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> 
     """
 
     def holds(count: int) -> bool:
-        return question.holds(replace(plan, **{option.field: count}))
+        return question.holds(plan.changed({option.field: count}))
 
     most = question.shape.num_layers - 1
     if not holds(most):

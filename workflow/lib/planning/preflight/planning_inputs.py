@@ -5,7 +5,6 @@ Nothing here reads a file or asks the machine: the caller passes `Machine`.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from workflow.lib.model.architecture.adapter_targets import (
     WholeModules,
@@ -232,7 +231,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
     )
     where = circumstances(shape, machine)
     options = {x.field: x.settled(wanted(run, x), plan, where) for x in TABLE}
-    return replace(plan, **options)
+    return plan.changed(options)
 
 
 def wanted(run: RunConfig, option: MemoryOption) -> Value:

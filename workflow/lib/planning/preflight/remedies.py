@@ -130,7 +130,7 @@ def _of_option(option: MemoryOption, plan: StepPlan, where: Circumstances) -> li
     elif option.most is not None and option.of(plan) != option.most:
         values = [option.most]
     return [
-        (f"{option.setting} = {json.dumps(value)}", replace(plan, **{option.field: value}))
+        (f"{option.setting} = {json.dumps(value)}", plan.changed({option.field: value}))
         for value in values
         if option.obstacle(plan, value, where) is None
     ]
