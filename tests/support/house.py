@@ -1,0 +1,79 @@
+"""Figures of the library's structure, which `workflow/docs/architecture.md` bounds.
+
+`python -m tests.support.house` shows them, and which modules know each memory option.
+"""
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from workflow.lib.step_plan.memory_options import TABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = ROOT / "workflow" / "lib"
+PAGE = ROOT / "workflow" / "docs" / "architecture.md"
+
+
+@cache
+def modules() -> dict[str, str]:
+    """Return the text of each module of the library, by its name after `workflow.lib.`."""
+    files = sorted(LIBRARY.rglob("*.py"))
+    return {_name(file): file.read_text(encoding="utf-8") for file in files}
+
+
+def _name(file: Path) -> str:
+    return ".".join(file.relative_to(LIBRARY).with_suffix("").parts).removesuffix(".__init__")
+
+
+def knowing(option: str) -> list[str]:
+    """Return the modules that name a memory option."""
+    word = re.compile(rf"\b{option}\b")
+    return [name for name, text in modules().items() if word.search(text)]
+
+
+def importers() -> Counter[str]:
+    """Return how many modules and scripts import each module of the library."""
+    found = Counter[str]()
+    for file in sorted((ROOT / "workflow").rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found.update({name for node in ast.walk(tree) for name in _imported(node)})
+    return found
+
+
+def _imported(node: ast.AST) -> set[str]:
+    if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("workflow.lib."):
+        return set()
+    module = str(node.module).removeprefix("workflow.lib.")
+    inner = {f"{module}.{alias.name}" for alias in node.names} & modules().keys()
+    return inner or {module}
+
+
+def figures() -> dict[str, int]:
+    """Return the figures by their names in the page."""
+    counts = importers()
+    lines = {name: text.count("\n") for name, text in modules().items()}
+    packages = Counter[str]()
+    for name, count in lines.items():
+        packages[name.partition(".")[0]] += count
+    whole = sum(lines.values())
+    return {
+        "modules that know a memory option": max(len(knowing(x.field)) for x in TABLE),
+        "modules with exactly one importer": sum(counts[name] == 1 for name in modules()),
+        "share of the largest package, percent": round(100 * max(packages.values()) / whole),
+        "lines of the library": whole,
+    }
+
+
+def bounds() -> dict[str, int]:
+    """Return what the page allows."""
+    rows = re.findall(r"^\| ([a-z ,]+) \| at most ([\d,]+) \|", PAGE.read_text("utf-8"), re.M)
+    return {name: int(bound.replace(",", "")) for name, bound in rows}
+
+
+if __name__ == "__main__":
+    for figure, value in figures().items():
+        print(f"{figure}: {value:,}")
+    for option in TABLE:
+        print(f"{option.field}: {', '.join(knowing(option.field))}")
