@@ -261,8 +261,6 @@ def _trained_routers(shape: ModelShape, trained: set[str]) -> tuple[str, ...]:
     return tuple(sorted(x for x in inside if any(path.endswith(f".{x}") for path in trained)))
 
 
-
-
 def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
     """Return the largest rank of any layer by the linear's name: memory is predicted as if all
     layers had that.
