@@ -4,7 +4,6 @@ serves what was trained.
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from workflow.lib.evaluation.gguf_checks import (
     Reference,
     check_prompts,
     compared,
-    writes_prompts,
 )
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
@@ -160,31 +158,6 @@ def write_gguf(folder: Path, forms: list[str], *, llama_cpp: Path) -> None:
     )
 
 
-def test_modelfile_s_texts_have_to_write_the_ids_of_every_conversation() -> None:
-    class Letters:
-        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-            return {"input_ids": [ord(letter) for letter in text]}
-
-        def apply_chat_template(
-            self, messages: list[dict[str, str]], **_: object
-        ) -> dict[str, list[int]]:
-            return self(trimmed(messages), add_special_tokens=False)
-
-    def trimmed(messages: Sequence[dict[str, str]]) -> str:
-        return "".join(message["content"].strip() for message in messages)
-
-    def as_they_are(messages: Sequence[dict[str, str]]) -> str:
-        return "".join(message["content"] for message in messages)
-
-    def probe(content: str) -> Probe:
-        return Probe(messages=[{"role": "user", "content": content}], ids=[])
-
-    tokenizer: Any = Letters()
-    assert writes_prompts(as_they_are, tokenizer, [probe("a")])
-    assert writes_prompts(trimmed, tokenizer, [probe("a"), probe(" b")])
-    assert not writes_prompts(as_they_are, tokenizer, [probe("a"), probe(" b")])
-
-
 @pytest.fixture(scope="module")
 def served(shared_folder: Path) -> Path:
     """The stage's folder of both forms; skipped where the package index cannot be reached.
@@ -224,13 +197,3 @@ def check_served(folder: Path, form: str) -> None:
     assert exact.equal_answers == exact.answers == 3
     assert exact.prompts >= 2
     assert found["q4_k_m"].bytes < exact.bytes / 3
-
-
-def test_modelfiles_name_the_first_format_and_the_adapter(served: Path) -> None:
-    assert (served / "Modelfile").read_text().startswith("FROM ./demo-f32.gguf\nTEMPLATE")
-    assert (
-        (served / "Modelfile-adapter")
-        .read_text()
-        .startswith("FROM ./demo-base-f32.gguf\nADAPTER ./demo-adapter.gguf\nTEMPLATE")
-    )
-    assert not list(served.glob(".source-*"))

@@ -396,7 +396,6 @@ def add_gguf(folder: Path) -> None:
     base = merged | adapter | {"form": "adapter", "file": "demo-base-q4_k_m.gguf"}
     document = {
         "files": [merged, base],
-        "modelfile": True,
         "provenance": provenance("convert_gguf"),
     }
     write_checked_json(folder / "convert_gguf" / "gguf.json", document)

@@ -3,8 +3,8 @@
 The merged model, or the adapter beside its base (`export.gguf_of`), in each format of
 `export.gguf`: made by llama.cpp's own converters (`--llama-cpp`) and quantizer, loaded by
 llama.cpp, and held against the same model in Transformers: token ids of prompts, loss on held-out
-documents within a bound, greedy answers. Writes the folder `--output`: the files, a `Modelfile` for
-Ollama of each form, `gguf.json` and `SHA256SUMS`. If a check fails, nothing is exported.
+documents within a bound, greedy answers. Writes the folder `--output`: the files, `gguf.json` and
+`SHA256SUMS`. If a check fails, nothing is exported.
 """
 
 import argparse
@@ -32,12 +32,9 @@ from workflow.lib.evaluation.gguf_checks import (
     check_prompts,
     compared,
     reference,
-    writes_prompts,
 )
 from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
-from workflow.lib.export.adapter_files import GENERATION_CONFIG
 from workflow.lib.export.gguf_files import GgufSource, write_adapter, write_models
-from workflow.lib.export.ollama_file import Message, TurnTexts, modelfile, turn_texts
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.settings.config import ExportConfig
@@ -45,10 +42,8 @@ from workflow.lib.settings.evaluate import GgufForm, GgufFormat
 from workflow.lib.system.checksums import downloaded_files, listed_files
 from workflow.lib.system.files import (
     put_in_place,
-    read_json,
     write_checked_json,
     write_checksums,
-    write_text,
 )
 from workflow.scripts.command import run, stage_parser
 
@@ -95,8 +90,7 @@ def main(args: argparse.Namespace) -> None:
                 served.adapter, served.source, served.adapter_file, llama_cpp=args.llama_cpp
             )
         files += checked(served, probes, tokens=args.tokens)
-        texts = write_modelfile(served, probes)
-    checks = GgufChecks(files=files, modelfile=texts is not None, provenance=Provenance.now())
+    checks = GgufChecks(files=files, provenance=Provenance.now())
     write_checked_json(partial / "gguf.json", checks.as_json())
     write_checksums(partial)
     put_in_place(partial, args.output)
@@ -147,42 +141,6 @@ def in_transformers(served: Served, tokens: Path) -> tuple[Reference, int]:
     del model
     gc.collect()  # llama.cpp loads the same weights next
     return found, vocab_size
-
-
-def ollama_texts(folder: Path, probes: Sequence[Probe]) -> TurnTexts | None:
-    """Return the fixed texts of the trained template, if it is of the kind that Ollama can have:
-    they write conversations in the same token ids.
-    """
-    tokenizer = load_tokenizer(folder)
-
-    def render(messages: Sequence[Message], asking: bool) -> str:
-        conversation = [dict(message) for message in messages]
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=asking, tokenize=False
-            )
-        )
-
-    texts = turn_texts(render) if tokenizer.chat_template else None
-    if texts is None or not writes_prompts(texts.rendered, tokenizer, probes):
-        return None
-    return texts
-
-
-def write_modelfile(served: Served, probes: Sequence[Probe]) -> TurnTexts | None:
-    """Write the `Modelfile` of a form's first file; return its template's texts."""
-    trained_with = served.source.tokenizer
-    generation = read_json(trained_with / GENERATION_CONFIG)
-    tokenizer = load_tokenizer(trained_with)
-    ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in generation["eos_token_id"]]
-    first, adapter = next(iter(served.files.values())), served.adapter_file
-    names = [path.name for path in (first, adapter) if path is not None]
-    texts = ollama_texts(trained_with, probes)
-    name = "Modelfile" if adapter is None else "Modelfile-adapter"
-    write_text(first.with_name(name), modelfile(names, texts, ends=ends, generation=generation))
-    if texts is None:
-        logger.warning("%s: the chat template could not be written in Ollama's language", name)
-    return texts
 
 
 def tell(file: GgufFile) -> None:

@@ -41,7 +41,5 @@ class GgufChecks(Record):
 
     files: list[GgufFile]
     """Each form in each format."""
-    modelfile: bool
-    """Whether the chat template could be written for Ollama."""
     provenance: Provenance
     """What made the file."""

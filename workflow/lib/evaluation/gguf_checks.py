@@ -2,7 +2,7 @@
 the loss on held-out documents.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,22 +113,6 @@ def check_prompts(
             )
         checked += 1
     return checked
-
-
-def writes_prompts(
-    render: Callable[[Sequence[dict[str, Any]]], str],
-    tokenizer: PreTrainedTokenizerBase,
-    probes: Sequence[Probe],
-) -> bool:
-    """Tell whether another writer of conversations that ask for an answer (Ollama's template) gives
-    all that `check_prompts` checks the same token ids.
-    """
-    asked = [_asking(probe.messages) for probe in probes if probe.messages and _is_plain(probe)]
-    return all(
-        tokenizer(render(messages), add_special_tokens=False)["input_ids"]
-        == _prompt_ids(tokenizer, messages)
-        for messages in asked
-    )
 
 
 def _is_plain(probe: Probe) -> bool:

@@ -23,7 +23,7 @@ def gguf_section(checks: GgufChecks) -> str:
 
 
 def _firsts(checks: GgufChecks) -> list[GgufFile]:
-    """Return the first file of each form, which its `Modelfile` names too."""
+    """Return the first file of each form."""
     firsts: dict[str, GgufFile] = {}
     for file in checks.files:
         firsts.setdefault(file.form, file)
