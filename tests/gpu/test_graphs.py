@@ -16,7 +16,7 @@ from tests.support.gathering import full
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import PLANNED, make_plan
 from tests.support.stock_training import ROWS, SEQ_LEN, settings
-from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay
+from workflow.lib.training.micro_batch_graphs import Capture, CudaCapture, Replay
 
 pytestmark = pytest.mark.gpu
 

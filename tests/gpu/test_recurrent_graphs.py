@@ -21,8 +21,13 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay
-from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
+from workflow.lib.training.micro_batch_graphs import (
+    Capture,
+    CudaCapture,
+    MicroBatchGraphs,
+    Replay,
+    forward_backward,
+)
 
 pytestmark = pytest.mark.gpu
 Run = Callable[[MicroBatch, torch.Tensor], torch.Tensor]

@@ -20,9 +20,8 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.cuda_capture import Replay
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
-from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, Replay, forward_backward
 
 SLOPE = torch.tensor(0.25)
 

@@ -31,7 +31,7 @@ GRADIENT = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 class InTurn(Trainer):
     """Begins a step when the one before it is done."""
 
-    def _begun_ahead(self, *unused: Any) -> None:
+    def _prefetch(self, *unused: Any) -> None:
         return None
 
 

@@ -137,7 +137,7 @@ def on_this_device(plan: StepPlan, base: Path, config: RunConfig, world: World) 
 
 
 @dataclass(frozen=True)
-class Course:
+class RunState:
     """A run under way: what takes its steps, measures them and records them."""
 
     trainer: Trainer
@@ -159,35 +159,35 @@ def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Jou
 
     A signal saves one more checkpoint and stops.
     """
-    course = continued(args.checkpoints, run, pulse)
-    first_step, num_steps, journal = course.first_step, course.num_steps, course.journal
+    state = resume_run(args.checkpoints, run, pulse)
+    first_step, num_steps, journal = state.first_step, state.num_steps, state.journal
     training = run.model.training
     bar = progress_bar(args.run, done=first_step, num_steps=num_steps, world=run.world)
     pulse.step(first_step + 1)
     with (
         StopRequest() as stop,
-        course.writer.finishing(),
+        state.writer.finishing(),
         bar,
         shown(args, run.config, journal, run.world) as show,
     ):
-        for metrics in course.trainer.steps(
+        for metrics in state.trainer.steps(
             first_step=first_step, num_steps=num_steps, elapsed_s=journal.elapsed_s
         ):
-            metrics = with_heldout_loss(metrics, course)
+            metrics = with_heldout_loss(metrics, state)
             if journal.add(metrics):
                 show(metrics.as_dict())
-            if course.best is not None and metrics.heldout_loss is not None:
-                course.best.offer(training, loss=metrics.heldout_loss, step=metrics.step)
+            if state.best is not None and metrics.heldout_loss is not None:
+                state.best.offer(training, loss=metrics.heldout_loss, step=metrics.step)
             bar.update()
             bar.set_postfix_str(journal.line(metrics), refresh=False)
-            save_or_stop(course, step=metrics.step, asked=stop.asked, tokens=args.tokens)
+            save_or_stop(state, step=metrics.step, asked=stop.asked, tokens=args.tokens)
             pulse.step(metrics.step + 1)
-        pulse.phase("saving", num_bytes=course.state_bytes)
-    journal.graphs_off = course.trainer.graphs_off
-    return journal, select_adapter(run.model, course.best, last_step=num_steps)
+        pulse.phase("saving", num_bytes=state.state_bytes)
+    journal.graphs_off = state.trainer.graphs_off
+    return journal, select_adapter(run.model, state.best, last_step=num_steps)
 
 
-def continued(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> Course:
+def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
     """Load the run's newest checkpoint, if there is one, and open what records its further steps.
     Collective.
     """
@@ -214,7 +214,7 @@ def continued(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> Course:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
     graphs = MicroBatchGraphs(training, world) if run.plan.cuda_graphs else None
     trainer = Trainer(training, optimizer, run.store, settings, micro_batch_size, world, graphs)
-    return Course(
+    return RunState(
         trainer=trainer,
         first_step=resumed.step,
         num_steps=num_steps,
@@ -228,31 +228,31 @@ def continued(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> Course:
     )
 
 
-def with_heldout_loss(metrics: StepMetrics, course: Course) -> StepMetrics:
+def with_heldout_loss(metrics: StepMetrics, state: RunState) -> StepMetrics:
     """Return a step's metrics with the held-out loss where it is due. Collective."""
-    if course.heldout is None or not course.heldout.due(metrics.step):
+    if state.heldout is None or not state.heldout.due(metrics.step):
         return metrics
-    course.pulse.phase("held-out loss")
-    trainer = course.trainer
+    state.pulse.phase("held-out loss")
+    trainer = state.trainer
     trainer.release_graphs()
-    loss = course.heldout.loss(trainer.training, world=trainer.world, moved=course.pulse.moved)
+    loss = state.heldout.loss(trainer.training, world=trainer.world, moved=state.pulse.moved)
     return replace(metrics, heldout_loss=loss)
 
 
-def save_or_stop(course: Course, *, step: int, asked: bool, tokens: Path) -> None:
+def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> None:
     """Start a checkpoint after `step` if it is due on any process, and stop if any is asked to.
     Collective.
     """
-    last = step == course.num_steps
-    due = last or course.cadence.due(step=step, last_saved_s=course.writer.last_saved_s)
+    last = step == state.num_steps
+    due = last or state.cadence.due(step=step, last_saved_s=state.writer.last_saved_s)
     # Clocks differ, and a signal may reach one process alone. But saving is collective.
-    stopping, saving = on_any((asked, due), group=course.trainer.world.io_group)
+    stopping, saving = on_any((asked, due), group=state.trainer.world.io_group)
     if saving or stopping:
-        course.pulse.phase("saving", num_bytes=course.state_bytes)
+        state.pulse.phase("saving", num_bytes=state.state_bytes)
         TokenStore.open(tokens)  # what was cut off a mapped file reads as zeros
-        course.writer.save(course.trainer.training, course.trainer.optimizer, step=step)
+        state.writer.save(state.trainer.training, state.trainer.optimizer, step=step)
     if stopping and not last:
-        stop_as_asked(course.writer, step=step, num_steps=course.num_steps)
+        stop_as_asked(state.writer, step=step, num_steps=state.num_steps)
 
 
 def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[NoReturn]":

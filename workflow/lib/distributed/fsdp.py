@@ -16,6 +16,7 @@ bytes, and no cast at each use. Their gradients stay float32.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,32 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from transformers import PreTrainedModel
 
 from workflow.lib.distributed.vocabulary_parallel import share_vocabulary_
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.training_module import CausalLMForTraining
+
+# What a forward or backward under way leaves, and what stands there between micro-batches, by
+# owner. torch 2.11 keeps one reduce-scatter, later ones a list of them, so not all have every name.
+COMMUNICATION = {"all_gather_state": None, "reduce_scatter_state": None}
+ITERATION = {"iter_forward_root": None, "post_backward_final_callback_queued": False}
+GROUP = {
+    "_training_state": TrainingState.IDLE,
+    "_all_gather_result": None,
+    "_post_reduce_event": None,
+    "_all_reduce_state": None,
+    "_reshard_after_forward_event": None,
+    "_partial_reduce_output": None,
+}
+COLLECTIONS = (
+    "reduce_scatter_states",
+    "_last_post_reduce_events",
+    "post_forward_order",
+    "_modules_to_run_forward",
+    "_post_forward_indices",
+)
 
 
 def shard_(
@@ -42,11 +64,9 @@ def shard_(
     ignored: set[nn.Parameter] | None = None,
 ) -> list[FSDPModule]:
     """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a
-    meta-device model.
-
-    `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to
-    backward. ignored: parameters of decoder layers to leave as they are (`packed_layers`).
-    """
+    meta-device model. `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or
+    keep them to backward. ignored: parameters of decoder layers to leave as they are
+    (`packed_layers`)."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     training.adapters.sharded = True
     if training.router_balance is not None:
@@ -83,8 +103,7 @@ def shard_(
 
 def _gathered_in(dtype: torch.dtype, layers: Iterable[nn.Module]) -> MixedPrecisionPolicy:
     """Return the policy by which decoder layers gather in `dtype`, the compute type. DoRA's
-    magnitudes are used in float32, so where there are any all is gathered as it is.
-    """
+    magnitudes are used in float32, so where there are any all is gathered as it is."""
     names = (name for layer in layers for name, _ in layer.named_parameters())
     if any(".lora_magnitude_vector." in name for name in names):
         return MixedPrecisionPolicy()
@@ -95,8 +114,7 @@ def _gathered_in(dtype: torch.dtype, layers: Iterable[nn.Module]) -> MixedPrecis
 
 def _keep_gradients_float32_(layer: nn.Module) -> None:
     """Let what a layer gathers take float32 gradients, in whichever type it is itself. FSDP2 makes
-    these parameters in the layer's first forward, and uses the same ones from then on.
-    """
+    these parameters in the layer's first forward, and uses the same ones from then on."""
 
     def begin(layer: nn.Module, _: object) -> None:
         for param in layer.parameters():
@@ -109,10 +127,8 @@ def _keep_gradients_float32_(layer: nn.Module) -> None:
 
 def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard a whole Transformers model over `mesh`, adapters in it too; weights are freed after
-    each unit's forward.
-
-    Collective; call on a meta-device model. Every forward gathers all weights once, unit by unit.
-    """
+    each unit's forward. Collective; call on a meta-device model. Every forward gathers all weights
+    once, unit by unit."""
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -125,10 +141,8 @@ def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 @contextmanager
 def forward_only(training: CausalLMForTraining) -> Iterator[None]:
     """Within the block forward keeps nothing for backward; after it a process holds its shards
-    alone.
-
-    FSDP2 leaves it to backward to free the root, and with `reshard_after_forward=False` all layers.
-    """
+    alone. FSDP2 leaves it to backward to free the root, and with `reshard_after_forward=False` all
+    layers."""
     with torch.no_grad():
         yield
     for module in training.modules():
@@ -136,3 +150,43 @@ def forward_only(training: CausalLMForTraining) -> Iterator[None]:
             module.reshard()
     if training.packed_layers is not None:
         training.packed_layers.free()
+
+
+def abandon_micro_batch_(training: CausalLMForTraining) -> None:
+    """Put all units of a model back to where they are between two micro-batches, shards alone,
+    after one that broke off while it was captured. Its gradients must have been there before.
+
+    FSDP2 finishes what a forward has begun in the backward that follows. Where none follows, the
+    next forward takes up weights that were never gathered, and waits for events of the capture,
+    which is an error. torch 2.13 can begin anew after any error, but it waits for these events,
+    too. Here nothing has run on the device, so there is nothing to wait for."""
+    for module in training.modules():
+        if isinstance(module, FSDPModule):
+            _abandon_(module._get_fsdp_state())
+    if training.packed_layers is not None:
+        training.packed_layers.abandon()
+
+
+def _abandon_(state: Any) -> None:
+    _set_(state, {"_training_state": TrainingState.IDLE})
+    _set_(state._comm_ctx, COMMUNICATION)
+    _set_(state._state_ctx, ITERATION)
+    group = state._fsdp_param_group
+    if group is None:  # a unit without parameters
+        return
+    _set_(group, GROUP)
+    group._to_sharded()
+    for param in group.fsdp_params:
+        param.unsharded_accumulated_grad = None
+        gathered = getattr(param, "unsharded_param", None)  # not there until it has been once
+        if gathered is not None:
+            gathered.grad = None
+
+
+def _set_(owner: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if hasattr(owner, name):
+            setattr(owner, name, value)
+    for name in COLLECTIONS:
+        if hasattr(owner, name):
+            getattr(owner, name).clear()

@@ -47,10 +47,8 @@ class Collective(TypedDict):
 
 class Facts(TypedDict):
     """What a process tells of itself. The last three only once its phase has not moved for a while.
-
     number: of phases begun; moves: in all phases; limit_s: how long the phase may go without a
-    move, silent_s: the process without a beat; at: the line of Python; waits: for others.
-    """
+    move, silent_s: the process without a beat; at: the line of Python; waits: for others."""
 
     rank: int
     pid: int
@@ -72,8 +70,7 @@ class Pulse:
     ) -> None:
         """Take the least bounds: start_s of the start (all must have joined) and of the first step,
         which may compile; step_s of a later step; quiet_s of all else, and of a process without any
-        sign of life.
-        """
+        sign of life."""
         folder = os.environ.get(FOLDER_VARIABLE)
         self._path = Path(folder) / f"rank-{rank}.json" if folder else None
         self._rank, self._start_s, self._step_s, self._quiet_s = rank, start_s, step_s, quiet_s
@@ -99,17 +96,14 @@ class Pulse:
 
     def phase(self, name: str, *, num_bytes: int = 0, least_s: float = 0.0) -> None:
         """Say what begins now, outside steps (`saving`), and what may pass there between two moves.
-
         num_bytes: read or written, on a slow disk; least_s: a bound that is longer anyway. A
-        forward pass always fits.
-        """
+        forward pass always fits."""
         self._end_step()
         pass_s = WARM_UP * max(self._longest_s or 0.0, self._first_s)
         disk_s = self._quiet_s + num_bytes / SLOWEST_BYTES_PER_S
         self._begin(name, max(disk_s, least_s, pass_s))
 
     def step(self, number: int) -> None:
-        """Say that the step `number` (1-based) begins now."""
         self._end_step()
         limit_s = self._start_s
         if self._longest_s is not None:
@@ -122,8 +116,7 @@ class Pulse:
 
     def _end_step(self) -> None:
         """Learn how long a step takes; the first one, which compiles and allocates, says nothing of
-        later ones.
-        """
+        later ones."""
         if not self._phase.startswith("step"):
             return
         took_s = time.monotonic() - self._since_s
@@ -184,15 +177,13 @@ def _position(stack: list[traceback.FrameSummary]) -> str:
 
 def _waits(stack: list[traceback.FrameSummary]) -> bool:
     """Tell whether a thread is within torch's communication: others may take as long as they need,
-    then.
-    """
+    then."""
     return bool(stack) and f"{os.sep}torch{os.sep}distributed{os.sep}" in stack[-1].filename
 
 
 def last_collective() -> Collective | None:
     """Return number and name of the newest collective in torch's flight recorder, None without
-    one.
-    """
+    one."""
     from torch._C import _distributed_c10d
 
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
@@ -221,15 +212,12 @@ class _Seen:
 
 
 class Watch:
-    """The launcher's side: look at all workers of this machine now and then.
-
-    Time counts in looks, so a machine that slept in between has not hung.
-    """
+    """The launcher's side: look at all workers of this machine now and then. Time counts in looks,
+    so a machine that slept in between has not hung."""
 
     def __init__(self, folder: Path, *, ranks: range, size: int) -> None:
         """Take the folder of beats, the ranks of the workers that beat there, if they beat at all,
-        and how many all machines have.
-        """
+        and how many all machines have."""
         self._folder, self._ranks, self._size = folder, ranks, size
         self._seen: dict[int, _Seen] = {}
         self._looked_s: float | None = None
@@ -251,8 +239,7 @@ class Watch:
 
     def _notes(self, passed_s: float) -> Iterator[tuple[int, _Seen]]:
         """Yield rank and state of the workers that run; whose end is seen elsewhere holds up
-        nobody.
-        """
+        nobody."""
         for rank in self._ranks:
             try:
                 path = self._folder / f"rank-{rank}.json"

@@ -53,15 +53,12 @@ class _Part:
         self.linear.get_parameter(self.name).data = buffer[self.start : stop].view(torch.float32)
 
     def clear_(self, nothing: torch.Tensor) -> None:
-        """Take the values from the parameter."""
         self.linear.get_parameter(self.name).data = nothing
 
 
 class _PackedLayer:
     """The packed weights of one layer: this process's slice of them, and all of them while in use.
-
-    on_host: keep the slice in host memory; stream: that gathers, None on the CPU.
-    """
+    on_host: keep the slice in host memory; stream: that gathers, None on the CPU."""
 
     def __init__(
         self,
@@ -86,23 +83,19 @@ class _PackedLayer:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of all packed tensors of the layer, as they are stored."""
         return sum(part.num_bytes for part in self._parts)
 
     def empty_(self) -> None:
         """Take the packed parameters from a meta-device model: nothing shards, allocates or loads
-        them then.
-        """
+        them then."""
         for part in self._parts:
             nothing = torch.empty(0, device="meta")
             setattr(part.linear, part.name, nn.Parameter(nothing, requires_grad=False))
 
     def parameters(self) -> set[nn.Parameter]:
-        """Return the packed parameters."""
         return {part.linear.get_parameter(part.name) for part in self._parts}
 
     def allocate_(self) -> None:
-        """Make this process's slice, of zeros."""
         pinned = self.on_host and self._stream is not None
         device = torch.device("cpu") if self.on_host else self._world.device
         self.slice = torch.zeros(
@@ -110,7 +103,6 @@ class _PackedLayer:
         )
 
     def load_(self, reader: CheckpointReader) -> int:
-        """Fill this process's slice; return the bytes read."""
         first = self._slice_start
         self.allocate_()
         bytes_read = 0
@@ -140,8 +132,7 @@ class _PackedLayer:
 
     def _gather(self, buffer: torch.Tensor) -> None:
         """Fill a buffer with the slices of all processes; what comes from the host is copied to its
-        own place in it first.
-        """
+        own place in it first."""
         mine = self.slice
         if self.on_host:
             mine = buffer.narrow(0, self._slice_start, self.slice_bytes)
@@ -163,8 +154,7 @@ class _PackedLayer:
 
     def unshard(self) -> None:
         """Give the parameters their values; what is computed from now on waits for them.
-        Collective.
-        """
+        Collective."""
         self.fetch()
         self._wait()
         assert self._buffer is not None
@@ -172,7 +162,6 @@ class _PackedLayer:
             part.point_at_(self._buffer)
 
     def reshard(self) -> None:
-        """Free the weights on the device, if they are there."""
         if self._buffer is None:
             return
         self._wait()  # a copy that is under way must not write to memory that others have got
@@ -188,21 +177,18 @@ class _PackedLayer:
 
     def abandon(self) -> None:
         """Free the weights after a capture that failed, in which nothing has run: its events must
-        not be waited for.
-        """
+        not be waited for."""
         self._gathered = None
         self.reshard()
 
     def differences(self, reader: CheckpointReader) -> list[str]:
         """Return the packed tensors that differ from the checkpoint, bit by bit, while they are on
-        the device.
-        """
+        the device."""
         linears = {part.path: part.linear for part in self._parts}
         return [name for path, x in linears.items() for name in different_parts(x, path, reader)]
 
 
 def _laid_out(linears: list[tuple[str, NF4Linear]]) -> Iterator[_Part]:
-    """Yield the parts of a layer's linears one behind the other."""
     start = 0
     for path, linear in linears:
         for name, num_bytes in linear.spec.sizes.items():
@@ -216,11 +202,9 @@ def _aligned(num_bytes: int) -> int:
 
 class PackedLayers:
     """Decoder layers of a model, by number, whose packed weights are gathered for their use alone.
-
     Made of a meta-device model before it is sharded (FSDP2 must ignore `parameters`), and filled by
-    `load_`. Follows the model's forward and backward by hooks: at most the layer in use
-    and the next one have their weights.
-    """
+    `load_`. Follows the model's forward and backward by hooks: at most the layer in use and the
+    next one have their weights."""
 
     def __init__(
         self,
@@ -232,8 +216,7 @@ class PackedLayers:
         world: World,
     ) -> None:
         """on_device, on_host: the layers by where a process keeps its slice of them;
-        keep_to_backward: layers whose slices are on the device stay gathered after forward.
-        """
+        keep_to_backward: layers whose slices are on the device stay gathered after forward."""
         layers = decoder_layers(model)
         gpu = torch.get_device_module(world.device)
         stream = gpu.Stream(world.device) if world.device.type in GPUS else None
@@ -271,13 +254,11 @@ class PackedLayers:
 
     @property
     def layers_on_host(self) -> int:
-        """How many layers have their slices in host memory."""
         return sum(layer.on_host for layer in self._layers.values())
 
     def parameters(self) -> set[nn.Parameter]:
         """Return the packed parameters of these layers, which hold nothing while they are not in
-        use.
-        """
+        use."""
         return set().union(*(layer.parameters() for layer in self._layers.values()))
 
     def allocate_(self) -> None:
@@ -287,8 +268,7 @@ class PackedLayers:
 
     def load_(self, folder: Path, *, moved: Callable[[], None] = lambda: None) -> int:
         """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer;
-        return the bytes read.
-        """
+        return the bytes read."""
         bytes_read = 0
         with CheckpointReader(folder) as reader:
             for layer in self._layers.values():
@@ -304,8 +284,7 @@ class PackedLayers:
     @contextmanager
     def gathered(self, number: int) -> Iterator[None]:
         """Within the block the packed parameters of layer `number` have their values. Collective,
-        between two micro-batches.
-        """
+        between two micro-batches."""
         self._layers[number].unshard()
         yield
         self._layers[number].reshard()
@@ -314,9 +293,7 @@ class PackedLayers:
         self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None
     ) -> list[str]:
         """Gather every layer and compare it with the checkpoint; return the tensors that differ.
-
-        Each layer is compared on one process; after each, all call `moved`. Collective.
-        """
+        Each layer is compared on one process; after each, all call `moved`. Collective."""
         wrong = []
         for turn, (number, layer) in enumerate(self._layers.items()):
             with self.gathered(number):
@@ -337,8 +314,7 @@ class PackedLayers:
 
     def _begin(self, *_: Any) -> None:
         """A forward pass begins, so no backward runs; its first layer is gathered while the
-        embedding is looked up.
-        """
+        embedding is looked up."""
         self._backward = None
         self.free()
         if 0 in self._layers:
@@ -385,8 +361,7 @@ def gather_layers_(
     world: World,
 ) -> PackedLayers | None:
     """Take the packed weights of decoder layers out of a meta-device model: of all where several
-    processes train it, else of those that wait in host memory. None for none.
-    """
+    processes train it, else of those that wait in host memory. None for none."""
     on_device = range(len(decoder_layers(model))) if world.size > 1 else ()
     if not on_device and not numbers_on_host:
         return None

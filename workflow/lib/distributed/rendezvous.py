@@ -34,7 +34,6 @@ class LoopbackRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the name in the registry."""
         return LOOPBACK
 
     @property
@@ -61,7 +60,6 @@ class LoopbackRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the id that the run was started with."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -70,10 +68,8 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def loopback_store() -> TCPStore:
-    """Return a store that listens on a free port of the loopback interface alone.
-
-    Raises `UserError` where there is no such interface.
-    """
+    """Return a store that listens on a free port of the loopback interface alone. Raises
+    `UserError` where there is no such interface."""
     if (lack := loopback_lack()) is not None:
         raise UserError(f"{lack}.")
     listening = socket.create_server((ADDRESS, 0))
@@ -86,8 +82,7 @@ def loopback_store() -> TCPStore:
 
 def use_loopback() -> None:
     """Make the backend `loopback` known to torchrun, and let gloo and NCCL listen there, unless the
-    user chose. Raises `UserError` where processes of this machine cannot work together.
-    """
+    user chose. Raises `UserError` where processes of this machine cannot work together."""
     check_processes_can_work()
     rendezvous_handler_registry.register(LOOPBACK, _create)
     for name, interface in INTERFACE.items():

@@ -44,8 +44,7 @@ class WriteError(Exception):
 @dataclass(frozen=True)
 class Piece:
     """What one process holds of a tensor: `local` lies at `offset` of the whole, of shape
-    `shape`.
-    """
+    `shape`."""
 
     local: torch.Tensor
     offset: tuple[int, ...]
@@ -60,8 +59,7 @@ class Piece:
 
 def piece_of(tensor: torch.Tensor, *, rank: int) -> Piece:
     """Return this process's part of a tensor; a tensor that is not distributed is written by rank
-    0.
-    """
+    0."""
     if not isinstance(tensor, DTensor):
         whole = tensor.detach()
         return Piece(whole, (0,) * whole.dim(), tuple(whole.shape), mine=rank == 0)
@@ -83,11 +81,8 @@ def write_sharded(
     companions: Iterable[Path] = (),
 ) -> None:
     """Write every process's pieces and, on the group's first process, the index with `facts`; all
-    synced. Collective.
-
-    folder: exists. companions: files in it that rank 0 has written, to be covered by checksums.
-    Raises `WriteError` on all processes if one of them fails.
-    """
+    synced. Collective. folder: exists. companions: files in it that rank 0 has written, to be
+    covered by checksums. Raises `WriteError` on all processes if one of them fails."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = f"shard-{rank:05d}-of-{size:05d}.safetensors"
     # A failure travels as a value: a process that raised here would leave the others waiting.
@@ -117,7 +112,6 @@ def _raise_first(results: Iterable[Any]) -> None:
 def _write_part(
     path: Path, pieces: Mapping[str, Piece], companions: Iterable[Path]
 ) -> dict[str, Any]:
-    """Write this process's file; return the entries of the index."""
     written = {n: piece for n, piece in pieces.items() if piece.mine and piece.local.numel()}
     save_file({name: piece.local for name, piece in written.items()}, path)
     path.chmod(0o644)  # safetensors keeps other users out
@@ -166,8 +160,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def _check_names(index: dict[str, Any]) -> None:
     """Raise `DamagedError` unless all files lie in the folder itself, and every piece is in one
-    that has a checksum.
-    """
+    that has a checksum."""
     try:
         files = set(index["files"])
         used = {piece["file"] for entry in index["tensors"].values() for piece in entry["pieces"]}
@@ -180,8 +173,7 @@ def _check_names(index: dict[str, Any]) -> None:
 
 def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(None)) -> None:
     """Compare size and SHA-256 of the index's files (of a share of them); raises `DamagedError` at
-    the first that differs.
-    """
+    the first that differs."""
     for name in sorted(index["files"])[share]:
         expected = index["files"][name]
         try:
@@ -197,10 +189,8 @@ def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(Non
 
 
 def read_into_(folder: Path, index: dict[str, Any], targets: Mapping[str, Piece]) -> None:
-    """Fill the pieces' local tensors in place from whatever pieces are in the folder.
-
-    Raises `DamagedError` if the folder holds other tensors than `targets`, or does not cover one.
-    """
+    """Fill the pieces' local tensors in place from whatever pieces are in the folder. Raises
+    `DamagedError` if the folder holds other tensors than `targets`, or does not cover one."""
     if index["tensors"].keys() != targets.keys():
         other = min(index["tensors"].keys() ^ targets.keys())
         raise DamagedError(f"it holds other tensors than this run ({other})")
@@ -227,8 +217,7 @@ def _overlaps(
     name: str, entry: dict[str, Any], target: Piece
 ) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
     """Yield file, region of the file's piece, and region of the target, wherever the two
-    overlap.
-    """
+    overlap."""
     stored = (tuple(entry["shape"]), entry["dtype"])
     expected = (target.shape, str(target.local.dtype).removeprefix("torch."))
     if stored != expected:
@@ -248,9 +237,7 @@ def _overlaps(
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
     """Return every tensor whole, on the CPU, after checking all files. Needs no process group.
-
-    Raises `DamagedError`.
-    """
+    Raises `DamagedError`."""
     index = read_index(folder)
     check_files(folder, index)
     tensors = {

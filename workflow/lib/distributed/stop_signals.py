@@ -18,9 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 class StopRequest:
     """Context manager: within it `SIGNALS` only ask; `asked` tells whether this process was asked.
-
-    A signal that is ignored (SIGHUP under `nohup`) stays ignored.
-    """
+    A signal that is ignored (SIGHUP under `nohup`) stays ignored."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -48,8 +46,7 @@ class StopRequest:
 
 def on_any(flags: Sequence[bool], *, group: dist.ProcessGroup) -> list[bool]:
     """Return for each flag whether it is set on any process, so that all decide alike.
-    Collective.
-    """
+    Collective."""
     shared = torch.tensor([int(flag) for flag in flags])
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in shared]

@@ -40,11 +40,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Cut embedding, head and other tables of tokens into slices; return these parameters, which
-    FSDP must leave alone.
-
-    mesh: of `process_mesh`. Call on a meta-device model. A tied table stays one parameter; an
-    embedding without rows stays as it is.
-    """
+    FSDP must leave alone. mesh: of `process_mesh`. Call on a meta-device model. A tied table stays
+    one parameter; an embedding without rows stays as it is."""
     mesh, axis = vocabulary_mesh(mesh)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -66,7 +63,6 @@ def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn
 def _shared_table(
     table: nn.Embedding, mesh: DeviceMesh, axis: DeviceMesh, dtype: torch.dtype
 ) -> nn.Parameter:
-    """Slice a table beside the embedding; return its parameter."""
     weight = table.weight
     assert isinstance(weight, nn.Parameter)
     table.weight = own_rows = _sliced(weight, mesh, axis)
@@ -76,8 +72,7 @@ def _shared_table(
 
 def _sliced(table: nn.Parameter, mesh: DeviceMesh, axis: DeviceMesh) -> nn.Parameter:
     """Return a meta-device table as a parameter of which this process holds rows, cut along `axis`
-    as FSDP2 cuts.
-    """
+    as FSDP2 cuts."""
     placements: list[Placement] = [
         Shard(0) if (name,) == axis.mesh_dim_names else Replicate()
         for name in mesh.mesh_dim_names or ()
@@ -104,8 +99,7 @@ def _sliced(table: nn.Parameter, mesh: DeviceMesh, axis: DeviceMesh) -> nn.Param
 
 class SlicedHead(nn.Module):
     """A linear head of whose rows this process holds a slice: `weight` (vocab, hidden) and `bias`
-    (vocab,) are DTensors.
-    """
+    (vocab,) are DTensors."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup
@@ -115,14 +109,12 @@ class SlicedHead(nn.Module):
         self._group = group
 
     def own_slice(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the rows of weight (slice, hidden) and bias (slice,) that this process holds."""
         return local(self.weight), None if self.bias is None else local(self.bias)
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return all logits (..., vocab) of this process's hidden states (..., hidden), for checks:
-        without gradients. Collective.
-        """
+        without gradients. Collective."""
         size, vocab = self._group.size(), self.weight.shape[0]
         own_rows = hidden.flatten(0, -2)
         rows = largest_count(len(own_rows))
@@ -137,8 +129,7 @@ class SlicedHead(nn.Module):
 
 class SlicedCrossEntropy(LinearCrossEntropy):
     """The same loss of this process's rows by a `SlicedHead`. Collective: the processes may have
-    different numbers of rows, or none.
-    """
+    different numbers of rows, or none."""
 
     def __init__(self, head: OutputHead, group: dist.ProcessGroup) -> None:
         super().__init__(head)
@@ -146,12 +137,10 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         self._equal_rows = False
 
     def chunk_rows(self) -> int:
-        """Return the rows of this process in a chunk."""
         return chunk_rows(self._group.size(), vocab_size=self.head.vocab_size)
 
     @contextmanager
     def equal_rows(self) -> Iterator[None]:
-        """Within the block all processes have equally many rows, so none asks the others."""
         self._equal_rows = True
         try:
             yield
@@ -167,7 +156,6 @@ class SlicedCrossEntropy(LinearCrossEntropy):
             yield slice(start, min(start + size, num_rows))
 
     def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return this process's slice of the head's weight (slice, hidden_size) and bias."""
         assert isinstance(self.head.module, SlicedHead)
         return self.head.module.own_slice()
 
@@ -204,8 +192,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
 
 class _TargetColumns:
     """The columns of the targets (rows,) of all processes in the logits of this process's slice,
-    rows `start` to `stop` of the vocabulary.
-    """
+    rows `start` to `stop` of the vocabulary."""
 
     def __init__(self, targets: torch.Tensor, ranges: tuple[int, int]) -> None:
         start, stop = ranges
@@ -216,8 +203,7 @@ class _TargetColumns:
 
     def numbers(self) -> torch.Tensor:
         """Return them as (rows,): `ELSEWHERE` where another slice has the target, `IGNORED` where
-        there is none.
-        """
+        there is none."""
         here = self._columns[:, 0].masked_fill(~self._inside, ELSEWHERE)
         return here.masked_fill_(self.ignored, IGNORED)
 
@@ -228,7 +214,6 @@ class _TargetColumns:
         return logits.gather(1, self._columns)[:, 0].masked_fill(~self._inside, 0.0)
 
     def subtract_one_(self, probabilities: torch.Tensor) -> None:
-        """Subtract 1 at each target that is in this slice."""
         if not self._empty:
             ones = self._inside[:, None].to(probabilities.dtype)
             probabilities.scatter_add_(1, self._columns, -ones)
@@ -237,8 +222,7 @@ class _TargetColumns:
 @dataclass
 class _Part:
     """What the logits of a slice are made from: states (rows, hidden), the head of `loss`, and the
-    rows' weights for a trained one.
-    """
+    rows' weights for a trained one."""
 
     loss: SlicedCrossEntropy
     states: torch.Tensor
@@ -256,15 +240,13 @@ class _StoredPart(_Part):
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-sum-exp over the slice, and the target's logit if it is there, else 0; (rows,)
-        fp32.
-        """
+        fp32."""
         logits = self._leaf_and_logits[1].detach()
         return logits.logsumexp(dim=1), self.columns.chosen(logits)
 
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
         """Return what the slice adds to the gradient of the states (rows, hidden); log_sums: over
-        the whole vocabulary.
-        """
+        the whole vocabulary."""
         leaf, logits = self._leaf_and_logits
         slope = logits.detach().sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
         self.columns.subtract_one_(slope)
@@ -298,8 +280,7 @@ def _over_slices(
     log_sums: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes, each of
-    which has those of its own.
-    """
+    which has those of its own."""
     part = torch.stack([log_sums, chosen])
     parts = _gathered(part, group).view(group.size(), *part.shape)
     return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
@@ -307,11 +288,8 @@ def _over_slices(
 
 class ExchangedRows:
     """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, each
-    adds the rows that it has.
-
-    Of a trained table backward sends the rows' gradients the same way, and the owners of the rows
-    add them up in fp32.
-    """
+    adds the rows that it has. Of a trained table backward sends the rows' gradients the same way,
+    and the owners of the rows add them up in fp32."""
 
     def __init__(self, embedding: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         """dtype: of the rows."""
@@ -320,8 +298,7 @@ class ExchangedRows:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective, and
-        so is the backward of trained ones.
-        """
+        so is the backward of trained ones."""
         table = self._embedding.weight
         assert isinstance(table, DTensor)
         if table.requires_grad:
@@ -334,8 +311,7 @@ class ExchangedRows:
         self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
     ) -> torch.Tensor:
         """Return the rows of ids, of which this process has those of `ranges` in `table`.
-        Collective.
-        """
+        Collective."""
         return torch.cat([self._chunk(table, chunk, ranges) for chunk in self._split(ids)])
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -360,10 +336,7 @@ class ExchangedRows:
         self, grad: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
     ) -> torch.Tensor:
         """Return the gradient (stop - start, hidden) fp32 of this process's rows of the table.
-        Collective.
-
-        grad: (n, hidden), of this process's rows of ids (n,).
-        """
+        Collective. grad: (n, hidden), of this process's rows of ids (n,)."""
         start, stop = ranges
         total = grad.new_zeros(stop - start, grad.shape[1], dtype=torch.float32)
         for own_ids, own_grad in zip(self._split(ids), self._split(grad), strict=True):
@@ -397,8 +370,7 @@ class _TrainedRows(torch.autograd.Function):
 
 def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which ids (n,) lie outside of the rows `ranges`, and the index of each among them
-    (any, if outside).
-    """
+    (any, if outside)."""
     start, stop = ranges
     return (ids < start) | (ids >= stop), (ids - start).clamp(0, stop - start - 1)
 
@@ -414,8 +386,7 @@ def _add_rows_(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -
 
 def largest_count(count: int) -> int:
     """Return the largest `count` of any process. Over the CPU, so that nobody waits for a GPU's
-    queue. Collective over all processes.
-    """
+    queue. Collective over all processes."""
     largest = torch.tensor(count)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)

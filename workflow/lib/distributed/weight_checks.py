@@ -35,8 +35,7 @@ def local_bytes(training: nn.Module) -> tuple[int, int]:
 
 def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
     """Return the bytes that each of `shards` processes with one copy of the model should hold of
-    it, but for uneven cuts.
-    """
+    it, but for uneven cuts."""
     sliced = {id(p): p for p in _vocabulary_parameters(training)}.values()
     tables = sum(p.numel() * p.element_size() for p in sliced)
     _, total = local_bytes(training)
@@ -44,7 +43,6 @@ def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
 
 
 def _vocabulary_parameters(training: CausalLMForTraining) -> list[nn.Parameter]:
-    """Return the parameters of embedding and head, a tied one twice."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     return [p for table in tables for p in table.parameters()]
@@ -60,12 +58,10 @@ def mismatched_tensors(
     moved: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the
-    tensors that differ.
-
-    Unit i is compared on rank i mod world size, and each process's slices of the vocabulary by
-    itself, so the checkpoint is read about once in total. Calls `moved` after each. Collective;
-    FSDP must have run a forward. Without units (one process) the whole model is compared.
-    """
+    tensors that differ. Unit i is compared on rank i mod world size, and each process's slices of
+    the vocabulary by itself, so the checkpoint is read about once in total. Calls `moved` after
+    each. Collective; FSDP must have run a forward. Without units (one process) the whole model is
+    compared."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     if not units:
         return _differences(model, reader)
@@ -88,8 +84,7 @@ def names_of_all(names: list[str], world: World) -> list[str]:
 
 def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
     """Compare all parameters that are whole at this moment (gathered, or never sharded) with the
-    checkpoint.
-    """
+    checkpoint."""
     wrong = []
     for path, linear in nf4_linears(model):
         wrong += different_parts(linear, checkpoint_name(path), reader)
@@ -104,11 +99,8 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
 
 def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> list[str]:
     """Compare the packed parameters of a linear that are whole at this moment with the checkpoint;
-    return those that differ.
-
-    Ones without elements are not gathered now (`packed_layers`) and are left out. path: of the
-    linear in the checkpoint.
-    """
+    return those that differ. Ones without elements are not gathered now (`packed_layers`) and are
+    left out. path: of the linear in the checkpoint."""
     wrong = []
     for part, size in linear.spec.sizes.items():
         packed = linear.get_parameter(part)
@@ -122,8 +114,7 @@ def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> l
 
 def _different_slices(training: CausalLMForTraining, reader: CheckpointReader) -> list[str]:
     """Compare this process's slices of embedding and head, which are never gathered, with the
-    checkpoint.
-    """
+    checkpoint."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     sliced = set(map(id, _vocabulary_parameters(training)))
     wrong = []

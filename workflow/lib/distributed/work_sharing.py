@@ -50,12 +50,11 @@ def divide(
     gpu_bytes: Sequence[int],
 ) -> Division:
     """Return how an evaluation is divided; `processes` and `shard` are the settings of these names.
-
     `auto` is one process a GPU, sharded only if the models do not fit on one; on the CPU one, as
     all cores work for one process already. folders: the models, in safetensors files; gpu_bytes:
     the memory of each GPU, none for the CPU. Raises `UserError` if a number asks for more than the
-    GPUs or for copies that do not fit on one, and if there is nothing to shard over, or too little.
-    """
+    GPUs or for copies that do not fit on one, and if there is nothing to shard over, or too
+    little."""
     largest = max(sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in folders)
     fits = all(largest <= WEIGHTS_SHARE * total for total in gpu_bytes)
     alone = processes == 1 or len(gpu_bytes) == 1
@@ -77,8 +76,7 @@ def divide(
 
 def fits(folder: Path, division: Division, *, gpu_bytes: Sequence[int], host_bytes: int) -> bool:
     """Tell whether a 16-bit model in safetensors files can be loaded by the processes of
-    `division`; on the CPU in float32.
-    """
+    `division`; on the CPU in float32."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not gpu_bytes:
         copies = 1 if division.sharded else division.processes
@@ -114,11 +112,8 @@ def shared_out(
     model: nn.Module | None = None,
 ) -> list[ResultT]:
     """Return `compute(items)`, one result an item, each process computing its share. Collective;
-    None = alone.
-
-    `compute` gets a list (it may be empty) and must not depend on which items come together. model:
-    what it calls, if that may be sharded.
-    """
+    None = alone. `compute` gets a list (it may be empty) and must not depend on which items come
+    together. model: what it calls, if that may be sharded."""
     if world is None or world.size == 1:
         return list(compute(list(items)))
     with in_step(model, world=world):
@@ -132,17 +127,14 @@ def shared_out(
 
 
 def is_sharded(model: nn.Module | None) -> bool:
-    """Tell whether a forward of `model` is collective."""
     return isinstance(model, FSDPModule)
 
 
 @contextmanager
 def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
     """Let processes run different numbers of forwards of a sharded model within the block.
-    Collective.
-
-    A process leaves when all have done theirs. Nothing happens for a model that is not sharded.
-    """
+    Collective. A process leaves when all have done theirs. Nothing happens for a model that is not
+    sharded."""
     if model is None or world is None or not is_sharded(model):
         yield
         return
@@ -186,10 +178,8 @@ def check_recorded(
     moved: Callable[[], None] = lambda: None,
 ) -> None:
     """Hash files, each on one process; raise `UserError` on all if one is damaged. Collective.
-
     world None: this process alone. Each hashes with as many threads as torch has there, and calls
-    `moved` after every MiB.
-    """
+    `moved` after every MiB."""
     ordered = agreed(largest_first(files), world=world)
     look = partial(findings, threads=torch.get_num_threads(), moved=moved)
     refuse_damaged(ordered, shared_out(ordered, look, world=world))
@@ -198,11 +188,8 @@ def check_recorded(
 @contextmanager
 def main_first(world: World | None) -> Iterator[None]:
     """Let the main process go through the block before all others: files that it makes are there
-    for them.
-
-    Where it fails, the others raise `UserError` without going through the block. Collective; None =
-    alone.
-    """
+    for them. Where it fails, the others raise `UserError` without going through the block.
+    Collective; None = alone."""
     if world is not None and not world.is_main:
         if not agreed(True, world=world):
             raise UserError("The main process failed; its message tells why.")

@@ -6,10 +6,10 @@ import ctypes
 import datetime
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 
+ValueT = TypeVar("ValueT")
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of its run."""
-
     rank: int
     size: int
     device: torch.device
@@ -40,7 +40,6 @@ class World:
 
     @property
     def shard_size(self) -> int:
-        """How many processes share one copy of the model."""
         return self.axis("shard").size()
 
     @property
@@ -54,14 +53,10 @@ def process_group(
     device_type: str, *, timeout_s: float, shard_size: int | None = None
 ) -> Iterator[World]:
     """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...);
-    leave it at the end.
-
-    After an error it is not left: NCCL would wait there for processes that know nothing of the
-    error. The process has to end then.
-    device_type: `cuda` (NCCL) or `cpu` (gloo); shard_size: processes that share a copy of the
-    model, all if None. Neighbouring ranks, so those of one node, share one. The process dies with
-    its launcher. Collective.
-    """
+    leave it at the end. After an error it is not left: NCCL would wait there for processes that
+    know nothing of the error. The process has to end then. device_type: `cuda` (NCCL) or `cpu`
+    (gloo); shard_size: processes that share a copy of the model, all if None. Neighbouring ranks,
+    so those of one node, share one. The process dies with its launcher. Collective."""
     die_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(device_type)
@@ -84,8 +79,7 @@ def process_group(
 
 def process_mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
     """Return all processes by the axis `shard`, along which each group of `shard_size` neighbours
-    shards a copy of the model, and before it `replica` if there are several groups.
-    """
+    shards a copy of the model, and before it `replica` if there are several groups."""
     assert size % shard_size == 0, f"{size} processes cannot form groups of {shard_size}"
     if shard_size == size:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
@@ -96,8 +90,7 @@ def process_mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
 def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """Return all processes of a mesh of `process_mesh` with the axis along which they share the
     vocabulary, and that axis: `shard`, or where fewer are enough (`vocabulary_slices`) one of its
-    own, `vocabulary`.
-    """
+    own, `vocabulary`."""
     shards = mesh["shard"].size()
     slices = vocabulary_slices(shards)
     if slices == shards:
@@ -110,11 +103,27 @@ def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions
-    of their own.
-
-    If the launcher has died before, while this process was importing, nobody is left to die: then
-    it ends here.
-    """
+    of their own. If the launcher has died before, while this process was importing, nobody is left
+    to die: then it ends here."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def largest_of_all(counts: Sequence[int], *, world: World) -> list[int]:
+    """Return the largest of each count of any process. Over the CPU, so that nobody waits for a
+    GPU's queue. Collective."""
+    if world.size == 1:
+        return list(counts)
+    largest = torch.tensor(counts)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.io_group)
+    numbers: list[int] = largest.tolist()
+    return numbers
+
+
+def any_of_all(value: ValueT | None, *, world: World) -> ValueT | None:
+    """Return the first process's `value` that is not None; None if there is none. Collective."""
+    values: list[Any] = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, value, group=world.io_group)
+    return next((one for one in values if one is not None), None)

@@ -12,20 +12,16 @@ from workflow.lib.model.documents import Documents
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed rows, and the tokens that are predicted in them. All tensors of ids are int64.
-
     input_ids, position_ids: (rows, seq_len); a position 0 starts a document, which attention does
     not leave. positions: (trained tokens,), into the flattened (rows * seq_len) hidden states.
-    targets: (trained tokens,), the tokens predicted there.
-    bounds: `attention.packed.document_bounds(position_ids)`, found in host memory: on a device they
-    would have to be waited for.
-    embedded: the tokens' embedding rows (rows * seq_len, hidden), where they are looked up outside
-    of the model.
-    row_keys: (rows,) of what the adapters' dropout draws from; None where nothing is dropped.
-    documents: those of the bounds, for recurrent layers; None where a model has none, or where they
-    are to be found out from the positions, for which the device has to be waited for.
-    lengths: (rows,) tokens of each row before its padding; None where nobody asks.
-    weights: (trained tokens,) fp32, of each in the loss; None = 1.
-    """
+    targets: (trained tokens,), the tokens predicted there. bounds:
+    `attention.packed.document_bounds(position_ids)`, found in host memory: on a device they would
+    have to be waited for. embedded: the tokens' embedding rows (rows * seq_len, hidden), where they
+    are looked up outside of the model. row_keys: (rows,) of what the adapters' dropout draws from;
+    None where nothing is dropped. documents: those of the bounds, for recurrent layers; None where
+    a model has none, or where they are to be found out from the positions, for which the device has
+    to be waited for. lengths: (rows,) tokens of each row before its padding; None where nobody
+    asks. weights: (trained tokens,) fp32, of each in the loss; None = 1."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -43,7 +39,6 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
-        """Return the same in page-locked memory."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":

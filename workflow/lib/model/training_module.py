@@ -50,12 +50,10 @@ class GatheredWeights(Protocol):
 
 
 class CausalLMForTraining(nn.Module):
-    """The module that is trained and sharded: a PEFT model and its objective.
-
-    Forward runs the decoder, picks the hidden states that predict a trained token, and returns
-    the objective's loss of them. The other methods return logits or hidden states, for checks.
-    Sharding wraps all of them: they gather weights, so they are collective.
-    """
+    """The module that is trained and sharded: a PEFT model and its objective. Forward runs the
+    decoder, picks the hidden states that predict a trained token, and returns the objective's loss
+    of them. The other methods return logits or hidden states, for checks. Sharding wraps all of
+    them: they gather weights, so they are collective."""
 
     def __init__(
         self,
@@ -102,8 +100,7 @@ class CausalLMForTraining(nn.Module):
 
     def multiply_in_(self, products: str, where: str) -> None:
         """Have `train.products` hold in what `train.products_in` names; raises `UserError` for a
-        linear that 8 bits cannot multiply. In int8 products of experts stay in the compute type.
-        """
+        linear that 8 bits cannot multiply. In int8 products of experts stay in the compute type."""
         kind = None if products == COMPUTE_DTYPE else products
         forward, backward = (kind if where in ("both", way) else None for way in WAYS)
         self.product_types = ProductTypes(forward, backward)
@@ -118,10 +115,8 @@ class CausalLMForTraining(nn.Module):
             linear.product_types = self.product_types
 
     def balance_routers_(self, asked: float | None) -> None:
-        """Have the loss balance the load of experts as `train.router_aux_loss_coef` asks.
-
-        Raises `UserError` if the family has no such loss, or another one than is known.
-        """
+        """Have the loss balance the load of experts as `train.router_aux_loss_coef` asks. Raises
+        `UserError` if the family has no such loss, or another one than is known."""
         model = self.peft_model.get_base_model()  # type: ignore[operator]
         routers = routers_of(model)
         masters = [p for path in routers.values() for p in model.get_submodule(path).parameters()]
@@ -136,8 +131,7 @@ class CausalLMForTraining(nn.Module):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the objective's loss () fp32 of a micro-batch. In training its gradient has the
-        router's load-balancing loss in it, its value has not.
-        """
+        router's load-balancing loss in it, its value has not."""
         self.adapters.row_keys = batch.row_keys
         balance = self.router_balance if self.training else None
         counting: AbstractContextManager[None] = nullcontext()
@@ -150,7 +144,6 @@ class CausalLMForTraining(nn.Module):
         return loss if balance is None else balance.joined(loss)
 
     def after_backward(self) -> None:
-        """Join the copies of activations, and free what packed weights were gathered."""
         if self.activation_offload is not None:
             self.activation_offload.join()
         if self.packed_layers is not None:
@@ -159,10 +152,8 @@ class CausalLMForTraining(nn.Module):
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits (n, vocab) fp32 at `positions` (n,) of the flattened rows.
-
-        input_ids, position_ids: (rows, seq_len) int64.
-        """
+        """Return the logits (n, vocab) fp32 at `positions` (n,) of the flattened rows. input_ids,
+        position_ids: (rows, seq_len) int64."""
         self.adapters.row_keys = None
         hidden = self._hidden_states(input_ids, position_ids)
         return self.head_loss.head.logits(hidden.index_select(0, positions))
@@ -173,10 +164,8 @@ class CausalLMForTraining(nn.Module):
         position_ids: torch.Tensor,
         batch: MicroBatch | None = None,
     ) -> torch.Tensor:
-        """Return the decoder's last hidden states (rows * seq_len, hidden).
-
-        batch: has these rows; None: what else it would say of them is not known yet.
-        """
+        """Return the decoder's last hidden states (rows * seq_len, hidden). batch: has these rows;
+        None: what else it would say of them is not known yet."""
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
         inputs = self._prepared.inputs(
             input_ids,
@@ -196,8 +185,7 @@ class CausalLMForTraining(nn.Module):
 
     def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes
-        them.
-        """
+        them."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         inputs = self._prepared.inputs(input_ids, position_ids)
         with self._embedding(None):
@@ -205,18 +193,15 @@ class CausalLMForTraining(nn.Module):
         return logits.flatten(0, 1).float()
 
     def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return the decoder's last hidden states (rows * seq_len, hidden).
-
-        input_ids, position_ids: (rows, seq_len) int64.
-        """
+        """Return the decoder's last hidden states (rows * seq_len, hidden). input_ids,
+        position_ids: (rows, seq_len) int64."""
         return self._hidden_states(input_ids, position_ids)
 
     def family_hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Return the same by the family's own eager attention; raises `UserError` as
-        `attending_by_reference` does.
-        """
+        `attending_by_reference` does."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         with attending_by_reference(causal_lm.get_decoder().config):
             return self.hidden_states(input_ids, position_ids)
@@ -224,8 +209,7 @@ class CausalLMForTraining(nn.Module):
     @contextmanager
     def _embedding(self, rows: torch.Tensor | None) -> Iterator[None]:
         """Within the block the embedding takes its rows from where they are, if that is outside of
-        the model; rows: those of the tokens, if they are known.
-        """
+        the model; rows: those of the tokens, if they are known."""
         embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
         if self.rows_of is not None and not isinstance(embedding, LookedUp):
             look_up_elsewhere_(embedding, self._look_up)
@@ -236,6 +220,5 @@ class CausalLMForTraining(nn.Module):
             self._known_rows = None
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embedding's rows (n, hidden) of ids (n,)."""
         assert self.rows_of is not None
         return self.rows_of(ids) if self._known_rows is None else self._known_rows

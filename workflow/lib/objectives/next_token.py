@@ -10,8 +10,7 @@ from workflow.lib.objectives.objective import Head, TokensOfBatch, TokensOfRows
 
 class NextToken:
     """The loss of a step is sum(w (-log p)) / sum(w) over its trained tokens; w is 1 where the data
-    have no weights.
-    """
+    have no weights."""
 
     def loss(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
         """Return sum(w (-log p)) () fp32."""

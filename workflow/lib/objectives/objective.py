@@ -19,8 +19,7 @@ class Head(Protocol):
         self, states: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """Return sum(w (-log p)) () fp32. states: (n, hidden_size); targets: (n,) int64; weights:
-        (n,) fp32, None = 1.
-        """
+        (n,) fp32, None = 1."""
 
     def log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return log p (n,) fp32 of each target; 0 of one that only pads."""
@@ -56,8 +55,7 @@ class TokensOfRows(Protocol):
 
 class Objective(Protocol):
     """The loss of a step = the sum of `loss` over its micro-batches, divided by the sum of `sizes`
-    over its rows.
-    """
+    over its rows."""
 
     def loss(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
         """Return the summed loss () fp32 of a micro-batch; states: (n, hidden_size)."""
@@ -71,8 +69,7 @@ class Objective(Protocol):
 
 def document_sums(log_probs: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
     """Return the sum (documents,) of log p over each document's trained tokens, in their order on
-    every device; 0 of a document that only pads.
-    """
+    every device; 0 of a document that only pads."""
     bounds, _ = batch.bounds
     document = torch.searchsorted(bounds, batch.positions, right=True) - 1
     sums = log_probs.new_zeros(len(bounds) - 1)

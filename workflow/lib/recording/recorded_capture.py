@@ -9,7 +9,7 @@ from workflow.lib.recording.recorded_gpu import RecordedStream, recorded_gpu
 
 
 class RecordedCapture:
-    """Stands for `cuda_capture.CudaCapture`.
+    """Stands for `micro_batch_graphs.CudaCapture`.
 
     `torch.cuda.graph` gives free pages back before a capture. What it captures is taken from a
     pool that nothing else uses, as here from that of a stream that nothing else runs on.

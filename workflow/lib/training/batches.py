@@ -21,11 +21,8 @@ from workflow.lib.model.micro_batch import MicroBatch
 
 def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Return the attention cost of each row of (rows, seq_len): the sum of the squared lengths of
-    its documents.
-
-    A document of n tokens has the positions 0 to n - 1, and the sum of 2 p + 1 over them is n
-    squared.
-    """
+    its documents. A document of n tokens has the positions 0 to n - 1, and the sum of 2 p + 1 over
+    them is n squared."""
     sums: npt.NDArray[np.int64] = position_ids.sum(axis=1, dtype=np.int64)
     costs: npt.NDArray[np.int64] = 2 * sums + position_ids.shape[1]
     return costs
@@ -35,8 +32,7 @@ def text_lengths(
     position_ids: npt.NDArray[Any], loss_mask: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
     """Return the tokens of each row (rows,) before its padding: its last document, if nothing of it
-    is trained.
-    """
+    is trained."""
     seq_len = position_ids.shape[1]
     last = seq_len - 1 - np.argmax(position_ids[:, ::-1] == 0, axis=1)
     trained = (loss_mask & (np.arange(seq_len) >= last[:, None])).any(axis=1)
@@ -45,14 +41,11 @@ def text_lengths(
 
 
 class RowCosts:
-    """The attention costs of a store's rows, each computed when a step first takes the row."""
-
     def __init__(self, store: TokenStore) -> None:
         self._store = store
         self._known = np.full(store.num_rows, -1, dtype=np.int64)
 
     def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the costs (rows,) of these rows."""
         new = rows[self._known[rows] < 0]
         if len(new):
             self._known[new] = attention_costs(self._store.position_ids[new])
@@ -64,12 +57,9 @@ def process_rows(
     rows: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], *, rank: int, size: int
 ) -> npt.NDArray[np.int64]:
     """Return the part of a step's rows that process `rank` of `size` trains on, in the order in
-    which it does.
-
-    All processes wait for the slowest at every micro-batch. So the rows are dealt like cards, the
-    costliest first and every second round backwards: the processes take rows of neighbouring cost
-    at the same time.
-    """
+    which it does. All processes wait for the slowest at every micro-batch. So the rows are dealt
+    like cards, the costliest first and every second round backwards: the processes take rows of
+    neighbouring cost at the same time."""
     assert len(rows) % size == 0, f"{len(rows)} rows cannot be shared equally by {size} processes"
     rounds = rows[np.argsort(-costs, kind="stable")].reshape(-1, size)
     rounds[1::2] = rounds[1::2, ::-1]
@@ -77,8 +67,6 @@ def process_rows(
 
 
 class RowGroup(NamedTuple):
-    """The rows of a micro-batch."""
-
     numbers: npt.NDArray[np.int64]
     """(micro_batch_size,), in the tokens folder."""
     keys: list[int]
@@ -94,13 +82,10 @@ def micro_batches(
     stay_on_host: bool = False,
     apart: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Yield a micro-batch on `device` for each group of rows; the next one is being made
-    meanwhile.
-
+    """Yield a micro-batch on `device` for each group of rows; the next one is being made meanwhile.
     look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,). stay_on_host:
     yield them in page-locked host memory instead. apart: with their `documents`, for recurrent
-    layers.
-    """
+    layers."""
 
     def load(group: RowGroup) -> MicroBatch:
         keys = torch.tensor(group.keys, dtype=torch.int64)
@@ -126,7 +111,6 @@ def micro_batches(
 
 
 def stored_batch(store: TokenStore, rows: npt.NDArray[np.int64]) -> MicroBatch:
-    """Return these rows of the tokens folder as a micro-batch, in host memory."""
     return make_batch(
         np.asarray(store.input_ids[rows]).astype(np.int64),
         np.asarray(store.position_ids[rows]).astype(np.int64),
@@ -145,8 +129,7 @@ def make_batch(
     device: torch.device,
 ) -> MicroBatch:
     """Build a micro-batch from arrays of shape (rows, seq_len). A masked token i is predicted at
-    position i - 1.
-    """
+    position i - 1."""
     flat_targets = np.flatnonzero(loss_mask)
     assert not loss_mask[:, 0].any(), (
         "the first token of a row has no predecessor to be predicted from"

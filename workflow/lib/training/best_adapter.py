@@ -44,10 +44,7 @@ def heldout_rows(documents: Sequence[Document], *, seq_len: int) -> list[list[Do
 
 class HeldOut:
     """The held-out documents of a run, or `at_most` of them drawn by `seed`, ready to be measured
-    on.
-
-    Raises `UserError` if there is none with a trained token.
-    """
+    on. Raises `UserError` if there is none with a trained token."""
 
     def __init__(
         self,
@@ -75,8 +72,7 @@ class HeldOut:
 
     def due(self, step: int) -> bool:
         """Tell whether the loss is to be measured after `step` (1-based): every so many steps, and
-        after the last.
-        """
+        after the last."""
         return step % self._every == 0 or step == self._num_steps
 
     def loss(
@@ -87,10 +83,7 @@ class HeldOut:
         moved: Callable[[], None] = lambda: None,
     ) -> float:
         """Return the mean -log p (nats) of a trained token of the documents; equal on all
-        processes. Collective.
-
-        Calls `moved` after every batch.
-        """
+        processes. Collective. Calls `moved` after every batch."""
         was_training = training.training
         training.eval()
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -105,8 +98,7 @@ class HeldOut:
 
     def _batches(self, world: World) -> Iterator[MicroBatch]:
         """Yield this process's rows. All processes have as many batches, because each gathers the
-        weights.
-        """
+        weights."""
         own_rows = self._rows[world.rank :: world.size]
         num_rows = math.ceil(len(self._rows) / world.size)  # of the process that has most
         for start in range(0, num_rows, self._micro_batch_size):
@@ -133,7 +125,6 @@ class HeldOut:
 def open_heldout(
     store: TokenStore, train: TrainConfig, *, num_steps: int, micro_batch_size: int
 ) -> HeldOut | None:
-    """Return the held-out documents that the settings ask for, None if they ask for none."""
     if train.evaluate_every_steps is None:
         return None
     return HeldOut(
@@ -148,12 +139,9 @@ def open_heldout(
 
 class BestAdapter:
     """Keeps the adapter with the lowest held-out loss in the checkpoints' folder. All processes
-    call all methods.
-
-    rows: the metrics of the run up to the step that it continues from. Adapters that a killed
-    process kept after that step are removed. Raises `UserError` if the adapter that the rows call
-    the best is no longer there.
-    """
+    call all methods. rows: the metrics of the run up to the step that it continues from. Adapters
+    that a killed process kept after that step are removed. Raises `UserError` if the adapter that
+    the rows call the best is no longer there."""
 
     def __init__(self, folder: Path, rows: Sequence[dict[str, Any]], *, world: World) -> None:
         self._folder, self._world = folder, world
@@ -194,14 +182,11 @@ class BestAdapter:
         dist.barrier(self._world.io_group)
 
     def load_(self, training: nn.Module) -> None:
-        """Put the best adapter into `training`. Collective."""
         load_adapter_(training, best_dir(self._folder, self.step))
 
     def _prune(self) -> None:
-        """Remove what no resumed run can call its best.
-
-        That is all before the best adapter at the oldest checkpoint, and what this run knows not.
-        """
+        """Remove what no resumed run can call its best. That is all before the best adapter at the
+        oldest checkpoint, and what this run knows not."""
         oldest = min(saved_steps(self._folder), default=0)
         first = max((step for step in self._steps if step <= oldest), default=0)
         needed = {best_dir(self._folder, step) for step in self._steps if step >= first}
@@ -214,7 +199,6 @@ class BestAdapter:
 def open_best(
     folder: Path, train: TrainConfig, rows: Sequence[dict[str, Any]], *, world: World
 ) -> BestAdapter | None:
-    """Return what keeps the best adapter, None if the last one is the result."""
     return BestAdapter(folder, rows, world=world) if train.select == "best" else None
 
 

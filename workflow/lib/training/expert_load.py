@@ -11,10 +11,8 @@ from workflow.lib.model.experts.fused_experts import FusedExperts
 
 def routed_rows(model: nn.Module, world: World) -> list[torch.Tensor]:
     """Return the rows (experts,) int64 on the CPU that each expert got in training since the run
-    began, over all processes, for each layer with experts. Collective.
-
-    Recomputed layers count every row twice, so the numbers are right within a layer alone.
-    """
+    began, over all processes, for each layer with experts. Collective. Recomputed layers count
+    every row twice, so the numbers are right within a layer alone."""
     counts = []
     for experts in _experts(model):
         routed = experts.routed if experts.routed_before is None else experts.routed_before
@@ -28,8 +26,7 @@ def routed_rows(model: nn.Module, world: World) -> list[torch.Tensor]:
 @torch.no_grad()
 def note_finished_steps_(model: nn.Module, *, more_follows: bool) -> None:
     """Have `routed_rows` count what has run until now, and if `more_follows` nothing of what runs
-    until this is called again: that belongs to a step which is not finished.
-    """
+    until this is called again: that belongs to a step which is not finished."""
     for experts in _experts(model):
         routed = experts.routed if more_follows else None
         experts.routed_before = None if routed is None else routed.clone()

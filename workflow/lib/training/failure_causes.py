@@ -66,10 +66,7 @@ def explained(
     *, run: str, preflight: Forecast, measured_bytes: Callable[[], int]
 ) -> Iterator[None]:
     """Turn the exceptions that a user can do something about into `UserError` (or `PeerLostError`);
-    pass on the rest.
-
-    measured_bytes: this process's peak so far.
-    """
+    pass on the rest. measured_bytes: this process's peak so far."""
     try:
         yield
     except UserError:
@@ -108,8 +105,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measured: int) -> str:
     """Name predicted and measured peak, the smaller micro-batch that preflight knows, and show its
-    table.
-    """
+    table."""
     plan = preflight.plan
     where = "GPU" if plan.device == "cuda" else "host"
     sizes = [(tried.plan(plan).micro_batch_size, tried) for tried in preflight.candidates]
@@ -133,8 +129,7 @@ def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measur
 
 def shared_memory_full(error: BaseException) -> str:
     """Return the message for what NCCL meets in a container, which gets 64 MB of shared memory
-    unless told otherwise.
-    """
+    unless told otherwise."""
     return (
         f"the shared memory of this machine, /dev/shm, is full ({_ends(error)}). Start the "
         "container with more of it "
@@ -151,11 +146,8 @@ SIGNAL_CAUSES = {
 
 
 def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
-    """Say why a process died of a signal.
-
-    out_of_memory_kills: processes that the kernel has killed for memory on this machine meanwhile.
-    damaged: what was found wrong with the inputs since.
-    """
+    """Say why a process died of a signal. out_of_memory_kills: processes that the kernel has killed
+    for memory on this machine meanwhile. damaged: what was found wrong with the inputs since."""
     name = signal.Signals(number).name
     if number == signal.SIGKILL and out_of_memory_kills > 0:
         return (
@@ -170,8 +162,7 @@ def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
 
 def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     """Return how many processes the kernel has ended for lack of memory since the machine
-    started.
-    """
+    started."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -190,8 +181,7 @@ def damaged_tokens(folder: Path) -> list[str]:
 
 def first_cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
     """Return rank and failure (torchrun's `ProcessFailure`) of the process that failed on its own
-    account, if one did.
-    """
+    account, if one did."""
     return min(failures.items(), key=lambda item: (followed(item[1]), item[1].timestamp, item[0]))
 
 

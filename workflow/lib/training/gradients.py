@@ -28,15 +28,13 @@ class LossSum:
         device: torch.device,
     ) -> None:
         """run: `forward_backward` of the model, or its graphs. divisor: of the sum, over all
-        processes. Gradients are those of the step's loss times `factor`.
-        """
+        processes. Gradients are those of the step's loss times `factor`."""
         self._run, self._divisor = run, divisor
         exact = torch.full((), factor / divisor, dtype=torch.float64, device=device)
         self._slope = exact.float()  # infinite where it is too large for that: the step is repeated
         self._total = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, batches: Iterable[MicroBatch]) -> None:
-        """Run micro-batches forward and backward."""
         for batch in batches:
             self._total += self._run(batch, self._slope)
 
@@ -46,11 +44,9 @@ class LossSum:
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:
-    """Scale the gradients to a norm of at most `max_norm`; return the norm before. Collective.
-
-    They stay as they are if `max_norm` is None, or if the norm is not finite: `find_origin` reads
-    them then.
-    """
+    """Scale the gradients to a norm of at most `max_norm`; return the norm before. Collective. They
+    stay as they are if `max_norm` is None, or if the norm is not finite: `find_origin` reads them
+    then."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     gradients = [param.grad for param in params if param.grad is not None]
     norms = [_norm(alike) for alike in _by_mesh(gradients)]
@@ -75,9 +71,7 @@ def _by_mesh(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of gradients that are cut alike (). Collective: each process has its shards'.
-
-    Of the shards alone: torch's own norm of DTensors took a sixth of a recording of 62 layers.
-    """
+    Of the shards alone: torch's own norm of DTensors took a sixth of a recording of 62 layers."""
     own = get_total_norm([local(gradient) for gradient in gradients])
     first = gradients[0]
     if not isinstance(first, DTensor):

@@ -2,22 +2,19 @@
 first.
 """
 
-import fcntl
 import json
 import logging
 import math
 import os
 import re
-import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.distributed.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, WAITING, Watch
 from workflow.lib.distributed.rendezvous import LOOPBACK, use_loopback
-from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest
+from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
 from workflow.lib.system.hardware import threads_of_job
@@ -55,11 +52,9 @@ DEFAULTS = {  # unless the user has set them
 
 @dataclass(frozen=True)
 class Workers:
-    """`python -m module arguments` in `processes` torchrun workers.
-
-    place: which share of them this machine starts, and where all meet. grace_s: how long they may
-    go on after a signal, to save a checkpoint. what: their work, for the message.
-    """
+    """`python -m module arguments` in `processes` torchrun workers. place: which share of them this
+    machine starts, and where all meet. grace_s: how long they may go on after a signal, to save a
+    checkpoint. what: their work, for the message."""
 
     module: str
     arguments: Sequence[str]
@@ -71,19 +66,16 @@ class Workers:
 
     @property
     def ranks(self) -> range:
-        """The ranks that this machine starts."""
         local = self.processes // self.place.nodes
         return range(self.place.index * local, (self.place.index + 1) * local)
 
 
 def launch_workers(workers: Workers, *, inspect_inputs: Callable[[], list[str]] = list) -> None:
     """Run workers; return when all have ended well. Every node of the run calls this.
-
     inspect_inputs: called after a worker was killed; tells what is wrong with the files that it
     read. Raises `UserError` with the cause of the process that failed first, `BatchMemoryError` if
     that is it, `PeerLostError` if that process is on another node, and `StoppedError` if stopped by
-    a signal, which the workers get too.
-    """
+    a signal, which the workers get too."""
     stop_on_signals()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
     memory_kills_before = memory_kills()
@@ -114,7 +106,9 @@ def _run_workers(workers: Workers, hung: list[str]) -> None:
     inherited = worker_environment(
         len(workers.ranks), grace_s=workers.grace_s, deterministic=workers.deterministic
     )
-    with own_folder() as folder, changed_environment(inherited):
+    temporary = tempfile.TemporaryDirectory(prefix="finetune-launch-", ignore_cleanup_errors=True)
+    with temporary as name, changed_environment(inherited):
+        folder = Path(name)
         config = LaunchConfig(
             min_nodes=workers.place.nodes,
             max_nodes=workers.place.nodes,
@@ -131,10 +125,8 @@ def _run_workers(workers: Workers, hung: list[str]) -> None:
 
 
 def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> Exception:
-    """Return the exception for the cause of process `rank`, the first to fail.
-
-    elsewhere: it only waited for another one, or lost it, so another machine may know the cause.
-    """
+    """Return the exception for the cause of process `rank`, the first to fail. elsewhere: it only
+    waited for another one, or lost it, so another machine may know the cause."""
     if elsewhere and workers.place.nodes > 1:
         return PeerLostError(f"{cause.rstrip()}\n({workers.what}: {ELSEWHERE} {REPEAT})")
     if cause.startswith(TOO_LARGE):
@@ -145,73 +137,11 @@ def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> E
     )
 
 
-@contextmanager
-def own_folder() -> Iterator[Path]:
-    """Yield a temporary folder of this launch, which is gone after the block, however that ends.
-
-    A launcher that was killed leaves its folder. The next launch on this host removes it: only the
-    folder of a launcher that lives is locked.
-    """
-    prefix = f"finetune-launch-{socket.gethostname()}-"  # not all disks lock for other hosts
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError), locked(path):  # of a launcher that lives, or of another user
-            _remove(path)
-    with ExitStack() as stack:
-        folder = _new_folder(prefix, stack)
-        try:
-            yield folder
-        finally:
-            with StopRequest() as stop:  # one more signal must not interrupt this
-                _remove(folder)
-        if stop.asked:
-            raise StoppedError(STOPPED)
-
-
-def _new_folder(prefix: str, stack: ExitStack) -> Path:
-    """Return a new folder, locked as long as `stack` is open where the disk knows locks."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
-        try:
-            stack.enter_context(locked(folder))
-        except (BlockingIOError, FileNotFoundError):
-            continue  # before it was locked, another launch took it for one that was left
-        except OSError:
-            pass  # nor can another launch lock it, so none removes it
-        return folder
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder of this user within the block; the kernel unlocks it if this process dies.
-
-    Raises `OSError` if another process has locked it, and for what is no folder of this user.
-    """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if os.fstat(handle).st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user")
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.stat()  # it may have been removed before it was locked
-        yield
-    finally:
-        os.close(handle)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, its name first: a worker that still writes to it must not fill it again."""
-    aside = folder.with_name(f"{folder.name}.ended")
-    with suppress(OSError):  # what stays is for the next launch
-        folder.rename(aside)
-        shutil.rmtree(aside)
-
-
 def stop_on_signals() -> None:
     """Have `stop_signals.SIGNALS` end the workers by SIGTERM, as torchrun does for those that it
-    knows; an ignored one stays ignored.
-
-    The terminal and Snakemake both tell a launcher. What comes within `TWICE_S` is the same
-    request: torchrun would take it for a second one, which cuts short how the workers save.
-    """
+    knows; an ignored one stays ignored. The terminal and Snakemake both tell a launcher. What comes
+    within `TWICE_S` is the same request: torchrun would take it for a second one, which cuts short
+    how the workers save."""
     last = -math.inf
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -228,8 +158,7 @@ def stop_on_signals() -> None:
 
 def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -> dict[str, str]:
     """Return the variables that the workers of this machine inherit; processes: how many they
-    are.
-    """
+    are."""
     threads = str(max(1, threads_of_job() // processes))
     variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
     variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -241,7 +170,6 @@ def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -
 
 @contextmanager
 def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -256,11 +184,9 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def watched(ranks: range, *, size: int, folder: Path, hung: list[str]) -> Iterator[None]:
-    """Within the block watch the signs of life of the workers that this process starts.
-
-    They are `ranks`, of `size` in all, and write to `folder`, which is made. When one hangs, all of
-    them are ended and the reason is put into `hung`.
-    """
+    """Within the block watch the signs of life of the workers that this process starts. They are
+    `ranks`, of `size` in all, and write to `folder`, which is made. When one hangs, all of them are
+    ended and the reason is put into `hung`."""
     ended = threading.Event()
     folder.mkdir()
     variables = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
@@ -289,8 +215,7 @@ def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
 
 def children() -> list[int]:
     """Return the ids of this process's children: the workers, also one that has not come so far as
-    to give a sign.
-    """
+    to give a sign."""
     lists = Path("/proc/self/task").glob("*/children")
     return [int(pid) for path in lists for pid in path.read_text().split()]
 
@@ -310,8 +235,7 @@ def _cause(
 
 def _rendezvous(place: Place) -> dict[str, Any]:
     """Return where the workers meet: on this machine alone, or at the first node of the
-    allocation.
-    """
+    allocation."""
     if place.nodes == 1:
         use_loopback()
         return {"run_id": uuid.uuid4().hex, "rdzv_backend": LOOPBACK}

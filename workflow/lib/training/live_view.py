@@ -65,12 +65,9 @@ def live_view(
     config: Mapping[str, Any],
 ) -> Iterator[View]:
     """Show `rows`, those of the journal so far, and then every row that the yielded function is
-    given.
-
-    folder: holds `tensorboard/<run>/` and `wandb/`; identity: of the trajectory, the same after
-    resuming; config: the settings to show beside the curves; what `check_tracking` asks for is
-    there. Raises `UserError` if Weights & Biases refuses the run.
-    """
+    given. folder: holds `tensorboard/<run>/` and `wandb/`; identity: of the trajectory, the same
+    after resuming; config: the settings to show beside the curves; what `check_tracking` asks for
+    is there. Raises `UserError` if Weights & Biases refuses the run."""
     with ExitStack() as stack:
         views: list[View] = []
         if settings.tensorboard:
@@ -94,7 +91,6 @@ def live_view(
 
 
 def curves(row: Row) -> dict[str, float]:
-    """Return the quantities of a row that are drawn, by name."""
     numbers = {name: value for name, value in row.items() if name not in NOT_CURVES}
     return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
 
@@ -102,8 +98,7 @@ def curves(row: Row) -> dict[str, float]:
 @contextmanager
 def _tensorboard(folder: Path, rows: Sequence[Row]) -> Iterator[View]:
     """Write event files anew. Points carry the time at which the run would have had them without
-    interruption.
-    """
+    interruption."""
     from tensorboardX import SummaryWriter
 
     for old in folder.glob("events.out.tfevents.*"):
@@ -138,8 +133,7 @@ def _wandb(
     config: Mapping[str, Any],
 ) -> Iterator[View]:
     """Continue the run of this identity, or begin it. Its steps only rise, so a step that it has is
-    not sent again.
-    """
+    not sent again."""
     os.environ.update(WANDB_ENVIRONMENT)  # before the import, which reads them
     wandb = importlib.import_module("wandb")
     folder.mkdir(parents=True, exist_ok=True)

@@ -59,8 +59,7 @@ logger = logging.getLogger("workflow")
 @dataclass(frozen=True)
 class StepMetrics:
     """One line of `metrics.jsonl`; `step` counts from 1, `tokens` are those of the step over all
-    processes.
-    """
+    processes."""
 
     step: int
     loss: float
@@ -81,7 +80,6 @@ class StepMetrics:
     """Measured after the step; None where it was not, and then not in the line."""
 
     def as_dict(self) -> dict[str, float]:
-        """Return the line as a JSON object."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -93,8 +91,7 @@ def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimize
 
 def peak_bytes(device: torch.device) -> int:
     """Return this process's peak so far, bytes: allocated by torch on a GPU, resident set on a
-    CPU.
-    """
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -111,8 +108,6 @@ class StepNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of the tokens folder that a step trains on."""
-
     step: int
     """Counts from 0."""
     numbers: npt.NDArray[np.int64]
@@ -126,7 +121,7 @@ class StepRows:
 
 
 @dataclass(frozen=True)
-class StepUnderWay:
+class StepInProgress:
     """A step of which some micro-batches have run, or none."""
 
     rows: StepRows
@@ -135,7 +130,7 @@ class StepUnderWay:
     loss: LossSum
 
 
-class OnTheWay:
+class PendingScalars:
     """Numbers of the device on their way to the host, in the order of the device's work."""
 
     def __init__(self, *numbers: torch.Tensor) -> None:
@@ -147,7 +142,7 @@ class OnTheWay:
         if self._there is not None:
             self._there.record()
 
-    def arrived(self) -> list[float]:
+    def wait(self) -> list[float]:
         """Wait for them. What the device was asked for later goes on meanwhile."""
         if self._there is not None:
             self._there.synchronize()
@@ -157,10 +152,8 @@ class OnTheWay:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What takes steps: a model and its optimizer, over tokens, on this process among others.
-
-    Steps are collective.
-    """
+    """What takes steps: a model and its optimizer, over tokens, on this process among others. Steps
+    are collective."""
 
     training: CausalLMForTraining
     optimizer: ShardwiseOptimizer
@@ -180,30 +173,27 @@ class Trainer:
         until: int | None = None,
     ) -> Iterator[StepMetrics]:
         """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
-        processes.
-
-        elapsed_s: seconds that earlier invocations of this run have trained. until: the step before
-        which to end; nothing of it is begun. Raises `UserError` if
-        the loss or the gradient is not finite, or the gradient is zero.
-        """
+        processes. elapsed_s: seconds that earlier invocations of this run have trained. until: the
+        step before which to end; nothing of it is begun. Raises `UserError` if the loss or the
+        gradient is not finite, or the gradient is zero."""
         self.training.train()
         self._drop_gradients()  # of a step that was begun and not finished
         end = num_steps if until is None else until
         batches = self._batches_ahead(range(first_step, end))
-        ahead: StepUnderWay | None = None
+        ahead: StepInProgress | None = None
         for step in range(first_step, end):
             began = time.monotonic()
-            under_way = ahead or self._begun(step, batches)
+            current = ahead or self._start(step, batches)
             rate = learning_rate(self.settings, step=step, num_steps=num_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            result = self._finished(under_way)
-            ahead = self._begun_ahead(range(step + 1, end), batches)
-            numbers = self._judged(under_way.rows, result, ahead)
+            result = self._finish_backward(current)
+            ahead = self._prefetch(range(step + 1, end), batches)
+            numbers = self._check_and_apply(current.rows, result, ahead)
             peak = peak_bytes(self.world.device)
             seconds = time.monotonic() - began
             elapsed_s += seconds
-            rows = under_way.rows
+            rows = current.rows
             tokens = len(rows.numbers) * self.store.seq_len
             scale = loss_scale_of(self.training)
             yield StepMetrics(
@@ -228,8 +218,7 @@ class Trainer:
 
     def release_graphs(self) -> None:
         """Give back the memory that CUDA graphs hold: what follows needs it. Later steps capture
-        them anew.
-        """
+        them anew."""
         if self.graphs is not None:
             self.graphs.release()
 
@@ -250,7 +239,6 @@ class Trainer:
         return RowCosts(self.store)
 
     def _rows_of(self, step: int) -> StepRows:
-        """Return the rows of a step, a pure function of settings and process."""
         numbers = step_rows(
             num_rows=self.store.num_rows,
             global_batch_size=self.settings.global_batch_size,
@@ -268,14 +256,14 @@ class Trainer:
         sizes = self.training.objective.sizes(self.store)
         return StepRows(step, numbers, groups, trained_tokens, float(sizes[numbers].sum()))
 
-    def _begun(self, step: int, batches: Iterator[MicroBatch]) -> StepUnderWay:
+    def _start(self, step: int, batches: Iterator[MicroBatch]) -> StepInProgress:
         """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""
         rows = self._rows_of(step)
-        return self._under_way(rows, islice(batches, len(rows.groups)))
+        return self._in_progress(rows, islice(batches, len(rows.groups)))
 
-    def _under_way(
+    def _in_progress(
         self, rows: StepRows, batches: Iterator[MicroBatch], *, by_graphs: bool = True
-    ) -> StepUnderWay:
+    ) -> StepInProgress:
         scale = loss_scale_of(self.training)
         plainly = partial(forward_backward, self.training)
         loss = LossSum(
@@ -291,39 +279,36 @@ class Trainer:
                 tokens=self._text_tokens(rows.numbers),
                 device=self.world.device,
             )
-        return StepUnderWay(rows, batches, loss)
+        return StepInProgress(rows, batches, loss)
 
     def _text_tokens(self, rows: npt.NDArray[np.int64]) -> int:
-        """Return the tokens of rows without their padding."""
         store = self.store
         return int(text_lengths(store.position_ids[rows], store.loss_mask[rows]).sum())
 
-    def _begun_ahead(self, steps: range, batches: Iterator[MicroBatch]) -> StepUnderWay | None:
+    def _prefetch(self, steps: range, batches: Iterator[MicroBatch]) -> StepInProgress | None:
         """Launch the first micro-batch of the first of these steps; None if there is none, or where
         it has to wait for the host: without graphs, and where the host decides whether a step is
-        updated or repeated.
-        """
+        updated or repeated."""
         host_decides = loss_scale_of(self.training) or not self.optimizer.device_decides
         possible = len(steps) > 0 and self.graphs is not None and not host_decides
         note_finished_steps_(self.training, more_follows=possible)
         if not possible:
             return None
         self._drop_gradients()
-        under_way = self._begun(steps[0], batches)
-        self._run(under_way, count=1)
-        return under_way
+        current = self._start(steps[0], batches)
+        self._run(current, count=1)
+        return current
 
-    def _run(self, under_way: StepUnderWay, *, count: int | None = None) -> None:
+    def _run(self, current: StepInProgress, *, count: int | None = None) -> None:
         """Run the next `count` micro-batches of a step, all that are left if None."""
         with self.training.adapters.unchanged(), self.training.product_types.in_eight_bits():
-            under_way.loss.add(islice(under_way.batches, count))
+            current.loss.add(islice(current.batches, count))
 
-    def _finished(self, under_way: StepUnderWay) -> OnTheWay:
+    def _finish_backward(self, current: StepInProgress) -> PendingScalars:
         """Run what is left of a step, clip its gradients, and begin its update; return its loss and
-        its gradient norm before clipping, and the routers' balance if there is one.
-        """
-        self._run(under_way)
-        loss, scale = under_way.loss.value(), loss_scale_of(self.training)
+        its gradient norm before clipping, and the routers' balance if there is one."""
+        self._run(current)
+        loss, scale = current.loss.value(), loss_scale_of(self.training)
         sum_copies_(self.training)
         if scale is not None:
             scale.unscale_(self.training)
@@ -334,14 +319,14 @@ class Trainer:
         healthy = loss.isfinite() & norm.isfinite() & (norm > 0)
         self.optimizer.begin(unless=~healthy)
         balance = self.training.router_balance
-        return OnTheWay(loss, norm, *([] if balance is None else [balance.value()]))
+        return PendingScalars(loss, norm, *([] if balance is None else [balance.value()]))
 
-    def _judged(self, rows: StepRows, result: OnTheWay, ahead: StepUnderWay | None) -> StepNumbers:
-        """Complete a step, and return its numbers. Nothing is updated if `check_step` raises.
-
-        In float16 gradients may overflow; they are made once more then, with a smaller loss scale.
-        """
-        numbers = StepNumbers(*result.arrived())
+    def _check_and_apply(
+        self, rows: StepRows, result: PendingScalars, ahead: StepInProgress | None
+    ) -> StepNumbers:
+        """Complete a step, and return its numbers. Nothing is updated if `check_step` raises. In
+        float16 gradients may overflow; they are made once more then, with a smaller loss scale."""
+        numbers = StepNumbers(*result.wait())
         scale = loss_scale_of(self.training)
         while (
             scale is not None
@@ -350,7 +335,7 @@ class Trainer:
         ):
             self._drop_gradients()
             batches = (batch for _, batch in self._made_again(rows))
-            numbers = StepNumbers(*self._finished(self._under_way(rows, batches)).arrived())
+            numbers = StepNumbers(*self._finish_backward(self._in_progress(rows, batches)).wait())
         loss, norm = numbers.loss, numbers.grad_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
         origin = None if finite else self._origin(rows, gradients_are_there=ahead is None)
@@ -366,7 +351,7 @@ class Trainer:
         if not gradients_are_there:  # the weights are those of the step: it was not updated
             self.optimizer.zero_grad()
             batches = (batch for _, batch in self._made_again(rows))
-            self._run(self._under_way(rows, batches, by_graphs=False))
+            self._run(self._in_progress(rows, batches, by_graphs=False))
             sum_copies_(self.training)
         self._seed_dropout(rows)  # so that the search drops the same
         with self.training.product_types.in_eight_bits():
@@ -380,7 +365,6 @@ class Trainer:
         seed_dropout(self.settings.seed, step=rows.step, rank=self.world.rank)
 
     def _made_again(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield the row numbers and the micro-batch of each group of a step."""
         numbers = ([int(number) for number in group.numbers] for group in rows.groups)
         batches = micro_batches(self.store, rows.groups, device=self.world.device)
         yield from zip(numbers, batches, strict=True)
@@ -388,15 +372,13 @@ class Trainer:
 
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:
     """Make what a family itself drops a function of (seed, step, rank), so that resuming needs no
-    state. The adapters' dropout has numbers of its own (`adapter_dropout`).
-    """
+    state. The adapters' dropout has numbers of its own (`adapter_dropout`)."""
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
 
 
 def check_step(loss: float, norm: float, *, step: int, origin: str | None = None) -> None:
     """Raise `UserError` if a step's loss or gradient norm cannot be that of a healthy run; origin:
-    where it arose.
-    """
+    where it arose."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
             f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has "

@@ -22,16 +22,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.distributed.abandoned import abandon_micro_batch_
-from workflow.lib.distributed.agreement import any_of_all, largest_of_all
-from workflow.lib.distributed.world import World
+from workflow.lib.distributed.fsdp import abandon_micro_batch_
+from workflow.lib.distributed.world import World, any_of_all, largest_of_all
 from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.model.documents import Documents, Room, documents_of, places_in, room_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay, first_cause
 
 logger = logging.getLogger("workflow")
+
+Replay = Callable[[], torch.Tensor]
+Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 
 SIZES = 4  # of trained tokens at most: each has a graph of its own
 # Of recurrent layers, in the room that serves all micro-batches so far, to a token. Documents taken
@@ -41,8 +42,7 @@ MOST_PLACES = 2
 
 class Layout(NamedTuple):
     """What a graph is captured for, the same on all processes; everything else is copied into its
-    inputs.
-    """
+    inputs."""
 
     rows: int
     trained_tokens: int
@@ -58,8 +58,7 @@ def forward_backward(
     training: CausalLMForTraining, batch: MicroBatch, slope: torch.Tensor
 ) -> torch.Tensor:
     """Add a micro-batch's gradients times `slope` () fp32 to the parameters'; return its summed
-    loss (). Its autograd graph goes with this call: it holds hidden states.
-    """
+    loss (). Its autograd graph goes with this call: it holds hidden states."""
     loss: torch.Tensor = training(batch)
     loss.backward(slope)
     training.after_backward()
@@ -94,8 +93,7 @@ class FixedInputs:
 
     def fill(self, batch: MicroBatch) -> None:
         """Copy a micro-batch into them, without waiting for it. What pads it is no target, and
-        documents without a token at the end.
-        """
+        documents without a token at the end."""
         fixed = self.batch
         _padded_(fixed.input_ids, batch.input_ids)
         _padded_(fixed.position_ids, batch.position_ids)
@@ -116,7 +114,6 @@ class FixedInputs:
 
 
 def _laid_out(batch: MicroBatch, layout: Layout) -> Documents:
-    """Return a micro-batch's documents in the groups of a layout, in host memory."""
     lengths = batch.bounds[0].diff().tolist()
     return documents_of(lengths, room=layout.room, longest=batch.input_ids.shape[1])
 
@@ -132,10 +129,66 @@ def _padded_(
         target[len(values) :].fill_(padding)
 
 
+class CudaCapture:
+    """Captures functions into CUDA graphs that share their memory: only one runs at a time.
+
+    torch ends a capture in several steps, and leaves out all that follow one that fails
+    (`CUDAGraph::capture_end`, torch 2.11 to 2.13). Its allocator then goes on as during a capture,
+    where it frees no page to make room. In torch 2.11 the device's random numbers do so too, and
+    cannot be drawn. `_end` does what was left out."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Replay:
+        """Capture what `function` launches; return what launches it again and returns the same
+        tensor, with new values. Raises `RuntimeError` for what cannot be captured."""
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.stream(torch.cuda.current_stream())
+        try:
+            # Other threads copy rows and checkpoints meanwhile, which is none of its business.
+            with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = function()
+        except RuntimeError:
+            if not has_ended(graph):
+                self._end()
+            raise
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def _end(self) -> None:
+        """Do what torch leaves out after a capture whose end has failed."""
+        device = torch.cuda.current_device()
+        numbers = torch.cuda.default_generators[device]
+        numbers.graphsafe_set_state(numbers.clone_state())  # the same seed, and not in a capture
+        torch._C._cuda_endAllocateToPool(device, self._pool)
+        torch._C._cuda_releasePool(device, self._pool)
+
+
+def has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether torch has ended a graph's capture. It tells the pool of those alone."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+def first_cause(error: RuntimeError) -> RuntimeError:
+    """Return what went wrong first: the end of a capture fails because of an earlier error, and
+    tells nothing of it."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error
+
+
 class MicroBatchGraphs:
     """Runs a model's micro-batches as graphs, one for each layout; is called like
-    `forward_backward`, with micro-batches in host memory. Calls are collective.
-    """
+    `forward_backward`, with micro-batches in host memory. Calls are collective."""
 
     def __init__(
         self,
@@ -159,7 +212,6 @@ class MicroBatchGraphs:
         """Why there are no more graphs, in words; None: there are."""
 
     def __call__(self, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
-        """Do what `forward_backward` does."""
         layout = None if self.off else self._layout(batch)
         if layout is None:
             return forward_backward(self._training, batch.to(self._world.device), slope)
@@ -216,8 +268,7 @@ class MicroBatchGraphs:
     def _make_room(self, documents: int, rows: int, room: Room) -> None:
         """Let layouts of packed rows have room for these documents: for twice as many or more, of
         which no more are long than a micro-batch has had. As many as rows would mean that each row
-        is one document.
-        """
+        is one document."""
         few = max(documents, rows + 1) > self._documents
         known = self._room or (0,) * len(room)
         if few or any(more > most for more, most in zip(room, known, strict=True)):
@@ -268,5 +319,4 @@ class MicroBatchGraphs:
 
 
 def _whole_units(count: int, unit: int) -> int:
-    """Return `count` rounded up to whole units."""
     return -(-count // unit) * unit

@@ -25,12 +25,10 @@ ValueT = TypeVar("ValueT")
 def find_origin(
     training: CausalLMForTraining, batches: Iterable[tuple[list[int], MicroBatch]], *, world: World
 ) -> str:
-    """Return in words where the step's first value that is not finite arose. Collective.
-
-    batches: this process's rows and micro-batches of the step, equally many on all processes. They
-    are run forward once more. The step's gradients must still be there and not be clipped, which by
-    NaN makes all NaN.
-    """
+    """Return in words where the step's first value that is not finite arose. Collective. batches:
+    this process's rows and micro-batches of the step, equally many on all processes. They are run
+    forward once more. The step's gradients must still be there and not be clipped, which by NaN
+    makes all NaN."""
     origin: str | None = None
     with forward_only(training):
         for rows, batch in batches:  # to the end: every forward gathers weights from all processes
@@ -46,18 +44,15 @@ def find_origin(
 
 
 def _gathered(value: ValueT, world: World) -> list[ValueT]:
-    """Return the value of every process. Collective."""
     values: list[Any] = [None] * world.size
     dist.all_gather_object(values, value, group=world.io_group)
     return values
 
 
 def _first_gradient(training: nn.Module, world: World) -> str | None:
-    """Return which gradient, summed over processes, is not finite, the first of several.
-
-    Backward runs from the last layer to the first, so it is the last one in the model's order.
-    Each process looks at its shards. Collective.
-    """
+    """Return which gradient, summed over processes, is not finite, the first of several. Backward
+    runs from the last layer to the first, so it is the last one in the model's order. Each process
+    looks at its shards. Collective."""
     params = trainable_parameters(training)
     indices = [
         index
@@ -70,10 +65,8 @@ def _first_gradient(training: nn.Module, world: World) -> str | None:
 
 @contextmanager
 def first_module(training: nn.Module) -> Iterator[list[str]]:
-    """Within the block note the name of the first module whose output is not finite.
-
-    The list that is yielded has no element, or this one.
-    """
+    """Within the block note the name of the first module whose output is not finite. The list that
+    is yielded has no element, or this one."""
     names: list[str] = []
 
     def watch(name: str) -> Any:

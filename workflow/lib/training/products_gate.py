@@ -40,10 +40,8 @@ def check_products(
     moved: Callable[[], None] = lambda: None,
 ) -> list[Check]:
     """Compare the base's loss with products in 8 bits and without; return the report's check, none
-    for a run without. Calls `moved` after every row. Collective.
-
-    With `auto` a rise above the bound switches 8 bits off; else it raises `UserError`.
-    """
+    for a run without. Calls `moved` after every row. Collective. With `auto` a rise above the bound
+    switches 8 bits off; else it raises `UserError`."""
     forward, backward = training.product_types.asked
     if forward is None and backward is None:
         return []
@@ -63,8 +61,7 @@ def _judged(
     training: CausalLMForTraining, train: TrainConfig, form: Format, *, plain: float, rounded: float
 ) -> Check:
     """Return the check of both losses, nats per trained token, or end the run as `check_products`
-    says.
-    """
+    says."""
     bound = train.max_products_loss_rise
     detail = (
         f"{plain:.4f} nats per token in the compute type, {rounded:.4f} in {form.name}; allowed is "
@@ -97,8 +94,7 @@ def _loss(
     moved: Callable[[], None],
 ) -> float:
     """Return the mean loss of a trained token of the first rows, those of each process in turn.
-    Collective.
-    """
+    Collective."""
     count = math.ceil(TOKENS / store.seq_len / world.size)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with forward_only(training), products:

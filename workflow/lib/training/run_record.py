@@ -61,10 +61,7 @@ class Journal:
 
     def add(self, metrics: StepMetrics) -> bool:
         """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to
-        the log now and then.
-
-        Return whether it has a line.
-        """
+        the log now and then. Return whether it has a line."""
         self.elapsed_s = metrics.elapsed_s
         measured = metrics.heldout_loss is not None
         if metrics.step % self._log_every and metrics.step != 1 and not measured:
@@ -80,7 +77,6 @@ class Journal:
         return True
 
     def line(self, metrics: StepMetrics) -> str:
-        """Return the facts of a step for the progress bar."""
         heldout, balance = metrics.heldout_loss, metrics.router_aux_loss
         return (
             f"loss {metrics.loss:.3f}, {'' if balance is None else f'balance {balance:.3f}, '}"
@@ -90,18 +86,15 @@ class Journal:
         )
 
     def peak_over_processes(self) -> int:
-        """Return the largest peak of any process, bytes. Collective."""
         peak = torch.tensor(peak_bytes(self._world.device), dtype=torch.int64)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self._world.io_group)
         return int(peak)
 
     def copy_to(self, path: Path) -> None:
-        """Write the whole history to a results folder."""
         write_lines(path, self.rows)
 
 
 def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> int:
-    """Return the prediction targets of a whole run."""
     rows_of_steps = (
         step_rows(
             num_rows=store.num_rows,
@@ -146,10 +139,8 @@ def summarize(
     selected_step: int,
     parity_sha256: str,
 ) -> dict[str, Any]:
-    """Return `summary.json` without its provenance. Called on the main process.
-
-    predicted_bytes, peak_bytes: the peak of a process as planned and as measured.
-    """
+    """Return `summary.json` without its provenance. Called on the main process. predicted_bytes,
+    peak_bytes: the peak of a process as planned and as measured."""
     return {
         "run": run.name,
         "fingerprint": run.identity,
@@ -183,7 +174,6 @@ def _device(world: World) -> dict[str, str | int]:
 
 
 def _sizes(run: TrainingRun) -> dict[str, Any]:
-    """Return the settings, and the sizes of batches and model."""
     trainable, total = run.model.num_parameters()
     return {
         "settings": run.config.model_dump(mode="json", include={"model", "lora", "train"}),
@@ -200,8 +190,7 @@ def _sizes(run: TrainingRun) -> dict[str, Any]:
 
 def _losses(journal: Journal) -> dict[str, float]:
     """Return the first loss, and the mean of the last tenth; of the routers' balance too, where it
-    was trained.
-    """
+    was trained."""
     found: dict[str, float] = {}
     for name in ("loss", "router_aux_loss"):
         if values := [row[name] for row in journal.rows if name in row]:
@@ -211,7 +200,6 @@ def _losses(journal: Journal) -> dict[str, float]:
 
 
 def _amounts(run: TrainingRun, *, elapsed_s: float) -> dict[str, float]:
-    """Return what was trained on, and how fast."""
     train, num_steps = run.config.train, run.plan.num_steps
     tokens = num_steps * train.global_batch_size * run.store.seq_len
     return {

@@ -53,10 +53,8 @@ RECOMPUTED_TOLERANCE = 0.02
 def check_inputs(
     files: list[RecordedFile], world: World, *, moved: Callable[[], None] = lambda: None
 ) -> Check:
-    """Hash base and tokens, each file on one process; return the report's check. Collective.
-
-    Raises `UserError` if one is not what the stage that made it has recorded.
-    """
+    """Hash base and tokens, each file on one process; return the report's check. Collective. Raises
+    `UserError` if one is not what the stage that made it has recorded."""
     check_recorded(files, world=world, moved=moved)
     num_bytes = sum(file.path.stat().st_size for file in files)
     detail = f"{len(files)} files, {num_bytes:,} bytes"
@@ -73,11 +71,9 @@ def startup_checks(
     moved: Callable[[], None] = lambda: None,
 ) -> list[Check]:
     """Check what must hold before the first step; return the checks for the report. Calls `moved`
-    on its way. Collective.
-
-    Raises `UserError` if our logits or hidden states are not the family's, recomputation changes
-    gradients, a gathered tensor differs from the checkpoint, or a row has no trained token.
-    """
+    on its way. Collective. Raises `UserError` if our logits or hidden states are not the family's,
+    recomputation changes gradients, a gathered tensor differs from the checkpoint, or a row has no
+    trained token."""
     model.training.eval()  # no dropout: it would make two forwards differ
     same_logits = check_family(model.training, store, world)
     moved()
@@ -96,8 +92,7 @@ def startup_checks(
 
 def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: World) -> None:
     """Set FSDP up, which it does in its first forward: units can be gathered by hand only then.
-    Collective.
-    """
+    Collective."""
     batch = stored_batch(store, np.arange(1)).to(world.device)
     with forward_only(training):
         training(batch)
@@ -106,7 +101,6 @@ def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: 
 def _check_weights(
     model: TrainingModel, base: Path, world: World, *, moved: Callable[[], None]
 ) -> Check:
-    """Compare all gathered weights with the checkpoint. Collective."""
     with CheckpointReader(base) as reader:
         wrong = mismatched_tensors(model.training, model.units, reader, world, moved=moved)
         packed = model.packed_layers
@@ -128,7 +122,6 @@ def _check_weights(
 
 
 def _check_share(model: TrainingModel, world: World) -> Check:
-    """Compare the bytes that this process holds with its share of the model."""
     held_bytes, total_bytes = local_bytes(model.training)
     fair_bytes = fair_share(model.training, shards=world.shard_size)
     packed = model.packed_layers
@@ -161,10 +154,8 @@ def _check_rows(store: TokenStore) -> Check:
 
 def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
     """Compare our logits with those of the family's own forward, which may do more after its head
-    than we know, at several magnitudes of the last hidden states.
-
-    Raises `UserError` if they differ. Collective.
-    """
+    than we know, at several magnitudes of the last hidden states. Raises `UserError` if they
+    differ. Collective."""
     ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
     places = torch.arange(ids.shape[1], device=world.device)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
@@ -191,8 +182,7 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
 
 def _growing(_: Any, __: Any, output: Any) -> Any:
     """Multiply the hidden states of a decoder's output: of half of the tokens by 1, then by more
-    and more.
-    """
+    and more."""
     hidden = output.last_hidden_state
     steps = torch.arange(hidden.shape[1], device=hidden.device) - hidden.shape[1] // 2 + 1
     factors = GROWN ** steps.clamp(min=0)
@@ -203,11 +193,9 @@ def _growing(_: Any, __: Any, output: Any) -> Any:
 def check_attention(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
     """Compare the hidden states of packed documents with those of each by itself, by the family's
     own eager attention: what each layer adds to the same input, and with recurrent layers also what
-    all of them add up to; of one document before a padding tail if no row has more.
-
-    The row is as long as any, so kernels that are made for its length serve the training, too.
-    Raises `UserError` if they differ. Collective.
-    """
+    all of them add up to; of one document before a padding tail if no row has more. The row is as
+    long as any, so kernels that are made for its length serve the training, too. Raises `UserError`
+    if they differ. Collective."""
     num_tokens = min(PACKED_TOKENS, store.seq_len)
     shares = PACKED_SHARES if _is_packed(store) else (1.0,)
     cuts = [round(num_tokens * share) for share in accumulate(shares, initial=0.0)]
@@ -258,10 +246,7 @@ def check_recomputation(
 ) -> list[Check]:
     """Compare gradients where layers are recomputed in backward with those where none is, both with
     the same random numbers; return a check, or none where nothing is recomputed. Leaves no
-    gradient, and the random numbers as they were.
-
-    Raises `UserError` if they differ. Collective.
-    """
+    gradient, and the random numbers as they were. Raises `UserError` if they differ. Collective."""
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     if not any(map(recomputes, decoder_layers(model))):
         return []
@@ -292,8 +277,7 @@ def _drawn_gradients(
     training: CausalLMForTraining, ids: torch.Tensor, world: World
 ) -> torch.Tensor:
     """Return what this process has of all gradients (n,) fp32, of a random projection of the hidden
-    states of `ids` (1, tokens), by the family's own attention, which is compiled for no shape.
-    """
+    states of `ids` (1, tokens), by the family's own attention, which is compiled for no shape."""
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     training.train()
     training.adapters.row_keys = torch.zeros(1, dtype=torch.int64, device=world.device)

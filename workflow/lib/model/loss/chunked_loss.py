@@ -45,19 +45,16 @@ class OutputHead:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
         weight = self.module.weight
         assert isinstance(weight, torch.Tensor)
         return weight.shape[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 logits (rows, vocab) of hidden states (rows, hidden_size)."""
         return self.finished(self.module(hidden))
 
     def finished(self, product: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits that the head's product means; element by element, so of any part
-        of it too.
-        """
+        of it too."""
         logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -68,10 +65,7 @@ class OutputHead:
 
 def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = True) -> OutputHead:
     """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps
-    it.
-
-    A family that does something else is found out by `startup_checks.startup_checks`.
-    """
+    it. A family that does something else is found out by `startup_checks.startup_checks`."""
     scale = _number(config, "logit_scale") / _number(config, "logits_scaling")
     # Gemma 4 caps by the text part of a multimodal config.
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
@@ -86,10 +80,8 @@ def _number(config: PretrainedConfig, key: str) -> float:
 
 class LinearCrossEntropy(nn.Module):
     """-log softmax(logits)[target] of rows, by the model's own head (`objectives.objective.Head`).
-
     `chunks`, `weight_and_bias` and `chunk_losses` are what a head that is divided among processes
-    does in another way.
-    """
+    does in another way."""
 
     def __init__(self, head: OutputHead) -> None:
         super().__init__()
@@ -98,10 +90,8 @@ class LinearCrossEntropy(nn.Module):
     def summed_loss(
         self, states: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return sum(w (-log p)) () fp32; 0 with a gradient if there are no rows.
-
-        states: (rows, hidden_size); targets: (rows,) int64; weights: (rows,) fp32, None = 1.
-        """
+        """Return sum(w (-log p)) () fp32; 0 with a gradient if there are no rows. states: (rows,
+        hidden_size); targets: (rows,) int64; weights: (rows,) fp32, None = 1."""
         loss: torch.Tensor = self(states, targets, weights)
         return loss
 
@@ -134,8 +124,7 @@ class LinearCrossEntropy(nn.Module):
         masters: Sequence[torch.Tensor] | None,
     ) -> "Computed":
         """Return what all chunks give, each row times its weight. masters: of a trained head, whose
-        gradients are wanted too; None: no gradients are wanted.
-        """
+        gradients are wanted too; None: no gradients are wanted."""
         wants_grad = masters is not None
         trained = TrainedHead(masters, hidden.dtype) if masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
@@ -155,7 +144,6 @@ class LinearCrossEntropy(nn.Module):
         return Computed(losses, grad, trained.gradients if trained else [])
 
     def chunk_rows(self) -> int:
-        """Return the rows of a chunk."""
         return chunk_rows(1, vocab_size=self.head.vocab_size)
 
     def equal_rows(self) -> AbstractContextManager[None]:
@@ -169,7 +157,6 @@ class LinearCrossEntropy(nn.Module):
             yield slice(start, start + size)
 
     def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what of the head's weight (rows, hidden_size) and bias (rows,) is here."""
         module: Any = self.head.module
         return module.weight, module.bias
 
@@ -193,8 +180,7 @@ class LinearCrossEntropy(nn.Module):
         trained: "TrainedHead | None",
     ) -> torch.Tensor:
         """Return the gradient of hidden states for that of the head's product, `slopes`; a trained
-        head's is added to it, of rows times their weights.
-        """
+        head's is added to it, of rows times their weights."""
         if trained is None:
             return states_gradient(slopes, self.weight_and_bias()[0])
         return trained.backward(hidden, slopes, weights)
@@ -203,11 +189,8 @@ class LinearCrossEntropy(nn.Module):
         self, hidden: torch.Tensor, trained: "TrainedHead | None"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensor with respect to which a chunk's loss is differentiated, and the fp32
-        logits that are computed from it.
-
-        It is the hidden states if the head is frozen. If the head is trained, it is the head's
-        product: `TrainedHead.backward` goes on from there.
-        """
+        logits that are computed from it. It is the hidden states if the head is frozen. If the head
+        is trained, it is the head's product: `TrainedHead.backward` goes on from there."""
         if trained is None:
             leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
             return leaf, self.head.finished(frozen_logits(leaf, *self.weight_and_bias()))
@@ -223,11 +206,8 @@ class LinearCrossEntropy(nn.Module):
         trained: "TrainedHead | None",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the losses of a chunk's rows and the gradient of their sum with respect to
-        `hidden[rows]`, None where gradients are off.
-
-        Rows have no weights here, but with a trained head the gradient has them, as has the head's,
-        which is added to `trained`.
-        """
+        `hidden[rows]`, None where gradients are off. Rows have no weights here, but with a trained
+        head the gradient has them, as has the head's, which is added to `trained`."""
         states, targets = hidden[rows], targets[rows]
         weights = None if weights is None else weights[rows]
         if self.by_kernels(states):
@@ -251,8 +231,7 @@ class LinearCrossEntropy(nn.Module):
 
 class Computed(NamedTuple):
     """Of a micro-batch: losses (rows,), and the gradients of their sum with respect to hidden
-    states and to what is trained of the head.
-    """
+    states and to what is trained of the head."""
 
     losses: torch.Tensor
     grad: torch.Tensor | None
@@ -287,8 +266,7 @@ class _SummedLoss(torch.autograd.Function):
 
 class _RowLosses(torch.autograd.Function):
     """The losses of all rows. Gradients of a frozen head are computed in forward; those of a
-    trained one, which sums over rows, in backward, by the rows' slopes.
-    """
+    trained one, which sums over rows, in backward, by the rows' slopes."""
 
     @staticmethod
     def forward(
@@ -317,8 +295,7 @@ class _RowLosses(torch.autograd.Function):
 
 class TrainedHead:
     """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute type, and their
-    gradients in fp32, summed over chunks of rows.
-    """
+    gradients in fp32, summed over chunks of rows."""
 
     def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         weight, *bias = (master.detach().to(dtype) for master in masters)
@@ -327,16 +304,14 @@ class TrainedHead:
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the product (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a
-        gradient.
-        """
+        gradient."""
         return head_product(hidden, self.weight, self._bias).requires_grad_()
 
     def backward(
         self, hidden: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """Add what the slope (rows, vocab) of a product, times the rows' weights (rows,), means for
-        weight and bias; return the gradient of the hidden states.
-        """
+        weight and bias; return the gradient of the hidden states."""
         weight, *bias = self.gradients
         if weights is not None:
             slope = slope.mul_(weights[:, None])

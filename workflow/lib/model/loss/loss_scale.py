@@ -23,15 +23,13 @@ LARGEST = 2.0**24
 
 class LossScale:
     """`values` (3,) float64 on the CPU, the state for a checkpoint: the factor, steps since it
-    changed, repeated steps.
-    """
+    changed, repeated steps."""
 
     def __init__(self) -> None:
         self.values = torch.tensor([INITIAL, 0.0, 0.0], dtype=torch.float64)
 
     @property
     def factor(self) -> float:
-        """What the loss is multiplied by."""
         return float(self.values[0])
 
     @property
@@ -40,17 +38,13 @@ class LossScale:
         return int(self.values[2])
 
     def unscale_(self, training: nn.Module) -> None:
-        """Divide the gradients by the factor."""
         params = trainable_parameters(training).values()
         gradients = [local(param.grad) for param in params if param.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.factor)
 
     def must_repeat(self, norm: float) -> bool:
         """Learn from a step's gradient norm: halve the factor and return True if it overflowed,
-        else False.
-
-        Also False where a smaller factor would not help.
-        """
+        else False. Also False where a smaller factor would not help."""
         if math.isfinite(norm):
             self._note_success()
             return False

@@ -4,8 +4,7 @@ from typing import Any
 
 from tests.support.captures import ALONE
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from workflow.lib.distributed.agreement import any_of_all, largest_of_all
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import any_of_all, largest_of_all, process_group
 
 
 def learned() -> Any:
