@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
-from tests.support.models import VOCAB, quantized, random_store, tiny_llama
+from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
@@ -56,24 +56,25 @@ def preference_loss(sums: torch.Tensor) -> torch.Tensor:
 OBJECTIVES: dict[str, Objective] = {"weights": NEXT_TOKEN, "pairs": Pairs()}
 
 
-def two_documents_a_row() -> TokenStore:
+def two_documents_a_row(*, weights: Any = (0.25, 1, 2)) -> TokenStore:
+    """weights: those of trained tokens are drawn from these, or all are this one."""
     draw = np.random.default_rng(0)
     positions = np.empty((ROWS, SEQ_LEN), dtype=np.int32)
     for row, cut in zip(positions, draw.integers(5, SEQ_LEN - 5, size=ROWS), strict=True):
         row[:cut], row[cut:] = np.arange(cut), np.arange(SEQ_LEN - cut)
     mask = (draw.random((ROWS, SEQ_LEN)) < 0.6) & (positions > 0)
-    return TokenStore(
-        manifest={},
-        arrays={
-            "train.input_ids.npy": draw.integers(0, VOCAB, (ROWS, SEQ_LEN), dtype=np.uint32),
-            "train.loss_mask.npy": mask,
-            "train.position_ids.npy": positions,
-            "train.weights.npy": mask * draw.choice([0.25, 1, 2], mask.shape).astype(np.float32),
-            "heldout.input_ids.npy": np.zeros(1),
-            "heldout.loss_mask.npy": np.zeros(1),
-            "heldout.offsets.npy": np.array([0, 1]),
-        },
-    )
+    arrays = {
+        "train.input_ids.npy": draw.integers(0, VOCAB, (ROWS, SEQ_LEN), dtype=np.uint32),
+        "train.loss_mask.npy": mask,
+        "train.position_ids.npy": positions,
+        "heldout.input_ids.npy": np.zeros(1),
+        "heldout.loss_mask.npy": np.zeros(1),
+        "heldout.offsets.npy": np.array([0, 1]),
+    }
+    if weights is not None:
+        drawn = draw.choice(np.atleast_1d(weights), mask.shape).astype(np.float32)
+        arrays["train.weights.npy"] = mask * drawn
+    return TokenStore(manifest={}, arrays=arrays)
 
 
 def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -172,25 +173,10 @@ def test_step_has_the_loss_and_the_gradients_of_a_dense_reference(
             )
 
 
-def test_weights_that_are_all_equal_change_nothing(base: Path) -> None:
-    store = two_documents_a_row()
-    plain = TokenStore(manifest={}, arrays=arrays_of(store) | {"train.weights.npy": None})
-    threes = store.loss_mask.astype(np.float32) * 3
-    tripled = TokenStore(manifest={}, arrays=arrays_of(store) | {"train.weights.npy": threes})
+def test_weights_that_are_all_equal_change_nothing() -> None:
+    """A gradient three times as large is divided by a sum of weights three times as large."""
+    tripled, plain = two_documents_a_row(weights=3), two_documents_a_row(weights=None)
     assert (NEXT_TOKEN.sizes(tripled) == 3 * NEXT_TOKEN.sizes(plain)).all()
     weights = stored_batch(tripled, np.arange(2)).weights
     assert weights is not None
-    assert weights.tolist() == [3.0] * int(store.loss_mask[:2].sum())
-    assert NEXT_TOKEN.size(stored_batch(plain, np.arange(2))) == len(weights)
-
-
-def arrays_of(store: TokenStore) -> dict[str, Any]:
-    heldout = random_store(rows=1, seq_len=SEQ_LEN).heldout_documents()[:]
-    return {
-        "train.input_ids.npy": store.input_ids,
-        "train.loss_mask.npy": store.loss_mask,
-        "train.position_ids.npy": store.position_ids,
-        "heldout.input_ids.npy": np.concatenate([ids for ids, _ in heldout]),
-        "heldout.loss_mask.npy": np.concatenate([mask for _, mask in heldout]),
-        "heldout.offsets.npy": np.cumsum([0, *(len(ids) for ids, _ in heldout)]),
-    }
+    assert weights.tolist() == [3.0] * NEXT_TOKEN.size(stored_batch(plain, np.arange(2)))

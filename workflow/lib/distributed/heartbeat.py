@@ -76,8 +76,7 @@ class Pulse:
         self._rank, self._start_s, self._step_s, self._quiet_s = rank, start_s, step_s, quiet_s
         self._main = threading.get_ident()
         self._stopped, self._telling = threading.Event(), threading.Lock()
-        self._first_s = 0.0
-        self._longest_s: float | None = None
+        self._steps_s: list[float] = []  # the first one compiles, and says nothing of later ones
         self._phase, self._limit_s, self._number, self._moves = STARTING, start_s, 0, 0
         self._since_s = time.monotonic()
 
@@ -99,15 +98,14 @@ class Pulse:
         num_bytes: read or written, on a slow disk; least_s: a bound that is longer anyway. A
         forward pass always fits."""
         self._end_step()
-        pass_s = WARM_UP * max(self._longest_s or 0.0, self._first_s)
+        pass_s = WARM_UP * max(self._steps_s, default=0.0)
         disk_s = self._quiet_s + num_bytes / SLOWEST_BYTES_PER_S
         self._begin(name, max(disk_s, least_s, pass_s))
 
     def step(self, number: int) -> None:
         self._end_step()
-        limit_s = self._start_s
-        if self._longest_s is not None:
-            limit_s = max(self._step_s, WARM_UP * self._longest_s)
+        later_s = self._steps_s[1:]
+        limit_s = max(self._step_s, WARM_UP * max(later_s)) if later_s else self._start_s
         self._begin(f"step {number}", limit_s)
 
     def moved(self, *_: object) -> None:
@@ -115,15 +113,8 @@ class Pulse:
         self._moves, self._since_s = self._moves + 1, time.monotonic()
 
     def _end_step(self) -> None:
-        """Learn how long a step takes; the first one, which compiles and allocates, says nothing of
-        later ones."""
-        if not self._phase.startswith("step"):
-            return
-        took_s = time.monotonic() - self._since_s
-        if self._first_s:
-            self._longest_s = max(took_s, self._longest_s or 0.0)
-        else:
-            self._first_s = took_s
+        if self._phase.startswith("step"):
+            self._steps_s.append(time.monotonic() - self._since_s)
 
     def _begin(self, name: str, limit_s: float) -> None:
         self._phase, self._limit_s = name, limit_s
