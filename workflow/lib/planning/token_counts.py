@@ -16,6 +16,13 @@ class TokenCounts:
     """Of the training split, at least 1."""
     trained_tokens: int
     """Tokens of the training split that reach the loss."""
+    documents: int = 0
+    """Of the training split; 0: not known."""
+
+    @property
+    def documents_per_row(self) -> float:
+        """Documents of a packed row, on average; 1 where that is not known."""
+        return max(1.0, round(self.documents / self.packed_rows, 2))
 
     @property
     def trained_share(self) -> float:

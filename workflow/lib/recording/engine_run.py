@@ -2,13 +2,14 @@
 start, and trained for two steps.
 
 The second step is the first that begins as all others do, with what the allocator has kept. Every
-row is full and one document, and every token is trained. What the start-up checks compare on the
+row is full, and every token is trained. What the start-up checks compare on the
 host, and the family's own forward of 8 tokens, are left out.
 """
 
 import gc
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -257,27 +258,45 @@ class _Run:
         optimizer.zero_grad(set_to_none=self._graphs is None)
 
     def _batch(self, rows: int) -> MicroBatch:
-        """Rows of one document each, all of whose tokens are trained; in host memory."""
-        length = self._plan.seq_len
+        """Rows of packed documents of equal lengths, all of whose tokens are trained; in host
+        memory.
+        """
+        length, documents = self._plan.seq_len, self._documents(rows)
         ids = torch.zeros(rows, length, dtype=torch.int64)
         batch = MicroBatch(
             input_ids=ids,
             position_ids=torch.zeros_like(ids),
             positions=torch.zeros_like(ids.flatten()),
             targets=torch.zeros_like(ids.flatten()),
-            bounds=(torch.zeros(rows + 1, dtype=torch.int32), length),
+            bounds=(_bounds(documents), max(documents)),
             row_keys=torch.zeros(rows, dtype=torch.int64),
-            documents=documents_of([length] * rows),
+            documents=documents_of(documents),
             lengths=torch.zeros(rows, dtype=torch.int64),
         )
         if self._plan.offload_embedding:
             batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))
         return batch
 
+    def _documents(self, rows: int) -> list[int]:
+        """Return the lengths of the documents of some rows."""
+        plan = self._plan
+        count = min(math.ceil(rows * plan.documents_per_row), rows * plan.seq_len)
+        of_rows = [count // rows + (row < count % rows) for row in range(rows)]
+        return [
+            plan.seq_len // of_row + (place < plan.seq_len % of_row)
+            for of_row in of_rows
+            for place in range(of_row)
+        ]
+
     def _embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows (n, hidden) of ids (n,), as they come from host memory."""
         width: int = self._embedding.embedding_dim
         return torch.empty(len(ids), width, dtype=self._dtype, device=ids.device)
+
+
+def _bounds(lengths: Sequence[int]) -> torch.Tensor:
+    """Return where documents of these lengths begin, and where the last one ends, int32."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class BasePlan:
     """Micro-batches of a process and optimizer step."""
     seq_len: int
     """Tokens of a row."""
+    documents_per_row: float = 1.0
+    """Packed documents of a row, on average. Kernels and CUDA graphs have padding for each."""
     compute_dtype: str = "bfloat16"
     """Of activations: `bfloat16`, `float16` or `float32`."""
     attention: str = VARLEN

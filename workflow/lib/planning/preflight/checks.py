@@ -78,6 +78,7 @@ def read_tokens(path: Path) -> TokenCounts:
             heldout["tokens"],
         ]
         sizes += [train["packed_rows"], train["trained_tokens"]]
+        sizes += [train.get("documents") or 0]
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "

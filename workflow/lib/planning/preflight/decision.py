@@ -59,7 +59,9 @@ def decide(
     """
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
-    plan = plan_from_settings(run, shape, machine)
+    plan = replace(
+        plan_from_settings(run, shape, machine), documents_per_row=tokens.documents_per_row
+    )
     speed = speed_of(
         machine, calibration=run.hardware.calibration, compute_bytes=plan.compute_bytes
     )
