@@ -51,7 +51,7 @@ for activation, ranks, halves in itertools.product(ACTIVATIONS, RANKS, (False, T
 LOW_RANK = """
 import torch
 from tests.support.kernel_cases import sums_with_low_rank
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 kernels.usable = lambda device: True
 results = sums_with_low_rank(dtype=torch.float32, device="cpu")
 torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
@@ -123,7 +123,7 @@ import itertools, tempfile, torch
 from pathlib import Path
 from tests.support import feed_forward_cases as cases
 from workflow.lib.model import fused_feed_forward
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 fused_feed_forward._fits_node = lambda layer: True
 for kind, into, products in itertools.product(cases.FACTORS, cases.INTO, (None, "int8")):
     results = []
@@ -152,7 +152,7 @@ TAKEN = """
 import tempfile, torch
 from pathlib import Path
 from tests.support.feed_forward_cases import passes_behind_a_norm
-from workflow.lib.model.layers import kernels
+from workflow.lib.kernels import elementwise as kernels
 kernels.usable = lambda device: True
 with tempfile.TemporaryDirectory() as folder:
     rounding, taking = passes_behind_a_norm(
