@@ -2,9 +2,19 @@
 
 from typing import Any
 
+import torch
+
 from tests.support.captures import ALONE
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from workflow.lib.distributed.world import any_of_all, largest_of_all, process_group
+from workflow.lib.distributed.world import (
+    any_of_all,
+    decide_kernels,
+    largest_of_all,
+    process_group,
+)
+from workflow.lib.kernels.decision import Decision, Key
+
+CPU = torch.device("cpu")
 
 
 def learned() -> Any:
@@ -25,3 +35,23 @@ def test_all_processes_learn_the_largest_counts_and_the_first_reason() -> None:
 def test_a_process_alone_asks_nobody() -> None:
     assert largest_of_all([3, 1], world=ALONE) == [3, 1]
     assert any_of_all("reason", world=ALONE) == "reason"
+
+
+def allowed() -> list[bool]:
+    """A process of which one kernel fails, beside one on which another fails."""
+    decision, keys = Decision(), [Key(name, (torch.bfloat16, 64)) for name in "abc"]
+
+    def used() -> list[bool]:
+        faults = {0: keys[0], 1: keys[1]}
+        with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+            at_fault = faults[world.rank]
+            for key in keys:
+                decision.allows(key, CPU, lambda key=key: "no" if key == at_fault else None)
+            decide_kernels(world, decision)
+        return [decision.allows(key, CPU, lambda: None) for key in keys]
+
+    return used()
+
+
+def test_kernel_that_one_process_cannot_use_is_used_by_none() -> None:
+    assert run_distributed(allowed, world_size=2) == [[False, False, True]] * 2

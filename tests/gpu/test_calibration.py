@@ -10,9 +10,9 @@ import torch
 from tests.quantization.test_layer_stream import LENGTHS, through_all_layers
 from tests.support.families import VOCAB, tiny_family
 from tests.support.rounding_cases import columns
-from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.quantization.calibrated_rounding import round_columns
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("shape", [(4096, 128), (1001, 128), (9, 40), (4, 1)], ids=str)
 def test_kernel_rounds_as_the_loop_does(one_gpu: int, shape: tuple[int, int]) -> None:
-    assert kernels.usable(torch.device("cuda"))
+    assert round_columns.works_on(torch.device("cuda", 0))
     kernel, loop = columns(shape, device="cuda")
     for ours, expected in zip(kernel, loop, strict=True):
         assert torch.equal(ours, expected)

@@ -16,7 +16,7 @@ from tests.support.eight_bit_cases import (
 )
 from tests.support.feed_forward_cases import passes_behind_a_norm
 from tests.support.models import nf4_linear
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.model.layers.frozen_matmul import ProductTypes
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
 
@@ -31,7 +31,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if torch.cuda.get_device_capability() < CAPABILITY[name]:
         pytest.skip(f"this GPU has no products in {name}")
-    assert kernels.usable(torch.device("cuda", 0))
+    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
     return name
 
 

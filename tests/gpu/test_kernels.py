@@ -24,10 +24,10 @@ from tests.support.kernel_cases import (
     sums_by_token,
     sums_with_low_rank,
 )
-from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.kernels.attention.flex import all_scores, flex_arguments, flex_attention
 from workflow.lib.kernels.attention.flex_masks import MaskKind, first_keys
 from workflow.lib.kernels.attention.packed import varlen_attention
+from workflow.lib.kernels.nf4.decode import BlockStrides, dequantize_nf4
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def usable() -> None:
     """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    assert kernels.usable(torch.device("cuda", 0))
+    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -55,7 +55,7 @@ def test_decoding_equals_bitsandbytes_bit_by_bit(
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("runs", RUNS, ids=str)
 def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(
-    runs: kernels.Runs, double_quant: bool
+    runs: BlockStrides, double_quant: bool
 ) -> None:
     weights, expected = decoded(
         (1000, 320), block_size=64, double_quant=double_quant, dtype=torch.bfloat16,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.kernels.loss.fused_logits import (
     ELSEWHERE,
     IGNORED,
@@ -16,6 +15,7 @@ from workflow.lib.kernels.loss.fused_logits import (
     usable,
 )
 from workflow.lib.kernels.loss.head_matmul import aligned
+from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
 
@@ -34,7 +34,7 @@ def kernels_run() -> None:
     """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    assert kernels.usable(torch.device("cuda", 0))
+    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

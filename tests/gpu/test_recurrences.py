@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.recurrence_cases import convolutions, deltas, gated_norms, largest_error, spaces
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +15,7 @@ def usable() -> None:
     """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    assert kernels.usable(torch.device("cuda", 0))
+    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -1,16 +1,12 @@
 """Codes and scales of one weight: against a plain implementation, and where the answer is known."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.model.layers.nf4_linear import decoded as decoded_bytes
+from workflow.lib.kernels.nf4.decode import decoded as decoded_bytes
 from workflow.lib.quantization.calibrated_rounding import (
     SHARES,
     Rounded,
@@ -209,24 +205,3 @@ def test_zero_weights_stay_zero() -> None:
     weight, settings = torch.zeros(4, 64), QuantizeConfig(double_quant=False)
     rounded = round_calibrated(weight, error_feedback(random_correlation(64), what="w"), settings)
     assert not decode(rounded, block_size=64).any()
-
-
-# 128 columns, and the last ones of a weight; rows that are no whole programs; scales of 0.
-SAME = """
-import torch
-from tests.support.rounding_cases import SHAPES, columns
-for shape in SHAPES:
-    kernel, loop = columns(shape, device="cpu")
-    for name, ours, expected in zip(("codes", "errors"), kernel, loop, strict=True):
-        assert torch.equal(ours, expected), (shape, name)
-    assert len(loop[0].unique()) == (16 if shape[1] > 1 else 4), shape
-"""
-
-
-@pytest.mark.skipif(not kernels.INSTALLED, reason="Triton is not installed")
-def test_kernel_rounds_as_the_loop_does_bit_by_bit() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", SAME], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr

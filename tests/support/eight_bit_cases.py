@@ -21,12 +21,13 @@ from workflow.lib.kernels.eight_bits.matmul import (
     row_scales,
     unfilled,
 )
-from workflow.lib.kernels.elementwise import NF4Data
+from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.rows import norm
 
 # (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
 SHAPES = ((16, 256), (144, 192))
 ROWS = 9
+ON_CPU = ("int8",)  # formats whose matmul has a kernel of ours
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -36,16 +37,7 @@ def nf4_data(shape: tuple[int, int], *, double_quant: bool) -> NF4Data:
     weights[1] = 0
     packed, state = quantize_4bit(weights, compress_statistics=double_quant, quant_type="nf4")
     assert isinstance(state, QuantState)
-    nested = state.state2 if double_quant else None
-    return NF4Data(
-        packed,
-        state.absmax,
-        nested.absmax if nested else None,
-        code=state.code,
-        nested_code=nested.code if nested else state.code,
-        offset=state.offset if nested else state.code,
-        block_size=state.blocksize,
-    )
+    return NF4Data.of(packed, state)
 
 
 def moved(data: NF4Data, device: str) -> NF4Data:

@@ -12,6 +12,8 @@ import torch
 from tests.support.stacks import packed_stack
 from workflow.lib.kernels.eight_bits.matmul import FORMATS
 from workflow.lib.kernels.experts import grouped_kernels
+from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
+from workflow.lib.kernels.experts.gates import ACTIVATIONS, gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
     bias_products,
     route,
@@ -20,7 +22,7 @@ from workflow.lib.kernels.experts.grouped_matmul import (
 )
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.experts.decoded_weights import column_weights, operand, row_weights
-from workflow.lib.model.experts.gates import ACTIVATIONS, Gate
+from workflow.lib.model.experts.gates import Gate
 
 EXPERTS, TOP_K = 6, 2
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -125,12 +127,10 @@ def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pa
         assert gate.form is not None
         assert gate.form.kind == name
         exact = gate.gradients(up.float().clone(), grad.float().clone(), weights.float(), plain)
-        yield grouped_kernels.gated(up.to(device), gate.form), exact[0]
+        yield gated.kernel(up.to(device), gate.form), exact[0]
         there = (grad.to(device), up.to(device))
-        of_weights = grouped_kernels.gated_backward_(
-            *there, weights.to(device), here.order, gate.form
-        )
-        yield from zip((*there, of_weights), exact, strict=True)
+        made = gated_backward_.kernel(*there, weights.to(device), here.order, gate.form)
+        yield from zip(made, exact, strict=True)
 
 
 def float8_products(
@@ -146,10 +146,11 @@ def float8_products(
     form = FORMATS["float8"]
     plain_stack = packed_stack(torch.randn(EXPERTS, columns, width, generator=draw))
     stack = copy.deepcopy(plain_stack).to(device)
+    packed = PackedStack(stack.nf4_data(), EXPERTS, columns, width)
     low = torch.randn(num_tokens * TOP_K, 16, generator=draw)
     ways = (
-        (row_weights, grouped_kernels.decode_rows, width, columns - 64),
-        (column_weights, grouped_kernels.decode_columns, columns, width - 64),
+        (row_weights, decode_rows, width, columns - 64),
+        (column_weights, decode_columns, columns, width - 64),
     )
     for by_token, (make, decode, size, stop) in itertools.product((False, True), ways):
         here, plain = routings(num_tokens, device=device)
@@ -159,7 +160,7 @@ def float8_products(
         assert expected.scales is not None
         scales = expected.scales.to(device)
         kind = torch.float32 if interpreted else form.dtype
-        values = decode(stack, 64, stop, scales=scales, dtype=kind).to(form.dtype)
+        values = decode.kernel(packed, scales, 64, stop, kind).to(form.dtype)
         made = Weights(values, scales)
         yield values.float(), expected.values.float()
         small = torch.randn(EXPERTS, stop - 64, 16, generator=draw)

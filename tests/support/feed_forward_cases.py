@@ -10,8 +10,9 @@ from torch import nn
 
 from tests.support.adapted_layers import Layer, random
 from tests.support.models import nf4_linear
+from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
-from workflow.lib.model.layers.adapter_dropout import Draw, row_keys
+from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.layers.frozen_matmul import ProductTypes, operand
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls

@@ -8,11 +8,16 @@ import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.rows import low_rank, norm
-from workflow.lib.kernels.rows.low_rank import LowRank
-from workflow.lib.model.layers import nf4_linear
-from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
+from workflow.lib.kernels.experts.grouped_matmul import PROGRAM_ELEMENTS, sum_by_token
+from workflow.lib.kernels.nf4 import decode
+from workflow.lib.kernels.nf4.decode import BlockStrides, NF4Data, dequantize_nf4
+from workflow.lib.kernels.rows import norm
+from workflow.lib.kernels.rows.dropout import Draw, drop, dropped
+from workflow.lib.kernels.rows.gating import Gating, act_and_mul, act_and_mul_backward_
+from workflow.lib.kernels.rows.lengths import lengthen_backward, lengthened_act_and_mul_backward_
+from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
+from workflow.lib.kernels.rows.rotary import rotate
+from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.layers.fused_norm import FusedNorm
 
 ACTIVATIONS = {
@@ -22,7 +27,7 @@ ACTIVATIONS = {
 # out, in: a whole number of programs, a last one that is not full, more than one nested block; rows
 # that are not whole blocks
 # blocks of 64 weights: columns of rows, rows of experts, experts; more than a program of each
-RUNS = (kernels.Runs(1, 3, 5), kernels.Runs(7, 90, 100), kernels.Runs(300, 500, 5000))
+RUNS = (BlockStrides(1, 3, 5), BlockStrides(7, 90, 100), BlockStrides(300, 500, 5000))
 SHAPES = ((64, 256), (70, 512), (300, 256), (96, 80))
 
 
@@ -33,7 +38,7 @@ def decoded(
     double_quant: bool,
     dtype: torch.dtype,
     device: str,
-    runs: kernels.Runs | None = None,
+    runs: BlockStrides | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random NF4 weights as the kernel decodes them, and as bitsandbytes does; runs: of
     their blocks, all of which are whole.
@@ -44,22 +49,13 @@ def decoded(
         weights, blocksize=block_size, compress_statistics=double_quant, quant_type="nf4"
     )
     assert isinstance(state, QuantState)
-    nested = state.state2 if double_quant else None
-    data = kernels.NF4Data(
-        packed,
-        state.absmax,
-        nested.absmax if nested else None,
-        code=state.code,
-        nested_code=nested.code if nested else state.code,
-        offset=state.offset if nested else state.code,
-        block_size=block_size,
-    )
-    expected = nf4_linear.decoded(packed, state)
+    data = NF4Data.of(packed, state)
+    expected = decode.decoded(packed, state)
     if runs is not None:
         starts = range(runs.first, expected.numel() // block_size, runs.stride)
         blocks = expected.view(-1, block_size)
         expected = torch.cat([blocks[start : start + runs.length] for start in starts])
-    return kernels.dequantize_nf4(torch.empty_like(expected), data, runs), expected
+    return dequantize_nf4.kernel(torch.empty_like(expected), data, runs), expected
 
 
 def low_rank_part(
@@ -113,10 +109,10 @@ def act_and_mul_results(
     gradients = torch.autograd.grad(expected, leaves, whole[2])
     gate, up = gates(*given[:2], halves=halves)
     grad = given[2]
-    options = {"activation": activation, "multiplier": 0.7}
-    product = low_rank.act_and_mul(gate, up, *parts[:2], **options)
+    gating = Gating(activation, 0.7)
+    product = act_and_mul.kernel(gate, up, *parts[:2], gating)
     in_place = (parts[0], parts[1], parts[2])
-    low_rank.act_and_mul_backward_(grad, gate, up, in_place, **options)
+    act_and_mul_backward_.kernel(grad, gate, up, in_place, gating)
     return [product, grad, gate, up, expected.detach(), *gradients]
 
 
@@ -130,8 +126,8 @@ def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]
         part = low_rank_part(width, rank, draw=draw, dtype=dtype, device=device)
         total, other = (torch.randn(50, width, generator=draw).to(device, dtype) for _ in range(2))
         expected = exact(total, part)
-        results += [low_rank.add_low_rank_(total.clone(), part), expected]
-        results += [low_rank.add_low_rank_(total.clone(), part, other), expected + other.float()]
+        results += [add_low_rank_.kernel(total.clone(), part), expected]
+        results += [add_low_rank_.kernel(total.clone(), part, other), expected + other.float()]
     return results
 
 
@@ -156,13 +152,13 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         turned_pairs = torch.view_as_real(numbers * angles)
         parts = turned_pairs.flatten(-2) if neighbours else turned_pairs.mT.flatten(-2)
         expected = torch.cat((parts, x.float()[..., dims:]), dim=-1)
-        turned = kernels.apply_rotary(x, cos, sin, neighbours=neighbours)
-        back = kernels.apply_rotary(turned, cos, sin, back=True, neighbours=neighbours)
+        turned = rotate.kernel(x, cos, sin, False, neighbours)
+        back = rotate.kernel(turned, cos, sin, True, neighbours)
         results += [turned, expected, back, x.float()]
         among, into = x.repeat(1, 1, 3, 1), torch.zeros(2, 7, 9, 24, device=device, dtype=dtype)
-        kernels.apply_rotary(x, cos, sin, neighbours=neighbours, out=into[:, :, 3:6])
+        rotate.kernel(x, cos, sin, False, neighbours, into[:, :, 3:6])
         results += [into, nn.functional.pad(expected, (0, 0, 3, 3))]
-        part = kernels.apply_rotary(among[:, :, 3:6], cos, sin, neighbours=neighbours)
+        part = rotate.kernel(among[:, :, 3:6], cos, sin, False, neighbours)
         results += [part, expected]
     return results
 
@@ -178,8 +174,9 @@ def droppings(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         rows, total = (torch.randn(2 * 11, features, generator=draw).to(dtype) for _ in range(2))
         expected = dropped(rows, Draw(keys, linear, 20_000))
         rows, total, there = rows.to(device), total.to(device), keys.to(device)
-        added = kernels.drop(total.clone(), rows, there, linear, 20_000, add=True)
-        kernels.drop(rows, rows, there, linear, 20_000)
+        drawn = Draw(there, linear, 20_000)
+        added = drop.kernel(total.clone(), rows, drawn, True)
+        drop.kernel(rows, rows, drawn)
         results += [rows.cpu(), expected, added.cpu(), (total.cpu() + expected)]
     return results
 
@@ -199,16 +196,16 @@ def lengthenings(
     lower, upper = (side * factor for side, factor in zip(sides, factors, strict=True))
     product = ACTIVATIONS[activation](0.7 * lower) * upper
     expected = torch.autograd.grad(product, (*sides, *factors), grad.float(), retain_graph=True)
-    scaled, total = kernels.lengthen_backward(grad, up, factors[1].detach())
+    scaled, total = lengthen_backward.kernel(grad, up, factors[1].detach())
     alone = torch.autograd.grad(upper, (sides[1], factors[1]), grad.float(), retain_graph=True)
     plain = [factor.detach() for factor in factors]
     gate, up = gates(gate, up, halves=halves)
-    sums = kernels.lengthened_act_and_mul_backward_(
-        grad, gate, up, plain, activation=activation, multiplier=0.7
+    *_, of_gate, of_up = lengthened_act_and_mul_backward_.kernel(
+        grad, gate, up, plain, Gating(activation, 0.7)
     )
     return [
         grad, product.detach(), gate, expected[0], up, expected[1],
-        sums[0] / plain[0], expected[2], sums[1] / plain[1], expected[3],
+        of_gate / plain[0], expected[2], of_up / plain[1], expected[3],
         scaled, alone[0], total / plain[1], alone[1],
     ]  # fmt: skip
 
@@ -220,13 +217,13 @@ def sums_by_token(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     places = torch.randperm(15, generator=draw).view(5, 3).to(device)
     results = []
-    for width in (40, 2 * kernels.PROGRAM_ELEMENTS + 7):
+    for width in (40, 2 * PROGRAM_ELEMENTS + 7):
         rows = torch.randn(15, width, generator=draw).to(device, dtype)
         weights = torch.rand(5, 3, generator=draw).to(device, dtype)
         picked = rows[places].float()
-        results += [kernels.sum_by_token(rows, places, None), picked.sum(1)]
+        results += [sum_by_token.kernel(rows, places, None), picked.sum(1)]
         weighted = (picked * weights[..., None].float()).sum(1)
-        results += [kernels.sum_by_token(rows, places, weights), weighted]
+        results += [sum_by_token.kernel(rows, places, weights), weighted]
     return results
 
 

@@ -118,7 +118,7 @@ def spaces(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         steps = Steps(softplus=False, limits=(0.0, 1.0))
         inputs, times, of_into, of_out_of = leaves
         expected = state_space.by_torch(
-            inputs, times, -decay, of_into, of_out_of, skip, None, steps=steps
+            inputs, times, of_into, of_out_of, -decay, skip, None, steps=steps
         )
         exact = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.float())]
         given = (x, step, -decay, into, out_of, skip)

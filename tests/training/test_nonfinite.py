@@ -13,7 +13,7 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.plans import make_plan
 from tests.support.training_loops import BATCH, CLIP, STEPS, loop, settings, trainer
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.model.layers.adapter_dropout import dropped as dropped_of
+from workflow.lib.kernels.rows.dropout import dropped as dropped_of
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local

@@ -13,6 +13,7 @@ import shutil
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,7 @@ from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import World, decide_kernels, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.backends import (
     read_attention_needs,
@@ -125,9 +126,12 @@ def on_this_device(plan: StepPlan, base: Path, config: RunConfig, world: World) 
     dtype = resolve_dtype(settings.compute_dtype, world.device)
     needs = read_attention_needs(base)
     asked = needs.asked(settings.attention_dropout)
-    attention = resolve_training_attention(
-        settings.attention, world.device, asked, compute_dtype=dtype
+    resolve = partial(
+        resolve_training_attention, settings.attention, world.device, asked, compute_dtype=dtype
     )
+    resolve()  # tries kernels
+    decide_kernels(world)
+    attention = resolve()
     logger.info("attention: %s (%s)", attention.name, attention.reason)
     if note := needs.dropout_note(settings.attention_dropout):
         logger.info("%s", note)

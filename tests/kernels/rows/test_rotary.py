@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.rows import rotary
 from workflow.lib.kernels.rows.rotary import apply_rotary, split_rotary
 
 
@@ -38,9 +38,9 @@ def test_heads_of_one_linear_are_turned_like_those_of_three(neighbours: bool) ->
 
 def test_tokens_of_some_heads_lie_at_equal_distances() -> None:
     heads = torch.zeros(2, 5, 7, 8)
-    assert kernels.token_distance(heads) == kernels.token_distance(heads[:, :, 1:3]) == 56
-    assert kernels.token_distance(heads[:, :, :, :4]) is None
-    assert kernels.token_distance(heads[:, ::2]) is None
+    assert rotary._token_distance(heads) == rotary._token_distance(heads[:, :, 1:3]) == 56
+    assert rotary._token_distance(heads[:, :, :, :4]) is None
+    assert rotary._token_distance(heads[:, ::2]) is None
     # One head between dimensions that were exchanged is contiguous for torch, whatever its strides.
-    assert kernels.token_distance(torch.zeros(2, 1, 5, 8).transpose(1, 2)) == 8
-    assert kernels.token_distance(torch.zeros(2, 7, 1, 8).transpose(1, 2)) == 56
+    assert rotary._token_distance(torch.zeros(2, 1, 5, 8).transpose(1, 2)) == 8
+    assert rotary._token_distance(torch.zeros(2, 7, 1, 8).transpose(1, 2)) == 56

@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
-from workflow.lib.model.layers.adapter_dropout import (
-    AdapterDropout,
-    Draw,
-    add_dropped_,
-    drop_,
-    dropped,
-    philox,
-    row_keys,
-)
+from workflow.lib.kernels.rows.dropout import Draw, drop, drop_, dropped, philox
+from workflow.lib.model.layers.adapter_dropout import AdapterDropout, row_keys
 from workflow.lib.model.layers.adapter_state import AdapterState
 
 ROWS, SEQ_LEN, FEATURES = [4, 90, 17], 7, 1000
@@ -91,7 +84,7 @@ def test_sum_and_in_place_drop_the_same() -> None:
     draw = Draw(keys(*ROWS), 2, 9_000)
     rows = torch.randn(3 * SEQ_LEN, 13, generator=torch.Generator().manual_seed(0))
     expected, total = dropped(rows, draw), torch.full_like(rows, 2.0)
-    add_dropped_(total, rows.clone(), draw)
+    drop(total, rows.clone(), draw, True)
     assert torch.equal(total, expected + 2.0)
     assert torch.equal(drop_(rows, draw), expected)
 

@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
-from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
+from workflow.lib.kernels.rows.dropout import Draw, dropped
+from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from workflow.lib.kernels.decision import DECISION, Decision, Key
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 
@@ -127,3 +128,11 @@ def any_of_all(value: ValueT | None, *, world: World) -> ValueT | None:
     if world.size > 1:
         dist.all_gather_object(values, value, group=world.io_group)
     return next((one for one in values if one is not None), None)
+
+
+def decide_kernels(world: World, decision: Decision = DECISION) -> None:
+    """Let no process use a kernel that one of them has found unusable. Collective."""
+    if world.size > 1:
+        known: list[dict[Key, str]] = [{}] * world.size
+        dist.all_gather_object(known, decision.faults, group=world.io_group)
+        decision.adopt({key: fault for faults in known for key, fault in faults.items()})

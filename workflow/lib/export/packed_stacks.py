@@ -19,13 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks
-from workflow.lib.model.layers.nf4_linear import (
-    CHECKPOINT_SUFFIX,
-    CODE_SUFFIX,
-    STATE_SUFFIX,
-    decoded,
-)
+from workflow.lib.model.layers.nf4_linear import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
 from workflow.lib.model.safetensors_reader import CheckpointReader
 
 aten = torch.ops.aten

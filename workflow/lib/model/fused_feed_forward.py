@@ -13,17 +13,17 @@ On a GPU gate(x) and up(x) are kept without their adapters' parts, and so is the
 the kernels that read them add the parts (`kernels.rows.low_rank`). DoRA needs whole values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.rows import low_rank as low_rank_kernels
-from workflow.lib.kernels.rows.low_rank import LowRank
-from workflow.lib.model.layers.adapter_dropout import drop_
-from workflow.lib.model.layers.dora import lengthened, summed_products
+from workflow.lib.kernels.rows.dropout import drop_
+from workflow.lib.kernels.rows.gating import Gating, act_and_mul, act_and_mul_backward_
+from workflow.lib.kernels.rows.lengths import lengthened_act_and_mul_backward_
+from workflow.lib.kernels.rows.low_rank import LowRank, no_part
+from workflow.lib.model.layers.dora import lengthened
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.lora_matmul import (
@@ -54,13 +54,17 @@ class Form(NamedTuple):
     """The linears of gate and up; or the one that makes both side by side, gate first."""
     down: str
     activation: str
-    """One of `ACTIVATIONS`."""
+    """One of `kernels.rows.gating.ACTIVATIONS`."""
     gate_multiplier: float = 1.0
     """Of gate(x)."""
     output_multiplier: float = 1.0
     """Of what `down` gives."""
     dropout: float = 0.0
     """Share of the output that training drops."""
+
+    @property
+    def gating(self) -> Gating:
+        return Gating(self.activation, self.gate_multiplier)
 
 
 class FusedFeedForward(nn.Module):
@@ -98,8 +102,11 @@ class FusedFeedForward(nn.Module):
         def output(*intermediates: torch.Tensor) -> torch.Tensor:
             *made, low = intermediates
             *into, down = adapted(layers, draws)
-            parts = _part_halves(updates(into, low)) if _kernels_add(low, factors) else None
-            product = _act_and_mul(_halves(made), parts, form)
+            gates = _halves(made)
+            parts = (no_part(gates[0]),) * 2
+            if _kernels_add(low, factors, form):
+                parts = _part_halves(updates(into, low))
+            product = act_and_mul(*gates, *parts, form.gating)
             return value(down, product, low_rank([down], product))
 
         options = layers, draws, form
@@ -112,7 +119,7 @@ class FusedFeedForward(nn.Module):
     def _by_linear(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> torch.Tensor:
         *into, down = layers
         gate, up = _halves([layer(x) for layer in into])
-        y: torch.Tensor = down(_activated(gate, self._form) * up)
+        y: torch.Tensor = down(self._form.gating.activated(gate) * up)
         return y
 
 
@@ -168,7 +175,7 @@ class _FeedForwardGradient(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         into = adapted(layers[:-1], draws[:-1])
         low = low_rank(into, rows)
-        if _kernels_add(rows, factors):
+        if _kernels_add(rows, factors, form):
             made = frozen_values(into, x)
         else:
             made = values(into, x, low, factors)
@@ -212,23 +219,26 @@ def _through_product(
     DoRA's factors.
 
     of_low: the gradient of what `down`'s adapter makes of the product. The gradient of the product
-    comes first, so that one kernel can make the product and both gradients from it. On a GPU it
-    overwrites gate and up, which nobody else needs.
+    comes first, so that one kernel can make the product and both gradients from it. They overwrite
+    gate and up, which nobody else needs.
     """
     *into, down = linears
-    if not _kernels_add(grad, kept.factors):
+    gates = _halves(kept.made)
+    if kept.factors:
         of_product = input_gradient([down], [grad], of_low)
-        return _plain_backward_(of_product, kept, form)
-    of_product, of_adapter = split_input_gradient(down, grad, of_low)
-    parts = (*_part_halves(updates(into, kept.low)), of_adapter)
-    low_rank_kernels.act_and_mul_backward_(
-        of_product,
-        *_halves(kept.made),
-        parts,
-        activation=form.activation,
-        multiplier=form.gate_multiplier,
-    )
-    return kept.made, of_product, [None] * len(kept.made)
+        factors = _halves(kept.factors)
+        product, *made = lengthened_act_and_mul_backward_(of_product, *gates, factors, form.gating)
+        totals = zip(_joined(made[2:], kept.made), kept.factors, strict=True)
+        of_factors: Factors = [total / factor for total, factor in totals]
+        return kept.made, product, of_factors
+    if _kernels_add(grad, kept.factors, form):
+        of_product, of_adapter = split_input_gradient(down, grad, of_low)
+        parts = (*_part_halves(updates(into, kept.low)), of_adapter)
+    else:
+        of_product = input_gradient([down], [grad], of_low)
+        parts = (no_part(gates[0]), no_part(gates[1]), no_part(of_product))
+    product, *_ = act_and_mul_backward_(of_product, *gates, parts, form.gating)
+    return kept.made, product, [None] * len(kept.made)
 
 
 def _product_gradients(
@@ -241,105 +251,7 @@ def _product_gradients(
     return adapter_gradients(plain, grad, product, low_rank(plain, product), of_low)
 
 
-def _kernels_add(x: torch.Tensor, factors: Factors) -> bool:
+def _kernels_add(x: torch.Tensor, factors: Factors, form: Form) -> bool:
     """Whether kernels add the adapters' parts to gate and up. factors: those of DoRA, or Nones."""
-    return kernels.usable(x.device) and not any(factor is not None for factor in factors)
-
-
-def _act_and_mul(gates: Gates, parts: tuple[LowRank, LowRank] | None, form: Form) -> torch.Tensor:
-    """Return act(gate) * up, with their parts; None: those are in them."""
-    gate, up = gates
-    if kernels.usable(gate.device):
-        of_gate, of_up = parts or (low_rank_kernels.no_part(gate),) * 2
-        return low_rank_kernels.act_and_mul(
-            gate,
-            up,
-            of_gate,
-            of_up,
-            activation=form.activation,
-            multiplier=form.gate_multiplier,
-        )
-    return _activated(gate, form).mul_(up)
-
-
-def _activated(gate: torch.Tensor, form: Form) -> torch.Tensor:
-    return ACTIVATIONS[form.activation][0](_multiplied(gate, form))
-
-
-def _multiplied(gate: torch.Tensor, form: Form) -> torch.Tensor:
-    return gate if form.gate_multiplier == 1.0 else gate * form.gate_multiplier
-
-
-def _plain_backward_(
-    grad: torch.Tensor, kept: _Kept, form: Form
-) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
-    """Return the gradients of what was made for that of their product, and the product; with row
-    factors the gradients are those of the directions, and the factors' come third. What is given
-    may be overwritten.
-    """
-    if kept.factors:
-        return _lengthened_backward_(grad, kept, form)
-    parts, product = _act_and_mul_backward(grad, *_halves(kept.made), form)
-    return _joined(parts, kept.made), product, [None] * len(kept.made)
-
-
-def _act_and_mul_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, form: Form
-) -> tuple[Gates, torch.Tensor]:
-    product = _activated(gate, form).mul_(up)
-    of_gate, of_up = ACTIVATIONS[form.activation][1](grad, _multiplied(gate, form), up)
-    return (_multiplied(of_gate, form), of_up), product
-
-
-def _lengthened_backward_(
-    grad: torch.Tensor, kept: _Kept, form: Form
-) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
-    """The same with row factors."""
-    gates, factors = _halves(kept.made), _halves(kept.factors)
-    if kernels.usable(grad.device):
-        both = kernels.lengthened_act_and_mul_backward_(
-            grad,
-            *gates,
-            factors,
-            activation=form.activation,
-            multiplier=form.gate_multiplier,
-        )
-        sums: Sequence[torch.Tensor] = both.unbind()
-        of_made, product = kept.made, grad
-    else:
-        parts, product = _act_and_mul_backward(grad, *gates, form)
-        sums = [summed_products(part, y) for part, y in zip(parts, gates, strict=True)]
-        for part, factor in zip(parts, factors, strict=True):
-            part.mul_(factor)
-        of_made = _joined(parts, kept.made)
-    totals = zip(_joined(sums, kept.made), kept.factors, strict=True)
-    return of_made, product, [total / factor for total, factor in totals]
-
-
-def _silu_parts(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of gate(x) and up(x) for that of silu(gate(x)) * up(x), which is
-    overwritten.
-    """
-    of_up = nn.functional.silu(gate).mul_(grad)
-    return torch.ops.aten.silu_backward(grad.mul_(up), gate), of_up
-
-
-def _gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
-    return nn.functional.gelu(gate, approximate="tanh")
-
-
-def _gelu_tanh_parts(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `_silu_parts` for the GELU by tanh."""
-    of_up = _gelu_tanh(gate).mul_(grad)
-    return torch.ops.aten.gelu_backward(grad.mul_(up), gate, approximate="tanh"), of_up
-
-
-Parts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Gates]
-ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Parts]] = {
-    "silu": (nn.functional.silu, _silu_parts),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_parts),
-}
+    works = act_and_mul.works_on(x.device, x.dtype, form.activation)
+    return works and not any(factor is not None for factor in factors)

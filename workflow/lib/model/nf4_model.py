@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.model.architecture.attention_needs import ATTENTION_DROPOUT
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, quantization_of
@@ -27,7 +28,6 @@ from workflow.lib.model.experts.replace_experts import replace_experts_
 from workflow.lib.model.layers.nf4_linear import (
     CHECKPOINT_SUFFIX,
     CODE_SUFFIX,
-    NESTED_BLOCK_SIZE,
     STATE_SUFFIX,
     NF4Linear,
     NF4Spec,

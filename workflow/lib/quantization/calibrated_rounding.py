@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.op import Case, Op
 from workflow.lib.quantization.nf4_codes import (
     Scales,
     code_edges,
@@ -203,20 +204,6 @@ def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
 
 PROGRAM_ROWS = 4
 
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import rounding as triton_rounding
-
-
-def round_columns(
-    part: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (out, columns) uint8, and by how much each column is off, divided by its
-    diagonal element of `upper`, fp32. part: (out, columns), which may be overwritten; scale: of
-    every weight; upper: (columns, columns), upper triangular. All are fp32."""
-    if kernels.usable(part.device):
-        return columns_by_kernel(part, scale, upper)
-    return columns_by_loop(part, scale, upper)
-
 
 def columns_by_loop(
     part: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor
@@ -238,7 +225,9 @@ def columns_by_kernel(
     num_rows, num_columns = part.shape
     codes = torch.empty(part.shape, dtype=torch.uint8, device=part.device)
     errors = torch.empty(part.shape, dtype=torch.float32, device=part.device)
-    triton_rounding.round_columns[(-(-num_rows // PROGRAM_ROWS),)](
+    launch(
+        "rounding.round_columns",
+        (-(-num_rows // PROGRAM_ROWS),),
         codes,
         errors,
         *(x.contiguous() for x in (part, scale, upper)),
@@ -247,9 +236,29 @@ def columns_by_kernel(
         num_rows,
         num_columns=num_columns,
         rows=PROGRAM_ROWS,
-        columns=1 << (num_columns - 1).bit_length(),
+        columns=power_of_two(num_columns),
         num_warps=1,
         # a product and a sum in one operation would be rounded once, PyTorch's loop rounds twice
         enable_fp_fusion=False,
     )
     return codes, errors
+
+
+def _case(device: torch.device) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    part = torch.randn(5, 32, generator=draw)
+    scale = part.abs().amax(dim=1, keepdim=True).expand(5, 32)
+    upper = (torch.eye(32) + 0.1 * torch.randn(32, 32, generator=draw)).triu()
+    return tuple(x.clone().to(device) for x in (part, scale, upper))
+
+
+round_columns = Op(
+    "calibrated rounding",
+    reference=columns_by_loop,
+    kernel=columns_by_kernel,
+    case=_case,
+    variant=lambda *_: (),
+)
+"""Returns codes (out, columns) uint8, and by how much each column is off, divided by its diagonal
+element of `upper`, fp32. part: (out, columns), which may be overwritten; scale: of every weight;
+upper: (columns, columns), upper triangular. All are fp32."""

@@ -16,7 +16,7 @@ from bitsandbytes.functional import (
     quantize_blockwise,
 )
 
-from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE
+from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.settings.config import QuantizeConfig
 
 

@@ -5,8 +5,8 @@ engine can compute with them.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.model.layers.expert_stacks import ExpertStack
-from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error

@@ -17,7 +17,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.distributed.world import World
+from workflow.lib.distributed.world import World, decide_kernels
 from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.decoder_layers import decoder_layers
@@ -80,6 +80,7 @@ def startup_checks(
     same_attention = check_attention(model.training, store, world)
     moved()
     _forward_first_row(model.training, store, world)
+    decide_kernels(world)  # which the passes above have tried
     return [
         same_logits,
         same_attention,

@@ -13,16 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.trials import are_right, gradients_alone
+from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.op import Case, Op
 from workflow.lib.system.compute_choice import WIDEST_KERNEL_HEAD
-from workflow.lib.system.device_types import RECORDED
 
-TRIED_BOUNDS = (0, 70, 200)  # of documents
+CASE_BOUNDS = (0, 70, 200)  # of documents
 LOG2_E = math.log2(math.e)  # the kernels take powers of two
-
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import wide_attention as wide_attention_code
 
 
 class Tile(NamedTuple):
@@ -79,37 +75,6 @@ class Seen(NamedTuple):
         return cls(first, last)
 
 
-def usable(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether the kernels can attend by heads of this width; tried once."""
-    if width > WIDEST_KERNEL_HEAD or not kernels.usable(device):
-        return False
-    return device.type == RECORDED or _tried(device, dtype, width)
-
-
-@functools.cache
-@torch.no_grad()
-def _tried(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernels give what torch's operations give of small values."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = TRIED_BOUNDS[-1]
-    query, grad = torch.randn(2, tokens, 2, width, generator=draw).to(device, dtype)
-    key, value = torch.randn(2, tokens, 1, width, generator=draw).to(device, dtype)
-    given = query, key, value
-    seen = Seen.of(torch.tensor(TRIED_BOUNDS, dtype=torch.int32, device=device), tokens, None)
-    scale = width**-0.5
-
-    def made(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-        output, log_sums = forward(query, key, value, seen, scale)
-        return [output, *backward(grad, query, key, value, output, log_sums, seen, scale)]
-
-    with gradients_alone():
-        leaves = [x.float().requires_grad_() for x in given]
-        query, key, value = leaves
-        output = by_torch(query, key, value, seen, scale)
-    expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
-    return are_right(lambda: made(*given), expected, of="attention with wide heads")
-
-
 def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
 ) -> torch.Tensor:
@@ -132,7 +97,8 @@ def wide_attention(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Return causal attention (tokens, heads, width) within documents; for what `usable` says.
+    """Return causal attention (tokens, heads, width) within documents, by the kernels: callers ask
+    `usable` first.
 
     query: (tokens, heads, width); key, value: (tokens, key heads, width), each serving neighbouring
     heads of queries. bounds, window: as in `Seen.of`. scale: of scores, width^-0.5 if it is None.
@@ -140,6 +106,12 @@ def wide_attention(
     tokens, _, width = query.shape
     seen = Seen.of(bounds, tokens, window)
     scale = width**-0.5 if scale is None else scale
+    return _by_kernel(query, key, value, seen, scale)
+
+
+def _by_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
+) -> torch.Tensor:
     output: torch.Tensor = _WideAttention.apply(query, key, value, *seen, scale)  # type: ignore[no-untyped-call]
     return output
 
@@ -240,37 +212,59 @@ class _Call(NamedTuple):
     @property
     def _widths(self) -> dict[str, int]:
         dim = self.inputs[0].shape[2]
-        return {"dim": dim, "width": kernels.power_of_two(dim)}
+        return {"dim": dim, "width": power_of_two(dim)}
 
     def launch(
         self, name: str, heads: int, *arguments: torch.Tensor | int, **numbers: float
     ) -> None:
-        """Start a kernel for all tiles of this many heads; a device that is recorded computes
-        nothing.
-        """
-        device = self.inputs[0].device
-        if device.type == RECORDED:
-            return
-        tile = _tiles(device)[name]
-        getattr(wide_attention_code, name)[-(-self.tokens // tile.rows), heads](
-            *arguments, self.tokens, self.heads, self.heads // self.groups, self.scale * LOG2_E,
-            **numbers, **self._widths, rows=tile.rows, columns=tile.columns,
-            num_warps=tile.warps, num_stages=tile.stages,
+        """Start a kernel for all tiles of this many heads."""
+        tile = _tiles(self.inputs[0].device)[name]
+        out, *given = arguments
+        assert isinstance(out, torch.Tensor)
+        launch(
+            f"wide_attention.{name}", (-(-self.tokens // tile.rows), heads), out, *given,
+            self.tokens, self.heads, self.heads // self.groups, self.scale * LOG2_E, **numbers,
+            **self._widths, rows=tile.rows, columns=tile.columns, num_warps=tile.warps,
+            num_stages=tile.stages,
         )  # fmt: skip
 
     def sum_products(self, sums: torch.Tensor, grad: torch.Tensor, output: torch.Tensor) -> None:
         """Fill sums (heads, tokens) with output times gradient of each head, summed."""
-        if sums.device.type != RECORDED:
-            wide_attention_code.attention_products[-(-self.tokens // PRODUCT_ROWS), self.heads](
-                sums, grad, output, self.tokens, self.heads, **self._widths,
-                rows=PRODUCT_ROWS, num_warps=PRODUCT_WARPS,
-            )  # fmt: skip
+        launch(
+            "wide_attention.attention_products", (-(-self.tokens // PRODUCT_ROWS), self.heads),
+            sums, grad, output, self.tokens, self.heads, **self._widths,
+            rows=PRODUCT_ROWS, num_warps=PRODUCT_WARPS,
+        )  # fmt: skip
 
 
 @functools.cache
 def _tiles(device: torch.device) -> dict[str, Tile]:
-    if device.type == "cpu":  # Triton's interpreter
+    if device.type != "cuda":  # Triton's interpreter, or a recorded device
         return TILES[0]
     properties: Any = torch.cuda.get_device_properties(device)  # whose stubs lack some
     memory = properties.shared_memory_per_block_optin
     return next(tiles for least, tiles in TILES.items() if memory >= least * 1024)
+
+
+def _case(device: torch.device, dtype: torch.dtype, width: int) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    tokens = CASE_BOUNDS[-1]
+    query = torch.randn(tokens, 2, width, generator=draw)
+    key, value = torch.randn(2, tokens, 1, width, generator=draw)
+    leaves = (x.to(device, dtype).requires_grad_() for x in (query, key, value))
+    bounds = torch.tensor(CASE_BOUNDS, dtype=torch.int32, device=device)
+    return *leaves, Seen.of(bounds, tokens, None), width**-0.5
+
+
+_attention = Op(
+    "attention with wide heads",
+    reference=by_torch,
+    kernel=_by_kernel,
+    case=_case,
+    variant=lambda query, *_: (query.dtype, query.shape[2]),
+)
+
+
+def usable(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernels can attend by heads of this width."""
+    return width <= WIDEST_KERNEL_HEAD and _attention.works_on(device, dtype, width)

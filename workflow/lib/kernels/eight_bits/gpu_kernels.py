@@ -4,17 +4,14 @@
 fastest of those tried on an H200, for weights of 28,672 x 8,192 and 4,096 x 14,336.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.elementwise import NF4Data
-from workflow.lib.system.device_types import RECORDED
+from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.nf4.decode import NF4Data
 
-WARPS = 4
 # Of a row that a program has at a time; up to WHOLE_ROW elements it has the row in registers.
 ROW_ELEMENTS, ROW_WARPS, WHOLE_ROW = 2048, 8, 32768
 THREAD_ELEMENTS = 32  # of such a row
@@ -24,35 +21,16 @@ TRANSPOSED_ROWS = 128  # of a program
 TILE = {"rows": 128, "columns": 128, "group": 8}
 TILE_WARPS, TILE_STAGES = 8, 3
 
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import eight_bits as triton_code
-
-
-def _launch(
-    name: str, grid: tuple[int, ...], out: torch.Tensor, *arguments: Any, **options: Any
-) -> None:
-    """Start a kernel; a device that is recorded computes nothing."""
-    if out.device.type != RECORDED:
-        getattr(triton_code, name)[grid](out, *arguments, **options)
-
-
-def _scale_parts(data: NF4Data) -> tuple[Sequence[torch.Tensor], bool]:
-    """Return what scales of blocks are made of, and whether they are quantized too."""
-    double = data.nested_absmax is not None
-    nested = data.nested_absmax if data.nested_absmax is not None else data.absmax
-    return (data.absmax, nested), double
-
 
 def row_scales(data: NF4Data, *, shape: tuple[int, int], largest: float) -> torch.Tensor:
     """Return the scale (out,) fp32 of each row of an NF4 weight (out, in)."""
     num_rows, width = shape
-    parts, double = _scale_parts(data)
     scales = torch.empty(num_rows, dtype=torch.float32, device=data.code.device)
     row_blocks = width // data.block_size
-    _launch(
-        "row_scales", (num_rows,), scales, *parts, data.nested_code, data.offset, row_blocks,
-        most=largest, double=double, size=min(512, kernels.power_of_two(row_blocks)), num_warps=1,
-        enable_fp_fusion=False,
+    launch(
+        "eight_bits.row_scales", (num_rows,), scales, *data.scale_parts, data.nested_code,
+        data.offset, row_blocks, most=largest, double=data.doubly_quantized,
+        size=min(512, power_of_two(row_blocks)), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return scales
 
@@ -69,18 +47,21 @@ def decode(
     num_rows, width = shape
     row_blocks = width // data.block_size
     out = torch.empty(shape[::-1] if transposed else shape, dtype=dtype, device=scales.device)
-    parts, double = _scale_parts(data)
-    given = (data.packed, *parts, data.code, data.nested_code, data.offset, scales)
-    options = {"block_size": data.block_size, "double": double, "enable_fp_fusion": False}
+    given = (data.packed, *data.scale_parts, data.code, data.nested_code, data.offset, scales)
+    options = {
+        "block_size": data.block_size,
+        "double": data.doubly_quantized,
+        "enable_fp_fusion": False,
+    }
     if transposed:
-        _launch(
-            "decode_transposed", (-(-num_rows // TRANSPOSED_ROWS), row_blocks), out, *given,
-            num_rows, row_blocks, rows=TRANSPOSED_ROWS, num_warps=WARPS, **options,
+        launch(
+            "eight_bits.decode_transposed", (-(-num_rows // TRANSPOSED_ROWS), row_blocks), out,
+            *given, num_rows, row_blocks, rows=TRANSPOSED_ROWS, num_warps=WARPS, **options,
         )  # fmt: skip
     else:
-        _launch(
-            "decode_eight_bits", (-(-num_rows * row_blocks // DECODED_BLOCKS),), out, *given,
-            num_rows, row_blocks, blocks=DECODED_BLOCKS, num_warps=WARPS // 2, **options,
+        launch(
+            "eight_bits.decode_eight_bits", (-(-num_rows * row_blocks // DECODED_BLOCKS),), out,
+            *given, num_rows, row_blocks, blocks=DECODED_BLOCKS, num_warps=WARPS // 2, **options,
         )  # fmt: skip
     return out
 
@@ -104,19 +85,19 @@ def round_rows(
     given = (scales, rows, rows if factors is None else factors, width)
     options: dict[str, Any] = {"most": largest, "folds": factors is not None}
     if block is None:
-        _launch("round_rows", (num_rows,), out, *given, **row_program(width), **options)
+        launch("eight_bits.round_rows", (num_rows,), out, *given, **row_program(width), **options)
     else:
         num_blocks = scales.shape[1]
-        blocks = min(BLOCKS_ELEMENTS // block, kernels.power_of_two(num_blocks))
-        _launch(
-            "round_blocks", (num_rows, -(-num_blocks // blocks)), out, *given, num_blocks,
-            block_size=block, blocks=blocks, num_warps=WARPS, **options,
+        blocks = min(BLOCKS_ELEMENTS // block, power_of_two(num_blocks))
+        launch(
+            "eight_bits.round_blocks", (num_rows, -(-num_blocks // blocks)), out, *given,
+            num_blocks, block_size=block, blocks=blocks, num_warps=WARPS, **options,
         )  # fmt: skip
 
 
 def row_program(width: int) -> dict[str, Any]:
     """Return how a program of one row has its elements."""
-    size = kernels.power_of_two(width)
+    size = power_of_two(width)
     if size > WHOLE_ROW:
         return {"whole": False, "size": ROW_ELEMENTS, "num_warps": ROW_WARPS}
     return {
@@ -133,10 +114,10 @@ def restore_rows(
     num_rows, width = values.shape
     num_blocks = scales.shape[1]
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    blocks = min(BLOCKS_ELEMENTS // block, kernels.power_of_two(num_blocks))
-    _launch(
-        "restore_blocks", (num_rows, -(-num_blocks // blocks)), out, values, scales, width,
-        num_blocks, block_size=block, blocks=blocks, num_warps=WARPS,
+    blocks = min(BLOCKS_ELEMENTS // block, power_of_two(num_blocks))
+    launch(
+        "eight_bits.restore_blocks", (num_rows, -(-num_blocks // blocks)), out, values, scales,
+        width, num_blocks, block_size=block, blocks=blocks, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -157,8 +138,8 @@ def block_product(
     """
     num_rows, num_columns = out.shape
     grid = (-(-num_rows // TILE["rows"]) * -(-num_columns // TILE["columns"]),)
-    _launch(
-        "block_product", grid, out, left, right, left_scales,
+    launch(
+        "eight_bits.block_product", grid, out, left, right, left_scales,
         left_scales if right_scales is None else right_scales, num_rows, num_columns,
         left.shape[1], adds=add, scaled=right_scales is not None, block_size=block, **TILE,
         num_warps=TILE_WARPS, num_stages=TILE_STAGES,

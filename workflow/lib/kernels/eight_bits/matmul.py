@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.kernels.eight_bits import gpu_kernels
-from workflow.lib.kernels.elementwise import NF4Data
+from workflow.lib.kernels.nf4.decode import NF4Data, dequantize_nf4
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.system.errors import UserError
 
@@ -235,7 +234,7 @@ def _has_kernels(device: torch.device) -> bool:
     """Whether the kernels compute on this device; raises `UserError` on a GPU that cannot build
     them.
     """
-    if kernels.usable(device):
+    if dequantize_nf4.works_on(device, torch.bfloat16):
         return True
     if device.type in ("cuda", RECORDED):
         raise UserError(

@@ -10,25 +10,36 @@ rows may have any width.
 import torch
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.kernels.experts import grouped_kernels
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.kernels.launch import WARPS, launch
+from workflow.lib.kernels.op import Case, Op
 from workflow.lib.system.device_types import GPUS
 
+PROGRAM_ELEMENTS = 2048
 ROW_UNIT = 8
 """Of 16-bit values in 16 bytes: torch's grouped products ask GPUs for rows of whole units."""
 
 
 def route(top_k_index: torch.Tensor, *, num_experts: int) -> Routing:
     """Return the rows of tokens whose experts are `top_k_index` (T, k)."""
+    routing = _sorted_by_expert(top_k_index, num_experts=num_experts)
+    if not _rows_product.works_on(top_k_index.device, torch.bfloat16):
+        return routing
+    return _with_tiles(routing)
+
+
+def _sorted_by_expert(top_k_index: torch.Tensor, *, num_experts: int) -> Routing:
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     numbers = torch.arange(max(num_experts, len(order)), device=order.device)
     ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
-    tiles = None
-    if kernels.usable(order.device):
-        tiles = grouped_kernels.row_tiles(ends, num_rows=len(order))
-    return Routing(order, places.view(top_k_index.shape), ends, tiles, top_k_index.shape[-1])
+    return Routing(order, places.view(top_k_index.shape), ends, None, top_k_index.shape[-1])
+
+
+def _with_tiles(routing: Routing) -> Routing:
+    tiles = grouped_kernels.row_tiles(routing.ends, num_rows=len(routing.order))
+    return routing._replace(tiles=tiles)
 
 
 def summed_by_token(
@@ -40,16 +51,47 @@ def summed_by_token(
     One choice after the other: the sum does not depend on the order in which a GPU adds, and no
     copy of all rows is made.
     """
-    if kernels.usable(rows.device):
-        return kernels.sum_by_token(rows, routing.places, weights)
-    total = rows.new_zeros((len(routing.places), rows.shape[1]), dtype=torch.float32)
-    for choice in range(routing.top_k):
-        part = rows[routing.places[:, choice]]
+    return sum_by_token(rows, routing.places, weights)
+
+
+def _sum_by_kernel(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    num_tokens, top_k = places.shape
+    width = rows.shape[1]
+    out = rows.new_empty(num_tokens, width)
+    launch(
+        "elementwise.sum_by_token", (num_tokens, -(-width // PROGRAM_ELEMENTS)), out,
+        rows.contiguous(), places.contiguous(),
+        places if weights is None else weights.contiguous(),  # a pointer that is not read, or
+        width, top_k, weighted=weights is not None, size=PROGRAM_ELEMENTS, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _sum_by_torch(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    total = rows.new_zeros((len(places), rows.shape[1]), dtype=torch.float32)
+    for choice in range(places.shape[1]):
+        part = rows[places[:, choice]]
         if weights is None:
             total += part
         else:
             total.addcmul_(part, weights[:, choice, None])
     return total.to(rows.dtype)
+
+
+def _case_of_sum(device: torch.device, dtype: torch.dtype) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(15, 40, generator=draw).to(device, dtype)
+    weights = torch.rand(5, 3, generator=draw).to(device, dtype)
+    return rows, torch.randperm(15, generator=draw).view(5, 3).to(device), weights
+
+
+sum_by_token = Op(
+    "sums of experts' rows", reference=_sum_by_torch, kernel=_sum_by_kernel, case=_case_of_sum
+)
 
 
 def rows_product(
@@ -68,8 +110,17 @@ def rows_product(
     """
     if out is None:
         out = rows.values.new_empty(len(routing.order), weights.values.shape[1])
-    if routing.tiles is not None:
-        return grouped_kernels.rows_product(out, rows, weights, routing, update=update, bias=bias)
+    return _rows_product(out, rows, weights, routing, update, bias)
+
+
+def _rows_by_torch(
+    out: torch.Tensor,
+    rows: Rows,
+    weights: Weights,
+    routing: Routing,
+    update: Update | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     if weights.scales is None:
         _products(out, _sorted(rows, routing), weights.values, routing)
     else:
@@ -99,10 +150,14 @@ def weights_product(
     """Fill `out` (experts, m, n) fp32 with the sum over the rows of each expert of their outer
     products, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0.
     """
-    if routing.tiles is not None:
-        return grouped_kernels.weights_product(out, left, right, routing, scale=scale)
+    return _weights_product(out, left, right, routing, scale)
+
+
+def _weights_by_torch(
+    out: torch.Tensor, left: torch.Tensor, right: Rows, routing: Routing, scale: float
+) -> torch.Tensor:
     there = _sorted(right, routing)
-    if left.device.type in GPUS:
+    if _torch_groups(left):
         sums = nn.functional.grouped_mm(left.t(), there, offs=routing.ends)
         # A sum over nothing is left to the kernel otherwise.
         empty = (routing.counts == 0)[:, None, None]
@@ -120,7 +175,7 @@ def _products(
 ) -> None:
     """Fill `out` with the products of rows (R, in) without kernels of our own."""
     transposed = weights.transpose(1, 2)
-    if rows.device.type in GPUS:
+    if _torch_groups(rows):
         out.copy_(nn.functional.grouped_mm(rows, transposed, offs=routing.ends))
         return
     for expert, (start, stop) in enumerate(_ranges(routing)):
@@ -128,7 +183,7 @@ def _products(
 
 
 def _scaled_products(out: torch.Tensor, rows: Rows, weights: Weights, routing: Routing) -> None:
-    """The same of values in 8 bits, on a CPU in fp32."""
+    """The same of values in 8 bits, in fp32."""
     assert rows.scales is not None
     assert weights.scales is not None
     exact = Rows(rows.values.float() * rows.scales, rows.by_token)
@@ -136,6 +191,11 @@ def _scaled_products(out: torch.Tensor, rows: Rows, weights: Weights, routing: R
     total = torch.empty_like(out, dtype=torch.float32)
     _products(total, _sorted(exact, routing), scaled, routing)
     out.copy_(total)
+
+
+def _torch_groups(rows: torch.Tensor) -> bool:
+    """Whether torch multiplies all groups at once, without waiting for the device."""
+    return rows.device.type in GPUS and rows.itemsize == 2
 
 
 def _sorted(rows: Rows, routing: Routing) -> torch.Tensor:
@@ -147,3 +207,56 @@ def _ranges(routing: Routing) -> list[tuple[int, int]]:
     """Return where the rows of each expert begin and end; on a GPU it would wait for the device."""
     ends = routing.ends.tolist()
     return list(zip([0, *ends], ends, strict=False))
+
+
+def _case_routing(device: torch.device) -> Routing:
+    """Return the routing of 5 tokens to 2 of 4 experts each, the third of which has no row."""
+    index = torch.tensor([[0, 1], [3, 0], [1, 3], [0, 3], [3, 1]], device=device)
+    return _with_tiles(_sorted_by_expert(index, num_experts=4))
+
+
+def _case_of_rows(device: torch.device, dtype: torch.dtype) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    sizes = ((5, 48), (4, 40, 48), (10, 3), (4, 40, 3), (4, 40))
+    rows, weights, low, small, bias = (torch.randn(x, generator=draw).to(device) for x in sizes)
+    scales: tuple[torch.Tensor | None, ...] = (None, None)
+    if dtype.itemsize == 1:
+        scales = (
+            torch.rand(5, 1, generator=draw).to(device),
+            torch.rand(4, generator=draw).to(device),
+        )
+    added = dtype if dtype.itemsize > 1 else torch.bfloat16
+    low, small, bias = (x.to(added) for x in (low, small, bias))
+    return (
+        torch.empty(10, 40, dtype=added, device=device),
+        Rows(rows.to(dtype), by_token=True, scales=scales[0]),
+        Weights(weights.to(dtype), scales[1]),
+        _case_routing(device),
+        Update(low, small, 0.5),
+        bias,
+    )
+
+
+def _case_of_weights(device: torch.device, dtype: torch.dtype) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(x, generator=draw).to(device, dtype) for x in ((10, 3), (5, 40)))
+    out = torch.empty(4, 3, 40, device=device)
+    return out, left, Rows(right, by_token=True), _case_routing(device), 0.5
+
+
+_weights_product = Op(
+    "gradients of experts' adapters",
+    reference=_weights_by_torch,
+    kernel=grouped_kernels.weights_product,
+    case=_case_of_weights,
+    variant=lambda out, left, *_: (left.dtype,),
+    supports=lambda out, left, right, routing, *_: routing.tiles is not None,
+)
+_rows_product = Op(
+    "matmuls of experts",
+    reference=_rows_by_torch,
+    kernel=grouped_kernels.rows_product,
+    case=_case_of_rows,
+    variant=lambda out, rows, *_: (rows.values.dtype,),
+    supports=lambda out, rows, weights, routing, *_: routing.tiles is not None,
+)

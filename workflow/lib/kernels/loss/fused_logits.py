@@ -3,23 +3,18 @@ another puts the gradient in its place. So no logit is stored, and 6 bytes move 
 torch's operations keep up to 12, in fp32, and move 36.
 """
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.trials import are_right
-from workflow.lib.system.device_types import RECORDED
+from workflow.lib.kernels.launch import launch
+from workflow.lib.kernels.op import Case, Op
 
 IGNORED = -100  # the target of a row that is only padding; torch's cross_entropy leaves it out
 ELSEWHERE = -1  # the column of a target that another process's slice of the vocabulary has
 ELEMENTS = 4096  # of a row that a program has at a time
 WARPS = 8
-TRIED = (3, 5000)  # rows and vocabulary
-
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import logits as logit_code
+CASE = (3, 5000)  # rows and vocabulary
 
 
 class LogitForm(NamedTuple):
@@ -27,30 +22,6 @@ class LogitForm(NamedTuple):
 
     scale: float
     softcap: float | None
-
-
-def usable(hidden: torch.Tensor, form: LogitForm) -> bool:
-    """Return whether the kernels can compute the loss of hidden states; tried once."""
-    halves = hidden.dtype in (torch.bfloat16, torch.float16)
-    return halves and kernels.usable(hidden.device) and _tried(hidden.device, hidden.dtype, form)
-
-
-@functools.cache
-@torch.no_grad()
-def _tried(device: torch.device, dtype: torch.dtype, form: LogitForm) -> bool:
-    """Whether they give what torch's operations give."""
-    if device.type == RECORDED:
-        return True
-    draw = torch.Generator().manual_seed(0)
-    product = (8 * torch.randn(TRIED, generator=draw)).to(device, dtype)
-    columns = torch.tensor([7, 4999, 0], device=device)
-
-    def made() -> tuple[torch.Tensor, ...]:
-        fused = FusedLogits(product.clone(), form)
-        log_sums, chosen = fused.sums(columns)
-        return log_sums, chosen, fused.slopes(log_sums, columns)
-
-    return are_right(made, _by_torch(product, columns, form), of="the loss")
 
 
 def _by_torch(
@@ -99,14 +70,40 @@ class FusedLogits:
         return self._product
 
     def _launch(
-        self, name: str, grid: tuple[int, ...], *tensors: torch.Tensor, **numbers: int
+        self, name: str, grid: tuple[int, ...], *tensors: torch.Tensor, **numbers: Any
     ) -> None:
-        """Start a kernel, unless there is nothing to do; a device that is recorded computes
-        nothing.
-        """
         scale, softcap = self._form
-        if self._product.device.type != RECORDED and all(grid):
-            getattr(logit_code, name)[grid](
-                *tensors, self._product.stride(0), self._product.shape[1], scale, softcap or 1.0,
-                **numbers, capped=softcap is not None, size=ELEMENTS, num_warps=WARPS,
-            )  # fmt: skip
+        launch(
+            f"logits.{name}", grid, *tensors, self._product.stride(0), self._product.shape[1],
+            scale, softcap or 1.0, **numbers, capped=softcap is not None, size=ELEMENTS,
+            num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _by_kernel(
+    product: torch.Tensor, columns: torch.Tensor, form: LogitForm
+) -> tuple[torch.Tensor, ...]:
+    fused = FusedLogits(product, form)
+    log_sums, chosen = fused.sums(columns)
+    return log_sums, chosen, fused.slopes(log_sums, columns)
+
+
+def _case(device: torch.device, dtype: torch.dtype, form: LogitForm) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    product = (8 * torch.randn(CASE, generator=draw)).to(device, dtype)
+    return product, torch.tensor([7, 4999, 0], device=device), form
+
+
+_logits = Op(
+    "the loss",
+    reference=_by_torch,
+    kernel=_by_kernel,
+    case=_case,
+    variant=lambda product, columns, form: (product.dtype, form),
+)
+
+
+def usable(hidden: torch.Tensor, form: LogitForm) -> bool:
+    """Whether the kernels can compute the loss of hidden states."""
+    halves = hidden.dtype in (torch.bfloat16, torch.float16)
+    return halves and _logits.works_on(hidden.device, hidden.dtype, form)

@@ -2,7 +2,7 @@
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.launch import power_of_two
 
 CHUNK = 64  # tokens, as in `triton_code.chunks`
 LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `delta_kernels.TILES`
@@ -33,4 +33,4 @@ def parts_of(whole: int, size: int) -> int:
 
 def padded(width: int, dtype: torch.dtype) -> int:
     """Return how many columns a program needs for so many."""
-    return max(LEAST_COLUMNS[dtype.itemsize], kernels.power_of_two(width))
+    return max(LEAST_COLUMNS[dtype.itemsize], power_of_two(width))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.launch import launch
 from workflow.lib.kernels.recurrences.chunk_layout import (
     CHUNK,
     padded,
@@ -20,14 +20,10 @@ from workflow.lib.kernels.recurrences.chunk_layout import (
     spaced,
     strides_of,
 )
-from workflow.lib.system.device_types import RECORDED
 
 # Columns of keys, all of which a program that goes through the chunks has; products of so many more
 # in fp32 take minutes to compile.
 MOST_KEYS = {2: 256, 4: 128}
-
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import delta_rule as delta_code
 
 
 class Tile(NamedTuple):
@@ -163,18 +159,14 @@ class _Rule(NamedTuple):
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
     ) -> None:
-        """Start a kernel that writes to `out` and what follows it; a device that is recorded
-        computes nothing.
-        """
-        if out.device.type == RECORDED:
-            return
+        """Start a kernel that writes to `out` and what follows it."""
         tile = self.tile(name)
-        getattr(delta_code, name)[(num_programs,)](
-            out, *given, tokens=self.tokens, chunks=self.chunks, heads=self.heads,
-            share=self.heads // self.groups,
+        launch(
+            f"delta_rule.{name}", (num_programs,), out, *given, tokens=self.tokens,
+            chunks=self.chunks, heads=self.heads, share=self.heads // self.groups,
             key_width=self.key_width, value_width=self.value_width, **self.columns(name),
-            precision="ieee" if self.dtype == torch.float32 else "tf32",
-            num_warps=tile.warps, num_stages=tile.stages, **options,
+            precision="ieee" if self.dtype == torch.float32 else "tf32", num_warps=tile.warps,
+            num_stages=tile.stages, **options,
         )  # fmt: skip
 
 

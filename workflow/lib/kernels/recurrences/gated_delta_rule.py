@@ -10,24 +10,20 @@ that it gets to the one it leaves by one matrix: S' = M S + N. What runs from ch
 product each; all else is products of all chunks at once. On a GPU kernels do so (`delta_kernels`).
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.exact_activations import keep_exact
+from workflow.lib.kernels.node import keeping_inputs
+from workflow.lib.kernels.op import Case, Op, Variant
 from workflow.lib.kernels.recurrences import delta_kernels
 from workflow.lib.kernels.recurrences.chunks import chunked, decays, joined
-from workflow.lib.kernels.recurrences.recomputed import recomputed
 from workflow.lib.kernels.rows import norm
-from workflow.lib.kernels.trials import are_right, gradients_alone
-from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 64
-TRIED_TOKENS = 2 * CHUNK + 2
+CASE_TOKENS = 2 * CHUNK + 2
 NORM_EPS = 1e-6  # of query and key, as in the published models' code
 
 
@@ -47,65 +43,18 @@ def gated_delta_rule(
     value: (rows, tokens, value heads, value width). g (at most 0), beta: (rows, tokens, value
     heads). normalize: queries and keys to length one.
     """
-    if _kernels_compute(value.device, value.dtype, key.shape[2:], value.shape[2:]):
-        apply: Callable[..., torch.Tensor] = _ByKernels.apply
-        return apply(normalize, query, key, value, g, beta)
-    return recomputed(partial(by_torch, normalize=normalize), query, key, value, g, beta)
+    return _delta_rule(query, key, value, g, beta, normalize)
 
 
-def _kernels_compute(
-    device: torch.device, dtype: torch.dtype, keys: Sequence[int], values: Sequence[int]
-) -> bool:
-    """Return whether the kernels are right on a device, of values in a type. keys, values: heads
-    and width.
-    """
-    if not kernels.usable(device) or keys[1] > delta_kernels.MOST_KEYS[dtype.itemsize]:
-        return False
-    share = values[0] // keys[0]
-    return device.type == RECORDED or _tried(device, dtype, keys[1], values[1], share)
+def _by_kernel(*given: Any) -> torch.Tensor:
+    *tensors, normalize = given
+    made = partial(by_kernels, normalize=normalize), partial(gradients, normalize=normalize)
+    return keeping_inputs(*made, *tensors, exact=True)
 
 
-@functools.cache
-@torch.no_grad()
-def _tried(
-    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, share: int
-) -> bool:
-    """Whether the kernels give what torch's operations give of small values."""
-    draw = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, TRIED_TOKENS, 1, key_width, generator=draw)
-    value, grad = torch.randn(2, 1, TRIED_TOKENS, share, value_width, generator=draw)
-    decay, rate = torch.rand(2, 1, TRIED_TOKENS, share, generator=draw)
-    given = [x.to(device, dtype) for x in (query, key, value)]
-    given += [-decay.to(device), rate.to(device, dtype)]
-    grad = grad.to(device, dtype)
-
-    def made() -> list[torch.Tensor]:
-        output = by_kernels(*given, normalize=True)
-        return [output, *gradients(grad, *given, normalize=True)]
-
-    with gradients_alone():
-        leaves = [x.float().requires_grad_() for x in given]
-        query, key, *others = leaves
-        output = by_torch(query, key, *others, normalize=True)
-    expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
-    return are_right(made, expected, of="the gated delta rule")
-
-
-class _ByKernels(torch.autograd.Function):
-    """Keeps its inputs alone, which are never rounded."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, normalize: bool, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor
-    ) -> torch.Tensor:
-        keep_exact(query, key, *others)
-        ctx.save_for_backward(query, key, *others)
-        ctx.normalize = normalize
-        return by_kernels(query, key, *others, normalize=normalize)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *gradients(grads[0], *ctx.saved_tensors, normalize=ctx.normalize)
+def _by_torch(*given: Any) -> torch.Tensor:
+    *tensors, normalize = given
+    return keeping_inputs(partial(by_torch, normalize=normalize), None, *tensors, exact=True)
 
 
 def by_kernels(
@@ -225,3 +174,33 @@ class _Chain(torch.autograd.Function):
             torch.baddbmm(of_states[i], by[i].mT, after[i], out=after[i - 1])
         of_matrices, of_added = ctx.shapes
         return (after @ states.mT).view(of_matrices), after.view(of_added)
+
+
+def _case(
+    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, share: int
+) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, CASE_TOKENS, 1, key_width, generator=draw)
+    value = torch.randn(1, CASE_TOKENS, share, value_width, generator=draw)
+    decay, rate = torch.rand(2, 1, CASE_TOKENS, share, generator=draw)
+    given = [x.to(device, dtype) for x in (query, key, value)]
+    given += [-decay.to(device), rate.to(device, dtype)]
+    return *(x.requires_grad_() for x in given), True
+
+
+def _supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> bool:
+    return key.shape[3] <= delta_kernels.MOST_KEYS[value.dtype.itemsize]
+
+
+def _variant(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Variant:
+    return value.dtype, key.shape[3], value.shape[3], value.shape[2] // key.shape[2]
+
+
+_delta_rule = Op(
+    "the gated delta rule",
+    reference=_by_torch,
+    kernel=_by_kernel,
+    case=_case,
+    variant=_variant,
+    supports=_supports,
+)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.launch import launch
 from workflow.lib.kernels.recurrences.chunk_layout import (
     CHUNK,
     padded,
@@ -19,14 +19,10 @@ from workflow.lib.kernels.recurrences.chunk_layout import (
     spaced,
     strides_of,
 )
-from workflow.lib.system.device_types import RECORDED
 
 MOST_STATES = 256  # columns of B and C that the kernels are checked with
 STATE_ELEMENTS = 1024  # of a state, that a program takes through the chunks
 PORTION = 8  # heads, at most, whose gradients of B and C a program sums
-
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import state_space as space_code
 
 
 class Tile(NamedTuple):
@@ -179,18 +175,19 @@ class _Space(NamedTuple):
     ) -> None:
         """Start a kernel of products that writes to `out`."""
         tile = self.tile(name)
-        _launch(
-            name, num_programs, out, *given, tokens=self.tokens, chunks=self.chunks,
-            heads=self.heads, share=self.share, width=self.width, state_width=self.state_width,
-            **self.columns(name), precision="ieee" if self.dtype == torch.float32 else "tf32",
-            num_warps=tile.warps, num_stages=tile.stages, **options,
+        launch(
+            f"state_space.{name}", (num_programs,), out, *given, tokens=self.tokens,
+            chunks=self.chunks, heads=self.heads, share=self.share, width=self.width,
+            state_width=self.state_width, **self.columns(name),
+            precision="ieee" if self.dtype == torch.float32 else "tf32", num_warps=tile.warps,
+            num_stages=tile.stages, **options,
         )  # fmt: skip
 
     def cumulated(self, x: torch.Tensor, step: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         """Return the sums of log decays in chunks, (tiles, 64) fp32."""
         sums = x.new_empty(self.tiles, CHUNK, dtype=torch.float32)
         sizes = {"tokens": self.tokens, "chunks": self.chunks, "heads": self.heads}
-        _launch("cumulate", self.tiles, sums, step, decay, **sizes, num_warps=1)
+        launch("state_space.cumulate", (self.tiles,), sums, step, decay, **sizes, num_warps=1)
         return sums
 
     def passed(
@@ -213,19 +210,11 @@ class _Space(NamedTuple):
         )  # fmt: skip
         elements = self.state_width * self.width
         num_programs = self.rows * self.heads * parts_of(elements, STATE_ELEMENTS)
-        _launch(
-            "pass_states", num_programs, states, sums, chunks=self.chunks, elements=elements,
-            size=STATE_ELEMENTS, back=back, num_warps=4,
+        launch(
+            "state_space.pass_states", (num_programs,), states, sums, chunks=self.chunks,
+            elements=elements, size=STATE_ELEMENTS, back=back, num_warps=4,
         )  # fmt: skip
         return states
-
-
-def _launch(
-    name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
-) -> None:
-    """Start a kernel that writes to `out`; a device that is recorded computes nothing."""
-    if out.device.type != RECORDED:
-        getattr(space_code, name)[(num_programs,)](out, *given, **options)
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -9,24 +9,19 @@ A chunk of tokens is like causal attention with decaying scores; states between 
 product with the decays between chunks. On a GPU kernels do so (`space_kernels`).
 """
 
-import functools
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.exact_activations import keep_exact
+from workflow.lib.kernels.node import keeping_inputs
+from workflow.lib.kernels.op import Case, Op, Variant
 from workflow.lib.kernels.recurrences import space_kernels
 from workflow.lib.kernels.recurrences.chunks import chunked, decays, joined
-from workflow.lib.kernels.recurrences.recomputed import recomputed
-from workflow.lib.kernels.trials import are_right, gradients_alone
-from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 128
-TRIED_TOKENS = CHUNK + 2
+CASE_TOKENS = CHUNK + 2
 
 
 def state_space(
@@ -48,12 +43,8 @@ def state_space(
     neighbouring heads. softplus: of dt, once the bias is added; limits: what the step is clamped to
     after that.
     """
-    frozen = not any(y is not None and y.requires_grad for y in (decay, skip, dt_bias))
     steps = Steps(softplus, limits)
-    if frozen and _kernels_compute(x, into):
-        apply: Callable[..., torch.Tensor] = _ByKernels.apply
-        return apply(steps, x, dt, into, out_of, decay, skip, dt_bias)
-    return recomputed(partial(by_torch, steps=steps), x, dt, decay, into, out_of, skip, dt_bias)
+    return _state_space(x, dt, into, out_of, decay, skip, dt_bias, steps)
 
 
 class Steps(NamedTuple):
@@ -68,80 +59,59 @@ class Steps(NamedTuple):
         return (nn.functional.softplus(value) if self.softplus else value).clamp(*self.limits)
 
 
-def _kernels_compute(x: torch.Tensor, into: torch.Tensor) -> bool:
-    """Return whether the kernels are right on a device, of such inputs."""
-    if not kernels.usable(x.device) or into.shape[3] > space_kernels.MOST_STATES:
-        return False
-    share = x.shape[2] // into.shape[2]
-    if x.device.type == RECORDED:
-        return True
-    return _tried(x.device, x.dtype, share, x.shape[3], into.shape[3])
+def _by_kernel(*given: Any) -> torch.Tensor:
+    *tensors, steps = given
+    made = partial(_forward, steps=steps), partial(_backward, steps=steps)
+    return keeping_inputs(*made, *tensors, exact=True)
 
 
-@functools.cache
-@torch.no_grad()
-def _tried(
-    device: torch.device, dtype: torch.dtype, share: int, width: int, state_width: int
-) -> bool:
-    """Whether the kernels give what torch's operations give of small values."""
-    draw = torch.Generator().manual_seed(0)
-    x, grad = torch.randn(2, 1, TRIED_TOKENS, share, width, generator=draw).to(device, dtype)
-    step = torch.rand(1, TRIED_TOKENS, share, generator=draw).to(device)
-    into, out_of = torch.randn(2, 1, TRIED_TOKENS, 1, state_width, generator=draw).to(device, dtype)
-    decay, skip = torch.rand(2, share, generator=draw).to(device)
-    given = (x, step, -decay, into, out_of, skip)
-
-    def made() -> list[torch.Tensor]:
-        return [space_kernels.forward(*given), *space_kernels.backward(grad, *given)]
-
-    with gradients_alone():
-        leaves = [y.float().requires_grad_() for y in (x, step, into, out_of)]
-        inputs, times, of_into, of_out_of = leaves
-        steps = Steps(softplus=False, limits=(0.0, float("inf")))
-        output = by_torch(inputs, times, -decay, of_into, of_out_of, skip, None, steps=steps)
-    expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
-    return are_right(made, expected, of="the state space of Mamba 2")
+def _by_torch(*given: Any) -> torch.Tensor:
+    *tensors, steps = given
+    return keeping_inputs(partial(by_torch, steps=steps), None, *tensors, exact=True)
 
 
-class _ByKernels(torch.autograd.Function):
-    """Keeps its inputs alone, which are never rounded."""
+def _forward(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    into: torch.Tensor,
+    out_of: torch.Tensor,
+    decay: torch.Tensor,
+    skip: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    steps: Steps,
+) -> torch.Tensor:
+    return space_kernels.forward(x, steps.made(dt, bias), decay, into, out_of, skip)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        steps: Steps,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        into: torch.Tensor,
-        out_of: torch.Tensor,
-        decay: torch.Tensor,
-        skip: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        keep_exact(x, dt, into, out_of)
-        ctx.save_for_backward(x, dt, into, out_of, decay, skip, bias)
-        ctx.steps = steps
-        return space_kernels.forward(x, steps.made(dt, bias), decay, into, out_of, skip)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, dt, into, out_of, decay, skip, bias = ctx.saved_tensors
-        given = dt.detach().requires_grad_()
-        with torch.enable_grad():
-            step = ctx.steps.made(given, bias)
-        of_x, of_step, of_into, of_out_of = space_kernels.backward(
-            grads[0], x, step.detach(), decay, into, out_of, skip
-        )
-        (of_dt,) = torch.autograd.grad(step, given, of_step)
-        return None, of_x, of_dt, of_into, of_out_of, None, None, None
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    into: torch.Tensor,
+    out_of: torch.Tensor,
+    decay: torch.Tensor,
+    skip: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    steps: Steps,
+) -> list[torch.Tensor]:
+    given = dt.detach().requires_grad_()
+    with torch.enable_grad():
+        step = steps.made(given, bias)
+    of_x, of_step, of_into, of_out_of = space_kernels.backward(
+        grad, x, step.detach(), decay, into, out_of, skip
+    )
+    (of_dt,) = torch.autograd.grad(step, given, of_step)
+    return [of_x, of_dt, of_into, of_out_of]
 
 
 def by_torch(
     x: torch.Tensor,
     dt: torch.Tensor,
-    decay: torch.Tensor,
     into: torch.Tensor,
     out_of: torch.Tensor,
+    decay: torch.Tensor,
     skip: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     *,
@@ -179,3 +149,36 @@ def _states_before(left: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
     not_yet = torch.ones(chunks, chunks, dtype=torch.bool, device=left.device).triu()
     weights = between.masked_fill(not_yet, float("-inf")).exp()
     return torch.einsum("...zc,c...pn->z...pn", weights, left)
+
+
+def _case(
+    device: torch.device, dtype: torch.dtype, share: int, width: int, state_width: int
+) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, CASE_TOKENS, share, width, generator=draw).to(device, dtype)
+    step = torch.rand(1, CASE_TOKENS, share, generator=draw).to(device)
+    into, out_of = torch.randn(2, 1, CASE_TOKENS, 1, state_width, generator=draw).to(device, dtype)
+    decay, skip = torch.rand(2, share, generator=draw).to(device)
+    leaves = (y.detach().requires_grad_() for y in (x, step, into, out_of))
+    return *leaves, -decay, skip, None, Steps(softplus=False, limits=(0.0, float("inf")))
+
+
+def _supports(*given: Any) -> bool:
+    """The kernels make no gradients of decay, skip and bias."""
+    _, _, into, _, *of_heads, _ = given
+    trained = any(y is not None and y.requires_grad for y in of_heads)
+    return not trained and into.shape[3] <= space_kernels.MOST_STATES
+
+
+def _variant(x: torch.Tensor, dt: torch.Tensor, into: torch.Tensor, *_: Any) -> Variant:
+    return x.dtype, x.shape[2] // into.shape[2], x.shape[3], into.shape[3]
+
+
+_state_space = Op(
+    "the state space of Mamba 2",
+    reference=_by_torch,
+    kernel=_by_kernel,
+    case=_case,
+    variant=_variant,
+    supports=_supports,
+)

@@ -3,19 +3,16 @@ and one back, which keep their inputs alone. torch's operations take a dozen pas
 fp32.
 """
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.system.device_types import RECORDED
+from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.node import keeping_inputs
+from workflow.lib.kernels.op import Case, Op
 
 ELEMENTS = 2048  # of a program, or more if a group has more
-
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import gated_norm as gated_norm_code
 
 
 class GatedNorm(nn.Module):
@@ -31,28 +28,16 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return the norm of x (..., width) in its type."""
-        apply: Callable[..., torch.Tensor] = _Gated.apply
-        return apply(x, gate, self)
+        return gated_norm(x, gate, self)
 
 
-class _Gated(torch.autograd.Function):
-    """Asks the norm again for its weight in backward: FSDP has gathered it by then."""
+# The norm is asked again for its weight in backward: FSDP has gathered it by then.
+def _by_kernel(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
+    return keeping_inputs(partial(forward, norm=norm), partial(backward, norm=norm), x, gate)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
-        ctx.save_for_backward(x, gate)
-        ctx.norm = norm
-        return forward(x, gate, norm) if kernels.usable(x.device) else by_torch(x, gate, norm)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, gate = ctx.saved_tensors
-        if kernels.usable(x.device):
-            return *backward(grads[0], x, gate, ctx.norm), None
-        again = [y.detach().requires_grad_() for y in (x, gate)]
-        with torch.enable_grad():
-            output = by_torch(again[0], again[1], ctx.norm)
-        return *torch.autograd.grad(output, again, grads[0]), None
+def _by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
+    return keeping_inputs(partial(by_torch, norm=norm), None, x, gate)
 
 
 def by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
@@ -68,7 +53,7 @@ def by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tens
 def forward(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
     """Return the norm of x by a kernel."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch("gated_norm", (out,), x, gate, norm)
+    _launch("gated_norm.gated_norm", (out,), x, gate, norm)
     return out
 
 
@@ -77,23 +62,25 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x and of the gate for that of the norm, `grad`, by a kernel."""
     made = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, gate)]
-    _launch("gated_norm_backward", (*made, grad.contiguous()), x, gate, norm)
+    _launch("gated_norm.gated_norm_backward", (*made, grad.contiguous()), x, gate, norm)
     return made[0], made[1]
 
 
 def _launch(
-    name: str, first: tuple[torch.Tensor, ...], x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm
+    kernel: str,
+    first: tuple[torch.Tensor, ...],
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    norm: GatedNorm,
 ) -> None:
-    """Start a kernel; a device that is recorded computes nothing."""
     x, gate = _in_rows(x), _in_rows(gate)
-    if x.device.type == RECORDED:
-        return
     width = x.shape[1] // norm.groups
-    num_units, size = len(x) * norm.groups, kernels.power_of_two(width)
+    num_units, size = len(x) * norm.groups, power_of_two(width)
     units = max(1, ELEMENTS // size)
-    getattr(gated_norm_code, name)[(-(-num_units // units),)](
-        *first, x, gate, norm.weight, norm.variance_epsilon, num_units, norm.groups, width,
-        x.stride(0), gate.stride(0), gate_first=norm.gate_first, units=units, size=size,
+    launch(
+        kernel, (-(-num_units // units),), *first, x, gate, norm.weight, norm.variance_epsilon,
+        num_units, norm.groups, width, x.stride(0), gate.stride(0),
+        gate_first=norm.gate_first, units=units, size=size,
         num_warps=min(16, max(4, units * size // 512)),
     )  # fmt: skip
 
@@ -102,3 +89,20 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x (..., width) as rows at equal distances, whose columns lie side by side."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _case(device: torch.device, dtype: torch.dtype, gate_first: bool) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    x, gate, (weight, *_) = torch.randn(3, 5, 96, generator=draw).to(device, dtype)
+    parameter = nn.Parameter(weight.clone(), requires_grad=False)
+    norm = GatedNorm(parameter, eps=1e-5, groups=2, gate_first=gate_first)
+    return x.clone().requires_grad_(), gate.clone().requires_grad_(), norm
+
+
+gated_norm = Op(
+    "gated norms",
+    reference=_by_torch,
+    kernel=_by_kernel,
+    case=_case,
+    variant=lambda x, gate, norm: (x.dtype, norm.gate_first),
+)

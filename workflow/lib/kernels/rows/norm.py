@@ -1,32 +1,30 @@
 """Norms in one pass over memory: RMS norms and LayerNorms, with and without a bias, times w, or
 times 1 + w as those of Gemma, Qwen3.5 and Nemotron.
 
-torch's own operations multiply by w alone, and 1 + w in 16 bits would lose digits of w. Values are
-computed in fp32 and rounded once. Backward keeps x alone, and makes mean and root again. As an RMS
-norm, on an H100, 4,096 rows of 8,192 take 0.051 ms forth and 0.085 back, torch's operation 0.075
-and 0.121.
+torch's own operations multiply by w alone, and 1 + w in 16 bits would lose digits of w. Backward
+keeps x alone, and makes mean and root again. As an RMS norm, on an H100, 4,096 rows of 8,192 take
+0.051 ms forth and 0.085 back, torch's operation 0.075 and 0.121.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.kernels.eight_bits.matmul import Rounded
-from workflow.lib.system.device_types import RECORDED
+from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.node import keeping_inputs
+from workflow.lib.kernels.op import Case, Op
 
 ELEMENTS = 4096  # of a program, or more if a row has more
 THREAD_ELEMENTS = 16
 
-if kernels.INSTALLED:
-    from workflow.lib.kernels.triton_code import norm as norm_code
-
 
 class Norm(Protocol):
-    """What the node asks of a norm."""
+    """Weight and bias are asked for again in backward: FSDP has gathered them by then."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -43,50 +41,40 @@ class Norm(Protocol):
     """Whether it is a LayerNorm."""
 
 
-def normed(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
-    """Return d / sqrt(mean(d^2) + eps) * (offset + w) + b of x (..., width), where d is x or, of a
-    LayerNorm, x - mean(x).
-
-    copy: of the result in 8 bits, which the kernel fills; there are none without a kernel.
-    """
-    apply: Callable[..., torch.Tensor] = _Normed.apply
-    return apply(x, norm, copy)
+def _by_kernel(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
+    return keeping_inputs(
+        partial(forward, norm=norm, copy=copy), lambda g, x: [backward(g, x, norm)], x
+    )
 
 
-class _Normed(torch.autograd.Function):
-    """Asks the norm again for its weight in backward: FSDP has gathered it by then."""
+def _by_torch(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
+    assert copy is None, "only the kernel writes copies"
+    return keeping_inputs(
+        partial(_torch_forward, norm=norm), lambda g, x: [_torch_backward(g, x, norm)], x
+    )
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, norm: Norm, copy: Rounded | None) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.norm = norm
-        if kernels.usable(x.device):
-            return forward(x, norm, copy)
-        assert copy is None, "only the kernel writes copies"
-        factors, bias = norm.offset + norm.weight.float(), norm.bias
-        if norm.subtracts_mean:
-            shift = None if bias is None else bias.float()
-            y = nn.functional.layer_norm(x.float(), factors.shape, factors, shift, norm.eps)
-        else:
-            y = nn.functional.rms_norm(x.float(), factors.shape, factors, norm.eps)
-            y = y if bias is None else y.add_(bias)
-        return y.to(x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        norm: Norm = ctx.norm
-        if kernels.usable(x.device):
-            return backward(grads[0], x, norm), None, None
-        deviation = x.float()
-        if norm.subtracts_mean:
-            deviation = deviation - deviation.mean(-1, keepdim=True)
-        inverse = deviation.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
-        normal, slope = deviation * inverse, grads[0].float() * (norm.offset + norm.weight.float())
-        mean = (slope * normal).mean(-1, keepdim=True)
-        if norm.subtracts_mean:
-            slope = slope - slope.mean(-1, keepdim=True)
-        return slope.sub_(normal.mul_(mean)).mul_(inverse).to(x.dtype), None, None
+def _torch_forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    factors, bias = norm.offset + norm.weight.float(), norm.bias
+    if norm.subtracts_mean:
+        shift = None if bias is None else bias.float()
+        y = nn.functional.layer_norm(x.float(), factors.shape, factors, shift, norm.eps)
+    else:
+        y = nn.functional.rms_norm(x.float(), factors.shape, factors, norm.eps)
+        y = y if bias is None else y.add_(bias)
+    return y.to(x.dtype)
+
+
+def _torch_backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    deviation = x.float()
+    if norm.subtracts_mean:
+        deviation = deviation - deviation.mean(-1, keepdim=True)
+    inverse = deviation.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+    normal, slope = deviation * inverse, grad.float() * (norm.offset + norm.weight.float())
+    mean = (slope * normal).mean(-1, keepdim=True)
+    if norm.subtracts_mean:
+        slope = slope - slope.mean(-1, keepdim=True)
+    return slope.sub_(normal.mul_(mean)).mul_(inverse).to(x.dtype)
 
 
 def forward(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
@@ -96,11 +84,12 @@ def forward(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.T
     if copy is None:
         written, most, block = (out, out), 0.0, 0  # pointers that are not used
     else:
-        size = kernels.power_of_two(x.shape[-1])
+        size = power_of_two(x.shape[-1])
         written, most, block = copy[:2], copy.form.largest, min(copy.form.block or size, size)
     bias = norm.weight if norm.bias is None else norm.bias  # a pointer that is not read, or
     given = (x, norm.weight, bias, *written, *_places(out, x))
-    _launch("norm", out, *given, norm=norm, biased=norm.bias is not None, most=most, block=block)
+    _launch("norm.norm", out, *given, norm=norm, biased=norm.bias is not None, most=most,
+            block=block)  # fmt: skip
     return out
 
 
@@ -108,7 +97,7 @@ def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Return the gradient of x (..., width) for that of the norm, `grad`, by a kernel."""
     x, grad = _readable(x), _readable(grad)
     of_x = torch.empty_like(x)
-    _launch("norm_backward", of_x, grad, x, norm.weight, *_places(of_x, grad, x), norm=norm)
+    _launch("norm.norm_backward", of_x, grad, x, norm.weight, *_places(of_x, grad, x), norm=norm)
     return of_x
 
 
@@ -133,15 +122,34 @@ def _places(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tensors[0].shape[-2], *(y for x in tensors for y in (x.stride(tokens), x.stride(-2)))
 
 
-def _launch(name: str, out: torch.Tensor, *given: Any, norm: Norm, **options: Any) -> None:
-    """Start a kernel on rows of `out`; a device that is recorded computes nothing."""
-    if out.device.type == RECORDED:
-        return
+def _launch(kernel: str, out: torch.Tensor, *given: Any, norm: Norm, **options: Any) -> None:
     width = out.shape[-1]
-    num_rows, size = out.numel() // width, kernels.power_of_two(width)
+    num_rows, size = out.numel() // width, power_of_two(width)
     rows = max(1, ELEMENTS // size)
-    getattr(norm_code, name)[(-(-num_rows // rows),)](
-        out, *given, norm.eps, num_rows, width, offset=norm.offset,
-        subtracts_mean=norm.subtracts_mean, rows=rows, size=size,
+    launch(
+        kernel, (-(-num_rows // rows),), out, *given, norm.eps, num_rows, width,
+        offset=norm.offset, subtracts_mean=norm.subtracts_mean, rows=rows, size=size,
         num_warps=min(32, max(4, rows * size // 32 // THREAD_ELEMENTS)), **options,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _CaseNorm:
+    weight: torch.Tensor
+    bias: torch.Tensor
+    offset: float = 1.0
+    eps: float = 1e-3
+    subtracts_mean: bool = True
+
+
+def _case(device: torch.device, dtype: torch.dtype) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(size, generator=draw).to(device, dtype) for size in ((7, 40), (40,), (40,))
+    )
+    return x.requires_grad_(), _CaseNorm(weight, bias)
+
+
+normed = Op("norms", reference=_by_torch, kernel=_by_kernel, case=_case)
+"""Returns d / sqrt(mean(d^2) + eps) * (offset + w) + b of x (..., width), where d is x or, of a
+LayerNorm, x - mean(x). copy: of the result in 8 bits, which the kernel fills."""

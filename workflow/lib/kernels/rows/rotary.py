@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.op import Case, Op
 
 Heads = tuple[torch.Tensor, ...]
 
@@ -22,8 +23,8 @@ def apply_rotary(
 ) -> Heads:
     """Return tensors of heads (rows, seq_len, heads, head_dim), rotated."""
     _check(cos, heads[0])
-    rotate: Callable[..., Heads] = _Rotary.apply
-    return rotate(cos, sin, neighbours, *heads)
+    apply: Callable[..., Heads] = _Rotary.apply
+    return apply(cos, sin, neighbours, *heads)
 
 
 class _Rotary(torch.autograd.Function):
@@ -35,12 +36,12 @@ class _Rotary(torch.autograd.Function):
     ) -> Heads:
         ctx.save_for_backward(cos, sin)
         ctx.neighbours = neighbours
-        return tuple(_rotate(x, cos, sin, neighbours=neighbours) for x in heads)
+        return tuple(rotate(x, cos, sin, False, neighbours) for x in heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        turned = (_rotate(x, cos, sin, back=True, neighbours=ctx.neighbours) for x in grads)
+        turned = (rotate(x, cos, sin, True, ctx.neighbours) for x in grads)
         return None, None, None, *turned
 
 
@@ -77,7 +78,7 @@ class _SplitRotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.counts, ctx.neighbours = counts, neighbours
         *turned, value = heads.split(counts, dim=2)
-        query, key = (_rotate(x, cos, sin, neighbours=neighbours) for x in turned)
+        query, key = (rotate(x, cos, sin, False, neighbours) for x in turned)
         return query, key, value.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -87,7 +88,7 @@ class _SplitRotary(torch.autograd.Function):
         of_heads = grads[0].new_empty(rows, seq_len, sum(ctx.counts), head_dim)
         *turned, of_value = of_heads.split(ctx.counts, dim=2)
         for grad, out in zip(grads[:2], turned, strict=True):
-            _rotate(grad, cos, sin, back=True, neighbours=ctx.neighbours, out=out)
+            rotate(grad, cos, sin, True, ctx.neighbours, out)
         of_value.copy_(grads[2])
         return of_heads, None, None, None, None
 
@@ -96,19 +97,59 @@ def _check(cos: torch.Tensor, heads: torch.Tensor) -> None:
     assert 2 * cos.shape[-1] <= heads.shape[-1], "the kernel would write past the head"
 
 
-def _rotate(
+def _by_kernel(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *,
-    back: bool = False,
+    back: bool,
     neighbours: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the rotated heads, in `out` if it is given."""
-    if kernels.usable(x.device):
-        given = x.contiguous() if kernels.token_distance(x) is None else x
-        return kernels.apply_rotary(given, cos, sin, back=back, neighbours=neighbours, out=out)
+    x = x.contiguous() if _token_distance(x) is None else x
+    out = x.new_empty(x.shape) if out is None else out
+    distances = _token_distance(x), _token_distance(out)
+    assert None not in distances, "the kernel knows one distance of tokens"
+    rows, seq_len, heads, head_dim = x.shape
+    pairs = cos.shape[-1]
+    cos, sin = (_with_one_distance(angles) for angles in (cos, sin))
+    assert cos.stride() == sin.stride(), "the kernel knows one distance for both"
+    launch(
+        "elementwise.apply_rotary", (rows * seq_len,), out, x, cos, sin,
+        cos.shape[0] * cos.shape[1], *cos.stride()[1:], heads, head_dim, *distances,
+        back=back, pairs=pairs, neighbours=neighbours,
+        heads=power_of_two(heads), width=power_of_two(pairs),
+        rest=power_of_two(head_dim - 2 * pairs) if head_dim > 2 * pairs else 0, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _with_one_distance(angles: torch.Tensor) -> torch.Tensor:
+    """Return angles (rows, seq_len, pairs) whose tokens lie at equal distances."""
+    rows, seq_len, _ = angles.shape
+    of_row, of_token, _ = angles.stride()
+    return angles if rows == 1 or of_row == seq_len * of_token else angles.contiguous()
+
+
+def _token_distance(x: torch.Tensor) -> int | None:
+    """Return how many elements lie between the starts of two tokens of x (rows, seq_len, heads,
+    head_dim), if this is one number and the heads of a token lie side by side, as in a contiguous
+    tensor and in parts of its heads; None otherwise.
+    """
+    rows, seq_len, heads, head_dim = x.shape
+    of_row, of_token, of_head, of_dim = x.stride()
+    distance = of_token if seq_len > 1 else of_row
+    alike = rows == 1 or seq_len == 1 or of_row == seq_len * of_token
+    return distance if alike and of_dim == 1 and (heads == 1 or of_head == head_dim) else None
+
+
+def _by_torch(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    back: bool,
+    neighbours: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     width = 2 * cos.shape[-1]
     turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
@@ -122,3 +163,20 @@ def _rotate(
     turned = torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)
     heads = torch.cat((turned.to(x.dtype), rest), dim=-1)
     return heads if out is None else out.copy_(heads)
+
+
+def _case(device: torch.device, dtype: torch.dtype, neighbours: bool) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 7, 3, 24, generator=draw).to(device, dtype)
+    cos, sin = torch.randn(2, 1, 7, 10, generator=draw).to(device, dtype)
+    return x, cos, sin, False, neighbours
+
+
+rotate = Op(
+    "rotary positions",
+    reference=_by_torch,
+    kernel=_by_kernel,
+    case=_case,
+    variant=lambda x, *args: (x.dtype, args[3]),
+)
+"""Returns x (rows, seq_len, heads, head_dim), rotated or turned `back`, in `out` if it is given."""

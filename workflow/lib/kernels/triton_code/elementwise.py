@@ -1,4 +1,4 @@
-"""The GPU kernels themselves, in Triton; `kernels` calls them and says what they compute.
+"""The GPU kernels themselves, in Triton; `rows`, `nf4` and `experts` say what they compute.
 
 Offsets are int64: Triton's own are int32, which overflow in tensors of 2^31 elements. A program
 reads and writes elements of its own alone, so a kernel may write over what it reads.

@@ -12,9 +12,8 @@ int8 would need scales within a row: experts stay in the compute type.
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.eight_bits.matmul import Format, decoded, rounded, row_scales
-from workflow.lib.kernels.experts import grouped_kernels
+from workflow.lib.kernels.eight_bits.matmul import Format, rounded, row_scales
+from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.experts.routing import Rows, Weights
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 
@@ -38,11 +37,8 @@ def row_weights(
     """Return rows `start` to `stop` of every expert (experts, stop - start, in), for y."""
     if form is None:
         return Weights(base.dequantize_rows(start, stop, dtype))
-    scales = _scales(base, form)
-    if kernels.usable(scales.device):
-        made = grouped_kernels.decode_rows(base, start, stop, scales=scales, dtype=form.dtype)
-        return Weights(made, scales)
-    return Weights(_whole(base, form)[:, start:stop], scales)
+    stack, scales = _packed(base, form)
+    return Weights(decode_rows(stack, scales, start, stop, form.dtype), scales)
 
 
 def column_weights(
@@ -53,28 +49,15 @@ def column_weights(
     """
     if form is None:
         return Weights(base.dequantize_columns(start, stop, dtype).transpose(1, 2))
-    scales = _scales(base, form)
-    if kernels.usable(scales.device):
-        made = grouped_kernels.decode_columns(base, start, stop, scales=scales, dtype=form.dtype)
-        return Weights(made, scales)
-    return Weights(_whole(base, form)[..., start:stop].transpose(1, 2), scales)
+    stack, scales = _packed(base, form)
+    return Weights(decode_columns(stack, scales, start, stop, form.dtype), scales)
 
 
-def _scales(base: NF4Stack, form: Format) -> torch.Tensor:
-    """Return the scale (experts,) fp32 of each expert, made at its first use."""
-    kept = base.row_scales.get(form.name)
-    if kept is None:
-        kept = row_scales(base.nf4_data(), _by_expert(base), form)
-        base.row_scales[form.name] = kept
-    return kept
-
-
-def _whole(base: NF4Stack, form: Format) -> torch.Tensor:
-    """Return the stack (experts, out, in) in 8 bits, without a kernel."""
-    flat = decoded(base.nf4_data(), _scales(base, form), _by_expert(base), form)
-    return flat.view(base.num_experts, base.expert_rows, base.in_features)
-
-
-def _by_expert(base: NF4Stack) -> tuple[int, int]:
-    """Return the shape of the stack with a row for each expert."""
-    return base.num_experts, base.expert_rows * base.in_features
+def _packed(base: NF4Stack, form: Format) -> tuple[PackedStack, torch.Tensor]:
+    """Return what is stored, and each expert's scale (experts,) fp32, made at its first use."""
+    stack = PackedStack(base.nf4_data(), base.num_experts, base.expert_rows, base.in_features)
+    scales = base.row_scales.get(form.name)
+    if scales is None:
+        scales = row_scales(stack.data, stack.by_expert, form)
+        base.row_scales[form.name] = scales
+    return stack, scales

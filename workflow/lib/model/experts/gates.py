@@ -1,25 +1,22 @@
-"""What experts compute between their two products, with its gradients.
-
-Any function that a family has, by autograd; act(gate) * up of gate and up side by side, which most
-families have, and the clamped gate of gpt-oss by kernels that read and write each value once.
+"""What experts compute between their two products: any function that a family has, by autograd, and
+those that kernels know (`kernels.experts.gates`) by them.
 """
 
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
-from workflow.lib.kernels.experts import grouped_kernels
-from workflow.lib.kernels.experts.grouped_kernels import GateForm
+from workflow.lib.kernels.experts.gates import (
+    ACTIVATIONS,
+    CLAMPED,
+    GateForm,
+    by_torch,
+    gated,
+    gated_backward_,
+    gradients_by_torch_,
+)
 from workflow.lib.kernels.experts.routing import Routing
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-}
-"""What the kernels know of gate and up side by side."""
 
 
 class Gate:
@@ -30,8 +27,8 @@ class Gate:
 
     def product(self, up: torch.Tensor) -> torch.Tensor:
         """Return the function of up(x), for forward."""
-        if self.form is not None and kernels.usable(up.device):
-            return grouped_kernels.gated(up, self.form)
+        if self.form is not None and gated.takes_kernel(up, self.form):
+            return gated(up, self.form)
         return self._function(up)
 
     def gradients(
@@ -42,24 +39,10 @@ class Gate:
 
         `up` and `grad` may be written over.
         """
-        if self.form is not None and kernels.usable(up.device):
-            of_weights = grouped_kernels.gated_backward_(
-                grad, up, weights, routing.order, self.form
-            )
-            return grad, up, of_weights
-        with torch.enable_grad():
-            leaf = up.detach().requires_grad_()
-            product = self._function(leaf)
-        of_rows = (grad * product.detach()).sum(1, dtype=torch.float32)
-        weighted = grad.mul_(weights.reshape(-1, 1)[routing.order])
-        (of_up,) = torch.autograd.grad(product, leaf, weighted)
-        return product.detach(), of_up, of_rows[routing.places]
-
-
-def clamped(up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
-    """Return what `GateForm` calls so (R, f), of up (R, 2 f)."""
-    gate, other = up[..., ::2].clamp(max=limit), up[..., 1::2].clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (other + 1.0)
+        given = (grad, up, weights, routing.order)
+        if self.form is not None and gated_backward_.takes_kernel(*given, self.form):
+            return gated_backward_(*given, self.form)
+        return gradients_by_torch_(*given, self._function)
 
 
 def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
@@ -71,20 +54,16 @@ def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | Non
     module = getattr(function, "__self__", None)
     alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
     if isinstance(alpha, float) and isinstance(limit, float):
-        forms.append(GateForm("clamped", alpha, limit))
+        forms.append(GateForm(CLAMPED, alpha, limit))
     return next((form for form in forms if _agree(function, form)), None)
 
 
 def _agree(function: Callable[[torch.Tensor], torch.Tensor], form: GateForm) -> bool:
     """Compare a function with a form on random values of all magnitudes."""
     up = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
-
-    def ours(magnitude: float) -> torch.Tensor:
-        if form.kind == "clamped":
-            return clamped(magnitude * up, alpha=form.alpha, limit=form.limit)
-        gate, other = (magnitude * up).chunk(2, dim=-1)
-        return ACTIVATIONS[form.kind](gate) * other
-
     return agree(
-        lambda magnitude: function(magnitude * up), ours, at=magnitudes(function), tolerance=1e-6
+        lambda magnitude: function(magnitude * up),
+        lambda magnitude: by_torch(magnitude * up, form),
+        at=magnitudes(function),
+        tolerance=1e-6,
     )

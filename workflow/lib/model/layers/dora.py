@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
-
-GRADIENT_CHUNKS = 8  # of rows, for the products in fp32 of which a factor's gradient is the sum
+from workflow.lib.kernels.rows import lengths
 
 
 class Magnitude(nn.Module):
@@ -68,20 +66,7 @@ def lengthen_backward(
     """Return the gradients of directions (..., out) and factors (out,) for those of the values."""
     of_directions, of_factors = [], []
     for grad, y, factor in zip(grads, values, factors, strict=True):
-        if kernels.usable(grad.device):
-            of_direction, sums = kernels.lengthen_backward(grad, y, factor)
-        else:
-            sums = summed_products(grad, y)
-            of_direction = torch.mul(grad, factor, out=torch.empty_like(grad))
+        of_direction, sums = lengths.lengthen_backward(grad, y, factor)
         of_directions.append(of_direction)
         of_factors.append(sums / factor)
     return of_directions, of_factors
-
-
-def summed_products(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the sum over tokens of grad times y (..., out), in fp32."""
-    total = torch.zeros(y.shape[-1], device=y.device)
-    rows = (x.flatten(0, -2).chunk(GRADIENT_CHUNKS) for x in (grad, y))
-    for of_rows, part in zip(*rows, strict=True):
-        total += of_rows.to(torch.float32, copy=True).mul_(part).sum(dim=0)
-    return total

@@ -28,7 +28,7 @@ from workflow.lib.kernels.eight_bits.matmul import (
     rounded,
     row_scales,
 )
-from workflow.lib.kernels.elementwise import NF4Data
+from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 from workflow.lib.model.layers.written_copies import taken_copy
 

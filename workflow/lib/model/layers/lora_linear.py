@@ -11,7 +11,8 @@ from peft.tuners.lora import Linear as PeftLoraLinear
 from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
-from workflow.lib.model.layers.adapter_dropout import AdapterDropout, Draw
+from workflow.lib.kernels.rows.dropout import Draw
+from workflow.lib.model.layers.adapter_dropout import AdapterDropout
 from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.layers.dora import Magnitude, direction_norms
 from workflow.lib.model.layers.frozen_matmul import frozen_product

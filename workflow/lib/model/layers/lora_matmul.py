@@ -13,13 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from workflow.lib.kernels.rows.dropout import Draw, drop, drop_, dropped
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_, no_part
-from workflow.lib.model.layers.adapter_dropout import (
-    Draw,
-    add_dropped_,
-    drop_,
-    dropped,
-)
 from workflow.lib.model.layers.adapter_state import Casts
 from workflow.lib.model.layers.frozen_matmul import (
     Operand,
@@ -189,7 +184,7 @@ def _adapters_input_gradient(linears: Sequence[Adapted], of_low: torch.Tensor) -
         if of_rows is None:
             of_rows = drop_(update, linear.draw)
         else:
-            add_dropped_(of_rows, update, linear.draw)
+            drop(of_rows, update, linear.draw, True)
     assert of_rows is not None
     return of_rows
 

@@ -10,21 +10,17 @@ at 70B). The `QuantState` of bitsandbytes is rebuilt at each use.
 QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absmax2[block2] + offset.
 """
 
-import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit
 from torch import nn
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE, NF4Data, decode, dequantize_nf4
 from workflow.lib.model.layers.frozen_matmul import ProductTypes, frozen_product
 
-# bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
-NESTED_BLOCK_SIZE = 256
 STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -77,23 +73,6 @@ CHECKPOINT_SUFFIX = {
 CODE_SUFFIX = {"quant_map": "weight.quant_map", "nested_quant_map": "weight.nested_quant_map"}
 
 
-def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
-    """Return the weights, of `state.shape` in `state.dtype`, that the bytes `packed` (n, 1) encode.
-
-    bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization lets
-    blocks run on from row to row. So rows that are not whole blocks are decoded as rows of one
-    block each, or, where the last block is not full, as one long row (which one thread does).
-    """
-    shape, size = state.shape, state.blocksize
-    if shape[-1] % size == 0:
-        return dequantize_4bit(packed, state)
-    count = math.prod(shape)
-    rows = (1, count) if count % size else (count // size, size)
-    flat = copy.copy(state)
-    flat.shape = torch.Size(rows)
-    return dequantize_4bit(packed, flat).view(shape)
-
-
 IN_COMPUTE_TYPE = ProductTypes()
 
 
@@ -132,18 +111,15 @@ class NF4Linear(nn.Linear):
 
         Must be called while the parameters are gathered (inside its layer's forward or backward).
         """
-        if kernels.usable(self.weight.device):
-            weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
-            return kernels.dequantize_nf4(weight, self.nf4_data())
-        parts = {name: self._bytes(name) for name in self._sizes}
-        return self.dequantize_parts(parts, shape=self.spec.shape, dtype=dtype)
+        weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
+        return dequantize_nf4(weight, self.nf4_data())
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """(out_features, in_features), for products (`frozen_matmul`)."""
         return self.spec.shape
 
-    def nf4_data(self) -> kernels.NF4Data:
+    def nf4_data(self) -> NF4Data:
         """Return the weight as it is stored, gathered.
 
         The parameters are handed over as they are: views of their bytes would take the host's
@@ -153,7 +129,7 @@ class NF4Linear(nn.Linear):
         stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():
             assert 4 * stored[name].numel() >= size, f"{name} is not on the device"
-        return kernels.NF4Data(
+        return NF4Data(
             stored["weight"],
             stored["absmax"],
             stored.get("nested_absmax"),
@@ -169,41 +145,18 @@ class NF4Linear(nn.Linear):
         """Return the weights, of `shape`, that bytes (uint8) of each parameter encode; they start
         at a whole block.
         """
-        state = self._quant_state(parts, shape=shape, dtype=dtype)
-        return decoded(parts["weight"].unsqueeze(1), state)
+        data = self.nf4_data()._replace(
+            packed=parts["weight"],
+            absmax=parts["absmax"],
+            nested_absmax=parts["nested_absmax"].view(torch.float32)
+            if self.spec.double_quant
+            else None,
+        )
+        return decode(data, shape=shape, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b; x: (..., in_features)."""
         return frozen_product(x, self, bias=True)
-
-    def _bytes(self, name: str) -> torch.Tensor:
-        """The stored bytes of a parameter, without the padding."""
-        stored: torch.Tensor = getattr(self, name)
-        size = self._sizes[name]
-        # kernels would read past it
-        assert 4 * stored.numel() >= size, f"{name} is not on the device"
-        return stored.detach().view(torch.uint8)[:size]
-
-    def _quant_state(
-        self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> QuantState:
-        spec = self.spec
-        state = {
-            "shape": torch.Size(shape),
-            "code": self.quant_map,
-            "blocksize": spec.block_size,
-            "quant_type": "nf4",
-            "dtype": dtype,
-        }
-        if not spec.double_quant:
-            return QuantState(absmax=parts["absmax"].view(torch.float32), **state)
-        nested = QuantState(
-            absmax=parts["nested_absmax"].view(torch.float32),
-            code=self.nested_quant_map,
-            blocksize=NESTED_BLOCK_SIZE,
-            dtype=torch.float32,
-        )
-        return QuantState(absmax=parts["absmax"], state2=nested, offset=self.nested_offset, **state)
 
 
 def _byte_parameter(num_bytes: int) -> nn.Parameter:

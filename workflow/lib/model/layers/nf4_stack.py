@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
+from workflow.lib.kernels.nf4.decode import BlockStrides, dequantize_nf4
 from workflow.lib.model.architecture.expert_slices import DECODED_BYTES
-from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE, NF4Linear, NF4Spec
+from workflow.lib.model.layers.nf4_linear import NF4Linear, NF4Spec
 from workflow.lib.system.errors import UserError
 
 TILE_COLUMNS = 256  # of a program of the grouped product (`kernels.experts.grouped_kernels`)
@@ -64,11 +64,8 @@ class NF4Stack(NF4Linear):
         """Return columns `start` to `stop` of every expert (experts, out, stop - start)."""
         if stop - start == self.in_features:
             return self.dequantize_experts(0, self.num_experts, dtype)
-        if kernels.usable(self.weight.device):
-            decoded = self._decode(start, stop - start, self.in_features, dtype)
-            return decoded.view(self.num_experts, self.expert_rows, stop - start)
-        experts = (self.dequantize_experts(e, e + 1, dtype) for e in range(self.num_experts))
-        return torch.cat([expert[..., start:stop] for expert in experts])
+        decoded = self._decode(start, stop - start, self.in_features, dtype)
+        return decoded.view(self.num_experts, self.expert_rows, stop - start)
 
     def dequantize_experts(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights of experts `start` to `stop` (stop - start, out, in)."""
@@ -90,30 +87,11 @@ class NF4Stack(NF4Linear):
         """Return `length` weights from each of `first`, `first` + `stride`, and so on to the end of
         the stack, flat. All three are whole blocks.
         """
-        total = self.out_features * self.in_features
-        starts = range(first, total, stride)
-        if kernels.usable(self.weight.device):
-            block = self.spec.block_size
-            out = torch.empty(len(starts) * length, dtype=dtype, device=self.weight.device)
-            runs = kernels.Runs(first // block, length // block, stride // block)
-            return kernels.dequantize_nf4(out, self.nf4_data(), runs)
-        if length == stride:
-            return self._decode_range(first, total, dtype)
-        return torch.cat([self._decode_range(at, at + length, dtype) for at in starts])
-
-    def _decode_range(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return weights `start` to `stop` of the stack, without a kernel of our own.
-
-        Decoding begins at a nested block, because bitsandbytes counts them from the first weight.
-        """
+        count = len(range(first, self.out_features * self.in_features, stride))
         block = self.spec.block_size
-        first = start - start % (block * NESTED_BLOCK_SIZE)
-        parts = {}
-        for name in self.spec.sizes:
-            begin, end = self.spec.part_range(name, start=first, stop=stop)
-            parts[name] = self._bytes(name)[begin:end]
-        blocks = ((stop - first) // block, block)
-        return self.dequantize_parts(parts, shape=blocks, dtype=dtype).view(-1)[start - first :]
+        out = torch.empty(count * length, dtype=dtype, device=self.weight.device)
+        strides = BlockStrides(first // block, length // block, stride // block)
+        return dequantize_nf4(out, self.nf4_data(), strides)
 
 
 def _slices(size: int, unit: int, most: float) -> Iterator[tuple[int, int]]:

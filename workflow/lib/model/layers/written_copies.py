@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from workflow.lib.kernels import elementwise as kernels
 from workflow.lib.kernels.eight_bits.matmul import Format, Rounded, unfilled
+from workflow.lib.kernels.rows.norm import normed
 
 COPY = "workflow_copy"  # attribute of a tensor
 
@@ -35,7 +35,7 @@ class Maker:
         or there is no kernel that would write it.
         """
         form = None if self.takers is None else self.takers.forward
-        if form is None or not kernels.usable(like.device):
+        if form is None or not normed.works_on(like.device, like.dtype):
             return None
         width = like.shape[-1]
         return unfilled((like.numel() // width, width), form, like.device)

@@ -12,9 +12,9 @@ import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.utils import unpack_tensor_to_dict
 
+from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.quantization_settings import said_of_quantization
-from workflow.lib.model.layers.nf4_linear import decoded
 from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.published.packed_formats import MX_BLOCK, decode_fp8, decode_mxfp4
 from workflow.lib.model.safetensors_reader import CheckpointReader

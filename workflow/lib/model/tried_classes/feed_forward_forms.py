@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.fused_feed_forward import ACTIVATIONS, Form
+from workflow.lib.kernels.rows.gating import ACTIVATIONS
+from workflow.lib.model.fused_feed_forward import Form
 from workflow.lib.model.tried_classes.magnitudes import agree, alike, magnitudes
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
@@ -74,8 +75,7 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
     def value(form: Form, magnitude: float) -> torch.Tensor:
         both = torch.cat([linear(magnitude * x) for linear in made], dim=-1)
         gate, up = both.chunk(2, dim=-1)
-        act = ACTIVATIONS[form.activation][0]
-        y: torch.Tensor = last(act(gate * form.gate_multiplier) * up) * form.output_multiplier
+        y: torch.Tensor = last(form.gating.activated(gate) * up) * form.output_multiplier
         return y
 
     for activation, of_gate, of_output in product(ACTIVATIONS, multipliers, multipliers):

@@ -1,0 +1,134 @@
+"""Every op of the table against its reference, and when an op takes its kernel."""
+
+import ast
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ops import all_ops
+from workflow.lib import kernels
+from workflow.lib.kernels.decision import Decision, Key
+from workflow.lib.kernels.launch import INSTALLED
+from workflow.lib.kernels.op import OPS, Op, gradients_alone
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="Triton is not installed: PyTorch for CPUs needs none")
+def test_kernels_compute_what_their_references_do() -> None:
+    """By Triton's interpreter, in one process."""
+    from tests.support.kernel_claims import CLAIMS
+
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.support.kernel_claims", *CLAIMS]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_launched_kernels_are_those_of_the_triton_code() -> None:
+    """By their names, which are text where they are launched."""
+    folder = Path(kernels.__path__[0])
+    defined = {
+        f"{path.stem}.{node.name}"
+        for path in folder.glob("triton_code/*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    launched = {
+        node.value
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and str(node.value).partition(".")[0] in STEMS(folder)
+    }
+    named = {name for name in launched if name.count(".") == 1 and name.partition(".")[2]}
+    assert named <= defined
+    assert len(named) > 20
+
+
+def STEMS(folder: Path) -> set[str]:  # noqa: N802
+    return {path.stem for path in folder.glob("triton_code/*.py")}
+
+
+def table() -> list[str]:
+    return [*all_ops()]
+
+
+@pytest.mark.parametrize("name", table())
+def test_cpus_take_the_reference(name: str) -> None:
+    assert not OPS[name].works_on(CPU)
+
+
+def made_op(*, kernel: Any) -> Op[Any, torch.Tensor]:
+    name = "a test"
+    OPS.pop(name, None)
+    op = Op(name, reference=torch.square, kernel=kernel, case=lambda device, *_: (torch.ones(3),))
+    del OPS[name]
+    return op
+
+
+@pytest.mark.skipif(not INSTALLED, reason="without Triton no kernel is tried")
+def test_kernel_that_computes_something_else_is_at_fault() -> None:
+    assert made_op(kernel=lambda x: x.square().bfloat16()).fault(CPU) is None
+    fault = made_op(kernel=lambda x: 1.1 * x.square()).fault(CPU)
+    assert fault is not None
+    assert fault.startswith("it computes something else on this GPU")
+    assert made_op(kernel=lambda x: x.square() * float("nan")).fault(CPU) == fault
+
+
+@pytest.mark.skipif(not INSTALLED, reason="without Triton no kernel is tried")
+def test_kernel_that_cannot_be_built_is_at_fault() -> None:
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory\nRequired: 1")
+
+    fault = made_op(kernel=kernel).fault(CPU)
+    assert fault is not None
+    assert fault.startswith("it cannot be built here (out of resource: shared memory)")
+
+
+def test_kernel_is_tried_once_and_its_fault_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    decision, tried = Decision(), []
+
+    def fault() -> str:
+        tried.append(1)
+        return "no compiler"
+
+    with caplog.at_level(logging.WARNING, logger="workflow"):
+        for name in ("norms", "norms", "gates"):
+            assert not decision.allows(Key(name, (torch.bfloat16,)), CPU, fault)
+    assert len(tried) == 2
+    assert [x.getMessage() for x in caplog.records] == [
+        "The kernel for norms is not used: no compiler."
+    ]
+
+
+def test_kernel_that_another_process_cannot_use_is_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decision, key, other = Decision(), Key("norms", ()), Key("gates", ())
+    assert decision.allows(key, CPU, lambda: None)
+    with caplog.at_level(logging.WARNING, logger="workflow"):
+        decision.adopt({key: "no compiler", other: "no compiler"})
+    assert not decision.allows(key, CPU, lambda: None)
+    assert not decision.allows(other, CPU, lambda: None)
+    assert "The kernel for norms is not used: on another process: no compiler." in caplog.messages
+
+
+@torch.no_grad()
+def test_hooks_of_a_model_see_nothing_of_a_trial() -> None:
+    seen: list[torch.Tensor] = []
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda x: x), gradients_alone():
+        x = torch.ones(3, requires_grad=True)
+        (of_x,) = torch.autograd.grad(x.square().sum(), x)
+    assert torch.equal(of_x, torch.full((3,), 2.0))
+    assert seen == []

@@ -1,0 +1,205 @@
+"""What GPU kernels must compute, claim by claim, for Triton's interpreter: `python -m
+tests.support.kernel_claims NAME ...` with TRITON_INTERPRET=1. It cuts off where a GPU rounds to
+bf16, so values here are fp32; `tests/gpu` has the rest.
+"""
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.testing import assert_close
+
+from tests.support import attention_cases, eight_bit_cases, expert_kernel_cases
+from tests.support import feed_forward_cases as feed_forward
+from tests.support import kernel_cases as cases
+from tests.support import recurrence_cases as recurrences
+from tests.support import rounding_cases as rounding
+from tests.support.ops import all_ops, variants_in_fp32
+from workflow.lib.kernels.op import Op
+from workflow.lib.model import fused_feed_forward
+
+THERE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+
+def pairs_agree(results: list[torch.Tensor], *, rtol: float, atol: float) -> None:
+    assert_close(results[::2], results[1::2], rtol=rtol, atol=atol)
+
+
+def each_op_is_its_reference() -> None:
+    for name, op in all_ops().items():
+        for variant in variants_in_fp32(name):
+            fault = op.fault(torch.device("cpu"), *variant)
+            assert fault is None, (name, variant, fault)
+
+
+def decoding() -> None:
+    for shape, (block_size, double) in itertools.product(
+        cases.SHAPES, ((64, True), (64, False), (256, True))
+    ):
+        made = cases.decoded(shape, block_size=block_size, double_quant=double, **THERE)
+        assert torch.equal(*made), (shape, block_size, double)
+    for strides, double in itertools.product(cases.RUNS, (True, False)):
+        made = cases.decoded((1000, 320), block_size=64, double_quant=double, runs=strides, **THERE)
+        assert torch.equal(*made), (strides, double)
+
+
+def gates_of_feed_forwards() -> None:
+    for activation, ranks, halves in itertools.product(
+        cases.ACTIVATIONS, cases.RANKS, (False, True)
+    ):
+        results = cases.act_and_mul_results(activation, ranks, halves=halves, **THERE)
+        product, again, of_gate, of_up, *expected = results
+        assert_close([product, of_gate, of_up], expected, rtol=1e-5, atol=1e-3)
+        assert torch.equal(product, again)
+
+
+def parts_of_low_rank() -> None:
+    pairs_agree(cases.sums_with_low_rank(**THERE), rtol=1e-5, atol=1e-5)
+
+
+def rotary_positions() -> None:
+    pairs_agree(cases.rotations(**THERE), rtol=1e-5, atol=1e-5)
+
+
+def dropout() -> None:
+    results = cases.droppings(**THERE)
+    assert all(map(torch.equal, results[::2], results[1::2]))
+
+
+def row_lengths() -> None:
+    for activation, halves in itertools.product(cases.ACTIVATIONS, (False, True)):
+        results = cases.lengthenings(activation, halves=halves, **THERE)
+        pairs_agree(results, rtol=1e-5, atol=1e-4)
+
+
+def sums_by_token() -> None:
+    pairs_agree(cases.sums_by_token(**THERE), rtol=1e-6, atol=1e-6)
+
+
+def norms() -> None:
+    pairs_agree(cases.norms(**THERE), rtol=1e-5, atol=1e-5)
+
+
+def short_convolutions() -> None:
+    pairs_agree(recurrences.convolutions(**THERE), rtol=1e-5, atol=1e-5)
+
+
+def gated_norms() -> None:
+    pairs_agree(recurrences.gated_norms(**THERE), rtol=1e-5, atol=1e-4)
+
+
+def the_gated_delta_rule() -> None:
+    assert recurrences.largest_error(recurrences.deltas(**THERE)) < 2e-5
+
+
+def the_state_space() -> None:
+    assert recurrences.largest_error(recurrences.spaces(**THERE)) < 2e-5
+
+
+def attention_with_wide_heads() -> None:
+    for case in attention_cases.WIDE_HEADS:
+        pairs_agree(attention_cases.wide_heads(case, **THERE), rtol=1e-5, atol=1e-5)
+
+
+def feed_forward_in_one_node() -> None:
+    fused_feed_forward._fits_node = lambda layer: True
+    for kind, into, products in itertools.product(
+        feed_forward.FACTORS, feed_forward.INTO, (None, *eight_bit_cases.ON_CPU)
+    ):
+        results = []
+        for on in (False, True):
+            take_kernels(on)
+            with tempfile.TemporaryDirectory() as folder:
+                results.append(
+                    feed_forward.values_and_gradients(
+                        Path(folder), kind, into=into, products=products, **THERE
+                    )
+                )
+        # A value that 8 bits round the other way after a rounding of fp32 is off by a 127th.
+        share = 1e-6 if products is None else 1e-3
+        for one, other in zip(*results, strict=True):
+            assert_close(other, one, rtol=0, atol=share * float(one.abs().max()))
+
+
+def take_kernels(on: bool) -> None:
+    """Have all ops take their kernels, or none."""
+    Op.works_on = lambda self, device, *variant: on  # type: ignore[method-assign]
+    Op.takes_kernel = lambda self, *args, **options: on  # type: ignore[method-assign]
+
+
+def matmuls_in_8_bits() -> None:
+    for form in eight_bit_cases.FORMATS.values():
+        for case in (eight_bit_cases.weights_and_activations, eight_bit_cases.copies_of_norms):
+            for one, other in case(form, device="cpu", interpreted=True):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), form.name
+    for one, other in eight_bit_cases.int8_products(device="cpu"):
+        assert_close(one, other, rtol=1e-5, atol=1e-3)
+    for one, other in eight_bit_cases.restored_rows(interpreted=True, **THERE):
+        assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def copies_of_norms() -> None:
+    take_kernels(True)
+    for products in eight_bit_cases.ON_CPU:
+        with tempfile.TemporaryDirectory() as folder:
+            rounding, taking = feed_forward.passes_behind_a_norm(
+                Path(folder), products=products, **THERE
+            )
+        assert all(map(torch.equal, rounding, taking))
+
+
+def experts() -> None:
+    made = expert_kernel_cases
+    for case in (
+        made.products(width=96, columns=200, rank=3, num_tokens=150, **THERE),
+        made.products(width=40, columns=12, rank=70, num_tokens=5, **THERE),
+        made.sums(columns=150, rank=3, num_tokens=150, **THERE),
+        made.sums(columns=20, rank=70, num_tokens=5, **THERE),
+        made.gates(width=1100, num_tokens=5, **THERE),
+        made.float8_products(width=192, columns=320, num_tokens=40, device="cpu", interpreted=True),
+    ):
+        for ours, expected in case:
+            assert_close(ours, expected, rtol=1e-5, atol=1e-4)
+
+
+def calibrated_rounding() -> None:
+    """128 columns, and the last ones of a weight; rows that are no whole programs; scales of 0."""
+    for shape in rounding.SHAPES:
+        kernel, loop = rounding.columns(shape, device="cpu")
+        assert all(map(torch.equal, kernel, loop)), shape
+        assert len(loop[0].unique()) == (16 if shape[1] > 1 else 4), shape
+
+
+CLAIMS: dict[str, Callable[[], None]] = {
+    claim.__name__: claim
+    for claim in (
+        each_op_is_its_reference,
+        decoding,
+        gates_of_feed_forwards,
+        parts_of_low_rank,
+        rotary_positions,
+        dropout,
+        row_lengths,
+        sums_by_token,
+        norms,
+        short_convolutions,
+        gated_norms,
+        the_gated_delta_rule,
+        the_state_space,
+        attention_with_wide_heads,
+        matmuls_in_8_bits,
+        experts,
+        calibrated_rounding,
+        copies_of_norms,  # from here on kernels are taken on the CPU
+        feed_forward_in_one_node,
+    )
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(f"claim: {name}", file=sys.stderr, flush=True)
+        CLAIMS[name]()

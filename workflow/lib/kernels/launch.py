@@ -1,0 +1,40 @@
+"""How a Triton kernel is started.
+
+Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
+Kernels compute in fp32 and round once.
+"""
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from workflow.lib.system.device_types import RECORDED
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+WARPS = 4
+
+
+def launch(
+    kernel: str, grid: tuple[int, ...], out: torch.Tensor, *arguments: Any, **options: Any
+) -> None:
+    """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to
+    other arguments. All have been allocated: kernels allocate nothing.
+
+    A recorded device computes nothing.
+    """
+    if out.device.type != RECORDED and all(grid):
+        _function(kernel)[grid](out, *arguments, **options)
+
+
+@functools.cache
+def _function(kernel: str) -> Any:
+    module, name = kernel.split(".")
+    return getattr(importlib.import_module(f"workflow.lib.kernels.triton_code.{module}"), name)
+
+
+def power_of_two(number: int) -> int:
+    """Return the next power of two, the only sizes that Triton's ranges have."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,1 @@
+"""NF4 weights as they are stored, and their decoding."""

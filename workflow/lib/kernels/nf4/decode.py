@@ -1,0 +1,196 @@
+"""Decoding of NF4 weights (QLoRA, arXiv 2305.14314): w = code[q] * absmax[block], with double
+quantization absmax = nested_code[a] * nested_absmax[nested block] + offset.
+"""
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+
+from workflow.lib.kernels.launch import WARPS, launch
+from workflow.lib.kernels.op import Case, Op
+
+# bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
+NESTED_BLOCK_SIZE = 256
+PROGRAM_WEIGHTS = 4096  # that one program decodes; with two warps 3.2 of an H200's 4.8 TB/s
+REFERENCE_WEIGHTS = 2**22  # decoded at a time where strides are taken of them
+CASE_WEIGHTS = (96, 1024)  # more than one nested block
+
+
+class NF4Data(NamedTuple):
+    """An NF4 weight as it is stored, all on one device."""
+
+    packed: torch.Tensor
+    """Bytes, two weights each, in a tensor of any type."""
+    absmax: torch.Tensor
+    """Bytes in a tensor of any type, one a block; or fp32 if `nested_absmax` is None."""
+    nested_absmax: torch.Tensor | None
+    """fp32, one for 256 blocks."""
+    code: torch.Tensor
+    """(16,) fp32."""
+    nested_code: torch.Tensor
+    """(256,) fp32; not read if `nested_absmax` is None, nor is `offset`."""
+    offset: torch.Tensor
+    """() fp32."""
+    block_size: int
+
+    @classmethod
+    def of(cls, packed: torch.Tensor, state: QuantState) -> "NF4Data":
+        """What bitsandbytes' `quantize_4bit` returns."""
+        nested: Any = state.state2
+        if nested is None:
+            absmax: Any = state.absmax
+            return cls(packed, absmax, None, state.code, state.code, state.code, state.blocksize)
+        return cls(
+            packed, state.absmax, nested.absmax, state.code, nested.code, state.offset,
+            state.blocksize,
+        )  # fmt: skip
+
+    @property
+    def doubly_quantized(self) -> bool:
+        return self.nested_absmax is not None
+
+    @property
+    def scale_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What kernels make scales of; without double quantization they do not read the second."""
+        nested = self.nested_absmax
+        return self.absmax, self.absmax if nested is None else nested
+
+
+class BlockStrides(NamedTuple):
+    """Blocks of a weight at equal distances: `length` blocks from each of `first`, `first` +
+    `stride`, and so on.
+    """
+
+    first: int
+    length: int
+    stride: int
+
+
+def _by_kernel(
+    out: torch.Tensor, data: NF4Data, strides: BlockStrides | None = None
+) -> torch.Tensor:
+    """Products and sums in fp32, none contracted, as in bitsandbytes' `dequantize_4bit`."""
+    blocks = PROGRAM_WEIGHTS // data.block_size
+    launch(
+        "elementwise.dequantize_nf4",
+        (-(-out.numel() // (blocks * data.block_size)),),
+        out,
+        data.packed,
+        *data.scale_parts,
+        data.code,
+        data.nested_code,
+        data.offset,
+        out.numel(),
+        *(strides or (0, 0, 0)),
+        in_runs=strides is not None,
+        block_size=data.block_size,
+        double_quant=data.doubly_quantized,
+        num_blocks=blocks,
+        num_warps=WARPS // 2,
+        # code * absmax + offset in one operation would be rounded once; bitsandbytes rounds twice.
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _by_bitsandbytes(
+    out: torch.Tensor, data: NF4Data, strides: BlockStrides | None = None
+) -> torch.Tensor:
+    if strides is None:
+        return decode(data, shape=out.shape, dtype=out.dtype)
+    first, length, stride = (blocks * data.block_size for blocks in strides)
+    count, at_once = out.numel() // length, max(1, REFERENCE_WEIGHTS // stride)
+    parts = []
+    for i in range(0, count, at_once):
+        some = min(at_once, count - i)
+        start = first + i * stride
+        whole = _range(data, start, start + (some - 1) * stride + length, out.dtype)
+        parts.append(whole.as_strided((some, length), (stride, 1)).flatten())
+    return torch.cat(parts).view(out.shape)
+
+
+def _range(data: NF4Data, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return weights `start` to `stop`, whole blocks. bitsandbytes counts nested blocks from the
+    first weight, so decoding begins at one.
+    """
+    size = data.block_size
+    first = start - start % (size * NESTED_BLOCK_SIZE)
+    nested = data.nested_absmax
+    part = data._replace(
+        packed=_flat_bytes(data.packed)[first // 2 :],
+        absmax=_absmax(data)[first // size :],
+        nested_absmax=None if nested is None else nested[first // size // NESTED_BLOCK_SIZE :],
+    )
+    blocks = ((stop - first) // size, size)
+    return decode(part, shape=blocks, dtype=dtype).view(-1)[start - first :]
+
+
+def _flat_bytes(stored: torch.Tensor) -> torch.Tensor:
+    return stored.detach().flatten().view(torch.uint8)
+
+
+def _absmax(data: NF4Data) -> torch.Tensor:
+    """Return an element for each block."""
+    if data.nested_absmax is None:
+        return data.absmax.detach().flatten().view(torch.float32)
+    return _flat_bytes(data.absmax)
+
+
+def decode(data: NF4Data, *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights that `data` encodes, in `shape`, by bitsandbytes."""
+    num_weights = math.prod(shape)
+    num_blocks = math.ceil(num_weights / data.block_size)
+    state: dict[str, Any] = {
+        "shape": torch.Size(shape),
+        "code": data.code,
+        "blocksize": data.block_size,
+        "quant_type": "nf4",
+        "dtype": dtype,
+    }
+    if data.nested_absmax is None:
+        state |= {"absmax": _absmax(data)[:num_blocks]}
+    else:
+        nested = QuantState(
+            absmax=data.nested_absmax.detach()[: math.ceil(num_blocks / NESTED_BLOCK_SIZE)],
+            code=data.nested_code,
+            blocksize=NESTED_BLOCK_SIZE,
+            dtype=torch.float32,
+        )
+        absmax = _absmax(data)[:num_blocks]
+        state |= {"absmax": absmax, "state2": nested, "offset": data.offset}
+    packed = _flat_bytes(data.packed)[: math.ceil(num_weights / 2)]
+    return decoded(packed.unsqueeze(1), QuantState(**state))
+
+
+def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
+    """Return the weights, of `state.shape` in `state.dtype`, that the bytes `packed` (n, 1) encode.
+
+    bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization lets
+    blocks run on from row to row. So rows that are not whole blocks are decoded as rows of one
+    block each, or, where the last block is not full, as one long row (which one thread does).
+    """
+    shape, size = state.shape, state.blocksize
+    if shape[-1] % size == 0:
+        return dequantize_4bit(packed, state)
+    count = math.prod(shape)
+    rows = (1, count) if count % size else (count // size, size)
+    flat = copy.copy(state)
+    flat.shape = torch.Size(rows)
+    return dequantize_4bit(packed, flat).view(shape)
+
+
+def _case(device: torch.device, dtype: torch.dtype) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(CASE_WEIGHTS, generator=draw).to(device, torch.bfloat16)
+    made: Any = quantize_4bit(weights, quant_type="nf4", compress_statistics=True)
+    return torch.empty(CASE_WEIGHTS, dtype=dtype, device=device), NF4Data.of(*made)
+
+
+dequantize_nf4 = Op(
+    "the decoding of NF4", reference=_by_bitsandbytes, kernel=_by_kernel, case=_case, exact=True
+)
+"""Returns the weights that `data` encodes, or some strides of their blocks, in the shape and type
+of `out`, which the kernel fills: the same values as bitsandbytes, bit by bit."""

@@ -1,0 +1,156 @@
+"""`Op`: a GPU kernel beside torch's operations that compute the same, and `OPS`, the table of all.
+
+A kernel runs on a GPU once it has been tried there: compilers differ by GPU and version, and some
+make wrong programs of kernels like ours. The trial compares it with the reference on the small
+arguments of `Op.case`, at its first use. CPUs take the reference. A recorded device
+(`recording`) takes the kernel, whose launch computes nothing there.
+
+Before the first step the processes of a run decide together (`distributed.world`): a kernel
+that one of them cannot use is used by none.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from workflow.lib.kernels.decision import DECISION, Key
+from workflow.lib.kernels.launch import INSTALLED
+from workflow.lib.system.device_types import GPUS, RECORDED
+
+Variant = tuple[Hashable, ...]
+Case = tuple[Any, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TOLERANCE = 0.03  # of the largest value; bf16 is off by up to 0.008
+WITHOUT = (
+    "steps take longer, and the loss more memory, which preflight counts if train.fused_loss is "
+    "false"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Op(Generic[P, R]):
+    """The first argument of every op is a tensor, or a tuple that begins with one."""
+
+    name: str
+    """As the log says it."""
+    reference: Callable[P, R]
+    kernel: Callable[P, R]
+    case: Callable[..., Case]
+    """Small arguments, of a device and what `variant` returns; the same values on any device.
+    Gradients are compared, too, for those that require them."""
+    variant: Callable[P, Variant] = lambda *args, **_: (_first(args).dtype,)
+    """What a kernel is compiled for, as far as a trial of another would say little: a type, a
+    width."""
+    supports: Callable[P, bool] = lambda *_, **__: True
+    """Whether there is a kernel for such arguments."""
+    exact: bool = False
+    """Whether the two give the same bits."""
+    backward: "Op[Any, Any] | None" = None
+    """What computes its gradients, if that is an op of its own: both take kernels or none."""
+
+    def __post_init__(self) -> None:
+        assert self.name not in OPS, f"two ops are named {self.name}"
+        OPS[self.name] = self
+
+    def __call__(self, *args: P.args, **options: P.kwargs) -> R:
+        runs = self.kernel if self.takes_kernel(*args, **options) else self.reference
+        return runs(*args, **options)
+
+    def takes_kernel(self, *args: P.args, **options: P.kwargs) -> bool:
+        """Whether the kernel computes these arguments."""
+        device = _first(args).device
+        if device.type not in GPUS or not self.supports(*args, **options):
+            return False
+        return self.works_on(device, *self.variant(*args, **options))
+
+    def works_on(self, device: torch.device, *variant: Hashable) -> bool:
+        """Whether the kernel is right on a device, in a variant; tried once."""
+        if device.type not in GPUS or device.type == RECORDED:
+            return device.type == RECORDED
+        key = Key(self.name, variant)
+        if not DECISION.allows(key, device, lambda: self.fault(device, *variant)):
+            return False
+        return self.backward is None or self.backward.works_on(device, *variant)
+
+    def fault(self, device: torch.device, *variant: Hashable) -> str | None:
+        """Try the kernel; return why it cannot be used, None if it can."""
+        if not INSTALLED:
+            return f"Triton is not installed; {WITHOUT}"
+        try:
+            made = _results(self.kernel, self.case(device, *variant))
+        # Whatever it is: no compiler, no folder for the cache and an unknown GPU are errors of
+        # Triton's own classes, and a run does without the kernel.
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            return f"it cannot be built here ({reason}); {WITHOUT}"
+        given = self.case(device, *variant)
+        expected = _results(self.reference, given if self.exact else _in_fp32(given))
+        if all(self.agree(x, y) for x, y in zip(made, expected, strict=True)):
+            return None
+        return f"it computes something else on this GPU; {WITHOUT}"
+
+    def agree(self, made: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether the kernel's result is the reference's, up to rounding."""
+        if self.exact:
+            return torch.equal(made, expected)
+        difference = (made.float() - expected.float()).abs().max()
+        return bool(difference <= TOLERANCE * expected.float().abs().max())
+
+
+OPS: dict[str, Op[Any, Any]] = {}
+
+
+def _first(args: Iterable[Any]) -> torch.Tensor:
+    first: Any = next(iter(args))
+    return first if isinstance(first, torch.Tensor) else _first(first)
+
+
+@torch.no_grad()
+def _results(function: Callable[..., Any], args: Case) -> list[torch.Tensor]:
+    """Return the tensors that a function returns, and the gradients of the arguments that require
+    them, for a drawn gradient of the first.
+    """
+    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not leaves:
+        return [*_tensors(function(*args))]
+    with gradients_alone():
+        output = function(*args)
+    draw = torch.Generator().manual_seed(1)
+    slope = torch.randn(output.shape, generator=draw).to(torch.bfloat16)
+    slope = slope.to(output.device, output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, leaves, slope)]
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for part in result:
+            yield from _tensors(part)
+
+
+def _in_fp32(value: Any) -> Any:
+    """Return arguments with all 16-bit tensors in fp32."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in (torch.bfloat16, torch.float16):
+            return value
+        return value.detach().float().requires_grad_(value.requires_grad)
+    if isinstance(value, tuple):
+        made = map(_in_fp32, value)
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    return value
+
+
+@contextmanager
+def gradients_alone() -> Iterator[None]:
+    """Within the forward of a model: gradients that its hooks of saved tensors do not see, which
+    count them, round them or move them.
+    """
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield

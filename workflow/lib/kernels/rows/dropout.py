@@ -1,0 +1,137 @@
+"""Dropout whose masks are drawn again wherever they are needed and never kept.
+
+A mask is a function of seed and step, row of the tokens, position in the row, linear and feature.
+So backward and recomputation draw what forward has drawn, and neither the number of processes nor
+the size of a micro-batch changes it. The generator is Philox4x32 with 7 rounds, which has no state
+and passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 4):
+a row's 64 bits are its key, the counter is (group of 8 features, position, linear, 0), and each of
+the four words gives two draws of 16 bits. What is kept is not scaled here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.op import Case, Op
+
+DRAWS = 2**16  # values of a draw
+WORD = 0xFFFFFFFF
+ROUNDS = 7
+CHUNK_ELEMENTS = 2**19  # whose masks are drawn at once without the kernel, in about 16 bytes each
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+PROGRAM_GROUPS = 512  # of 8 features
+
+
+class Draw(NamedTuple):
+    """What decides the mask of a linear's input."""
+
+    row_keys: torch.Tensor
+    """(rows,) int64 on the input's device."""
+    linear: int
+    """Number of the linear among those of the model."""
+    threshold: int
+    """Of 65,536 draws as many are dropped."""
+
+    @property
+    def scale(self) -> float:
+        """What keeps the expectation: 1 / (1 - p)."""
+        return DRAWS / (DRAWS - self.threshold)
+
+
+def _by_kernel(
+    out: torch.Tensor, rows: torch.Tensor, draw: Draw, add: bool = False
+) -> torch.Tensor:
+    _check_tokens(rows, draw)
+    tokens, features = rows.shape
+    groups = -(-features // 8)
+    assert out.is_contiguous(), "the kernel knows no strides"
+    size = min(PROGRAM_GROUPS, power_of_two(groups))
+    launch(
+        "elementwise.drop", (tokens, -(-groups // size)), out, rows.contiguous(), draw.row_keys,
+        tokens // len(draw.row_keys), features, groups, draw.linear, draw.threshold,
+        add=add, size=size, num_warps=WARPS,
+    )  # fmt: skip
+    if add or out is rows:
+        increment_version((out,))
+    return out
+
+
+def _by_torch(out: torch.Tensor, rows: torch.Tensor, draw: Draw, add: bool = False) -> torch.Tensor:
+    _check_tokens(rows, draw)
+    if out is not rows and not add:
+        rows = out.copy_(rows)
+    tokens = torch.arange(len(rows), device=rows.device)
+    count = max(1, CHUNK_ELEMENTS // rows.shape[1])
+    for part, numbers in zip(rows.split(count), tokens.split(count), strict=True):
+        part.masked_fill_(_drops(draw, numbers, rows.shape), 0.0)
+    return out.add_(rows) if add else rows
+
+
+def _check_tokens(rows: torch.Tensor, draw: Draw) -> None:
+    """Where tokens are not of whole rows a kernel would read past the keys."""
+    count = len(draw.row_keys)
+    assert len(rows) % count == 0, f"{len(rows)} tokens are not {count} rows of one length"
+
+
+def _drops(draw: Draw, tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return which elements of some tokens (n,) of rows of this shape (T, features) are dropped,
+    (n, features) bool.
+    """
+    row_tokens, features = shape[0] // len(draw.row_keys), shape[1]
+    positions = (tokens % row_tokens)[:, None]
+    counter = (
+        torch.arange(-(-features // 8), device=tokens.device)[None],
+        positions,
+        torch.full_like(positions, draw.linear),
+        torch.zeros_like(positions),
+    )
+    halves = []
+    for word in philox(draw.row_keys[tokens // row_tokens, None], counter):
+        halves += [word & 0xFFFF, word >> 16]
+    # Draw k of a group belongs to the k-th eighth of the features, so that neighbouring threads
+    # of the kernel read neighbouring features.
+    drops: torch.Tensor = torch.cat(halves, dim=1)[:, :features] < draw.threshold
+    return drops
+
+
+def philox(
+    key: torch.Tensor, counter: tuple[torch.Tensor, ...], *, rounds: int = ROUNDS
+) -> tuple[torch.Tensor, ...]:
+    """Return four words for each counter of four words, all int64 and below 2^32.
+
+    key: int64, of which all 64 bits count. Shapes are broadcast.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & WORD, (key >> 32) & WORD
+    for _ in range(rounds):
+        # Products of 64 bits wrap around; their bits are those without a sign.
+        one, other = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = ((other >> 32) & WORD) ^ c1 ^ k0, other & WORD
+        c2, c3 = ((one >> 32) & WORD) ^ c3 ^ k1, one & WORD
+        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def _case(device: torch.device, dtype: torch.dtype) -> Case:
+    draw = torch.Generator().manual_seed(0)
+    rows, total = torch.randn(2, 6, 83, generator=draw).to(device, dtype)
+    keys = torch.tensor([3, 2**40], device=device)
+    return total.clone(), rows.clone(), Draw(keys, 7, 20_000), True
+
+
+drop = Op("dropout", reference=_by_torch, kernel=_by_kernel, case=_case, exact=True)
+"""Fills `out` with rows (T, features), of all rows of the micro-batch, some features of which are
+0, or adds them to it; returns it. `out` may be `rows`; with `add` the rows may be overwritten."""
+
+
+def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """Return rows (T, features), of all rows of the micro-batch, with some features 0."""
+    return drop(torch.empty_like(rows), rows, draw)
+
+
+def drop_(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """The same in place."""
+    return drop(rows, rows, draw)

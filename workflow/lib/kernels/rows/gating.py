@@ -1,0 +1,160 @@
+"""The gate of a feed-forward, act(gate) * up, and its gradients: kernels add the adapters' parts to
+gate and up where they read them (`low_rank`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.rows.low_rank import LowRank, add_by_torch_, case_part, launch_with_parts
+
+
+def _silu_parts(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of gate and up for that of silu(gate) * up, which is overwritten."""
+    of_up = nn.functional.silu(gate).mul_(grad)
+    return torch.ops.aten.silu_backward(grad.mul_(up), gate), of_up
+
+
+def _gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(gate, approximate="tanh")
+
+
+def _gelu_tanh_parts(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    of_up = _gelu_tanh(gate).mul_(grad)
+    return torch.ops.aten.gelu_backward(grad.mul_(up), gate, approximate="tanh"), of_up
+
+
+Gates = tuple[torch.Tensor, torch.Tensor]
+ACTIVATIONS: dict[
+    str,
+    tuple[
+        Callable[[torch.Tensor], torch.Tensor],
+        Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Gates],
+    ],
+] = {"silu": (nn.functional.silu, _silu_parts), "gelu_tanh": (_gelu_tanh, _gelu_tanh_parts)}
+"""The activations that the kernels know, and their gradients."""
+
+
+class Gating(NamedTuple):
+    """act(multiplier * gate) * up, for an activation of `ACTIVATIONS`."""
+
+    activation: str
+    multiplier: float = 1.0
+
+    def multiplied(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate if self.multiplier == 1.0 else gate * self.multiplier
+
+    def activated(self, gate: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[self.activation][0](self.multiplied(gate))
+
+    def gradients(
+        self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the product, and the gradients of gate and up for that of the product, which is
+        overwritten.
+        """
+        product = self.activated(gate).mul_(up)
+        of_gate, of_up = ACTIVATIONS[self.activation][1](grad, self.multiplied(gate), up)
+        return product, self.multiplied(of_gate), of_up
+
+
+def row_distance(gate: torch.Tensor, up: torch.Tensor) -> int:
+    """Return how many elements lie between the starts of two rows."""
+    assert gate.stride() == up.stride(), "the kernel knows one distance of rows for both"
+    assert gate.stride(1) == 1, "the kernel reads columns one after the other"
+    return gate.stride(0)
+
+
+def _gated_by_kernel(
+    gate: torch.Tensor, up: torch.Tensor, of_gate: LowRank, of_up: LowRank, gating: Gating
+) -> torch.Tensor:
+    product = gate.new_empty(gate.shape)
+    launch_with_parts(
+        "low_rank.act_and_mul", product, gate, up, row_distance(gate, up), gating.multiplier,
+        parts=[of_gate, of_up],
+        gate_rank=of_gate.rank, up_rank=of_up.rank, kind=gating.activation,
+    )  # fmt: skip
+    return product
+
+
+def _gated_by_torch(
+    gate: torch.Tensor, up: torch.Tensor, of_gate: LowRank, of_up: LowRank, gating: Gating
+) -> torch.Tensor:
+    return gating.activated(_with_part(gate, of_gate)).mul_(_with_part(up, of_up))
+
+
+def _with_part(value: torch.Tensor, part: LowRank) -> torch.Tensor:
+    return add_by_torch_(value.clone(), part) if part.rank else value
+
+
+def _gates_of_case(device: torch.device, dtype: torch.dtype) -> tuple[torch.Generator, Any]:
+    draw = torch.Generator().manual_seed(0)
+    return draw, (x.clone() for x in torch.randn(3, 5, 40, generator=draw).to(device, dtype))
+
+
+def _case_of_gate(device: torch.device, dtype: torch.dtype, activation: str) -> Case:
+    draw, (gate, up, _) = _gates_of_case(device, dtype)
+    parts = (case_part(draw, device, dtype) for _ in "gu")
+    return gate, up, *parts, Gating(activation, 0.7)
+
+
+Parts = tuple[LowRank, LowRank, LowRank]
+
+
+def _gradients_by_kernel_(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, parts: Parts, gating: Gating
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_gate, of_up, of_grad = parts
+    launch_with_parts(
+        "low_rank.act_and_mul_backward", grad, gate, up, row_distance(gate, up), gating.multiplier,
+        parts=[*parts],
+        gate_rank=of_gate.rank, up_rank=of_up.rank, grad_rank=of_grad.rank, kind=gating.activation,
+    )  # fmt: skip
+    # Autograd does not see what Triton writes. With a new version it refuses a second backward,
+    # which would take the gradients in `gate` and `up` for what forward saved.
+    increment_version((grad, gate, up))
+    return grad, gate, up
+
+
+def _gradients_by_torch_(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, parts: Parts, gating: Gating
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    whole = (_with_part(x, part) for x, part in zip((gate, up, grad), parts, strict=True))
+    lower, upper, slope = whole
+    product, of_gate, of_up = gating.gradients(slope, lower, upper)
+    return grad.copy_(product), gate.copy_(of_gate), up.copy_(of_up)
+
+
+def _case_of_gradients(device: torch.device, dtype: torch.dtype, activation: str) -> Case:
+    draw, (gate, up, grad) = _gates_of_case(device, dtype)
+    one, two, three = (case_part(draw, device, dtype) for _ in "gud")
+    return grad, gate, up, (one, two, three), Gating(activation, 0.7)
+
+
+act_and_mul_backward_ = Op(
+    "gradients of gates",
+    reference=_gradients_by_torch_,
+    kernel=_gradients_by_kernel_,
+    case=_case_of_gradients,
+    variant=lambda grad, *args: (grad.dtype, args[-1].activation),
+)
+"""In place, for the gradient `grad` of `act_and_mul`: `gate` and `up` become their gradients,
+`grad` the product itself; returns the three. parts: what is still to be added to gate, up, grad."""
+act_and_mul = Op(
+    "gates of feed-forwards",
+    reference=_gated_by_torch,
+    kernel=_gated_by_kernel,
+    case=_case_of_gate,
+    variant=lambda gate, *args: (gate.dtype, args[-1].activation),
+    backward=act_and_mul_backward_,
+)
+"""Returns what `gating` makes (T, f) of gate and up with their parts. gate, up: rows of one
+distance, as halves of a value have them."""
