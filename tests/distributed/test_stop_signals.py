@@ -5,6 +5,7 @@ checkpoint.
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def diverging(folder: Path) -> str:
     train = CONFIG.train.model_copy(update=every)
     config = CONFIG.model_copy(update={"train": train, "lora": LoraSettings(r=2)})
     try:
-        finetune(arguments(folder), config, PLAN.model_copy(update={"num_steps": FEW}))
+        finetune(arguments(folder), config, replace(PLAN, num_steps=FEW))
     except UserError as error:
         return str(error)
     return "no error"

@@ -3,6 +3,7 @@ through a kill, and exported.
 """
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ BEST = CONFIG.train.model_dump() | {
     "select": "best",
 }
 SELECTING = RunConfig(lora=CONFIG.lora, train=TrainConfig(**BEST))
-SHORT = PLAN.model_copy(update={"num_steps": STEPS})
+SHORT = replace(PLAN, num_steps=STEPS)
 MEASURED = [2, 4, 5]  # every second step, and the last
 
 
@@ -77,7 +78,7 @@ def test_run_that_keeps_gathered_weights_after_forward_is_the_same(
     """The held-out loss has no backward that would free them. Checkpoints and results follow it."""
     inputs = shutil.ignore_patterns("finetune", "checkpoints")
     shutil.copytree(run, tmp_path, ignore=inputs, dirs_exist_ok=True)
-    plan = SHORT.model_copy(update={"reshard_after_forward": False})
+    plan = replace(SHORT, reshard_after_forward=False)
     run_distributed(finetune, arguments(tmp_path), SELECTING, plan, world_size=2)
     assert heldout_by_step(tmp_path) == heldout_by_step(run)
     found, expected = (read_sharded_adapter(f / "finetune" / "adapter") for f in (tmp_path, run))
