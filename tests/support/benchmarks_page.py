@@ -1,5 +1,5 @@
 """The table of speed and memory in `workflow/docs/benchmarks.md`, from the stored measurements of
-GPUs: of each case the newest line.
+GPUs: of each case, on whatever GPU, the newest line.
 
 `python -m tests.support.benchmarks_page` writes the page anew.
 """
@@ -15,8 +15,9 @@ from workflow.lib.system.units import GIB
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "benchmarks.md"
 MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
 SINCE = "2026-11-25"  # older lines are of an engine without today's kernels
-HEAD = """| model | layers | GPUs | how | tokens/s per GPU | GiB | commit | date |
-|---|---|---|---|---|---|---|---|
+STEPS = 6  # of fewer the memory alone was asked
+HEAD = """| model | layers | GPUs | how | tokens/s per GPU | GiB | commit, date |
+|---|---|---|---|---|---|---|
 """
 PLAIN = {"micro_batch_size": 2, "seq_len": 2048, "rank": 16, "documents": 1, "vocab_size": None}
 # Of a line's sizes; some are of earlier benchmarks.
@@ -41,7 +42,7 @@ def newest(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the newest measured line of each case, by model."""
     found: dict[str, dict[str, Any]] = {}
     for line in sorted(lines, key=_date):
-        if line["measured"] and _date(line) >= SINCE:
+        if line["measured"] and _date(line) >= SINCE and line["sizes"]["steps"] >= STEPS:
             found[json.dumps(_case(line), sort_keys=True)] = line
     return sorted(found.values(), key=_order)
 
@@ -52,7 +53,7 @@ def _date(line: dict[str, Any]) -> str:
 
 def _case(line: dict[str, Any]) -> list[Any]:
     sizes = {k: v for k, v in line["sizes"].items() if k not in NO_PART}
-    return [line["gpu_names"], line["processes"], sizes, line["settings"], line["peer"]]
+    return [line["processes"], sizes, line["settings"], line["peer"]]
 
 
 def _order(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -70,8 +71,7 @@ def _rows(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
             _how(line),
             f"{measured['tokens_per_s_per_process']:,.0f}",
             f"{measured['allocated_bytes'] / GIB:.2f}",
-            line["versions"]["commit"],
-            _date(line)[:10],
+            f"{line['versions']['commit']}, {_date(line)[:10]}",
         )
         yield f"| {' | '.join(map(str, cells))} |\n"
 
@@ -79,7 +79,7 @@ def _rows(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
 def _gpus(line: dict[str, Any]) -> str:
     cap = line["sizes"]["memory_cap_gib"]
     name = next(kind for kind in ("H100", "H200") if kind in line["gpu_names"][0])
-    return f"{line['processes']} x {name}" + (f" held to {cap} GiB" if cap else "")
+    return f"{line['processes']}x{name}" + (f" held to {cap} GiB" if cap else "")
 
 
 def _how(line: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Synthetic inputs of the report: complete run folders with the fields of docs/artifacts.md."""
+"""Synthetic inputs of the report: complete run folders with the fields of the records."""
 
 import math
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The fields of a tokens folder's manifest, as `manifest` collects them and JSON holds them.
 
-What each one means for later stages is told in `docs/artifacts.md`.
+What each one means says `artifacts.manifest_record`.
 """
 
 from collections.abc import Mapping
