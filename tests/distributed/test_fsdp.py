@@ -46,8 +46,7 @@ ALTERED = {
 
 def survey(base: Path, altered_base: Path) -> dict[str, Any]:
     """Build the model of a run in this group, alter single bytes, and return what the checks
-    find.
-    """
+    find."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = built_model(base, CONFIG, make_plan(), world)
         params = dict(model.training.named_parameters())
@@ -77,8 +76,7 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
 
 def held_bytes(model: TrainingModel, world: World) -> tuple[int, int]:
     """Return the bytes that this process holds, and those of the whole model, with the slices of
-    packed weights.
-    """
+    packed weights."""
     assert model.packed_layers is not None
     sliced = model.packed_layers.device_bytes
     held, total = local_bytes(model.training)
@@ -87,8 +85,7 @@ def held_bytes(model: TrainingModel, world: World) -> tuple[int, int]:
 
 def spare_bytes(model: TrainingModel, world: World) -> int:
     """Return by how much the slices of all processes are more than the packed tensors, each rounded
-    up to 512 bytes.
-    """
+    up to 512 bytes."""
     assert model.packed_layers is not None
     linears = dict(nf4_linears(model.training))
     sizes = [size for linear in linears.values() for size in linear.spec.sizes.values()]
@@ -114,8 +111,7 @@ def mismatches(model: TrainingModel, reader: CheckpointReader, world: World) -> 
 
 def alter(model: TrainingModel, name: str, reader: CheckpointReader, world: World) -> list[str]:
     """Flip a bit of the first byte that the last process with a part of `name` holds; return what
-    is found.
-    """
+    is found."""
     held = last_part(model, name, world)
     if held is not None:
         held[0] ^= 1

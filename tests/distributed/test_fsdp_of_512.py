@@ -33,8 +33,7 @@ def fake_group(*, rank: int, size: int) -> Iterator[None]:
 
 def build_405b(*, layers: int) -> CausalLMForTraining:
     """Build the training module of Llama 3.1 405B, or of its first layers, on meta, as
-    `build.build_training_model` does.
-    """
+    `build.build_training_model` does."""
     config = LlamaConfig.from_dict(known_config(MODEL) | {"num_hidden_layers": layers})
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)

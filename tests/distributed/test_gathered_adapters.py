@@ -29,8 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
     """Two micro-batches in bfloat16, of whose rows the first process trains one and the others
-    none: the gradients of the second, and the types in which layers see their adapters.
-    """
+    none: the gradients of the second, and the types in which layers see their adapters."""
     plan = make_plan(activation_checkpointing=2)
     training = built_model(base, RunConfig(lora=lora), plan, world, dtype=torch.bfloat16).training
     params = trainable_parameters(training)

@@ -110,8 +110,7 @@ def test_processes_that_wait_for_another_machine_are_not_blamed(
     tmp_path: Path, clock: Clock
 ) -> None:
     """Of a run of 4 this machine starts 2; a process that waits for its GPU may be in the same
-    place, unseen.
-    """
+    place, unseen."""
     watch = Watch(tmp_path, ranks=range(2), size=4)
     waiting = {"waits": True, "at": "training.py:9 steps"}
     verdict = looks(watch, tmp_path, clock, beats={0: waiting, 1: waiting})

@@ -43,8 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(base: Path, world: World, *, count: int | str, level: bool | int) -> dict[str, Any]:
     """Two micro-batches of this process by a model with `count` layers on the host: losses,
-    gradients, what was there.
-    """
+    gradients, what was there."""
     plan = make_plan(
         offload_layers=0 if count == WHOLE else count,
         activation_checkpointing=level,
@@ -99,8 +98,7 @@ def waiting_layers(model: TrainingModel) -> list[nn.Module]:
 
 def watched(model: TrainingModel) -> list[int]:
     """Note whenever a layer computes, forward or again, how many of those that are gathered have
-    their weights there.
-    """
+    their weights there."""
     waiting = waiting_layers(model)
     assert not any(map(packed, waiting)), "the checks leave slices alone"
     there = [0]
@@ -182,8 +180,7 @@ def test_no_layer_has_its_weights_after_a_micro_batch(found: list[dict[Any, Any]
 
 def test_every_byte_is_read_once_and_kept_by_one_process(found: list[dict[Any, Any]]) -> None:
     """A layer's host bytes are those of its packed weights, but for parts and slices rounded to 512
-    bytes.
-    """
+    bytes."""
     result = found[0]
     assert len({case["bytes_read"] for case in result.values()}) == 1
     assert result[2, True]["host_bytes"] == 2 * result[1, True]["host_bytes"]

@@ -119,8 +119,7 @@ def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path)
 
 def diverging(folder: Path) -> str:
     """Be a worker of a run of `FEW` steps that checkpoints every step and meets a loss that is not
-    finite in its last.
-    """
+    finite in its last."""
     from workflow.lib.training import loop
 
     original = loop.check_step
@@ -148,8 +147,7 @@ def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path: Pat
 
 def reading_cut_tokens(folder: Path) -> str:
     """Be a worker of a run whose tokens lose their last byte in step 3, so that it reads as zero
-    from then on.
-    """
+    from then on."""
     from workflow.lib.training import loop
 
     original = loop.check_step

@@ -24,8 +24,7 @@ def squares(items):
 
 def share(file):
     """One process's view: shared results of 7, 1 and 0 items, an agreed value, and the order in the
-    block.
-    """
+    block."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         results = [shared_out(list(range(n)), squares, world=world) for n in (7, 1, 0)]
         with main_first(world), file.open("a") as log:

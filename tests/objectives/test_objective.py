@@ -35,8 +35,7 @@ HEADS: dict[str, tuple[str, ...]] = {"frozen head": (), "trained head": ("lm_hea
 
 class Pairs:
     """Prefers the first document of each row to the second (DPO, arXiv 2305.18290, eq. 7, with a
-    reference that gives all answers the same probability).
-    """
+    reference that gives all answers the same probability)."""
 
     def loss(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
         return preference_loss(document_sums(head.log_probs(states, batch.targets), batch))

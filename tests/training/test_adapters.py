@@ -67,8 +67,7 @@ def lora(kind: str) -> LoraSettings:
 
 def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
     """Train every kind in this group; leave the sharded adapter and the record of its logits in
-    `folder`.
-    """
+    `folder`."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {kind: train_one(base, kind, folder / str(n), world) for n, kind in enumerate(KINDS)}
 
@@ -235,8 +234,7 @@ def give_masks(theirs: torch.nn.Module, ours: CausalLMForTraining) -> None:
 
 def test_gradient_of_doras_magnitudes_is_made_in_fp32() -> None:
     """300 tokens in bf16: rounded to bf16 the gradient would be off by up to 2^-9 of itself, a
-    hundred times the tolerance. Backward has the value, whose own rounding averages out.
-    """
+    hundred times the tolerance. Backward has the value, whose own rounding averages out."""
     draw = torch.Generator().manual_seed(0)
     direction = torch.randn(2, 150, 13, generator=draw).bfloat16().requires_grad_()
     factor = (torch.rand(13, generator=draw) + 0.1).requires_grad_()
@@ -256,8 +254,7 @@ def test_gradient_of_doras_magnitudes_is_made_in_fp32() -> None:
 @torch.no_grad()
 def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_path: Path) -> None:
     """B is zero, so m / n is 1: the lengths read from the file are those of the weights that are
-    multiplied with.
-    """
+    multiplied with."""
     base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
     ours = adapted(base, r=4, use_dora=True)
     theirs = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")

@@ -41,8 +41,7 @@ def step(
     base: Path, world: World, *, attention: str, fused: bool, lever: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the summed loss and the adapters' gradients of one micro-batch of two rows, which all
-    processes share.
-    """
+    processes share."""
     config = RunConfig(lora=LoraSettings(r=2), train=TrainConfig(fused_layers=fused))
     model = built_model(
         base,
@@ -69,8 +68,7 @@ def step(
 
 def steps(base: Path) -> dict[str, dict[str, Any]]:
     """Return the step by the family's eager attention in the plain engine, if this process is
-    alone, and by flex with each lever.
-    """
+    alone, and by flex with each lever."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         found = {}
         if world.size == 1:

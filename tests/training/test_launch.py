@@ -54,8 +54,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have workers forked from a process that has imported their packages. Those of tests about the
-    death of a launcher, or about Python's exit, are started as a user's are.
-    """
+    death of a launcher, or about Python's exit, are started as a user's are."""
     monkeypatch.setattr(sys, "executable", preloaded_python())
     monkeypatch.setenv("HF_HUB_OFFLINE", SETTLED["HF_HUB_OFFLINE"])
 
@@ -150,8 +149,7 @@ def assert_shows_prediction_measurement_and_change(message: str) -> None:
 
 def hang(behaviour: str, folder: Path, temporary: Path) -> str:
     """Return what the user sees. The launcher is a process of its own: it ends all its children,
-    and those of this one serve other tests.
-    """
+    and those of this one serve other tests."""
     done = subprocess.run(
         [preloaded_python(), "-m", "tests.support.launcher", "2", behaviour, str(folder)],
         env=os.environ | SETTLED | {"TMPDIR": str(temporary)},
@@ -193,8 +191,7 @@ def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
     base: Path, temporary: Path, where: str, phase: str
 ) -> None:
     """The bound of the phase itself is far away: a process without a sign of life is found
-    before.
-    """
+    before."""
     message = hang(f"stop in {where}", base, temporary)
     assert message.startswith(f"process 1 of 2 hangs in {phase}: nothing has moved for ")
     assert "process 1 of 2 does not run (no sign of life for" in message
@@ -218,8 +215,7 @@ def test_workers_that_stopped_as_asked_are_no_failure(tmp_path: Path) -> None:
 
 def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing() -> None:
     """A terminal and Snakemake both tell; torchrun would cut the second time short what the first
-    began.
-    """
+    began."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
@@ -282,8 +278,7 @@ def test_interrupted_launcher_leaves_no_worker_and_no_file(
 
 def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends() -> None:
     """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock
-    of the run.
-    """
+    of the run."""
     for launcher, status in ((os.getpid(), 0), (1, -signal.SIGKILL)):
         worker = os.fork()
         if worker == 0:

@@ -106,8 +106,7 @@ def train_variants(
     base: Path, variants: dict[str, dict[str, Any]], micro_batch: int
 ) -> dict[str, dict[str, Any]]:
     """Train every variant in this group; return losses, norms, the first step's gradients as
-    applied, final weights. Variants whose models are the same share one.
-    """
+    applied, final weights. Variants whose models are the same share one."""
     models: dict[str, tuple[CausalLMForTraining, dict[str, torch.Tensor]]] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         found = {}
@@ -243,8 +242,7 @@ def test_fused_layers_train_the_same_run(single: dict[str, Any]) -> None:
 
 def test_fused_layers_keep_less_for_backward(single: dict[str, Any]) -> None:
     """At least the activation and the product, fp32 of width 176, of the feed-forwards of both
-    layers.
-    """
+    layers."""
     stock, fused = (
         single[name]["host_bytes"]
         for name in ("activations offloaded", "fused, activations offloaded")
@@ -358,8 +356,7 @@ def row_loss(training: torch.nn.Module, store: TokenStore, rows: list[int]) -> t
 
 def unpacked(store: TokenStore, row: int) -> TokenStore:
     """Return a store with one row per document of a packed row, padded at the end as
-    `token_writer.write_train` does.
-    """
+    `token_writer.write_train` does."""
     seq_len = store.seq_len
     starts = [*np.flatnonzero(store.position_ids[row] == 0), seq_len]
     arrays = {name: np.zeros((len(starts) - 1, seq_len), dtype=array.dtype) for name, array in (

@@ -124,8 +124,7 @@ def packed(*lengths: int) -> MicroBatch:
 
 def test_documents_of_recurrent_layers_are_those_of_each_micro_batch(recurrent: Path) -> None:
     """Shapes stay as they were captured; shorter or fewer documents fit into them. In fp32 a row
-    that is filled up otherwise is summed otherwise.
-    """
+    that is filled up otherwise is summed otherwise."""
     training, captures = adapted(recurrent, r=4), Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     batches = [packed(17, 6), packed(6, 17), packed(8, 3, 12), packed(2, 18, 3)]

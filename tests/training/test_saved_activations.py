@@ -134,9 +134,8 @@ def test_recomputed_layers_are_as_exact_as_ever(single: dict[str, dict[str, Any]
 
 
 def test_two_processes_round_what_one_does(base: Path, single: dict[str, dict[str, Any]]) -> None:
-    """No scale is of several tokens, so rows beside each other do not matter; sums differ in
-    order, which may move a number to the next step of float8.
-    """
+    """No scale is of several tokens, so rows beside each other do not matter; sums differ in order,
+    which may move a number to the next step of float8."""
     steps = {"float8": FEW, "float8 on the host": FEW}
     alone = single["float8"]["losses"][:FEW]
     for result in run_distributed(train_all, base, steps, world_size=2):

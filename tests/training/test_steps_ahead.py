@@ -78,8 +78,7 @@ def both(base: Path, release_after: int | None) -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize("release_after", [None, 2])
 def test_steps_begun_ahead_are_those_taken_in_turn(base: Path, release_after: int | None) -> None:
     """Bit by bit, whenever a step's weights are looked at; and whatever is done with the memory of
-    graphs between steps.
-    """
+    graphs between steps."""
     ahead, in_turn = both(base, release_after)
     assert [x["passes"] for x in in_turn] == [n * MICRO_BATCHES for n in range(1, STEPS + 1)]
     assert [x["passes"] for x in ahead] == [
@@ -120,8 +119,7 @@ def test_experts_rows_are_counted_with_the_step_that_they_belong_to(tmp_path: Pa
 
 def diverged(base: Path, place: str, graphs: bool) -> str:
     """Train with a layer that gives NaN for the rows of the second step alone; return the
-    message.
-    """
+    message."""
     training, rows = adapted(base, r=4), list[torch.Tensor]()
     training.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].input_ids.clone()))
 

@@ -42,8 +42,7 @@ def trained(
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Train with a loss scale that starts at `factor`, or with what the type brings along; save and
-    resume in `folder`.
-    """
+    resume in `folder`."""
     config = settings(dropout=0.2, max_grad_norm=0.5)
     build = {"dtype": dtype}
     training = built_model(base, config, make_plan(), world, **build).training

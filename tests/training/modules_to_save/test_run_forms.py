@@ -96,8 +96,7 @@ def steps_from(
 
 def whole_and_interrupted(base: Path, folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
     """Return by optimizer the steps of a run that saves after the first one, and those of another
-    that is resumed from there.
-    """
+    that is resumed from there."""
     found = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for kind in OPTIMIZERS:
@@ -125,8 +124,7 @@ def test_resumed_run_is_the_uninterrupted_one(
     runs: dict[str, tuple[dict[str, Any], ...]], kind: str
 ) -> None:
     """Bit by bit with as many processes as before; with another number as close as that number
-    itself, or as moments of 8 bits are to themselves when they are quantized anew.
-    """
+    itself, or as moments of 8 bits are to themselves when they are quantized anew."""
     whole, again, other = runs[kind]
     assert (whole["step"], again["step"], other["step"]) == (0, 1, 1)
     assert len(again["losses"]) == RESUMED_STEPS - 1
@@ -187,8 +185,7 @@ def test_masters_of_sixteen_bit_runs_are_fp32(
     rounded: list[dict[torch.dtype, Any]], alone: tuple[Path, dict[str, Any]], dtype: torch.dtype
 ) -> None:
     """And losses and the first norm those of fp32 to the types' rounding (8 and 11 bits of
-    mantissa).
-    """
+    mantissa)."""
     expected = alone[1]
     for process in rounded:
         found = process[dtype]

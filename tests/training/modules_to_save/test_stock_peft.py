@@ -62,8 +62,7 @@ def test_run_is_that_of_stock_peft(
     folder: Path, trained: tuple[Path, list[dict[str, Any]]], references: dict[str, Any], kind: str
 ) -> None:
     """Losses, norms over adapters and modules together, clipped gradients, and values after all
-    steps; on every process.
-    """
+    steps; on every process."""
     initial = trained[1][0][kind]["initial"]
     theirs = references.get(kind) or references.setdefault(
         kind, stock(folder / "nf4", config(kind), initial, rows=ROWS, seq_len=SEQ_LEN)

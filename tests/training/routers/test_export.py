@@ -111,8 +111,7 @@ def test_stock_peft_reloads_routers_as_they_were_trained(
 def test_routers_trained_in_bfloat16_are_served_as_trained(family: str, tmp_path: Path) -> None:
     """Some compute in fp32, of which the adapter's bf16 copy has what the training's had. Where a
     rounding decides between two experts of a token, its logits are others, as in half of the tiny
-    models of DeepSeek V3; routers that are served otherwise differ in all of them.
-    """
+    models of DeepSeek V3; routers that are served otherwise differ in all of them."""
     for seed in range(MODELS):
         folder = tmp_path / str(seed)
         tiny_mixture(family, folder / "original", dtype=torch.bfloat16, seed=seed)
