@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from workflow import VERSION
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.planning.preflight.plan_words import nearest_plans, plan_choices
@@ -65,6 +66,7 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
         "subject_meanings": SUBJECT_MEANINGS,
         "shown_subjects": [n for n in SUBJECTS if any(n in r.measured.subjects for r in runs)],
         "rendered": provenance(),
+        "version": VERSION,
         "sections": sections,
         **_style_and_scripts(),
     }

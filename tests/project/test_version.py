@@ -1,0 +1,28 @@
+"""The release has one version, whoever names it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from workflow import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMED = {
+    "CITATION.cff": r"^version: (\S+)$",
+    "CHANGELOG.md": r"^## \[(\d[^]]*)\]",
+}
+
+
+def test_package_has_the_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["version"] == VERSION
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_newest_release_has_the_version(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    found = re.search(NAMED[name], text, re.MULTILINE)
+    assert found is not None
+    assert found[1] == VERSION
