@@ -216,7 +216,7 @@ def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
     best = open_best(checkpoints, settings, journal.rows, world=world)
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
-    graphs = MicroBatchGraphs(training, world) if run.plan.cuda_graphs else None
+    graphs = MicroBatchGraphs(training, world) if run.plan.graphed else None
     trainer = Trainer(training, optimizer, run.store, settings, micro_batch_size, world, graphs)
     return RunState(
         trainer=trainer,

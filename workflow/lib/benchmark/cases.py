@@ -20,6 +20,7 @@ from workflow.lib.model.architecture.shipped_shapes import known_config, nearest
 from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, merge
 from workflow.lib.settings.errors_in_words import explain
 from workflow.lib.settings.section_base import Name, Section
+from workflow.lib.step_plan.memory_options import unsearched_settings
 from workflow.lib.system.errors import UserError, setting_error
 
 SHIPPED = Path(__file__).parents[2] / "resources" / "benchmark" / "cases.yaml"
@@ -247,17 +248,12 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
             "max_steps": sizes.steps,
             "global_batch_size": count * sizes.micro_batch_size * sizes.accumulation,
             "micro_batch_size": sizes.micro_batch_size,
-            "activation_checkpointing": True,
             "learning_rate": 1e-4,
         },
-        # What preflight would choose is not what a case measures: it names every lever.
-        "hardware": {
-            "offload_activations": False,
-            "offload_layers": 0,
-            "reshard_after_forward": True,
-        }
-        | ({"gpus": count} if device == "cuda" else {"gpus": 0, "cpu_processes": count}),
+        "hardware": {"gpus": count} if device == "cuda" else {"gpus": 0, "cpu_processes": count},
     }
+    # What preflight would choose is not what a case measures.
+    document = merge(unsearched_settings(), document)
     try:
         return load_config(merge(document, request.settings) | {"runs": {"case": {}}})[1]["case"]
     except UserError as error:

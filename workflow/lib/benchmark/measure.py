@@ -154,7 +154,7 @@ def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pul
         config.train,
         plan.micro_batch_size,
         world,
-        MicroBatchGraphs(model.training, world) if plan.cuda_graphs else None,
+        MicroBatchGraphs(model.training, world) if plan.graphed else None,
     )
     start_training(seen)
     ended_s = 0.0

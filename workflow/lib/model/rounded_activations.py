@@ -1,5 +1,5 @@
-"""Activations that backward needs, rounded to float8 (e4m3) from forward to backward
-(`train.saved_activations`), on the device or on their way to host memory and back.
+"""Activations that backward needs, rounded to float8 (e4m3) from forward to backward, on the device
+or on their way to host memory and back.
 
 Autograd hands what a decoder layer saves to `RoundedActivations`. A tensor x becomes bytes x' with
 a scale a in fp32 for each block of 128 neighbours in memory (64 where rows are no multiple of 128),

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,6 @@ from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import (
     TrainingModel,
     adapt_,
-    chosen_layers,
     dtype_of,
     lay_out_,
 )
@@ -90,7 +89,7 @@ def record(
 
 def _repeated(described: "_Described", *, checked: bool) -> Tape | None:
     """Return the tape made from some layers; None where no fewer than all will do."""
-    for reach in _reaches(described.plan):
+    for reach in _reaches(described):
         numbers = representatives(described.kinds, reach=reach)
         if len(numbers) == len(described.kinds):
             break
@@ -103,11 +102,12 @@ def _repeated(described: "_Described", *, checked: bool) -> Tape | None:
     return None
 
 
-def _reaches(plan: StepPlan) -> Sequence[int]:
+def _reaches(described: "_Described") -> Sequence[int]:
     """Return how far layers may know of each other, the least first."""
     # Activations on their way to the host are there for some layers. Where weights of several wait
     # on the host, one takes the place of an earlier one.
-    if plan.offload_window_bytes is not None or plan.offload_layers > 1:
+    plan = described.plan
+    if plan.offload_window_bytes is not None or len(described.choice.weights_on_host) > 1:
         return (FAR,)
     return (GATHERED if plan.shards > 1 else NEAR, FAR)
 
@@ -182,6 +182,8 @@ class _Run:
         self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
+        # rows come from host memory
+        self._looks_up = not len(cast(torch.Tensor, self._embedding.weight))
         self._graphs: MicroBatchGraphs | None = None
 
     def load(self, recorder: AllocationRecorder) -> None:
@@ -201,7 +203,7 @@ class _Run:
             packed.allocate_()
             for number, mine in packed.slices.items():
                 recorder.assign(mine, layer=number, term="nf4_weights")
-        if self._plan.offload_embedding:
+        if self._looks_up:
             self.training.rows_of = self._embedding_rows
         if self._plan.graphed:
             capture = partial(RecordedCapture, recorder.tape)
@@ -273,7 +275,7 @@ class _Run:
             documents=documents_of(documents),
             lengths=torch.zeros(rows, dtype=torch.int64),
         )
-        if self._plan.offload_embedding:
+        if self._looks_up:
             batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))
         return batch
 
@@ -311,7 +313,7 @@ class _Described:
     @staticmethod
     def of(config: Mapping[str, Any], plan: StepPlan) -> "_Described":
         model = _stock_model(config, plan)
-        choice = chosen_layers(plan, len(decoder_layers(model)))
+        choice = plan.layers(len(decoder_layers(model)))
         return _Described(config, plan, choice, layer_kinds(model, choice))
 
 

@@ -4,24 +4,28 @@ All that asks about options in general reads the table: settings to a plan, the 
 plan's words. A new option is a setting, a field and a row here, and its code in the engine.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Self
 
 from workflow.lib.model.architecture.layer_choice import (
+    LayerChoice,
     Recomputation,
+    activation_offload_layers,
+    is_recomputed,
     recomputed_layers,
     recomputed_share,
+    spread,
 )
 from workflow.lib.step_plan.base_plan import BasePlan
+from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Obstacle, Value
 from workflow.lib.system.compute_choice import (
     COMPUTE_DTYPE,
     ProductsHardware,
     saved_activations_lack,
 )
-from workflow.lib.system.errors import setting_error
 
-Value = bool | int | float | str
 # `auto`: none, every 8th to every 2nd layer, more than half, all. Finer steps differ by less than
 # what the prediction is off.
 LEVELS: tuple[Recomputation, ...] = (False, 8, 4, 3, 2, 0.625, 0.75, True)
@@ -53,6 +57,25 @@ class MemoryOptions(BasePlan):
     fused_loss: bool = False
     """Kernels compute the loss from 16-bit logits, and put the gradient in their place."""
 
+    def layers(self, num_layers: int) -> LayerChoice:
+        """Return the decoder layers that the options take, of so many."""
+        level = self.activation_checkpointing
+        return LayerChoice(
+            recomputed_layers(level, num_layers),
+            activation_offload_layers(
+                self.offload_activations, recomputation=level, num_layers=num_layers
+            ),
+            spread(self.offload_layers, num_layers),
+        )
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether backward recomputes a decoder layer."""
+        return is_recomputed(self.activation_checkpointing, layer)
+
+    def recomputed_layers(self, num_layers: int) -> int:
+        """How many of the first `num_layers` layers backward recomputes."""
+        return math.ceil(num_layers * recomputed_share(self.activation_checkpointing))
+
     @property
     def graph_obstacle(self) -> str | None:
         """What keeps micro-batches from being CUDA graphs, in words; None: nothing is known."""
@@ -77,88 +100,9 @@ class MemoryOptions(BasePlan):
         """Whether micro-batches are CUDA graphs."""
         return self.cuda_graphs and self.graph_obstacle is None
 
-
-class Circumstances(NamedTuple):
-    """What options ask of a machine and a model."""
-
-    cuda: bool
-    float8: bool
-    processes: int
-    num_layers: int
-    tied_embeddings: bool
-    embedding: str
-    """Path of the embedding."""
-
-
-class Obstacle(NamedTuple):
-    """Why an option cannot be, naming what forbids it, and what to change."""
-
-    reason: str
-    change: str
-
-
-def _nothing(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
-    return None
-
-
-@dataclass(frozen=True)
-class MemoryOption:
-    """A row: what is known of an option besides the engine's code."""
-
-    field: str
-    """Of `MemoryOptions`."""
-    setting: str
-    off: Value
-    """Without the option."""
-    most: Value | None = None
-    """What saves most memory, which a remedy names; None: it is no remedy."""
-    automatic: Callable[[BasePlan, Circumstances], Value] | None = None
-    """What `auto` means before the search; None: `off`."""
-    tried: Callable[[Circumstances], Sequence[Value]] | None = None
-    """What the search tries for `auto`; None: nothing else."""
-    fewest: bool = False
-    """Counts layers, of which the search takes as few as let a plan fit."""
-    obstacle: Callable[[BasePlan, Value, Circumstances], Obstacle | None] = _nothing
-    left_out: bool = False
-    """On by default: where there is an obstacle it is left out, and others are refused."""
-    rounds: bool = False
-    """The result differs by rounding."""
-    on_host: bool = False
-    """Takes page-locked host memory."""
-    frees_gathered: bool = False
-    """Without it, gathered weights stay on the GPUs."""
-    needless: Callable[[Any], bool] = lambda plan: False
-    """Whether a plan does the same as another one that the search tries."""
-    title: str = ""
-    """Of `words`; of several rows the words stand together. Empty: a plan's words leave it out."""
-    words: Callable[[Any], str] = str
-    """How a value is said; empty: not at all."""
-
-    @property
-    def searched(self) -> bool:
-        """Whether preflight may decide it."""
-        return self.tried is not None or self.fewest
-
-    def of(self, plan: BasePlan) -> Any:
-        """Return a plan's value."""
-        return getattr(plan, self.field)
-
-    def settled(self, wanted: Value, plan: BasePlan, where: Circumstances) -> Value:
-        """Return what a setting means for a plan before the search; raises `UserError` for what
-        cannot be.
-        """
-        if wanted == "auto":
-            return self.off if self.automatic is None else self.automatic(plan, where)
-        found = None if wanted == self.off else self.obstacle(plan, wanted, where)
-        if found is None:
-            return wanted
-        if self.left_out:
-            return self.off
-        raise setting_error(self.setting, wanted, *found)
-
-    def open_values(self, wanted: Value, where: Circumstances) -> Sequence[Value]:
-        """Return what the search tries; empty where it has no choice."""
-        return self.tried(where) if wanted == "auto" and self.tried is not None else ()
+    def without_forbidden(self) -> Self:
+        """Return the plan without what its other options forbid."""
+        return replace(self, cuda_graphs=self.graphed)
 
 
 def _levels(where: Circumstances) -> Sequence[Recomputation]:
@@ -236,7 +180,7 @@ TABLE = (
         "train.activation_checkpointing",
         off=False,
         most=True,
-        automatic=lambda plan, where: True,
+        first=True,
         tried=_levels,
         title="recomputation",
         words=_level_in_words,
@@ -246,7 +190,7 @@ TABLE = (
         "hardware.reshard_after_forward",
         off=False,
         most=True,
-        automatic=lambda plan, where: True,
+        first=True,
         tried=lambda where: (True, False) if where.cuda and where.processes > 1 else (),
         frees_gathered=True,
         title="gathered weights",
@@ -315,6 +259,16 @@ TABLE = (
         rounds=True,
     ),
 )
+
+
+def unsearched_settings() -> dict[str, dict[str, Value]]:
+    """Return settings, by section, by which the search decides on no option."""
+    document: dict[str, dict[str, Value]] = {}
+    for option in TABLE:
+        if option.searched:
+            section, _, name = option.setting.partition(".")
+            document.setdefault(section, {})[name] = option.begins
+    return document
 
 
 def takes_host_memory(plan: BasePlan) -> bool:

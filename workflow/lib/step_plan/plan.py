@@ -1,13 +1,11 @@
 """`StepPlan`: the one description of how a step of training runs."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from workflow.lib.model.architecture.layer_choice import is_recomputed, recomputed_share
 from workflow.lib.step_plan.memory_options import MemoryOptions
 
 
@@ -35,17 +33,3 @@ class StepPlan(MemoryOptions):
         graph adds to.
         """
         return self.accumulates or self.graphed
-
-    def recomputes(self, layer: int) -> bool:
-        """Whether backward recomputes decoder layer `layer`
-        (`recomputation.checkpoint_activations_`).
-        """
-        return is_recomputed(self.activation_checkpointing, layer)
-
-    def recomputed_among(self, layers: Sequence[int]) -> int:
-        """How many of these layers backward recomputes."""
-        return sum(map(self.recomputes, layers))
-
-    def recomputed_layers(self, num_layers: int) -> int:
-        """How many of the first `num_layers` layers backward recomputes."""
-        return math.ceil(num_layers * recomputed_share(self.activation_checkpointing))

@@ -19,7 +19,7 @@ from workflow.lib.distributed.fsdp import shard_
 from workflow.lib.distributed.packed_layers import PackedLayers, gather_layers_
 from workflow.lib.distributed.world import World
 from workflow.lib.model.activation_offload import ActivationOffload
-from workflow.lib.model.architecture.layer_choice import LayerChoice, choose_layers
+from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.backends import products_hardware
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
@@ -117,7 +117,7 @@ def build_training_model(
         attention=plan.attention,
         attention_dropout=plan.attention_dropout,
     )
-    choice = chosen_layers(plan, len(decoder_layers(model)))
+    choice = plan.layers(len(decoder_layers(model)))
     training, fused = adapt_(model, config.lora, plan, choice)
     training.balance_routers_(config.train.router_aux_loss_coef)
     laid_out = lay_out_(training, plan, world, choice)
@@ -137,16 +137,6 @@ def dtype_of(plan: StepPlan) -> torch.dtype:
     """Return the compute dtype."""
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     return dtype
-
-
-def chosen_layers(plan: StepPlan, num_layers: int) -> LayerChoice:
-    """Return the layers that the levers of a plan take."""
-    return choose_layers(
-        num_layers,
-        recomputation=plan.activation_checkpointing,
-        offload_activations=plan.offload_activations,
-        offload_layers=plan.offload_layers,
-    )
 
 
 def adapt_(

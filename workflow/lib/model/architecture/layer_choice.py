@@ -1,4 +1,4 @@
-"""Which decoder layers a lever takes when it takes some of them."""
+"""Which decoder layers an option of memory takes when it takes some of them."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Recomputation = bool | int | float
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The decoder layers, by number, that the levers of a plan take."""
+    """The decoder layers, by number, that the options of a plan take."""
 
     recomputed: Sequence[int]
     activations_on_host: Sequence[int]
@@ -23,23 +23,6 @@ class LayerChoice:
         places = {number: place for place, number in enumerate(numbers)}
         taken = (self.recomputed, self.activations_on_host, self.weights_on_host)
         return LayerChoice(*([places[x] for x in layers if x in places] for layers in taken))
-
-
-def choose_layers(
-    num_layers: int,
-    *,
-    recomputation: Recomputation,
-    offload_activations: bool | int,
-    offload_layers: int,
-) -> LayerChoice:
-    """Return what the levers of a plan take of so many layers."""
-    return LayerChoice(
-        recomputed_layers(recomputation, num_layers),
-        activation_offload_layers(
-            offload_activations, recomputation=recomputation, num_layers=num_layers
-        ),
-        spread(offload_layers, num_layers),
-    )
 
 
 def recomputed_share(recomputation: Recomputation) -> Fraction:

@@ -24,7 +24,7 @@ def stashed_counts(shape: ModelShape, setup: StepPlan) -> tuple[int, int]:
     others.
     """
     away = layers_of_stash(shape, setup)
-    inputs = setup.recomputed_among(away)
+    inputs = sum(map(setup.recomputes, away))
     return inputs, len(away) - inputs
 
 

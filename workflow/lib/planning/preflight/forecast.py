@@ -114,8 +114,7 @@ def _followed_plan(
     enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
     allowed = limits.capacity_bytes - limits.outside_allocator_bytes
     return replace(
-        plan,
-        cuda_graphs=plan.graphed,
+        plan.without_forbidden(),
         offload_window_bytes=offload_window(shape, plan),
         gpu_memory_bytes=allowed if enforced else None,
         num_steps=total_steps(run.train, num_rows=num_rows),

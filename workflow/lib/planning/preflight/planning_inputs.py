@@ -16,7 +16,8 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
 from workflow.lib.settings.config import ModelConfig, RunConfig
-from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
+from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Value
+from workflow.lib.step_plan.memory_options import TABLE
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import (
     ASKED_FOR,

@@ -151,7 +151,7 @@ def recorded_plan(line: dict[str, Any]) -> StepPlan:
     if "setup" not in line:
         return StepPlan.of(line["plan"])
     setup, plan = dict(line["setup"]), line["plan"]
-    for name in ("fixed", "accumulates", "compute_bytes", "cuda_graphs"):
+    for name in ("fixed", "accumulates", "compute_bytes"):
         setup.pop(name, None)
     return StepPlan.of(
         setup
