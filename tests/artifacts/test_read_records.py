@@ -51,7 +51,7 @@ def test_plan_of_another_version_says_what_to_delete(
         read_record(path, Preflight)
     assert str(error.value) == (
         f"{path}: {problem}. Another version of the workflow may have written it: delete this file "
-        "and run preflight again."
+        "and run `snakemake --cores all preflight` again."
     )
 
 

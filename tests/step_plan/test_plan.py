@@ -1,5 +1,6 @@
 """The description of a step, as `preflight.json` holds it."""
 
+import gzip
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 
+EARLIER = Path(__file__).parents[1] / "artifacts" / "preflight_d7b6b42.json.gz"
 PLAN = make_plan(
     ranks={"v_proj": 2},
     routers=("mlp.gate",),
@@ -42,5 +44,19 @@ def test_file_whose_plan_lacks_a_field_is_refused_with_what_to_do(
 ) -> None:
     plan = asdict(PLAN)
     del plan[name]
-    with pytest.raises(UserError, match=f"it lacks {name}.*run preflight again"):
+    with pytest.raises(
+        UserError, match=f"the field plan.{name} is missing.*snakemake --cores all preflight"
+    ):
         read_record(written(tmp_path / "p.json", plan), Preflight)
+
+
+def test_file_of_an_earlier_version_is_refused_with_the_command_that_makes_it(
+    tmp_path: Path,
+) -> None:
+    """The demo's, made by commit d7b6b42."""
+    file = tmp_path / "preflight.json"
+    file.write_bytes(gzip.decompress(EARLIER.read_bytes()))
+    refused = r"preflight\.json: the field plan\.attention and \d+ others is missing; .*"
+    command = r"delete this file and run `snakemake --cores all preflight` again"
+    with pytest.raises(UserError, match=refused + command):
+        read_record(file, Preflight)

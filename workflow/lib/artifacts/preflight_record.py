@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from workflow.lib.artifacts.records import Provenance, Record
 from workflow.lib.step_plan.plan import StepPlan
@@ -19,11 +20,11 @@ class PreflightRecord(Record, extra="forbid"):
 
 
 def _complete(plan: Any) -> Any:
-    """Raise `ValueError` if a document lacks a field of the plan: its default need not be what an
+    """Raise an error if a document lacks a field of the plan: its default need not be what an
     earlier version did.
     """
     if isinstance(plan, dict) and (absent := {x.name for x in fields(StepPlan)} - plan.keys()):
-        raise ValueError(f"it lacks {', '.join(sorted(absent))}")
+        raise PydanticCustomError("missing", "{fields}", {"fields": sorted(absent)})
     return plan
 
 
@@ -125,8 +126,8 @@ class Preflight(Forecast):
     """`preflight_run/preflight.json`: a forecast with what made it."""
 
     advice: ClassVar[str] = (
-        "Another version of the workflow may have written it: delete this file and run preflight "
-        "again."
+        "Another version of the workflow may have written it: delete this file and run "
+        "`snakemake --cores all preflight` again."
     )
 
     provenance: Provenance

@@ -61,7 +61,9 @@ def _parse(content: dict[str, Any], model: type[RecordT], *, where: str) -> Reco
 def _explain(detail: Any) -> str:
     field = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
-        return f"the field {field} is missing"
+        first, *others = detail.get("ctx", {}).get("fields", [""])
+        more = f" and {len(others)} others" if others else ""
+        return f"the field {field}{first and '.'}{first}{more} is missing"
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"the field {field} is not known"
     return f"{field} = {str(detail['input'])[:80]!r}: {detail['msg']}"
