@@ -41,7 +41,7 @@ CASES = {
     "fsdp_qlora, 4 x H100": Case("4xH100", llama_70b(), {"micro_batch_size": 8}),
     "fms-acceleration, 2 x A100": Case("2xA100", llama_70b(), {"seq_len": 4096}),
     "Accelerate + TRL, 2 x 3090": Case(
-        "2x3090", llama_70b(vocab=128256), {"seq_len": 1024, "dropout": True, "offload_layers": 80}
+        "2x3090", llama_70b(vocab=128256), {"seq_len": 1024, "dropout": 0.05, "offload_layers": 80}
     ),
     "torchtune, 1 x 4090": Case("4090", LLAMA_8B, {"micro_batch_size": 2}),
     "unsloth, 1 x H200": Case("H200", LLAMA_8B, {"micro_batch_size": 2}),

@@ -45,7 +45,7 @@ MOST = 0.3  # above: what layers that are not plain keep is an upper bound
 
 
 @pytest.mark.parametrize(
-    "levers", [{"processes": 1}, {}, {"cuda_graphs": True, "accumulates": True}], ids=str
+    "levers", [{"processes": 1}, {}, {"cuda_graphs": True, "accumulation_steps": 2}], ids=str
 )
 def test_closed_form_says_what_embeddings_of_layers_ask_for(
     process: RecordingProcess, levers: dict[str, Any]

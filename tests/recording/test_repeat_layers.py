@@ -47,7 +47,7 @@ def large(tape: Tape) -> Counter[int]:
 @pytest.mark.parametrize(
     ("config", "layers", "levers", "window_bytes"),
     [
-        (LLAMA, 9, {"reshard_after_forward": False, "accumulates": True, "processes": 4,
+        (LLAMA, 9, {"reshard_after_forward": False, "accumulation_steps": 2, "processes": 4,
                     "replicas": 2, "trains_head": True, "trains_embedding": True}, None),
         (LLAMA, 12, {"processes": 1, "activation_checkpointing": 2, "offload_layers": 5,
                      "dropout": 0.05, "dora": True}, None),
