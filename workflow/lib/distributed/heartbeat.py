@@ -20,9 +20,9 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 FOLDER_VARIABLE = "FINETUNE_HEARTBEATS"
 BEAT_S = 1.0
@@ -38,17 +38,12 @@ WAITING = "all processes of this machine wait for those of others"  # who hangs 
 ENDED = frozenset("ZX")  # states of a process that has ended (proc(5))
 
 
-class Collective(TypedDict):
-    """One collective of a process: how many it has begun, and the name of this one."""
-
-    number: int
-    name: str
-
-
-class Facts(TypedDict):
+@dataclass(frozen=True)
+class Facts:
     """What a process tells of itself. The last three only once its phase has not moved for a while.
     number: of phases begun; moves: in all phases; limit_s: how long the phase may go without a
-    move, silent_s: the process without a beat; at: the line of Python; waits: for others."""
+    move, silent_s: the process without a beat; at: the line of Python; waits: for others;
+    collective: number and name of the newest one."""
 
     rank: int
     pid: int
@@ -57,9 +52,9 @@ class Facts(TypedDict):
     moves: int
     limit_s: float
     silent_s: float
-    at: NotRequired[str]
-    waits: NotRequired[bool]
-    collective: NotRequired[Collective | None]
+    at: str | None = None
+    waits: bool = False
+    collective: tuple[int, str] | None = None
 
 
 class Pulse:
@@ -132,24 +127,25 @@ class Pulse:
         # otherwise
         with self._telling, suppress(OSError):
             partial = self._path.with_suffix(".partial")
-            partial.write_text(json.dumps(self._facts()), encoding="utf-8")
+            partial.write_text(json.dumps(asdict(self._facts())), encoding="utf-8")
             partial.replace(self._path)
 
     def _facts(self) -> Facts:
-        facts: Facts = {
-            "rank": self._rank,
-            "pid": os.getpid(),
-            "phase": self._phase,
-            "number": self._number,
-            "moves": self._moves,
-            "limit_s": self._limit_s,
-            "silent_s": min(self._limit_s, self._quiet_s),
-        }
-        if time.monotonic() - self._since_s >= LASTING_S:
-            stack = _stack(self._main)
-            facts["at"], facts["waits"] = _position(stack), _waits(stack)
-            facts["collective"] = last_collective()
-        return facts
+        facts = Facts(
+            self._rank,
+            os.getpid(),
+            self._phase,
+            self._number,
+            self._moves,
+            self._limit_s,
+            min(self._limit_s, self._quiet_s),
+        )
+        if time.monotonic() - self._since_s < LASTING_S:
+            return facts
+        stack = _stack(self._main)
+        return replace(
+            facts, at=_position(stack), waits=_waits(stack), collective=last_collective()
+        )
 
 
 def _stack(thread: int) -> list[traceback.FrameSummary]:
@@ -172,7 +168,7 @@ def _waits(stack: list[traceback.FrameSummary]) -> bool:
     return bool(stack) and f"{os.sep}torch{os.sep}distributed{os.sep}" in stack[-1].filename
 
 
-def last_collective() -> Collective | None:
+def last_collective() -> tuple[int, str] | None:
     """Return number and name of the newest collective in torch's flight recorder, None without
     one."""
     from torch._C import _distributed_c10d
@@ -183,7 +179,7 @@ def last_collective() -> Collective | None:
     if not entries:
         return None
     newest = max(entries, key=lambda entry: entry["record_id"])
-    return {"number": newest["record_id"] + 1, "name": newest["profiling_name"]}
+    return newest["record_id"] + 1, newest["profiling_name"]
 
 
 @dataclass
@@ -195,11 +191,11 @@ class _Seen:
 
     @property
     def silent(self) -> bool:
-        return self.beat_s > float(self.facts["silent_s"])
+        return self.beat_s > self.facts.silent_s
 
     @property
     def late(self) -> bool:
-        return self.lasted_s > float(self.facts["limit_s"])
+        return self.lasted_s > self.facts.limit_s
 
 
 class Watch:
@@ -223,7 +219,7 @@ class Watch:
             return self._verdict(max(silent, key=lambda seen: seen.beat_s))
         awake = [seen for seen in self._seen.values() if seen.beat_s < SILENT_S]
         late = [seen for seen in self._seen.values() if seen.late]
-        stuck = [seen for seen in late if not seen.facts.get("waits")]
+        stuck = [seen for seen in late if not seen.facts.waits]
         if stuck or (late and all(seen.late for seen in awake)):
             return self._verdict(max(stuck or late, key=lambda seen: seen.lasted_s))
         return None
@@ -234,13 +230,17 @@ class Watch:
         for rank in self._ranks:
             try:
                 path = self._folder / f"rank-{rank}.json"
-                facts, mtime_ns = json.loads(path.read_text("utf-8")), path.stat().st_mtime_ns
+                facts = Facts(**json.loads(path.read_text("utf-8")))
+                mtime_ns = path.stat().st_mtime_ns
             except (OSError, ValueError):
                 continue
-            if _has_ended(facts["pid"]):
+            if _has_ended(facts.pid):
                 continue
             before = self._seen.get(rank)
-            if before is None or _progress(before.facts) != _progress(facts):
+            if before is None or (before.facts.number, before.facts.moves) != (
+                facts.number,
+                facts.moves,
+            ):
                 yield rank, _Seen(facts, mtime_ns)
                 continue
             beat_s = 0.0 if before.mtime_ns != mtime_ns else before.beat_s + passed_s
@@ -249,7 +249,7 @@ class Watch:
     def _verdict(self, late: _Seen) -> str:
         quiet_s = max(late.lasted_s, late.beat_s)
         missing = [rank for rank in self._ranks if rank not in self._seen]
-        if missing and late.facts["phase"] in (STARTING, JOINING):
+        if missing and late.facts.phase in (STARTING, JOINING):
             return (
                 f"process {missing[0]} of {self._size} hangs before it has begun its work: the "
                 "others have waited "
@@ -257,11 +257,11 @@ class Watch:
                 "a stopped process?"
             )
         culprit = self._culprit()
-        if len(self._ranks) < self._size and all(s.facts.get("waits") for s in self._seen.values()):
+        if len(self._ranks) < self._size and all(s.facts.waits for s in self._seen.values()):
             states = "; ".join(f"process {r} {_state(s)}" for r, s in sorted(self._seen.items()))
             return f"{WAITING}: nothing has moved for {quiet_s:.0f} s. {states}"
-        who = f"process {culprit.facts['rank']} of {self._size}"
-        head = f"{who} hangs in {culprit.facts['phase']}: nothing has moved for {quiet_s:.0f} s"
+        who = f"process {culprit.facts.rank} of {self._size}"
+        head = f"{who} hangs in {culprit.facts.phase}: nothing has moved for {quiet_s:.0f} s"
         if len(self._ranks) < self._size and not culprit.silent:
             # a process that waits for its GPU, and so perhaps for others, looks like one that works
             head += (
@@ -279,21 +279,12 @@ class Watch:
 
     def _culprit(self) -> _Seen:
         def order(seen: _Seen) -> tuple[Any, ...]:
-            collective = seen.facts.get("collective") or {"number": 0}
-            waits = seen.facts.get("waits", False)
-            return (
-                -seen.beat_s if seen.beat_s >= SILENT_S else 0.0,
-                waits,
-                seen.facts["number"],
-                collective["number"],
-                -seen.lasted_s,
-            )
+            facts = seen.facts
+            silent_s = seen.beat_s if seen.beat_s >= SILENT_S else 0.0
+            collectives, _ = facts.collective or (0, "")
+            return -silent_s, facts.waits, facts.number, collectives, -seen.lasted_s
 
         return min(self._seen.values(), key=order)
-
-
-def _progress(facts: Facts) -> tuple[int, int]:
-    return facts["number"], facts["moves"]
 
 
 def _has_ended(pid: int) -> bool:
@@ -310,6 +301,6 @@ def _state(seen: _Seen) -> str:
             f"does not run (no sign of life for {seen.beat_s:.0f} s; stopped, or its machine "
             "is overloaded)"
         )
-    collective = seen.facts.get("collective")
-    last = f", last collective {collective['name']} #{collective['number']}" if collective else ""
-    return f"is at {seen.facts.get('at', seen.facts['phase'])}{last}"
+    number, name = seen.facts.collective or (0, "")
+    last = f", last collective {name} #{number}" if number else ""
+    return f"is at {seen.facts.at or seen.facts.phase}{last}"
