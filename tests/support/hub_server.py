@@ -5,7 +5,7 @@
         ...
 
 It answers what huggingface_hub asks: repository and revision to commit, the tree, HEAD and GET of
-files (ranges, `X-Repo-Commit`, and the `X-Linked-*` headers of LFS files), the check of a card's
+files (`X-Repo-Commit`, and the `X-Linked-*` headers of LFS files), the check of a card's
 metadata by the rules in `card_errors`, and the error codes of the real hub. Faults are attributes
 of the repository that may be changed while the server runs.
 """
@@ -45,7 +45,6 @@ class HubRepo:
         self.bad_token = False  # every request is refused, as with an expired token
         self.served: dict[str, bytes] = {}  # bytes sent in place of the announced ones
         self.listed_size: dict[str, int] = {}  # size announced in place of the true one
-        self.cut: set[str] = set()  # the first answer stops in the middle
         self.down: set[str] = set()  # the connection is closed without an answer
         self.stored: dict[str, bytes] = {}  # large files that were sent, by their SHA-256
         self.refused: set[str] = set()  # SHA-256 of large files that are cut off when they are sent
@@ -264,22 +263,13 @@ class _Handler(BaseHTTPRequestHandler):
         content = repo.commits[commit][path]
         headers = {
             "X-Repo-Commit": commit,
-            "Accept-Ranges": "bytes",
             "ETag": f'"{git_blob_id(content)}"',
         }
         if path.endswith(repo.lfs):
             headers["X-Linked-Etag"] = f'"{hashlib.sha256(content).hexdigest()}"'
             headers["X-Linked-Size"] = str(len(content))
         body = repo.served.get(path, content)
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-        return self._send(
-            206 if start else 200,
-            headers,
-            body[start:],
-            cut=path in repo.cut and not start,
-        )
+        return self._send(200, headers, body)
 
     def _json(self, value: object) -> None:
         self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
@@ -287,17 +277,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _error(self, status: int, code: str, message: str = "") -> None:
         self._send(status, {"X-Error-Code": code, "X-Error-Message": message or code}, b"")
 
-    def _send(
-        self, status: int, headers: Mapping[str, str], body: bytes, *, cut: bool = False
-    ) -> None:
+    def _send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[: (len(body) + 1) // 2] if cut else body)
-        self.close_connection = self.close_connection or cut
+            self.wfile.write(body)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 
 from workflow.lib.data.reading.hub_download import (
     Source,
+    check_paths,
     choose_files,
     explain,
     partial_folder,
@@ -65,6 +66,16 @@ def test_incomplete_model_is_refused_by_what_it_lacks(paths: Sequence[str], miss
 def test_long_listing_is_abridged_in_the_message() -> None:
     with pytest.raises(UserError, match=r"it has f0, f1, f10, f100, f11, f12, .* and 93 more\."):
         chosen(MODEL, *[f"f{number}" for number in range(101)])
+
+
+@pytest.mark.parametrize(
+    "path", ["../evil.safetensors", "/etc/evil", "a//b", "a\\..\\b", "\x1b[2J.json"]
+)
+def test_path_that_leaves_the_folder_or_speaks_to_the_terminal_is_refused(path: str) -> None:
+    check_paths(MODEL, ["config.json", "a/b.json"])
+    with pytest.raises(UserError) as error:
+        check_paths(MODEL, ["config.json", path])
+    assert f"lists the unsafe path {path!r}" in str(error.value)
 
 
 def test_dataset_file_whose_name_looks_like_a_pattern_is_taken_literally() -> None:

@@ -75,20 +75,24 @@ class Source:
 
 
 def list_files(source: Source) -> tuple[str, list[RepoFile]]:
-    """Return the commit that the revision names now, and all of its files. Raises `UserError` if a
-    path would leave the folder that it is saved in."""
+    """Return the commit that the revision names now, and all of its files."""
     api, kind = HfApi(), source.kind
     commit = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind).sha
     assert commit is not None, "the hub answers every repository request with its commit"
     tree = api.list_repo_tree(source.repo_id, revision=commit, repo_type=kind, recursive=True)
     files = [entry for entry in tree if isinstance(entry, RepoFile)]
-    for path in (file.path for file in files):
+    check_paths(source, [file.path for file in files])
+    return commit, files
+
+
+def check_paths(source: Source, paths: Iterable[str]) -> None:
+    """Raise `UserError` if a path would leave the folder that it is saved in."""
+    for path in paths:
         leaves = "\\" in path or any(part in ("", ".", "..") for part in path.split("/"))
         if leaves or not path.isprintable():  # it is logged: a terminal would obey escapes
             raise source.error(
                 f"the repository lists the unsafe path {path!r}", "Do not use this repository"
             )
-    return commit, files
 
 
 def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: Path) -> set[str]:
