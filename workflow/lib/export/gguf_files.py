@@ -35,6 +35,10 @@ CONVERTED: set[GgufFormat] = {"f32", "f16", "bf16", "q8_0"}  # the quantizer mak
 WHOLE: tuple[GgufFormat, ...] = ("f32", "bf16", "f16")
 ADAPTER_TYPE = "f16"  # half of what PEFT's file takes, and 11 bits; small beside any base
 TRAINED_WITH = (CHAT_TEMPLATE, "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+PACKAGE = "cyllama"
+# `enum llama_ftype` of llama.cpp's include/llama.h.
+FILE_TYPES: dict[GgufFormat, int] = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+QUANTIZER_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -153,12 +157,6 @@ def scaled_copy(adapter: Path, folder: Path) -> Path:
             tensors[name] = tensor * factor
     save_adapter(tensors, config, folder)
     return folder
-
-
-PACKAGE = "cyllama"
-# `enum llama_ftype` of llama.cpp's include/llama.h.
-FILE_TYPES: dict[GgufFormat, int] = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
-QUANTIZER_LINES = 4
 
 
 def quantize(source: Path, output: Path, *, format_name: GgufFormat, threads: int) -> None:

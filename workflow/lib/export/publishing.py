@@ -30,6 +30,15 @@ FORMS: dict[Form, tuple[str, str, str]] = {
     "gguf": ("quantized", "gguf", "GGUF files, for llama.cpp and Ollama"),
 }
 CARD = "README.md"
+BASE = "base_model_name_or_path"  # of adapter_config.json
+# Absolute paths of two parts and more (a token may be called /think), upward ones, and addresses of
+# files; a value with line breaks or braces is a text.
+OUTSIDE = re.compile(
+    r"(?:file:/+|~[^/\s]*/|(?:\.{1,2}/)*\.\./|[A-Za-z]:[\\/]|\\\\|/[^/\s]+/)[^\n{}<>|]*"
+)
+WEIGHTS = (".safetensors", ".gguf")
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # a token may be called anything
+CHUNK = 2**20  # bytes that are searched at once
 
 
 @dataclass(frozen=True)
@@ -116,17 +125,6 @@ def upload(publication: Publication, *, message: str) -> str:
             "Repeat the command: large files that the hub has are not sent again",
         ) from error
     return str(done.commit_url)
-
-
-BASE = "base_model_name_or_path"  # of adapter_config.json
-# Absolute paths of two parts and more (a token may be called /think), upward ones, and addresses of
-# files; a value with line breaks or braces is a text.
-OUTSIDE = re.compile(
-    r"(?:file:/+|~[^/\s]*/|(?:\.{1,2}/)*\.\./|[A-Za-z]:[\\/]|\\\\|/[^/\s]+/)[^\n{}<>|]*"
-)
-WEIGHTS = (".safetensors", ".gguf")
-VOCABULARIES = ("tokenizer.json", "vocab.json")  # a token may be called anything
-CHUNK = 2**20  # bytes that are searched at once
 
 
 def named_paths(path: Path) -> Iterator[str]:

@@ -44,6 +44,17 @@ from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
 
 logger = logging.getLogger("workflow")
+# fp32 matrices of (in, in) at a time: correlation, inverse, and its factor.
+MATRICES = 3
+# fp32 copies of a weight at a time: what is rounded, what is left, decoded by both methods, scales,
+# and what indexing takes.
+WEIGHT_COPIES = 7
+# Experts of a token: the most of the families that we know (Qwen3-Next).
+TOP_K = 10
+# Bytes of a score of eager attention in 16 bits: capped or with a sink, and the softmax of it.
+SCORE_BYTES = 8
+# fp32 copies of a stack's scales at a time, of a block of 64 weights each.
+SCALE_COPIES, BLOCK_SIZE = 5, 64
 
 
 @dataclass(frozen=True)
@@ -131,19 +142,6 @@ def _write_files(
         writer.adopt(layer_path(folder, number))
     writer.close()
     return writer.total_bytes
-
-
-# fp32 matrices of (in, in) at a time: correlation, inverse, and its factor.
-MATRICES = 3
-# fp32 copies of a weight at a time: what is rounded, what is left, decoded by both methods, scales,
-# and what indexing takes.
-WEIGHT_COPIES = 7
-# Experts of a token: the most of the families that we know (Qwen3-Next).
-TOP_K = 10
-# Bytes of a score of eager attention in 16 bits: capped or with a sink, and the softmax of it.
-SCORE_BYTES = 8
-# fp32 copies of a stack's scales at a time, of a block of 64 weights each.
-SCALE_COPIES, BLOCK_SIZE = 5, 64
 
 
 def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:

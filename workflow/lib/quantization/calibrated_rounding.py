@@ -36,6 +36,7 @@ DAMPING = 0.02  # of the correlation's mean diagonal, added to its diagonal befo
 MORE_DAMPING = (0.02, 0.1, 1.0)  # where the factorization fails, in float64
 COLUMNS = 128  # whose errors are taken to all later columns at once
 BLOCKS = 2**18  # that are searched at once: more would take gigabytes for the widest linears
+PROGRAM_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,6 @@ def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
         codes.append(nearest_codes(blocks, scale.unsqueeze(1), edges).to(torch.uint8))
     scales = store_scales(torch.cat(largest), double_quant=settings.double_quant)
     return Rounded(torch.cat(codes).view(-1)[: weight.numel()].view(weight.shape), scales)
-
-
-PROGRAM_ROWS = 4
 
 
 def columns_by_loop(

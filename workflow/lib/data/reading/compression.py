@@ -21,6 +21,18 @@ BUFFER_BYTES = 2**20
 # 1,032 times, zstd more.
 MAX_RATIO = 500
 MIN_UNPACKED_BYTES = 2**30  # below this no file is suspected
+Compression = Literal["gzip", "zstd"]
+EXTENSIONS: dict[str, FileType] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 
 class UnreadableError(ValueError):
@@ -82,21 +94,6 @@ def read_head(path: Path, *, length: int = 4096) -> bytes:
     """Return the first bytes, decompressed. Raises `OSError`."""
     with open_bytes(path) as file:
         return file.read(length)
-
-
-Compression = Literal["gzip", "zstd"]
-
-EXTENSIONS: dict[str, FileType] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 
 def compression_of(path: PurePath) -> Compression | None:

@@ -23,6 +23,9 @@ from workflow.lib.data.reading.text_readers import CHUNK_BYTES
 ARROW_FILE_MARK = b"ARROW1"
 # Of each column at a time; pyarrow reads a row group's whole columns otherwise.
 COLUMN_BUFFER_BYTES = 2**20
+# What Arrow or JSON raise at a value that is none of its type.
+BROKEN_VALUES = (ValueError, KeyError, RecursionError)
+Decode = Callable[[Any], Any]
 
 
 def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
@@ -90,10 +93,6 @@ def _batches(source: Any) -> Iterator[pyarrow.RecordBatch]:
         yield reader.get_batch(number)
 
 
-# What Arrow or JSON raise at a value that is none of its type.
-BROKEN_VALUES = (ValueError, KeyError, RecursionError)
-
-
 @dataclass(frozen=True)
 class TableRows:
     """Rows of a table from row `first` on, as an Arrow stream. A pickled batch would drag its whole
@@ -147,9 +146,6 @@ def _values(table: pyarrow.Table) -> list[dict[str, Any]]:
             for row in rows:
                 row[column.name] = decode(row[column.name])
     return rows
-
-
-Decode = Callable[[Any], Any]
 
 
 def _decoder(kind: pyarrow.DataType) -> Decode | None:

@@ -21,6 +21,9 @@ from workflow.lib.data.tokens.splits import Split
 from workflow.lib.data.tokens.token_store import ARRAYS, OPTIONAL_ARRAYS, Array
 
 BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a time
+WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks, 144 with weights; at a seq_len of 4096, 4096 rows
+WINDOW_ROWS = 64  # rows of a window at least: the last one of each may stay half empty
+Part = tuple[int, npt.NDArray[np.uint32]]
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,6 @@ def write_heldout(folder: Path, documents: Iterable[tuple[Array, Array, Array]])
             all_masks.append(mask)
             lengths.append(some.astype(np.int64))
         offsets.append(np.cumsum(np.concatenate(lengths)))
-
-
-WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks, 144 with weights; at a seq_len of 4096, 4096 rows
-WINDOW_ROWS = 64  # rows of a window at least: the last one of each may stay half empty
-
-Part = tuple[int, npt.NDArray[np.uint32]]
 
 
 def packing_windows(
