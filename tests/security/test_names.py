@@ -126,12 +126,8 @@ def refusal(document: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", REFUSED_RUN_NAMES)
-def test_run_name_that_is_no_plain_name_is_refused(name: str) -> None:
-    assert "runs: the name" in refusal({"runs": {name: {}}})
-
-
-@pytest.mark.parametrize("name", REFUSED_RUN_NAMES)
-@pytest.mark.parametrize("section", ["model", "data"])
-def test_label_that_is_no_plain_name_is_refused(section: str, name: str) -> None:
-    assert f"{section}.name = " in refusal({section: {"name": name}})
+def test_names_and_labels_that_are_no_plain_names_are_refused() -> None:
+    for name in REFUSED_RUN_NAMES:
+        assert "runs: the name" in refusal({"runs": {name: {}}})
+        for section in ("model", "data"):
+            assert f"{section}.name = " in refusal({section: {"name": name}})
