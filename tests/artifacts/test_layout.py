@@ -59,7 +59,6 @@ HUB_DATA = {"source": "owner/data", "train": "train.jsonl", "heldout": None}
 
 
 def run_with(section: str | None = None, **changes: Any) -> RunConfig:
-    """Return a run of a hub model and a hub dataset, with one section changed."""
     document: dict[str, Any] = {"model": {"source": "owner/name"}, "data": HUB_DATA}
     (run,) = load_config(merge(document, {section: changes} if section else {}))[1].values()
     return run

@@ -21,12 +21,10 @@ MEND = "`python -m workflow.scripts.write_settings_pages` writes it again"
 
 
 def committed() -> str:
-    """Return the text of config.yaml."""
     return CONFIG.read_text(encoding="utf-8")
 
 
 def keys(document: dict[str, Any], path: str = "") -> list[str]:
-    """Return the paths of all settings of a document."""
     nested = [
         keys(value, f"{path}{key}.") if isinstance(value, dict) and value else [f"{path}{key}"]
         for key, value in document.items()

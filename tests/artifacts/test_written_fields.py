@@ -18,7 +18,6 @@ from workflow.lib.system.files import read_checked_json
 
 
 def undeclared(document: Any, annotation: Any) -> Iterator[str]:
-    """Yield the fields of a document that its record does not have."""
     arguments = typing.get_args(annotation)
     if isinstance(annotation, types.UnionType):
         for option in arguments:

@@ -45,8 +45,6 @@ ALTERED = {
 
 
 def survey(base: Path, altered_base: Path) -> dict[str, Any]:
-    """Build the model of a run in this group, alter single bytes, and return what the checks
-    find."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = built_model(base, CONFIG, make_plan(), world)
         params = dict(model.training.named_parameters())

@@ -79,7 +79,6 @@ def engine(base: Path, world: World, *, count: int | str, level: bool | int) -> 
 
 
 def packed(layer: nn.Module) -> bool:
-    """Whether a layer's packed weights are plain tensors with values."""
     return all(
         type(linear.weight.data) is torch.Tensor and linear.weight.numel() > 0
         for _, linear in nf4_linears(layer)

@@ -29,7 +29,6 @@ SMALL = partial(tiny_llama, num_hidden_layers=2)
 
 
 def asked_by_each(numbers: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-    """What `asked` returns, for each signal in turn."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {number: asked(number, world) for number in numbers}
 
@@ -118,8 +117,6 @@ def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path)
 
 
 def diverging(folder: Path) -> str:
-    """Be a worker of a run of `FEW` steps that checkpoints every step and meets a loss that is not
-    finite in its last."""
     from workflow.lib.training import loop
 
     original = loop.check_step

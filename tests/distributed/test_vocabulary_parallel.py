@@ -74,8 +74,6 @@ def cut(tensor: torch.Tensor, world: World) -> nn.Parameter:
 
 
 def sliced(case: str, world: World) -> dict[str, Any]:
-    """Loss and gradient of this process's rows, all logits of them, and embedding rows, by
-    slices."""
     whole = whole_head(case)
     bias = None if whole.module.bias is None else cut(whole.module.bias, world)
     group = world.mesh.get_group()

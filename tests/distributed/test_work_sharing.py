@@ -40,7 +40,6 @@ def test_shares_come_together_in_order_and_the_main_process_goes_first(tmp_path)
 
 
 def fail_first(file):
-    """One process's view of a main process that fails in the block."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         try:
             with main_first(world):

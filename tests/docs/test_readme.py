@@ -70,7 +70,6 @@ class Block(NamedTuple):
 
 
 def blocks() -> Iterator[Block]:
-    """Yield the fenced blocks in order."""
     for fence in re.finditer(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL):
         reason = NOT_RUN.search(README[: fence.start()])
         yield Block(fence[1], fence[2], reason[1] if reason else None)
@@ -86,14 +85,12 @@ def shrink(path: Path, changes: dict[str, Any], *, runs: int) -> None:
 
 
 def tracked(*folders: str) -> list[str]:
-    """Return the tracked files of folders that exist."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--", *folders]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
 
 
 def copy_project(folder: Path) -> Path:
-    """Copy the tracked files, with this interpreter's environment as `.venv`."""
     for name in tracked("."):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +100,6 @@ def copy_project(folder: Path) -> Path:
 
 
 def forked(commands: str, folder: Path) -> str:
-    """Return commands, before `FORKED_FROM` one that has Snakemake fork the stages."""
     forking = folder / "forking" / "snakemake"
     forking.parent.mkdir(exist_ok=True)
     forking.write_text(f"#!{sys.executable}{FORKING.format(stages=preloaded_python())}")
@@ -257,7 +253,6 @@ def code(text: str) -> list[str]:
 
 
 def page(name: str) -> str:
-    """Return a page of the documents."""
     return (ROOT / "workflow" / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 

@@ -17,7 +17,6 @@ CONFIG = LlamaConfig(
 
 
 def tries(limit):
-    """A computation that runs out of memory above `limit`, and the sizes that it was tried with."""
     tried = []
 
     def compute(size):

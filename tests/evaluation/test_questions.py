@@ -114,7 +114,6 @@ def evaluator(folder, tokenizer):
 
 @pytest.fixture(scope="module")
 def evaluated(evaluator, settings):
-    """Questions, base's and tuned's measurements and artifacts of one evaluation."""
     questions, measured, found, _ = evaluator(settings)
     return questions, measured["base"], measured["tuned"], found["base"], found["tuned"]
 

@@ -107,7 +107,6 @@ def test_task_templates_still_have_the_filters_and_newlines_of_the_harness():
 
 
 def write_task(folder, *, doc_to_text):
-    """Write the task `evil` with one item."""
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps({"question": "a", "choices": ["b", "c"], "answer": 0}) + "\n")
     (folder / "evil.yaml").write_text(

@@ -80,7 +80,6 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def trained_adapter(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """An adapter on all linears and stacks, in the layout and by the names of the training."""
     draw = torch.Generator().manual_seed(3)
     shapes = {path: (1, *size) for path, size in quantizable_linears(model).items()}
     shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}

@@ -37,7 +37,6 @@ def record(run: Path) -> dict[str, torch.Tensor]:
 
 
 def reloaded(run: Path, folder: Path, **changes: torch.Tensor) -> Any:
-    """Export the adapter, with some tensors replaced, and load it as a user would."""
     adapter = read_sharded_adapter(run / "finetune" / "adapter")
     save_adapter(
         adapter | changes, read_checked_json(run / "finetune" / "adapter_config.json"), folder

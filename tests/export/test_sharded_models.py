@@ -135,7 +135,6 @@ def refusal(folder: Path, world: World) -> str:
 
 
 def in_two_processes(folder: Path, settings: EvaluateConfig, device: str = "cpu") -> Found:
-    """One process's view."""
     with process_group(device, timeout_s=TIMEOUT_S) as world:
         held, total = local_bytes(load(folder, "adapter", world))
         return Found(

@@ -38,7 +38,6 @@ def logits(model):
 
 
 def copy_with(folder: Path, target: Path, change) -> Path:
-    """Copy a checkpoint folder and change its tensors."""
     shutil.copytree(folder, target)
     (file,) = target.glob("*.safetensors")
     tensors = load_file(file)

@@ -26,7 +26,6 @@ def nvmlDeviceGetCount() -> int:  # noqa: N802
 
 
 def nvmlDeviceGetHandleByIndex(index: int) -> int:  # noqa: N802
-    """Return the index as the handle."""
     return index
 
 

@@ -255,7 +255,6 @@ def test_every_optimizer_trains_like_adamw(base: Path, two_gpus: int, kind: str)
 
 
 def resident_bytes(base: Path, count: int) -> int:
-    """Return what lies on the GPU after a step with `count` layers on the host."""
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
     from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group

@@ -21,7 +21,6 @@ LARGE = 2**28  # bytes, a segment of the allocator of its own
 
 
 def asking_in_forward() -> Capture:
-    """Return what asks for values in the middle of a forward that is captured."""
     capture = CudaCapture()
 
     def ask(module: nn.Module, args: tuple[Any, ...]) -> None:

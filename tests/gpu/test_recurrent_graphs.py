@@ -90,7 +90,6 @@ def results(
 
 
 def counting(replays: list[int]) -> Capture:
-    """Return a capture whose replays are counted."""
     capture = CudaCapture()
 
     def captured(function: Function) -> Replay:

@@ -36,7 +36,6 @@ def config(name: str, run: str = "gpu") -> str:
 
 
 def prepare(folder: Path, run: str) -> dict[str, Path]:
-    """Make what training reads, with a plan for all GPUs."""
     inputs = {name: folder / name for name in ("base", "tokens")}
     model = Path(RUNS[run].model.source)
     stage("tokenize_dataset", config("tokenize_dataset", run),
@@ -48,7 +47,6 @@ def prepare(folder: Path, run: str) -> dict[str, Path]:
 
 
 def plan(path: Path, run: str, *, tokens: Path) -> Path:
-    """Plan the run for the GPUs that are visible."""
     stage("preflight_run", config("preflight_run", run), "--model", Path(RUNS[run].model.source),
           "--tokens", tokens / "manifest.json", "--output", path, "--run", run)  # fmt: skip
     return path

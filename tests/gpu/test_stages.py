@@ -48,7 +48,6 @@ def stage(name: str, config: str, *arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, one_gpu: int) -> Path:
-    """The demo, trained on all GPUs and exported."""
     folder = tmp_path_factory.mktemp("demo")
     tokens, base, preflight = folder / "tokens", folder / "base", folder / "preflight.json"
     model = Path(RUN.model.source)

@@ -41,7 +41,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stock(base: Path, **lora: Any) -> PeftModel:
-    """Stock PEFT on stock bitsandbytes."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu")
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -142,7 +141,6 @@ def logits(training: CausalLMForTraining) -> torch.Tensor:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Counts the calls of the fused node."""
     calls: list[None] = []
     fused = NF4LoraMatMul.apply
 

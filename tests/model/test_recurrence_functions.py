@@ -132,7 +132,6 @@ def test_no_package_computes_a_whole_layer_without_its_adapters(
 
 
 def globals_of(forward: Any) -> dict[str, Any]:
-    """Of a function that decorators may have wrapped."""
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return dict(forward.__globals__)

@@ -60,7 +60,6 @@ def test_a_function_of_whole_heads_is_not_called_for_parts_of_them() -> None:
 
 
 def attention(family: str, **changes: Any) -> Any:
-    """Return the attention of the second layer of a tiny model."""
     config = AutoConfig.for_model(
         family, hidden_size=48, intermediate_size=64, num_hidden_layers=2, vocab_size=97,
         num_attention_heads=6, num_key_value_heads=2, head_dim=8, pad_token_id=0, **changes,

@@ -44,7 +44,6 @@ def expected(x: torch.Tensor, *, block: int = 128) -> torch.Tensor:
 def run(
     compute: Compute, *alike: torch.Tensor, offload: bool = False, width: int = WIDTH
 ) -> tuple[torch.Tensor, list[Any], ActivationOffload | None]:
-    """Return the gradient of hidden states, what was kept for backward, and where it waited."""
     stash = ActivationOffload(CPU, window_bytes=4096) if offload else None
     rounding, layer, x = (
         RoundedActivations(torch.float32, stash),

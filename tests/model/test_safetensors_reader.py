@@ -19,7 +19,6 @@ TENSORS = {
 
 
 def sharded(folder: Path) -> Path:
-    """Write `TENSORS` to two shards and an index."""
     folder.mkdir()
     save_file({"a.weight": TENSORS["a.weight"]}, folder / "one.safetensors")
     save_file({k: TENSORS[k] for k in ("b.weight", "scale")}, folder / "two.safetensors")

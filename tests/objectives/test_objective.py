@@ -77,7 +77,6 @@ def two_documents_a_row(*, weights: Any = (0.25, 1, 2)) -> TokenStore:
 
 
 def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients from the family's own logits of all rows at once."""
     store, params = two_documents_a_row(), trainable_parameters(model.training)
     batch = stored_batch(store, np.arange(ROWS))
     logits = model.training.family_logits(batch.input_ids, batch.position_ids)
@@ -97,7 +96,6 @@ def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tenso
 
 
 def one_step(model: TrainingModel, name: str, world: World, rows: int) -> Any:
-    """Loss and gradients of a step of one micro-batch after the other of `rows` rows."""
     training, gradients = model.training, {}
     training.objective = OBJECTIVES[name]
     params = trainable_parameters(training)

@@ -44,7 +44,6 @@ HEAVY = {"transformers", "peft", "bitsandbytes", "accelerate"}
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Return every module that a file imports anywhere, also inside functions, by its full name."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -57,7 +56,6 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def library_imports(path: Path) -> set[Path]:
-    """Return the files of the library that a file imports directly."""
     names = (name for name in imports(path) if name.startswith("workflow.lib."))
     files = {ROOT / f"{name.replace('.', '/')}.py" for name in names}
     return {file for file in files if file.exists()}

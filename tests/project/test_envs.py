@@ -16,7 +16,6 @@ REQUIREMENTS = sorted(path for path in ENVS.glob("*.txt") if path.name != "pins.
 
 
 def render() -> ModuleType:
-    """Return envs/render.py as a module."""
     spec = importlib.util.spec_from_file_location("render", ENVS / "render.py")
     assert spec is not None
     assert spec.loader is not None

@@ -37,7 +37,6 @@ def in_nf4(source: Path, folder: Path, *, dtype: torch.dtype, **settings: Any) -
 
 
 def quantize(model: Path, output: Path, **settings: Any) -> Path:
-    """Run the stage in this process."""
     words = ["--config", json.dumps({"quantize": settings}), "--model", str(model)]
     words += ["--output", str(output), "--log", str(output.with_suffix(".log"))]
     main(add_arguments(stage_parser("")).parse_args(words))

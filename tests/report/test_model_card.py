@@ -76,7 +76,6 @@ def test_metadata_is_read_back_by_the_hubs_own_parser(run: Path, tmp_path: Path)
 
 
 def validated(card: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Let huggingface_hub validate a card, in a process that takes a stand-in for the hub."""
     (folder / "README.md").write_text(card)
     code = (
         "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
@@ -239,7 +238,6 @@ WHOLE_BLOCKS = {
 
 
 def used(card: str, **replaced: Path) -> dict[str, Any]:
-    """Run the code of the section Use with the paths of a reader, and return its names."""
     (block,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     for placeholder, path in replaced.items():
         quoted = f"path/to/{placeholder.replace('__', '/')}"

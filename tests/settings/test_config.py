@@ -22,7 +22,6 @@ from workflow.lib.system.errors import UserError
 
 
 def fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yield the path and description of every setting and section."""
     for name, field in model.model_fields.items():
         yield f"{path}{name}", field.description
         if is_section(model, name):

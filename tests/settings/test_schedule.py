@@ -10,7 +10,6 @@ from workflow.lib.settings.schedule import learning_rate, step_rows, total_steps
 
 
 def train(**settings: object) -> TrainConfig:
-    """Return training settings with some values."""
     return TrainConfig.model_validate(settings)
 
 
@@ -93,7 +92,6 @@ def test_min_lr_share_does_not_lower_a_constant_rate() -> None:
 
 
 def order(num_rows: int, batch: int, steps: range, seed: int = 0) -> list[int]:
-    """Return the rows of these steps, one after the other."""
     parts = [
         step_rows(num_rows=num_rows, global_batch_size=batch, seed=seed, step=step)
         for step in steps

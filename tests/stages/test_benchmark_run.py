@@ -120,7 +120,6 @@ def test_one_start_measures_neighbours_that_are_alike_and_peers_alone() -> None:
 
 
 def measured_at(speed: float) -> dict[str, Any]:
-    """What workers write of a case of this speed."""
     job = prepare(wanted(cases=["flash"], device="cpu")[0], num_gpus=0)
     tokens = job.plan.micro_batch_size * job.run.data.seq_len
     seen = Observed(step_s=[tokens / speed])

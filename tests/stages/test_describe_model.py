@@ -18,7 +18,6 @@ from workflow.lib.system.files import file_sha256
 
 
 def describe(folder: Path, **runs: Any) -> subprocess.CompletedProcess[str]:
-    """Run the stage on the model in `folder`, with the settings of runs."""
     checks = json.dumps({"trains_here": False, "runs": runs})
     options = ["--model", str(folder), "--checks", checks]
     output = ["--output", str(folder / "made" / "description.json")]

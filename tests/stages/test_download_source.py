@@ -84,7 +84,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """Return `source.json`."""
     value: dict[str, Any] = read_checked_json(folder / "source.json")
     return value
 

@@ -41,7 +41,6 @@ def folder(tmp_path_factory):
 
 
 def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
-    """Run the stage."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     arguments = command_line(folder, output, settings)
     return forked_stage("evaluate_run", *arguments, environment=environment)
@@ -102,7 +101,6 @@ def test_log_tells_what_is_measured_and_what_came_out(finished):
 
 
 def numbers(output: Path) -> dict[str, float]:
-    """Every number of the artifacts that a model computed, by its path."""
     found = {}
     for subject in MEASURED:
         content = read_json(output / "evaluation" / f"{subject}.json")

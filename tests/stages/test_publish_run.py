@@ -26,7 +26,6 @@ CARD = (
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with an exported adapter and its card."""
     folder = write_run(tmp_path, "demo", num_steps=3)
     adapter = folder / "consolidate" / "adapter"
     write_json(adapter / "adapter_config.json", {"base_model_name_or_path": "acme/tiny", "r": 16})

@@ -23,7 +23,6 @@ from workflow.lib.system.files import read_checked_json
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tokens of the tiny tokenizer, for models of all families."""
     folder = tmp_path_factory.mktemp("mixtures")
     tiny_tokenizer(folder / "tokenizer")
     Stage(folder, folder / "tokenizer").run()
@@ -99,7 +98,6 @@ def test_stock_packages_decode_what_the_errors_were_measured_on(
 
 
 def stacked(decoded: dict[str, torch.Tensor], stock: Any, path: str) -> torch.Tensor:
-    """A stack as the stock model computes with it."""
     module, _, name = path.rpartition(".")
     value: torch.Tensor = getattr(stock.get_submodule(module), name)
     return value.detach().float()

@@ -265,7 +265,6 @@ def test_demo_fills_its_rows_to_99_percent(tmp_path: Path) -> None:
 
 @pytest.fixture
 def downloaded(stage: Stage) -> Stage:
-    """A stage whose data and tokenizer are downloads."""
     stage.dataset = stage.folder / "hub-data"
     stage.dataset.mkdir()
     save_rows(stage.dataset / "train.jsonl", rows(NUM_TRAIN))

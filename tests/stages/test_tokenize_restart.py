@@ -148,7 +148,6 @@ def test_stopped_run_leaves_no_process_behind(stage: Stage, stop: signal.Signals
 
 
 def children(pid: int) -> list[int]:
-    """All processes below `pid`, by /proc."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

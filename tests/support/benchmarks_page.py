@@ -39,7 +39,6 @@ def written(page: str, lines: Iterable[dict[str, Any]]) -> str:
 
 
 def newest(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest measured line of each case, by model."""
     found: dict[str, dict[str, Any]] = {}
     for line in sorted(lines, key=_date):
         if line["measured"] and _date(line) >= SINCE and line["sizes"]["steps"] >= STEPS:

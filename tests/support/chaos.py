@@ -299,7 +299,6 @@ def undisturbed_project(folder: Path) -> Project:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return a table with a line per kind of fault."""
     lines = [
         "| fault | times | stages hit | exit status | steps trained again, at most | said most "
         "often |",

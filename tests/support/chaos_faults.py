@@ -100,7 +100,6 @@ def checkpoint_folder(project: Project) -> Path | None:
 
 
 def trained_steps(project: Project) -> int:
-    """Steps in the metrics that are being written."""
     folder = checkpoint_folder(project)
     path = folder / "metrics.jsonl" if folder else None
     return path.read_text().count("\n") if path and path.exists() else 0
@@ -129,7 +128,6 @@ def kill_tree(victim: Victim) -> None:
 
 
 def wait_for_steps(victim: Victim, chance: random.Random) -> bool:
-    """Wait until some more steps are trained."""
     victim.where = "finetune"
     goal = min(trained_steps(victim.project) + chance.randint(1, 6), STEPS - 1)
     while victim.running():
@@ -312,7 +310,6 @@ def rot_base(folder: Path, chance: random.Random) -> None:
 
 
 def rot_tokens(folder: Path, chance: random.Random) -> None:
-    """The same of the tokens."""
     rot(chance.choice(sorted((folder.parents[1] / "tokens").glob("[!.]*/*.npy"))), chance)
 
 

@@ -53,7 +53,6 @@ def taking(num_bytes: int) -> Tape:
 
 
 def message(**arguments: Any) -> str:
-    """Return the message of the `UserError` that deciding raises."""
     with pytest.raises(UserError) as caught:
         decided(**arguments)
     return str(caught.value)

@@ -161,7 +161,6 @@ def _decodes(family: str) -> bool:
 
 
 def tiny_config(family: str) -> Any:
-    """Return the configuration of a tiny model of a family, by the names of its settings."""
     default = AutoConfig.for_model(family)
     text = default.get_text_config()
     sizes = {name: value for name, value in BY_NAME.items() if _has(text, name)}
@@ -254,7 +253,6 @@ def _forked(family: str, number: int, folder: Path) -> int:
 
 
 def lists(found: Iterable[Found]) -> str:
-    """Return the lists of the page."""
     by_outcome: dict[str, list[Found]] = {}
     for one in sorted(found, key=lambda one: one.family):
         by_outcome.setdefault(one.outcome, []).append(one)
@@ -276,7 +274,6 @@ def _brief(why: str) -> str:
 
 
 def written(page: str, found: Iterable[Found]) -> str:
-    """Return the page with the lists between its marks."""
     before, rest = page.split(MARKS[0])
     return before + MARKS[0] + lists(found) + MARKS[1] + rest.split(MARKS[1])[1]
 

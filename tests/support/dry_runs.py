@@ -123,7 +123,6 @@ def serve(requests: Iterator[str]) -> None:
 
 
 def import_late() -> None:
-    """Import what every run imports after its start."""
     rules = [file.read_text(encoding="utf-8") for file in REPOSITORY.glob("workflow/rules/*.smk")]
     for module in (*LOADED_LATE, *IMPORT.findall("".join(rules))):
         importlib.import_module(module)

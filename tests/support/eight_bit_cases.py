@@ -41,7 +41,6 @@ def nf4_data(shape: tuple[int, int], *, double_quant: bool) -> NF4Data:
 
 
 def moved(data: NF4Data, device: str) -> NF4Data:
-    """Return the weight on a device."""
     return NF4Data(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in data))
 
 

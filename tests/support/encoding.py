@@ -40,7 +40,6 @@ def conversation(messages: list[Any], **more: Any) -> Conversation:
 
 
 def trained(tokenizer: Any, encoded: Encoded) -> list[str]:
-    """The texts of the trained runs of tokens."""
     runs: list[list[int]] = [[]]
     for token, is_target in zip(encoded.ids.tolist(), encoded.mask, strict=True):
         if is_target:

@@ -114,7 +114,6 @@ def side_by_side(up: torch.Tensor, *, activation: Function) -> torch.Tensor:
 
 
 def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pairs:
-    """Yield value and gradients of every function that the kernels know."""
     draw = torch.Generator().manual_seed(3)
     here, plain = routings(num_tokens, device=device)
     num_rows = num_tokens * TOP_K

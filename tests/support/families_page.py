@@ -46,7 +46,6 @@ def measured_families(lines: Iterable[dict[str, Any]]) -> set[str]:
 
 
 def table() -> str:
-    """Return the table, a line for each family."""
     measured = measured_families(all_lines())
     return HEAD + "".join(_line(family, measured) for family in FAMILIES)
 
@@ -77,7 +76,6 @@ def _line(family: str, measured: set[str]) -> str:
 
 
 def _attention(config: Any) -> str:
-    """Return the kinds of attention of a model's layers."""
     kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
     kinds -= {"linear_attention"}
     if not kinds:
@@ -97,7 +95,6 @@ def _fused(counts: dict[str, int], layers: int) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the table between its marks."""
     before, rest = page.split(MARKS[0])
     return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
 

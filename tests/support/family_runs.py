@@ -101,7 +101,6 @@ def attention_of(folder: Path) -> str:
 
 
 def stock_attention(folder: Path) -> str:
-    """Return the attention of the stock model."""
     return resolve_attention("auto", CPU, read_attention_needs(folder))
 
 
@@ -261,7 +260,6 @@ def randomize_(training: torch.nn.Module) -> None:
 def _gradients(
     training: Any, store: TokenStore, world: World, *, micro_batch: int
 ) -> dict[str, Any]:
-    """Return the summed loss of all rows and its gradients, sharded as they are."""
     training.train()
     for experts in experts_of(training):
         experts.routed = None

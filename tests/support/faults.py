@@ -99,7 +99,6 @@ KILLED, FULL, READ_ONLY = "killed", "disk full", "disk read-only"
 
 
 def artifacts(project: Project) -> dict[str, str]:
-    """Return the stage that reads each file of the results."""
     root, found = project.root / "results", dict[str, str | None]()
     for pattern, stage in READERS.items():
         for path in sorted(root.glob(pattern)):
@@ -148,7 +147,6 @@ def harm(path: Path, fault: Fault) -> None:
 
 @contextmanager
 def disk(project: Project, fault: Fault) -> Iterator[None]:
-    """Have the results on a disk that is full, or read-only."""
     folder, copy = project.root / "results", project.root / "copy"
     folder.rename(copy)
     folder.mkdir()
@@ -275,7 +273,6 @@ def main() -> None:
 
 
 def summary(outcomes: Sequence[tuple[str, str]]) -> str:
-    """Return the table of the counts."""
     lines = [f"| fault | times | {' | '.join(OUTCOMES)} |", "|---" * (2 + len(OUTCOMES)) + "|"]
     for kind in dict.fromkeys(kind for kind, _ in outcomes):
         counts = Counter(outcome for of_kind, outcome in outcomes if of_kind == kind)

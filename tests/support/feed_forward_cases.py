@@ -84,7 +84,6 @@ def values_and_gradients(
     dtype: torch.dtype,
     device: str,
 ) -> list[torch.Tensor]:
-    """Return the output, and the gradients of x, all A and B, and DoRA's factors, on the CPU."""
     types = ProductTypes(products, products)
     layers = layers_of(folder, kind, types, dtype, device, into)
     x, grad = (random(ROWS, HIDDEN, seed=seed).to(device, dtype) for seed in (40, 41))

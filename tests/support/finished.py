@@ -80,7 +80,6 @@ def prepare(folder: Path, *, model: Callable[..., Path] = tiny_llama) -> None:
 
 
 def save_tokens(folder: Path) -> None:
-    """Write `random_store` as a tokens folder."""
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     documents = [store.heldout_documents()[i] for i in range(store.num_heldout_documents)]
     arrays = {
@@ -130,7 +129,6 @@ def arguments(folder: Path) -> argparse.Namespace:
 
 
 def finetune(args: argparse.Namespace, config: RunConfig = CONFIG, plan: StepPlan = PLAN) -> None:
-    """Be one worker of the stage."""
     from workflow.scripts.finetune_worker import work
 
     work(args, config, plan)

@@ -18,7 +18,6 @@ PAGE = ROOT / "workflow" / "docs" / "architecture.md"
 
 @cache
 def modules() -> dict[str, str]:
-    """Return the text of each module of the library, by its name after `workflow.lib.`."""
     files = sorted(LIBRARY.rglob("*.py"))
     return {_name(file): file.read_text(encoding="utf-8") for file in files}
 
@@ -28,7 +27,6 @@ def _name(file: Path) -> str:
 
 
 def knowing(option: str) -> list[str]:
-    """Return the modules that name a memory option."""
     word = re.compile(rf"\b{option}\b")
     return [name for name, text in modules().items() if word.search(text)]
 
@@ -51,7 +49,6 @@ def _imported(node: ast.AST) -> set[str]:
 
 
 def figures() -> dict[str, int]:
-    """Return the figures by their names in the page."""
     counts = importers()
     lines = {name: text.count("\n") for name, text in modules().items()}
     packages = Counter[str]()
@@ -67,7 +64,6 @@ def figures() -> dict[str, int]:
 
 
 def bounds() -> dict[str, int]:
-    """Return what the page allows."""
     rows = re.findall(r"^\| ([a-z ,]+) \| at most ([\d,]+) \|", PAGE.read_text("utf-8"), re.M)
     return {name: int(bound.replace(",", "")) for name, bound in rows}
 

@@ -62,7 +62,6 @@ class HubRepo:
         return commit
 
     def find(self, revision: str) -> str | None:
-        """Return the commit that a branch or commit id names."""
         commit = self.branches.get(revision, revision)
         return commit if commit in self.commits else None
 
@@ -75,7 +74,6 @@ class HubRepo:
         ]
 
     def tree(self, commit: str) -> list[dict[str, Any]]:
-        """Return the listing of a commit as the hub's API spells it."""
         return [self._entry(path, content) for path, content in self.commits[commit].items()]
 
     def _entry(self, path: str, content: bytes) -> dict[str, Any]:
@@ -228,7 +226,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({"commitUrl": address, "commitOid": commit, "success": True})
 
     def _route(self) -> None:
-        """Split the path into kind, repository, action and the rest."""
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         is_api = parts[0] == "api"
         if is_api:

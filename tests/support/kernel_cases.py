@@ -81,7 +81,6 @@ RANKS = ((0, 0, 0), (5, 16, 8), (70, 5, 0))
 def gates(
     gate: torch.Tensor, up: torch.Tensor, *, halves: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of gate and up by themselves, or as halves of one value."""
     if not halves:
         return gate.clone(), up.clone()
     one, other = torch.cat((gate, up), dim=-1).chunk(2, dim=-1)
@@ -258,7 +257,6 @@ def norm_module(
 
 
 def exact_norm(x: torch.Tensor, module: FusedNorm) -> torch.Tensor:
-    """Return what a norm is by its definition, in the type of x."""
     deviation = x - x.mean(-1, keepdim=True) if module.subtracts_mean else x
     normal = deviation * (deviation.square().mean(-1, keepdim=True) + module.eps).rsqrt()
     y = normal * (module.offset + module.weight.to(x.dtype))

@@ -126,7 +126,6 @@ def feed_forward_in_one_node() -> None:
 
 
 def take_kernels(on: bool) -> None:
-    """Have all ops take their kernels, or none."""
     Op.works_on = lambda self, device, *variant: on  # type: ignore[method-assign]
     Op.takes_kernel = lambda self, *args, **options: on  # type: ignore[method-assign]
 

@@ -73,7 +73,6 @@ def forked_converters(folder: Path) -> Iterator[None]:
 
 
 def prepare(folder: Path) -> None:
-    """Fill `folder` with `model`, `adapter`, `merged` and `tokens`."""
     model = random_llama(**SIZES, vocab_size=VOCAB_SIZE, initializer_range=0.08)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     tuned = random_adapter(model)
@@ -93,7 +92,6 @@ def prepare_mixture(folder: Path, family: str) -> None:
 
 
 def add_companions(folder: Path, *, exported: Sequence[str]) -> None:
-    """Add a tokenizer to `model`, make `tokens`, and give what is exported all but its weights."""
     save_spm_tokenizer(folder / "model")
     save_tokens(folder / "tokens")
     manifest = write_manifest(folder, folder / "tokens" / "manifest.json")
@@ -107,7 +105,6 @@ def add_companions(folder: Path, *, exported: Sequence[str]) -> None:
 
 
 def save_spm_tokenizer(folder: Path) -> None:
-    """Train a SentencePiece BPE and save it in Llama's form, its own file too."""
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),

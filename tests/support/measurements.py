@@ -95,7 +95,6 @@ class Row:
 
     @property
     def reserved_error(self) -> float:
-        """The same of what was reserved."""
         return self.replayed.reserved_bytes / self.reserved_bytes - 1
 
     @property
@@ -113,7 +112,6 @@ def rows() -> list[Row]:
 
 
 def all_lines() -> list[dict[str, Any]]:
-    """Return the lines of all files of measurements."""
     files = sorted(path.relative_to(FOLDER) for path in FOLDER.rglob("*.jsonl.gz"))
     return [line for file in files for line in measured_lines(str(file).removesuffix(".gz"))]
 
@@ -161,7 +159,6 @@ def _is_gemma(line: dict[str, Any]) -> bool:
 
 
 def row(line: dict[str, Any], process: RecordingProcess) -> Row:
-    """Return a measurement beside what is predicted for it now."""
     plan = recorded_plan(line)
     if line["measured"]["attention"] == FLEX:  # earlier setups call it flash
         plan = replace(plan, attention=FLEX)
@@ -191,7 +188,6 @@ def table(found: list[Row]) -> str:
 
 
 def line_of(row: Row) -> str:
-    """Return a measurement's line of the table."""
     return (
         f"| {row.case} | {row.processes} | {row.shape.num_layers} x {row.shape.hidden_size}, "
         f"V {row.shape.vocab_size:,} | {row.plan.micro_batch_size} x {row.plan.seq_len:,} | "
@@ -213,7 +209,6 @@ def _summary(found: list[Row]) -> str:
 
 
 def written(page: str, found: list[Row]) -> str:
-    """Return the page with the table in its place."""
     pattern = f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}"
     return re.sub(pattern, lambda _: MARKS[0] + table(found) + MARKS[1], page, flags=re.DOTALL)
 

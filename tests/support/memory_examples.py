@@ -43,7 +43,6 @@ def peak(shape: ModelShape, chosen: StepPlan) -> int:
 
 
 def measured_case(row: dict[str, Any]) -> tuple[ModelShape, StepPlan]:
-    """Shape and setup of a measured run. Without packing no mask is made, so attention is flash."""
     sizes = {
         4096: {"feed_forward": 14336, "heads": 32, "kv_heads": 8},
         8192: {"feed_forward": 28672, "heads": 64, "kv_heads": 8},

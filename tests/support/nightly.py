@@ -48,7 +48,6 @@ def run_pytest(arguments: list[str], variables: dict[str, str]) -> Summary:
 
 
 def machine() -> str:
-    """Return the processor, its cores, and the versions that compute."""
     text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     name = names[0] if names else platform.processor()

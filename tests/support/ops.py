@@ -29,7 +29,6 @@ OF_NO_DTYPE = {"calibrated rounding"}
 
 
 def all_ops() -> dict[str, Op[Any, Any]]:
-    """Return `OPS`, complete."""
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         if "triton_code" not in module.name:
             importlib.import_module(module.name)
@@ -37,7 +36,6 @@ def all_ops() -> dict[str, Op[Any, Any]]:
 
 
 def variants_in(name: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """Return the variants of an op that tests try."""
     if name in OF_NO_DTYPE:
         return [()]
     return [(dtype, *beside) for beside in BESIDE_DTYPE.get(name, ((),))]

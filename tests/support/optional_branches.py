@@ -74,7 +74,6 @@ def tiny(family: str) -> Any:
 
 
 def branches(family: str) -> dict[str, Any]:
-    """Return a family's fields and what switches them on."""
     text = tiny(family).get_text_config()
     file = type(text).__module__.replace(".configuration_", ".modeling_")
     code = inspect.getsource(importlib.import_module(file))

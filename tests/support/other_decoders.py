@@ -68,7 +68,6 @@ OTHERS = tuple(dict.fromkeys((*RECURRENT, *MIXTURES)))
 
 
 def config_of(family: str) -> dict[str, Any]:
-    """Return the config.json of the tiny model of a family that is tested here or in `families`."""
     if family not in CHANGES:
         content: dict[str, Any] = FAMILIES[family].config(family).to_dict()
         return content

@@ -184,7 +184,6 @@ def write_checkpoint(
 
 
 def token_counts(**changes: Any) -> TokenCounts:
-    """The counts of `manifest`."""
     counts = {"seq_len": 61, "vocab_size": 101, "heldout_tokens": 307}
     return TokenCounts(**(counts | {"packed_rows": 37, "trained_tokens": 1103} | changes))
 

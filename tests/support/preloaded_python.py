@@ -105,7 +105,6 @@ def start_server() -> None:
 
 
 def ask(folder: Path, arguments: list[str]) -> NoReturn:
-    """Have the server run `python *arguments`, and end as that ends."""
     if _is_forked(arguments):
         files = _inherited()
         request = {
@@ -336,7 +335,6 @@ def _number(files: list[int], numbers: list[int]) -> None:
 
 
 def _enter(arguments: list[str]) -> None:
-    """Run what `python *arguments` runs."""
     if "-m" in arguments:
         _, module, *rest = arguments
         sys.argv = ["-m", *rest]  # as it is while Python looks for the module

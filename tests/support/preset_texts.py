@@ -61,7 +61,6 @@ PROMISES = {
 
 
 def preset(name: str) -> Path:
-    """Return the file of a preset."""
     return PRESETS[0].with_name(f"{name}.yaml")
 
 
@@ -72,7 +71,6 @@ def only_run(name: str) -> RunConfig:
 
 
 def shape_of(model: str) -> ModelShape:
-    """Return the shape of a shipped model."""
     known = known_shape(model)
     assert known is not None
     return known
@@ -133,7 +131,6 @@ def promised(name: str, decision: Decision) -> str:
 
 
 def main() -> None:
-    """Write the lines."""
     with recording_process() as process:
         for name, promise in PROMISES.items():
             line = promised(name, decided(promise, only_run(name), process))

@@ -418,7 +418,6 @@ def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False
 
 
 def add_original(folder: Path, *, loss: float) -> None:
-    """Add the original's evaluation to the run in `folder`, and all others' comparison with it."""
     add_subject(folder, "original", loss=loss)
     original = read_checked_json(folder / "evaluate_run" / "original.json")
     for path in (folder / "evaluate_run").glob("*.json"):
@@ -439,7 +438,6 @@ def compared(other: Any, *, loss: float) -> dict[str, Any]:
 
 
 def edit(path: Path, change: Any) -> None:
-    """Apply `change` to the JSON document at `path`, in place."""
     document = read_checked_json(path)
     change(document)
     write_checked_json(path, document)

@@ -21,7 +21,6 @@ PLAIN = 1e-4
 
 
 def lost(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest exact element."""
     largest = float(exact.abs().max())
     assert largest > 0, "nothing is compared with zeros"
     return float((found.double() - exact.double()).abs().max()) / largest

@@ -33,7 +33,6 @@ OTHER_TARGETS = {"deepseek_v3": ("q_b_proj", "o_proj")}
 
 
 def router(family: str) -> str:
-    """What a family calls its routers."""
     return ROUTERS.get(family, "mlp.gate")
 
 

@@ -19,6 +19,5 @@ def message(document: Mapping[str, Any]) -> list[str]:
 
 
 def only(document: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of the one run of a document."""
     (run,) = load_config(document)[1].values()
     return run

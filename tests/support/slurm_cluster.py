@@ -75,13 +75,11 @@ class Cluster:
     daemons: dict[str, psutil.Process] = field(default_factory=dict)
 
     def ask(self, *command: str) -> str:
-        """Return what a Slurm command says."""
         return subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S
         ).stdout
 
     def jobs(self) -> list[dict[str, str]]:
-        """Return id, rule with wildcards, and state of every job that is known."""
         names = ("id", "comment", "state")
         lines = self.ask("squeue", "--noheader", "--states=all", "--format=%i|%k|%T").splitlines()
         return [dict(zip(names, line.split("|"), strict=True)) for line in lines]
@@ -92,7 +90,6 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for_job(self, rule: str, *, state: str = "RUNNING") -> str:
-        """Return the id of the newest job of a rule, once it is in a state."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             found = [job for job in self.jobs() if rule in job["comment"]]

@@ -61,7 +61,6 @@ def ours(
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
 ) -> dict[str, Any]:
-    """Train in this process's group, after the start-up checks."""
     with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shards) as world:
         torch.set_num_threads(1)
         store = random_store(rows=ROWS, seq_len=SEQ_LEN)
@@ -103,7 +102,6 @@ def trained(
 def stock_peft(
     base: Path, lora: LoraSettings, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, torch.nn.Parameter]]:
-    """Return the stock model, and what it trains by the engine's names."""
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     model: Any = load_base(base, device=place, compute_dtype=dtype, attention="sdpa")
     options: dict[str, Any] = {
@@ -137,7 +135,6 @@ def stock(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Train by one batch a step."""
     model, params = stock_peft(base, config.lora, device=device, dtype=dtype)
     assert params.keys() == initial.keys()
     for name, param in params.items():

@@ -84,7 +84,6 @@ def read_style(name: str) -> Read:
 
 
 def table() -> str:
-    """Return the table, a line for each style."""
     return HEAD + "".join(_line(name, title) for name, title in STYLES.items())
 
 
@@ -111,7 +110,6 @@ def _cure(message: str) -> str:
 
 
 def _shown(conversation: Conversation) -> str:
-    """Return the roles of a conversation, trained ones in bold, and what it has besides."""
     turns = zip(conversation.messages, conversation.trained, strict=True)
     roles = ", ".join(_role(message, is_trained) for message, is_trained in turns)
     more = [f"{len(conversation.tools)} tool"] if conversation.tools else []
@@ -130,7 +128,6 @@ def _role(message: dict[str, Any], is_trained: bool) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the table as it is now."""
     before, rest = page.split(MARKS[0])
     after = rest.split(MARKS[1])[1]
     return f"{before}{MARKS[0]}{table()}{MARKS[1]}{after}"

@@ -98,7 +98,6 @@ def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Do
 
 
 def tiny_tokens(folder: Path, documents: list[Document]) -> None:
-    """Write a tokens folder with these held-out documents and one training row."""
     ids, masks = zip(*documents, strict=True)
     row = np.zeros((1, LONGEST))
     arrays = {

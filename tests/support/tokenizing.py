@@ -93,7 +93,6 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def expected_ids(stage: Stage, row: dict[str, Any]) -> list[int]:
-    """What the tokenizer itself makes of a row."""
     messages = [
         {"role": "user", "content": row["prompt"]},
         {"role": "assistant", "content": row["completion"]},

@@ -104,7 +104,6 @@ class Project:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings as they stand in `config.yaml`."""
         loaded: dict[str, Any] = yaml.safe_load((self.root / "config.yaml").read_text())
         return loaded
 
@@ -180,11 +179,9 @@ class Project:
         return Project(root, repository or self.repository, self.environment)
 
     def folder(self, stage: str, run: str = "demo") -> Path:
-        """Return the results folder of a run's stage."""
         return self.root / "results" / "runs" / run / stage
 
     def json(self, stage: str, name: str, run: str = "demo") -> dict[str, Any]:
-        """Read a JSON artifact of a run's stage."""
         loaded: dict[str, Any] = json.loads((self.folder(stage, run) / name).read_text())
         return loaded
 
@@ -208,7 +205,6 @@ def executed(output: str) -> Counter[str]:
 
 
 def run_folders(project: Project, *, num_steps: int) -> list[Path]:
-    """Return the checkpoint folders of runs that were planned to take `num_steps` steps."""
     plans = project.root.glob("results/checkpoints/*/plan.json")
     return [
         path.parent
@@ -253,7 +249,6 @@ def copy_of_repository(target: Path) -> Path:
 
 
 def qa_rows(*, first: int, rows: int) -> list[dict[str, str]]:
-    """Return prompt/completion rows of a few tokens, all different."""
     return [
         {"prompt": f"What is {n} and {n % 7}?", "completion": f"It is {n + n % 7}."}
         for n in range(first, first + rows)
@@ -261,7 +256,6 @@ def qa_rows(*, first: int, rows: int) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, *, first: int, rows: int) -> None:
-    """Write `qa_rows` as JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row) + "\n" for row in qa_rows(first=first, rows=rows))
     path.write_text("".join(lines), encoding="utf-8")

@@ -93,7 +93,6 @@ def test_json_round_trips_with_text_as_it_is(tmp_path: Path) -> None:
 
 
 def folder_with_checksums(folder: Path) -> Path:
-    """Write two files, one below, and their checksums."""
     (folder / "below").mkdir()
     (folder / "a b.txt").write_text("one")
     (folder / "below" / "c.bin").write_bytes(bytes(range(256)))

@@ -20,7 +20,6 @@ from workflow.lib.system.gpu_leases import IN_USE_BYTES, lease
 
 
 def start_holder(folder: Path, count: int, *, seconds: float = 1.0) -> subprocess.Popen[bytes]:
-    """Start a job that leases `count` cards."""
     arguments = [str(folder / "locks"), str(count), str(folder / "journal"), str(seconds)]
     command = [sys.executable, "-m", "tests.support.lease_holder", *arguments]
     return subprocess.Popen(command, cwd=REPOSITORY)

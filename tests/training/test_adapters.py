@@ -224,7 +224,6 @@ def test_dropout_is_pefts_with_our_masks(folder: Path, use_dora: bool, fused: bo
 
 
 def give_masks(theirs: torch.nn.Module, ours: CausalLMForTraining) -> None:
-    """Have the dropouts of stock layers drop what ours do."""
     layers = [m for m in theirs.modules() if isinstance(m, LoraLayer)]
     assert len(layers) == 21
     for number, layer in enumerate(layers):

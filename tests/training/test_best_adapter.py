@@ -40,7 +40,6 @@ MEASURED = [2, 4, 5]  # every second step, and the last
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stage that has selected its best adapter, in two processes."""
     folder = tmp_path_factory.mktemp("selection") / "run"
     prepare(folder, model=partial(tiny_llama, num_hidden_layers=2))
     run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)

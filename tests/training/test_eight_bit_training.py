@@ -44,7 +44,6 @@ BOUNDS = {
 
 @cache
 def documentation() -> TokenStore:
-    """Rows of what the shipped base was trained on the like of, and held-out documents."""
     tokenizer = Tokenizer.from_file(str(RESOURCES / "base" / "tokenizer.json"))
     texts = {
         name: gzip.decompress((RESOURCES / "pydocs" / f"{name}.jsonl.gz").read_bytes()).decode()

@@ -59,7 +59,6 @@ every_family = pytest.mark.parametrize("family", by_kind())
 
 @pytest.fixture(scope="module")
 def families(request: pytest.FixtureRequest) -> list[str]:
-    """Those whose tests were chosen to run."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     chosen = {call.params.get("family") for call in calls if call is not None}
     return [family for family in FAMILIES if family in chosen | {"glm4_moe"}]

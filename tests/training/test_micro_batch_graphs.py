@@ -104,7 +104,6 @@ def test_a_run_by_replays_is_the_run_without(base: Path, one_process: Any) -> No
 
 
 def packed(*lengths: int) -> MicroBatch:
-    """One row of documents of these lengths, whose tokens have weights."""
     tokens = sum(lengths)
     places = np.concatenate([np.arange(length) for length in lengths])[None]
     ids = np.random.default_rng(len(lengths)).integers(3, 50, (1, tokens))

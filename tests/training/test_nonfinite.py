@@ -35,7 +35,6 @@ def runs(base: Path, reshard_after_forward: tuple[bool, ...]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(base: Path) -> dict[int, list[dict[str, Any]]]:
-    """What each process of the runs found, by the number of processes."""
     variants = {1: (True,), 2: (True, False)}
     return {
         processes: run_distributed(runs, base, reshard, world_size=processes)

@@ -44,8 +44,6 @@ def values(number: int) -> dict[str, torch.Tensor]:
 
 
 def updated(train: TrainConfig, world: World) -> dict[str, torch.Tensor]:
-    """Three updates of the tensors, sharded over the group."""
-
     def cut(tensor: torch.Tensor) -> DTensor:
         return distribute_tensor(tensor.to(world.device), world.mesh, [Shard(0)])
 
@@ -64,7 +62,6 @@ def updated(train: TrainConfig, world: World) -> dict[str, torch.Tensor]:
 
 
 def stock(train: TrainConfig, params: dict[str, list[torch.nn.Parameter]]) -> list[Any]:
-    """Return the stock optimizers that a setting stands for."""
     every = [part for parts in params.values() for part in parts]
     if train.optimizer == "muon":
         of_muon = [part for name in MATRICES for part in params[name]]

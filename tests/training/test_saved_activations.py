@@ -75,7 +75,6 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def train_all(base: Path, steps: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Train each variant for its number of steps."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {
             name: trained(base, VARIANTS[name], world, steps=count) for name, count in steps.items()

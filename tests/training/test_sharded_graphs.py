@@ -82,7 +82,6 @@ def trained(training: CausalLMForTraining, world: World, config: RunConfig, way:
 
 
 def train_all(base: Path, kind: str) -> dict[str, Any]:
-    """Train one model in all ways of a kind, in this process, from the same values."""
     levers = KINDS[kind]
     config, plan = settings(max_grad_norm=CLIP), make_plan(processes=PROCESSES, **levers)
     found = {}

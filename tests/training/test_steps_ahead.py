@@ -56,7 +56,6 @@ def values(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
 
 
 def followed(base: Path, kind: type[Trainer], release_after: int | None) -> list[dict[str, Any]]:
-    """Return what there is to see after each step."""
     training, passes, seen = adapted(base, r=4), [0], []
     training.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -90,7 +89,6 @@ def test_steps_begun_ahead_are_those_taken_in_turn(base: Path, release_after: in
 
 
 def blocks(base: Path) -> tuple[list[tuple[float, float]], list[int]]:
-    """Return loss and norm of the steps of two blocks, and the forwards after each block."""
     training, passes = adapted(base, r=4), [0]
     training.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     seen, after = [], []

@@ -31,7 +31,6 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def once(rules: list[str]) -> dict[str, int]:
-    """One job of each rule."""
     return dict.fromkeys(rules, 1)
 
 

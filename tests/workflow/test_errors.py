@@ -29,7 +29,6 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture(scope="module")
 def described(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project whose model is described."""
     project = fresh.copy(tmp_path_factory.mktemp("errors") / "described")
     (job,) = project.plan("tokenize")["describe_model"]
     project.run(f"results/models/{job.wildcards['model']}/description.json")

@@ -12,7 +12,6 @@ from tests.support.workflow_project import Project, executed, make_project
 
 @pytest.fixture(scope="module")
 def hub_files(finished_project: Project) -> dict[str, dict[str, bytes]]:
-    """The files of the project's model and dataset, by kind."""
     return {
         kind: {path.name: path.read_bytes() for path in (finished_project.root / folder).iterdir()}
         for kind, folder in (("model", "model"), ("dataset", "data"))

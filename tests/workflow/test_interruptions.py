@@ -79,7 +79,6 @@ class Interrupted:
 
 
 def saved_steps(project: Project, *, num_steps: int = STEPS) -> list[int]:
-    """Steps with a checkpoint of the run of so many steps."""
     folders = run_folders(project, num_steps=num_steps)
     return sorted(int(path.name[5:]) for folder in folders for path in folder.glob("step-*"))
 

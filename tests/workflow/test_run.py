@@ -95,7 +95,6 @@ def without_card(project: Project) -> dict[str, int]:
 
 
 def times(folder: Path) -> dict[str, int]:
-    """Modification times below a folder, ns."""
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 

@@ -25,7 +25,6 @@ finally:
 
 
 def calls_to_plan(root: Path, *, num_runs: int) -> int:
-    """Return how many functions a dry run of a sweep calls."""
     project = make_project(root)
     runs = {f"r{n}": {"train": {"learning_rate": 1e-6 * (n + 1)}} for n in range(num_runs)}
     project.write_settings(project.settings | {"runs": runs})

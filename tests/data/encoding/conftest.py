@@ -8,5 +8,4 @@ from tests.support.tiny import tiny_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    """The tiny tokenizer."""
     return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))

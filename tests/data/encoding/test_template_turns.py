@@ -122,7 +122,6 @@ OPENED = {
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, with the special tokens of a template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

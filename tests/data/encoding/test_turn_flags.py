@@ -14,7 +14,6 @@ ANSWER = {"role": "assistant", "content": "a"}
 
 
 def trained(first: dict[str, Any], **columns: Any) -> list[bool]:
-    """Whether the turns are trained of a talk whose first answer has these keys more."""
     talk = [QUESTION, {**ANSWER, **first}, QUESTION, ANSWER]
     sample: Any = to_sample({"messages": talk, **columns}, format="messages", columns=DataColumns())
     assert sample.messages[3] == ANSWER

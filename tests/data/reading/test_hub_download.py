@@ -29,7 +29,6 @@ def chosen(source: Source, *paths: str) -> list[str]:
 
 
 def dataset(*files: str) -> Source:
-    """Return a dataset request."""
     return Source("owner/data", None, "dataset", files)
 
 

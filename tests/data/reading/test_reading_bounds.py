@@ -19,7 +19,6 @@ from workflow.lib.system.errors import UserError
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds of memory so small that a test reaches them."""
     for module in (chunks_module, text_readers, json_reader, table_readers):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", 1000)
     monkeypatch.setattr(text_readers, "MAX_SKIPPED_BYTES", 32_000)

@@ -20,7 +20,6 @@ PAD = 9
 
 
 def document(*ids: int, trained: int) -> tuple[np.ndarray, np.ndarray]:
-    """A document whose last `trained` tokens are trained."""
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[len(ids) - trained :] = True
     return np.array(ids, dtype=np.uint32), mask

@@ -42,7 +42,6 @@ def heads(
 def one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any
 ) -> torch.Tensor:
-    """Return attention of each document in a row of its own."""
     rows = []
     for row, lengths in enumerate(LENGTHS):
         ends = torch.tensor(lengths).cumsum(0).tolist()

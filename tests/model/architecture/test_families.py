@@ -52,7 +52,6 @@ def base(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(training: Any) -> dict[str, Any]:
-    """Loss and gradients of packed rows."""
     randomize_(training)
     store = family_store("packed")
     loss = training.train()(stored_batch(store, np.arange(len(store.input_ids))))

@@ -21,7 +21,6 @@ from workflow.lib.system.errors import UserError
 
 
 def reject(folder: Path, *parts: str) -> None:
-    """Assert that reading the folder raises a `UserError` whose message has all parts."""
     with pytest.raises(UserError) as caught:
         describe_folder(folder)
     for part in parts:

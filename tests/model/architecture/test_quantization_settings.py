@@ -29,7 +29,6 @@ LEFT_BEHIND: dict[str, Any] = {
 
 
 def say(folder: Path, settings: Any, *, within: str | None = None) -> Path:
-    """Write settings of quantization to config.json."""
     config = json.loads((folder / "config.json").read_text())
     config |= {QUANTIZATION: settings} if within is None else {within: {QUANTIZATION: settings}}
     (folder / "config.json").write_text(json.dumps(config))

@@ -55,7 +55,6 @@ WIDE = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64
 
 
 def stock_experts(family: str, **changes: Any) -> Any:
-    """Return a random experts module of a family."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family] | changes))
     model = AutoModelForCausalLM.from_config(config).float()

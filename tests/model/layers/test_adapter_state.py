@@ -13,7 +13,6 @@ from workflow.lib.model.lora import trainable_parameters
 
 @pytest.fixture
 def norms_made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The linears whose row norms were made."""
     made: list[object] = []
     direction_norms = lora_linear.direction_norms
 

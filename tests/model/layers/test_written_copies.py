@@ -19,7 +19,6 @@ def types() -> ProductTypes:
 
 
 def made(maker: Maker) -> tuple[torch.Tensor, Rounded]:
-    """Return a tensor of a maker, and the copy that was written."""
     tensor = random(3, 32)
     copy = rounded(tensor, FLOAT8)
     note(tensor, maker, copy)

@@ -45,7 +45,6 @@ def alone(folder: Path, tensors: Tensors) -> None:
 
 
 def beside_shards(folder: Path, tensors: Tensors) -> None:
-    """A single file beside older shards and their index."""
     save(other(tensors), folder / "model-00001-of-00001.safetensors")
     index(folder, dict.fromkeys(tensors, "model-00001-of-00001.safetensors"))
 
@@ -70,13 +69,11 @@ def not_all_in_the_index(folder: Path, tensors: Tensors) -> None:
 
 
 def beside_others(folder: Path, tensors: Tensors) -> None:
-    """Safetensors beside a pickle and a variant."""
     torch.save(other(tensors), folder / "pytorch_model.bin")
     save(other(tensors), folder / "model.fp16.safetensors")
 
 
 def named_by_config(folder: Path, tensors: Tensors) -> None:
-    """A file that config.json names, beside a single file of the usual name."""
     (folder / "model.safetensors").rename(folder / "own.safetensors")
     save(other(tensors), folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())

@@ -43,7 +43,6 @@ def rewrite(folder: Path, tensors: Mapping[str, torch.Tensor], **config: Any) ->
 
 
 def with_tables(tensors: dict[str, torch.Tensor], tables: str, *, embedding: str) -> None:
-    """Change the stored embedding and head."""
     tensors[HEAD] = tensors[embedding].clone()
     if tables == "different":
         tensors[HEAD] += 1
@@ -52,7 +51,6 @@ def with_tables(tensors: dict[str, torch.Tensor], tables: str, *, embedding: str
 
 
 def assert_as_stock(folder: Path) -> None:
-    """Assert that the model in a folder has stock's ties and values."""
     stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = build_on_meta(folder, dtype=torch.float32)
     assert is_tied(model) == is_tied(stock)
@@ -100,7 +98,6 @@ def test_ties_of_a_model_and_of_its_text_part_are_read_as_transformers_reads_the
 
 
 def ignored_names() -> dict[str, list[str]]:
-    """By family, names of tensors that its causal language model says it ignores."""
     found = {}
     for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         model: Any = getattr(transformers, name if isinstance(name, str) else name[0])
@@ -112,7 +109,6 @@ def ignored_names() -> dict[str, list[str]]:
 
 
 def _example(pattern: str) -> str:
-    """Return a name that a pattern of names matches."""
     plain = re.sub(r"\([^)]*\)\??", "", pattern).replace("^", "").replace(r"\d+", "3")
     plain = plain.replace("\\", "").replace(".*", "").removesuffix("$").removesuffix(".")
     name = f"{plain}.eh_proj.weight"
@@ -129,7 +125,6 @@ IGNORED = {
 
 
 def extra_tensors(names: list[str]) -> dict[str, torch.Tensor]:
-    """Return tensors of types that differ from the model's."""
     draw = torch.Generator().manual_seed(7)
     types = (torch.float16, torch.float32)
     return {n: torch.randn(5, 7, generator=draw).to(types[k % 2]) for k, n in enumerate(names)}

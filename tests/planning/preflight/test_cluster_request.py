@@ -29,7 +29,6 @@ def run_config(**sections: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The model of the demo, and its description."""
     path = tmp_path_factory.mktemp("model") / "description.json"
     write_checked_json(path, describe_folder(BASE).document())
     return {"model": str(BASE), "description": str(path)}

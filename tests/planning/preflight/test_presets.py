@@ -42,13 +42,11 @@ RECORDED = [name for name in PROMISES if name not in LONG]
 
 @cache
 def decisions() -> dict[str, Decision]:
-    """Return what preflight decides for each preset, by recordings."""
     with forked_recordings() as process:
         return {name: decided(PROMISES[name], only_run(name), process) for name in RECORDED}
 
 
 def changed(document: dict[str, Any], path: str = "") -> list[str]:
-    """Return the paths of all settings of a document."""
     nested = [
         changed(value, f"{path}{key}.") if isinstance(value, dict) else [f"{path}{key}"]
         for key, value in document.items()
@@ -57,7 +55,6 @@ def changed(document: dict[str, Any], path: str = "") -> list[str]:
 
 
 def setting(document: dict[str, Any], path: str) -> Any:
-    """Return the value at a path."""
     value: Any = document
     for key in path.split("."):
         value = value[key]

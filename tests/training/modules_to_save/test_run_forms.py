@@ -33,7 +33,6 @@ from workflow.lib.training.startup_checks import startup_checks
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Both modules, by one process."""
     target = folder / "alone"
     (result,) = run_distributed(train_kinds, folder / "nf4", target, 8, ["both"], world_size=1)
     return target / "both", result["both"]

@@ -129,7 +129,6 @@ def test_reported_loss_is_without_the_balance(of_one: dict[str, dict[str, Any]])
 
 
 def packed_logits(model: Any, store: Any, rows: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The stock model's logits of packed rows, and those of its routers."""
     ids, places = (
         torch.from_numpy(array[rows].astype("int64"))
         for array in (store.input_ids, store.position_ids)

@@ -60,7 +60,6 @@ def trained(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def stock_step(base: Path, family: str, initial: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The loss that Transformers computes of labels, and its gradients."""
     model, params = stock(base, family, initial)
     model.train()
     store, rows = single_documents(), first_rows()
