@@ -169,7 +169,6 @@ def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[BenchmarkRow
 
 
 def _request_fields(key: str, request: Request) -> dict[str, Any]:
-    """Return the fields of a row that every request has."""
     return {
         "format_version": 1,
         "key": key,
@@ -179,7 +178,6 @@ def _request_fields(key: str, request: Request) -> dict[str, Any]:
 
 
 def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:
-    """Return the fields of a row whose case can run here."""
     return _request_fields(key, prepared.request) | {
         "gpu_names": list(prepared.gpu_names),
         "shape": prepared.shape.document(),
@@ -189,7 +187,6 @@ def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:
 
 
 def _not_installed(request: Request) -> Obstacle | None:
-    """Return the obstacle of a peer whose packages are missing."""
     if request.peer is None:
         return None
     needed = (*PEER_PACKAGES, *(("liger_kernel",) if request.peer["liger"] else ()))
@@ -221,7 +218,6 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
 
 
 def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
-    """Return what the workers are asked to do."""
     sizes = prepared.request.sizes
     return Job(
         base=str(find_base(args.bases, prepared)),
@@ -247,7 +243,6 @@ def find_base(bases: Path, prepared: Prepared) -> Path:
 
 
 def summary_words(row: BenchmarkRow) -> str:
-    """Return a row in a few words."""
     measured = row.measured
     if measured is None:
         return str(row.cause)
@@ -258,7 +253,6 @@ def summary_words(row: BenchmarkRow) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return a message's first line, for a cell of a table."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

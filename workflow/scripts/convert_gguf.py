@@ -144,7 +144,6 @@ def in_transformers(served: Served, tokens: Path) -> tuple[Reference, int]:
 
 
 def tell(file: GgufFile) -> None:
-    """Say what came out."""
     logger.info(
         "%s%s: %d prompts with equal token ids; loss %.4f in llama.cpp, %.4f in Transformers (at "
         "most %g apart); the same most likely token at %.1f%% of %d positions; %d of %d greedy "
@@ -156,7 +155,6 @@ def tell(file: GgufFile) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the stage's command line."""
     options = stage_parser(__doc__)
     options.add_argument("--run", required=True, help="name of the run")
     options.add_argument("--merged", type=Path, help="folder of the merged model")

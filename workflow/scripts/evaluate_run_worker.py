@@ -120,7 +120,6 @@ def join(stack: ExitStack, *, sharded: bool) -> Process:
 
 
 def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:
-    """Return the folders of the models that are measured."""
     return evaluated_models.ModelFolders(
         base=args.base, adapter=args.adapter, model=args.model, merged=args.merged
     )
@@ -161,7 +160,6 @@ def prepare_questions(
 def log_questions(
     questions: Questions, store: TokenStore, machine: dict[str, Any], process: Process
 ) -> None:
-    """Tell what is asked, and what computes the answers."""
     logger.info(
         "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: %s",
         machine["device"],

@@ -40,7 +40,6 @@ def main(args: argparse.Namespace) -> None:
 
 
 def describe(run: Run) -> str:
-    """Return a run's result as one line."""
     reference, served = run.measured.reference, run.measured.served
     change = (
         f"held-out loss, {label(reference)} -> {label(served)}: {loss(reference.heldout.loss)} -> "
@@ -56,12 +55,10 @@ def describe(run: Run) -> str:
 
 
 def run_folders(text: str) -> list[RunFolders]:
-    """Return the folders that `--runs` names."""
     return TypeAdapter(list[RunFolders]).validate_python(json.loads(text))
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the stage's command line."""
     options = stage_parser(__doc__)
     options.add_argument(
         "--runs", type=run_folders, required=True, help="folders of every run, JSON (`RunFolders`)"

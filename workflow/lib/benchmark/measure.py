@@ -67,11 +67,9 @@ class Job:
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Self:
-        """Return the job of a JSON document."""
         return cls(**document | {"plan": StepPlan.of(document["plan"])})
 
     def document(self) -> dict[str, Any]:
-        """Return the job as JSON."""
         return asdict(self)
 
 
@@ -126,7 +124,6 @@ def start_training(seen: Observed) -> None:
 
 
 def end_training(seen: Observed) -> None:
-    """Note the peaks."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         seen.allocated_bytes = torch.cuda.max_memory_allocated()
         seen.reserved_bytes = torch.cuda.max_memory_reserved()

@@ -77,7 +77,6 @@ class ModelFolders:
         return [folder for folder in (self.base, self.adapter, self.merged) if folder]
 
     def all(self) -> list[Path]:
-        """Return all folders."""
         return [*self.made_here(), *([self.model] if self.model else [])]
 
 

@@ -40,7 +40,6 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         self._progress: Progress | None = None
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Return (log-likelihood, is greedy) of each request."""
         return shared_out(
             requests,
             lambda mine: super(SharingHFLM, self).loglikelihood(mine, True),
@@ -49,7 +48,6 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Return the log-likelihood of each whole text."""
         # Windows come in groups of this many, and each group is batched by what fits.
         self.batch_size_per_gpu = WINDOWS
         return shared_out(
@@ -60,7 +58,6 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Return the text that follows each request."""
         drawn = any(request.args[1].get("do_sample") for request in requests)
         # Draws follow one stream of random numbers: shares would draw others.
         if drawn:
@@ -124,7 +121,6 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         return output
 
     def _model_call(self, inps: Any, *args: Any, **options: Any) -> Any:
-        """Return the logits of a batch of requests."""
         logits = super()._model_call(inps, *args, **options)
         self._count(len(inps))
         return logits

@@ -103,7 +103,6 @@ def task_facts(
 
 
 def _definition(task: Any) -> str:
-    """Return a digest of a task's settings, items and examples."""
     digest = hashlib.sha256(_text(task.dump_config()))
     for item in task.eval_docs:
         digest.update(_text(item))

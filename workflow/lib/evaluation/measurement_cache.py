@@ -43,8 +43,6 @@ def content_key(*models: Sequence[RecordedFile]) -> str:
 
 @dataclass(frozen=True)
 class Archive:
-    """The folder of measurements."""
-
     folder: Path
 
     def find(self, subject: str, part: str, facts: Mapping[str, Any]) -> Any | None:

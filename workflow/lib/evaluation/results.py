@@ -110,7 +110,6 @@ def _by_source(losses: Losses, sources: Sequence[str]) -> dict[str, list[tuple[f
 
 
 def _loss_fields(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
-    """Return the fields of `SourceLoss`."""
     sums, tokens = zip(*losses, strict=True)
     loss = sum(sums) / sum(tokens)
     ci95 = None

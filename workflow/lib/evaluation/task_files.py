@@ -229,7 +229,6 @@ def known_tasks(settings: EvaluateConfig) -> "TaskManager":
 def unknown_task(
     name: str, known: Collection[str], *, settings: EvaluateConfig, version: str
 ) -> UserError:
-    """Return the error for a task that neither the folder nor the harness of a version defines."""
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     folder = f"in {settings.tasks_dir} nor " if settings.tasks_dir else ""
     return setting_error(

@@ -31,7 +31,6 @@ class TaskScores:
     items: MetricItems
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON, for the archive."""
         items = [
             {"task": task, "metric": metric, "values": [[*item, v] for item, v in values.items()]}
             for (task, metric), values in self.items.items()
@@ -41,7 +40,6 @@ class TaskScores:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "TaskScores":
-        """Return what `to_json` stored."""
         items = {
             (entry["task"], entry["metric"]): {
                 (number, document, prompt): value
@@ -53,7 +51,6 @@ class TaskScores:
         return cls(scores=scores, items=items)
 
     def __or__(self, other: "TaskScores") -> "TaskScores":
-        """Return the scores of both."""
         return TaskScores(scores=self.scores | other.scores, items=self.items | other.items)
 
 
@@ -88,7 +85,6 @@ def task_differences(
 def _paired_fields(
     base: dict[Item, float], tuned: dict[Item, float], *, resamples: int, seed: int
 ) -> dict[str, Any]:
-    """Return the fields of `MetricDifference` that pairs of items give."""
     assert base.keys() == tuned.keys(), "base and tuned did not answer the same items"
     keys = ("difference_ci95", "p_value", "test", "gained", "lost")
     fields: dict[str, Any] = dict.fromkeys(keys)

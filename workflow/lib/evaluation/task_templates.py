@@ -41,7 +41,6 @@ class _BoundedTemplate(Template):
     source = ""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """Return the text. Raises `UserError` at a bound."""
         try:
             with BoundedWork():
                 text = super().render(*args, **kwargs)
@@ -59,7 +58,6 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
     template_class = _BoundedTemplate
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
-        """Return the template. Raises `UserError` at a bound."""
         try:
             with BoundedWork():
                 template = super().from_string(source, *args, **kwargs)

@@ -1,11 +1,23 @@
-"""The results in a model card: what each form of the model scored, and what that says."""
+"""The results in a model card: what each form of the model scored, what that says, and what
+llama.cpp makes of the GGUF files.
+"""
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
 from workflow.lib.artifacts.records import Interval
-from workflow.lib.report.card_inputs import CardInputs, text
+from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.verdict import label
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS
-from workflow.lib.system.number_formats import count, general, loss, probability, signed
+from workflow.lib.system.number_formats import (
+    count,
+    general,
+    loss,
+    probability,
+    share,
+    signed,
+    size,
+    visible,
+)
 
 # By what a metric's paired interval says (`TaskScore.change`).
 CHANGE_SENTENCES = {
@@ -19,6 +31,12 @@ OUTCOME_WORDS = {
     "worsened": "higher than",
     "unclear": "not clearly different from",
 }
+GGUF_MEANING = (
+    "Each file was run by llama.cpp on the CPU, beside the same model in Transformers: the loss of "
+    "held-out tokens (nats per token) and what is allowed, the share of them with the same most "
+    "likely token, and greedy answers that are equal token by token. The token ids of prompts are "
+    "the same in both. The tokens are too few to compare formats."
+)
 
 
 def verdict_sentence(inputs: CardInputs) -> str:
@@ -37,7 +55,6 @@ def verdict_sentence(inputs: CardInputs) -> str:
 
 
 def results_section(inputs: CardInputs) -> str:
-    """Return the table of scores and what they say; a sentence if nothing was measured."""
     shown = list(inputs.measured.subjects.values())
     rows = [*_heldout_rows(inputs, shown), *_task_rows(inputs, shown)]
     if not rows:
@@ -126,3 +143,35 @@ def _score(found: Evaluation, task: str, metric: str) -> str:
 
 def _interval(ends: Interval | None) -> str:
     return "" if ends is None else f"\\[{loss(ends[0])}, {loss(ends[1])}\\]"
+
+
+def gguf_section(checks: GgufChecks) -> str:
+    head = "| file | size | llama.cpp | Transformers | difference | same token | equal answers |\n"
+    rows = "".join(f"| {' | '.join(_gguf_row(file))} |\n" for file in checks.files)
+    commands = "".join(f"{_gguf_command(file)}\n" for file in _firsts(checks))
+    return f"```bash\n{commands}```\n\n{head}|{'---|' * 7}\n{rows}\n{GGUF_MEANING}\n"
+
+
+def _firsts(checks: GgufChecks) -> list[GgufFile]:
+    firsts: dict[str, GgufFile] = {}
+    for file in checks.files:
+        firsts.setdefault(file.form, file)
+    return list(firsts.values())
+
+
+def _gguf_command(file: GgufFile) -> str:
+    adapter = f" --lora {visible(file.adapter)}" if file.adapter else ""
+    return f"llama-server -m {visible(file.file)}{adapter} --jinja"
+
+
+def _gguf_row(file: GgufFile) -> list[str]:
+    name = code(file.file) + (f" with {code(file.adapter)}" if file.adapter else "")
+    return [
+        name,
+        size(file.bytes + (file.adapter_bytes or 0)),
+        loss(file.loss),
+        loss(file.reference_loss),
+        f"{signed(file.loss - file.reference_loss)} (at most {general(file.bound)})",
+        f"{share(file.same_most_likely)} of {count(file.positions)}",
+        f"{count(file.equal_answers)} of {count(file.answers)}",
+    ]

@@ -148,7 +148,6 @@ def _task_results(run: Run) -> dict[str, Value]:
 
 
 def task_columns(runs: list[Run]) -> list[str]:
-    """Return the names of the result columns that hold a task's score of what is served."""
     return _names([{f"{s.task}.{s.metric}.served": None for s in r.measured.scores} for r in runs])
 
 

@@ -53,8 +53,6 @@ class Key:
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over the steps of training."""
-
     key: str
     title: str
     caption: str

@@ -86,7 +86,6 @@ def _figures(value: object) -> Iterator[Figure]:
 
 
 def _style_and_scripts() -> dict[str, Any]:
-    """Return the template's variables of what stands in the page itself."""
     plotly, script = get_plotlyjs(), (TEMPLATES / "page.js").read_text(encoding="utf-8")
     return {
         "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),

@@ -10,16 +10,13 @@ from pathlib import PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from workflow.lib.report.card_gguf import gguf_section
 from workflow.lib.report.card_inputs import CardInputs, code, text
-from workflow.lib.report.card_results import results_section, verdict_sentence
-from workflow.lib.report.card_serving import serving_section
-from workflow.lib.report.card_use import use_section
+from workflow.lib.report.card_results import gguf_section, results_section, verdict_sentence
+from workflow.lib.report.card_use import serving_section, use_section
 from workflow.lib.system.number_formats import count, duration, hours, loss, share, visible
 
 
 def model_card(inputs: CardInputs) -> str:
-    """Return the card: metadata, how to load it, data, training, results, limits."""
     sections = {
         "Use": use_section(inputs),
         "Serving": serving_section(inputs),

@@ -85,7 +85,6 @@ class Run:
 
     @property
     def failed_checks(self) -> list[Check]:
-        """The checks that did not pass."""
         return [check for check in self.checks if not check.passed]
 
     @property
@@ -133,9 +132,7 @@ class RunFolders:
     folder: str
     """`results/runs/<run>`."""
     tokens: str
-    """Its tokens folder."""
     gguf: bool = False
-    """Whether it exports GGUF files."""
 
 
 def read_run(folders: RunFolders) -> Run:

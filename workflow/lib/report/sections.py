@@ -30,7 +30,6 @@ class Content:
     settings: Mapping[str, Any]
 
     def evaluation_settings(self, run: Run) -> EvaluateConfig:
-        """Return the section `evaluate` of a run."""
         return EvaluateConfig.model_validate(self.settings.get(run.name, {}).get("evaluate", {}))
 
 
@@ -47,7 +46,6 @@ class Section:
 
     @property
     def template(self) -> str:
-        """File name of the template."""
         return f"{self.key}.html.j2"
 
 

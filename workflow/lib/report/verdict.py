@@ -59,12 +59,10 @@ class Measured:
 
     @property
     def served(self) -> Evaluation:
-        """What will be served."""
         return next(found for found in self.subjects.values() if found.served)
 
     @property
     def reference(self) -> Evaluation:
-        """What held-out losses are compared with."""
         return self._reference(lambda found: found.heldout is not None)
 
     @property
@@ -83,7 +81,6 @@ class Measured:
 
     @property
     def comparison(self) -> Comparison:
-        """What is served against the reference, on the held-out documents."""
         return self.served.comparisons[self.reference.subject]
 
     @property

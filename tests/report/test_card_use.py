@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.test_model_card import read
 from tests.support.report_examples import add_subject, edit, write_run
-from workflow.lib.report.card_serving import obstacles, serving_section
+from workflow.lib.report.card_use import obstacles, serving_section
 
 PLAIN: dict[str, Any] = {"r": 24, "lora_alpha": 32.0, "bias": "none", "use_dora": False}
 
