@@ -29,7 +29,7 @@ TOO_SMALL = {"offload_activations": True, "offload_window_bytes": 2**30}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed, dropout": {"dropout": 0.1},
-    "float8": {"products": "float8"},
+    "float8": {"matmul_dtype": "float8"},
     "flex": {"attention": "flex"},
     "flex, recomputed, dropout": {"attention": "flex", "dropout": 0.1},
     "embedding on the host": {"offload_embedding": True},
@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 ON_TWO: dict[str, dict[str, Any]] = {
     "sharded": {},
     "recomputed, weights kept to backward": {"dropout": 0.1, "reshard_after_forward": False},
-    "float8, embedding on the host": {"products": "float8", "offload_embedding": True},
+    "float8, embedding on the host": {"matmul_dtype": "float8", "offload_embedding": True},
     "two micro-batches": {"micro_batch_size": 1},
     "replicas": {"replicas": 2},
     "flex": {"attention": "flex"},
@@ -87,7 +87,7 @@ def trained(
         model = built_model(
             base, config, plan, world,
             dtype=torch.bfloat16, attention=attention,
-            products=levers.get("products", "compute_dtype"),
+            matmul_dtype=levers.get("matmul_dtype", "compute_dtype"),
         )  # fmt: skip
         make_capture = {"yes": CudaCapture, "layout": launched_by_python, "fails": CudaCapture}
         if graphed == "fails" and world.rank == world.size - 1:

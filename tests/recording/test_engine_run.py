@@ -47,8 +47,7 @@ LOOSE = (
     ALONE | FEW,
     ALONE | {"dora": True},
     ALONE | {"dropout": 0.05},
-    ALONE | {"products": "int8"},
-    {"products": "float8"},
+    {"matmul_dtype": "float8"},
     {"processes": 16},
     {"offload_layers": 1},
 )
@@ -132,8 +131,7 @@ def tapes(process: RecordingProcess) -> Tapes:
         {"processes": 2, "replicas": 2},
         {"processes": 16},
         {"offload_layers": 1},
-        {"products": "float8"},
-        ALONE | {"products": "int8"},
+        {"matmul_dtype": "float8"},
         ALONE | KEPT | FLOAT8,
         ALONE | KEPT | FLOAT8 | UNFUSED,
         ALONE | KEPT | FLOAT8 | {"attention": "sdpa"},
@@ -151,7 +149,7 @@ def test_closed_form_says_what_the_engine_asks_for(tapes: Tapes, levers: dict[st
     assert sum(found.terms.values()) == found.allocated_bytes <= found.reserved_bytes
     assert found.allocated_bytes == found.phases[found.peak_phase] == max(found.phases.values())
     assert set(tape.terms) <= set(EXPLANATIONS)
-    stay = STAY | ({"saved_activations"} if asked.products in ("float8", "int8") else set())
+    stay = STAY | ({"saved_activations"} if asked.matmul_dtype == "float8" else set())
     stay |= {"lora_gradients"} if asked.graphed else set()
     assert {tape.terms[x] for x in left(tape) if tape.sizes[x] > FEW_NUMBERS} <= stay
 

@@ -93,7 +93,7 @@ def _how(line: dict[str, Any]) -> str:
     settings = {k: v for section in line["settings"].values() for k, v in section.items()}
     recomputed = settings.pop("activation_checkpointing", True)
     words = [
-        str(settings.pop("products", "bf16")),
+        str(settings.pop("products", settings.pop("matmul_dtype", "bf16"))),
         "all kept" if recomputed is False else "recomputation",
     ]
     if not isinstance(recomputed, bool):

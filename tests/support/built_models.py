@@ -21,7 +21,7 @@ def built_model(
     *,
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
-    products: str = COMPUTE_DTYPE,
+    matmul_dtype: str = COMPUTE_DTYPE,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the model of a plan with what the settings say of its layers. Collective."""
@@ -31,8 +31,8 @@ def built_model(
         compute_dtype=str(dtype).removeprefix("torch."),
         attention=attention,
         attention_dropout=config.model.attention_dropout == FAMILY,
-        products=products,
-        products_in=train.products_in,
+        matmul_dtype=matmul_dtype,
+        matmul_passes=train.matmul_passes,
         saved_activations=train.saved_activations,
         fused_layers=train.fused_layers,
         fused_loss=train.fused_loss,

@@ -27,7 +27,6 @@ from workflow.lib.kernels.rows import norm
 # (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
 SHAPES = ((16, 256), (144, 192))
 ROWS = 9
-ON_CPU = ("int8",)  # formats whose matmul has a kernel of ours
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -138,26 +137,6 @@ def restored_rows(*, dtype: torch.dtype, device: str, interpreted: bool) -> Pair
         there = (values.to(device), copy.scales.to(device))
         made = gpu_kernels.restore_rows(*there, dtype=dtype, block=block)
         pairs.append((made.cpu(), restored(copy, dtype=dtype)))
-    return pairs
-
-
-def int8_products(*, device: str) -> Pairs:
-    """Return the kernel's products, alone and added, with scales of columns and without, each with
-    the CPU's.
-    """
-    form, pairs = FORMATS["int8"], []
-    for shape in SHAPES:
-        data = nf4_data(shape, double_quant=True)
-        scales = row_scales(data, shape, form)
-        left, values = rounded(activations(shape[1]), form), decoded(data, scales, shape, form)
-        for used in (scales, None):
-            expected = product(left, RoundedWeight(values, used), dtype=torch.float32)
-            for start in (None, 1.0):
-                out = torch.full(expected.shape, start or 0.0, device=device)
-                there = [x.to(device) for x in (left.values, values, left.scales)]
-                of_columns = None if used is None else used.to(device)
-                gpu_kernels.block_product(out, *there, of_columns, block=128, add=start is not None)
-                pairs.append((out.cpu() - (start or 0.0), expected))
     return pairs
 
 

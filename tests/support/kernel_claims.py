@@ -107,22 +107,18 @@ def attention_with_wide_heads() -> None:
 
 def feed_forward_in_one_node() -> None:
     fused_feed_forward._fits_node = lambda layer: True
-    for kind, into, products in itertools.product(
-        feed_forward.FACTORS, feed_forward.INTO, (None, *eight_bit_cases.ON_CPU)
-    ):
+    for kind, into in itertools.product(feed_forward.FACTORS, feed_forward.INTO):
         results = []
         for on in (False, True):
             take_kernels(on)
             with tempfile.TemporaryDirectory() as folder:
                 results.append(
                     feed_forward.values_and_gradients(
-                        Path(folder), kind, into=into, products=products, **THERE
+                        Path(folder), kind, into=into, products=None, **THERE
                     )
                 )
-        # A value that 8 bits round the other way after a rounding of fp32 is off by a 127th.
-        share = 1e-6 if products is None else 1e-3
         for one, other in zip(*results, strict=True):
-            assert_close(other, one, rtol=0, atol=share * float(one.abs().max()))
+            assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))
 
 
 def take_kernels(on: bool) -> None:
@@ -135,20 +131,8 @@ def matmuls_in_8_bits() -> None:
         for case in (eight_bit_cases.weights_and_activations, eight_bit_cases.copies_of_norms):
             for one, other in case(form, device="cpu", interpreted=True):
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), form.name
-    for one, other in eight_bit_cases.int8_products(device="cpu"):
-        assert_close(one, other, rtol=1e-5, atol=1e-3)
     for one, other in eight_bit_cases.restored_rows(interpreted=True, **THERE):
         assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def copies_of_norms() -> None:
-    take_kernels(True)
-    for products in eight_bit_cases.ON_CPU:
-        with tempfile.TemporaryDirectory() as folder:
-            rounding, taking = feed_forward.passes_behind_a_norm(
-                Path(folder), products=products, **THERE
-            )
-        assert all(map(torch.equal, rounding, taking))
 
 
 def experts() -> None:
@@ -193,7 +177,6 @@ CLAIMS: dict[str, Callable[[], None]] = {
         matmuls_in_8_bits,
         experts,
         calibrated_rounding,
-        copies_of_norms,  # from here on kernels are taken on the CPU
         feed_forward_in_one_node,
     )
 }

@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from workflow.lib.benchmark.cases import BenchmarkConfig, model_config
-from workflow.lib.kernels.eight_bits.matmul import FORMATS
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
@@ -139,7 +138,7 @@ def counts(line: dict[str, Any]) -> bool:
     if line.get("setup") is None or not (line.get("measured") or {}).get("allocated_bytes"):
         return False
     commit, asked = line["versions"]["commit"], line["setup"]
-    if line["case"] in OTHER_CODE:
+    if line["case"] in OTHER_CODE or asked.get("products") == "int8":
         return False
     if _is_gemma(line) and commit not in GEMMA_NORMS:
         return False
@@ -150,7 +149,7 @@ def counts(line: dict[str, Any]) -> bool:
         return commit in MIXTURES
     if asked["processes"] > 1:
         return commit in SEVERAL_PROCESSES and line["case"] not in BEHIND_GRAPHS
-    return commit in (LATEST if asked.get("products") in FORMATS else ONE_PROCESS)
+    return commit in (LATEST if asked.get("products") == "float8" else ONE_PROCESS)
 
 
 def _is_gemma(line: dict[str, Any]) -> bool:

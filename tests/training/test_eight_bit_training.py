@@ -27,7 +27,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.training.best_adapter import HeldOut
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
-from workflow.lib.training.products_gate import check_products
+from workflow.lib.training.precision_check import check_precision
 
 RESOURCES = Path("workflow/resources")
 SEQ_LEN, ROWS, STEPS = 64, 80, 40
@@ -36,9 +36,7 @@ KEPT = {"activation_checkpointing": False}
 # Of the held-out loss in the compute type after training, nats per token.
 BOUNDS = {
     ("float8", "both"): 0.015,
-    ("int8", "both"): 0.015,
     ("float8", "backward"): 0.003,
-    ("int8", "backward"): 0.003,
 }
 
 
@@ -69,15 +67,15 @@ def documentation() -> TokenStore:
     return TokenStore(manifest={"seq_len": SEQ_LEN, "vocab_size": 4000}, arrays=arrays)
 
 
-def settings(products: str, where: str = "both", **train: Any) -> RunConfig:
+def settings(dtype: str, where: str = "both", **train: Any) -> RunConfig:
     fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": 2, "learning_rate": 1e-3}
-    chosen = {"products": products, "products_in": where}
+    chosen = {"matmul_dtype": dtype, "matmul_passes": where}
     return RunConfig(lora=LoraSettings(r=8), train=TrainConfig(**(fixed | chosen | train)))
 
 
-def built(base: Path, config: RunConfig, world: World, *, products: str) -> TrainingModel:
+def built(base: Path, config: RunConfig, world: World, *, dtype: str) -> TrainingModel:
     """Layers are not recomputed, which would take longer and change no bit."""
-    return built_model(base, config, make_plan(**KEPT), world, products=products)
+    return built_model(base, config, make_plan(**KEPT), world, matmul_dtype=dtype)
 
 
 def trained_losses(base: Path) -> dict[tuple[str, str], float]:
@@ -85,9 +83,9 @@ def trained_losses(base: Path) -> dict[tuple[str, str], float]:
     torch.set_num_threads(1)
     losses, store = {}, documentation()
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for products, where in [("compute_dtype", "both"), *BOUNDS]:
-            config = settings(products, where)
-            model = built(base, config, world, products=products)
+        for dtype, where in [("compute_dtype", "both"), *BOUNDS]:
+            config = settings(dtype, where)
+            model = built(base, config, world, dtype=dtype)
             optimizer = make_optimizer(model.training, config.train)
             trainer = Trainer(model.training, optimizer, store, config.train, 2, world)
             heldout = HeldOut(
@@ -96,7 +94,7 @@ def trained_losses(base: Path) -> dict[tuple[str, str], float]:
             if not losses:
                 losses["before", ""] = heldout.loss(model.training, world=world)
             assert len(list(trainer.steps(first_step=0, num_steps=STEPS))) == STEPS
-            losses[products, where] = heldout.loss(model.training, world=world)
+            losses[dtype, where] = heldout.loss(model.training, world=world)
     return losses
 
 
@@ -108,14 +106,14 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], fl
     return found
 
 
-@pytest.mark.parametrize(("products", "where"), BOUNDS)
+@pytest.mark.parametrize(("dtype", "where"), BOUNDS)
 def test_training_in_8_bits_costs_little_held_out_loss(
-    losses: dict[tuple[str, str], float], products: str, where: str
+    losses: dict[tuple[str, str], float], dtype: str, where: str
 ) -> None:
     plain = losses["compute_dtype", "both"]
     assert plain < losses["before", ""] - 0.05, "the training has to teach something"
-    assert losses[products, where] != plain
-    assert losses[products, where] - plain <= BOUNDS[products, where]
+    assert losses[dtype, where] != plain
+    assert losses[dtype, where] - plain <= BOUNDS[dtype, where]
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +131,15 @@ def gate(base: Path) -> dict[str, Any]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for name, config in {
             "allowed": settings("float8"),
-            "backward": settings("int8", "backward"),
+            "backward": settings("float8", "backward"),
             "none": settings("compute_dtype"),
-            "auto": settings("auto", max_products_loss_rise=0.0),
-            "refused": settings("float8", max_products_loss_rise=0.0),
+            "auto": settings("auto", max_matmul_loss_rise=0.0),
+            "refused": settings("float8", max_matmul_loss_rise=0.0),
         }.items():
-            products = "float8" if config.train.products == "auto" else config.train.products
-            training = built(base, config, world, products=products).training
+            dtype = "float8" if config.train.matmul_dtype == "auto" else config.train.matmul_dtype
+            training = built(base, config, world, dtype=dtype).training
             try:
-                found[name] = check_products(training, store, config.train, world)
+                found[name] = check_precision(training, store, config.train, world)
             except UserError as error:
                 found[name] = str(error)
             found[name, "on"] = training.product_types.asked != [None, None]
@@ -167,12 +165,12 @@ def test_run_without_8_bits_in_forward_measures_no_loss(gates: list[Any]) -> Non
     assert gates[0]["none"] == []
     assert not gates[0]["none", "on"]
     (check,) = gates[0]["backward"]
-    assert check.detail == "only gradients are in int8"
+    assert check.detail == "only gradients are in float8"
 
 
 def test_rise_above_the_bound_stops_the_run_with_both_numbers(gates: list[Any]) -> None:
     message = gates[0]["refused"]
-    assert message.startswith("train.products = 'float8': the base has")
+    assert message.startswith("train.matmul_dtype = 'float8': the base has")
     assert "allowed is a rise of 0. Set it to compute_dtype" in message
 
 
@@ -183,13 +181,10 @@ def test_auto_goes_on_without_8_bits_where_they_cost_too_much(gates: list[Any]) 
     assert gates[0]["allowed", "on"]
 
 
-@pytest.mark.parametrize(("products", "rounds"), [("float8", True), ("int8", False)])
-def test_experts_are_in_float8_with_linears_and_stay_where_linears_are_in_int8(
-    products: str, rounds: bool, tmp_path: Path
-) -> None:
+def test_experts_are_in_float8_with_linears(tmp_path: Path) -> None:
     source = tiny_mixture("qwen3_moe", tmp_path / "original", moe_intermediate_size=64)
     training = adapted(quantized(source, tmp_path / "nf4"), attention="eager")
-    training.multiply_in_(products, "both")
+    training.multiply_in_("float8", "both")
     linears = [module for _, module in nf4_linears(training.peft_model)]
-    given = {isinstance(x, NF4Stack): x.product_types is training.product_types for x in linears}
-    assert given == {False: True, True: rounds}
+    assert {isinstance(x, NF4Stack) for x in linears} == {False, True}
+    assert all(x.product_types is training.product_types for x in linears)

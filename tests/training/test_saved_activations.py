@@ -35,8 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "recomputed, float8": {"saved_activations": "float8"} | STASHED,
     "not fused": KEPT | {"saved_activations": "float8", "fused_layers": False},
-    "exact, products": KEPT | {"products": "float8"},
-    "products too": KEPT | {"saved_activations": "float8", "products": "float8"},
+    "exact, products": KEPT | {"matmul_dtype": "float8"},
+    "products too": KEPT | {"saved_activations": "float8", "matmul_dtype": "float8"},
     "exact, dora and dropout": KEPT | {"use_dora": True, "dropout": 0.1},
     "dora and dropout": KEPT | {"use_dora": True, "dropout": 0.1, "saved_activations": "float8"},
 }
@@ -54,7 +54,9 @@ def trained(base: Path, changes: dict[str, Any], world: World, *, steps: int) ->
     train.pop("activation_checkpointing", None)  # the plan's
     fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": 2, "learning_rate": 1e-3}
     config = RunConfig(lora=LoraSettings(r=8, **lora), train=TrainConfig(**(fixed | train)))
-    model = built_model(base, config, make_plan(**plan), world, products=config.train.products)
+    model = built_model(
+        base, config, make_plan(**plan), world, matmul_dtype=config.train.matmul_dtype
+    )
     optimizer, store = make_optimizer(model.training, config.train), documentation()
     params = trainable_parameters(model.training).values()
     gradients: list[torch.Tensor] = []

@@ -31,7 +31,7 @@ from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.backends import (
     read_attention_needs,
     resolve_dtype,
-    resolve_products,
+    resolve_matmul_dtype,
     resolve_training_attention,
 )
 from workflow.lib.model.experts.router_balance import accumulated
@@ -54,7 +54,7 @@ from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import View, live_view
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer, peak_bytes
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
-from workflow.lib.training.products_gate import check_products
+from workflow.lib.training.precision_check import check_precision
 from workflow.lib.training.run_record import Journal, TrainingRun, summarize
 from workflow.lib.training.startup_checks import check_inputs, startup_checks
 from workflow.scripts.command import run
@@ -105,7 +105,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: StepPlan) -> None:
             logger.info("%s", accumulated(plan.accumulation_steps))
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
-        checks += check_products(model.training, store, config.train, world, moved=pulse.moved)
+        checks += check_precision(model.training, store, config.train, world, moved=pulse.moved)
         training_run = TrainingRun(args.run, run_identity(args), config, plan, world, store, model)
         journal, selected_step = train(args, training_run, pulse)
         pulse.phase("writing the results", num_bytes=model.state_bytes())
@@ -135,9 +135,15 @@ def on_this_device(plan: StepPlan, base: Path, config: RunConfig, world: World) 
     logger.info("attention: %s (%s)", attention.name, attention.reason)
     if note := needs.dropout_note(settings.attention_dropout):
         logger.info("%s", note)
-    products = resolve_products(config.train.products, world.device, compute_dtype=dtype)
-    compute_dtype = str(dtype).removeprefix("torch.")
-    return replace(plan, compute_dtype=compute_dtype, attention=attention.name, products=products)
+    matmul_dtype = resolve_matmul_dtype(
+        config.train.matmul_dtype, world.device, compute_dtype=dtype
+    )
+    return replace(
+        plan,
+        compute_dtype=str(dtype).removeprefix("torch."),
+        attention=attention.name,
+        matmul_dtype=matmul_dtype,
+    )
 
 
 @dataclass(frozen=True)

@@ -219,16 +219,6 @@ def test_float8_rounds_the_products_of_frozen_weights(ways: tuple[str | None, st
     assert (y > 1e-3, x > 1e-3) == (ways[0] is not None, True)
 
 
-def test_int8_leaves_experts_in_the_compute_type() -> None:
-    pair = Pair("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
-    types = ProductTypes("int8", "int8")
-    exact = [ours for _, ours, _ in pair.gradients()]
-    for name in pair.names:
-        pair.experts.get_submodule(name).get_base_layer().product_types = types
-    with types.in_eight_bits():
-        assert all(map(torch.equal, exact, (ours for _, ours, _ in pair.gradients())))
-
-
 def test_recomputation_ends_before_the_last_product(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

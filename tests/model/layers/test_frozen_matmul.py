@@ -125,7 +125,7 @@ def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path: Path, kind
 def test_linears_that_share_their_input_share_its_rounded_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    types = types_of("int8", "forward")
+    types = types_of("float8", "forward")
     layers = layers_of(tmp_path, types, bias=False)
     calls = []
     monkeypatch.setattr(

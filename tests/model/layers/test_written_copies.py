@@ -47,7 +47,8 @@ def test_view_has_no_copy(types: ProductTypes) -> None:
 
 
 def test_copy_in_another_format_is_not_taken(types: ProductTypes) -> None:
-    others = ProductTypes("int8", None)
+    others = ProductTypes()
+    others.asked = [FORMATS["float8"]._replace(block=64), None]
     with types.in_eight_bits(), others.in_eight_bits():
         assert taken_copy(made(Maker())[0], others) is None
     assert taken_copy(made(Maker())[0], types) is None, "these multiply in the compute type now"

@@ -23,7 +23,7 @@ RECURRENT = "recurrent-layers_1xh100_2026-11-25"
 WIDE_HEADS = "wide-heads_1xh100_2026-11-26"
 MIXTURES = "mixtures-and-norms_1xh100-2xh200_2026-11-26"
 TWO_GPUS = "packed-layers_2xh100_2026-11-25"
-# Left out is what docs/time-model.md names: steps that Python launched, int8, recurrent layers by
+# Left out is what docs/time-model.md names: steps that Python launched, recurrent layers by
 # their family's code, activations on the H100's host, of 2026-11-24 what other kernels of experts
 # and norms took, and of two GPUs what layers took that FSDP2 gathered whole.
 LARGEST_ERRORS = {

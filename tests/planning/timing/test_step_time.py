@@ -175,7 +175,7 @@ def test_products_in_8_bits_decode_to_a_byte_and_round_what_they_multiply(
 ) -> None:
     shape = llama_70b(layers=1)
     plain = setup(seq_len=100, compute_dtype="bfloat16")
-    chosen = replace(plain, products="float8", products_in=where)
+    chosen = replace(plain, matmul_dtype="float8", matmul_passes=where)
     exact, eight = (micro_batch_work(shape, x, trained_share=1.0) for x in (plain, chosen))
     inputs, gradients = 3 * 8192 + 28672, 3 * 8192 + 2 * 1024 + 2 * 28672
     assert exact.rounded_bytes == 0
@@ -184,20 +184,19 @@ def test_products_in_8_bits_decode_to_a_byte_and_round_what_they_multiply(
     assert exact.dequantized_bytes - eight.dequantized_bytes == pytest.approx(spared)
 
 
-def test_experts_are_decoded_to_a_byte_in_float8_and_not_in_int8() -> None:
+def test_experts_are_decoded_to_a_byte_in_float8() -> None:
     shape = llama_70b(layers=1)
     stack = Linear("e.up_proj", 8 * 512, 8192, 8)
     layer = replace(shape.kinds[0], linears=(stack,), attention_linears=0, top_k=2, kept_bytes=1)
     shape = replace(shape, kinds=(layer,))
     chosen = setup(activation_checkpointing=False)
     decoded = {
-        products: micro_batch_work(
-            shape, replace(chosen, products=products), trained_share=1.0
+        dtype: micro_batch_work(
+            shape, replace(chosen, matmul_dtype=dtype), trained_share=1.0
         ).dequantized_bytes
-        for products in ("compute_dtype", "float8", "int8")
+        for dtype in ("compute_dtype", "float8")
     }
     assert decoded["float8"] == 0.6 * decoded["compute_dtype"]
-    assert decoded["int8"] == decoded["compute_dtype"]
 
 
 def test_without_recomputation_there_is_a_third_less() -> None:

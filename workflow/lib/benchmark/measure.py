@@ -25,7 +25,7 @@ from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.backends import (
     read_attention_needs,
     resolve_dtype,
-    resolve_products,
+    resolve_matmul_dtype,
     resolve_training_attention,
 )
 from workflow.lib.settings.config import RunConfig
@@ -176,12 +176,12 @@ def _load(job: Job, config: RunConfig, world: World, seen: Observed) -> Training
         compute_dtype=dtype,
     ).name
     began = time.monotonic()
-    products = resolve_products(config.train.products, world.device, compute_dtype=dtype)
+    products = resolve_matmul_dtype(config.train.matmul_dtype, world.device, compute_dtype=dtype)
     plan = replace(
         job.plan,
         compute_dtype=str(dtype).removeprefix("torch."),
         attention=seen.attention,
-        products=products,
+        matmul_dtype=products,
     )
     model = build_training_model(base, config, plan, world)
     synchronize(world.device)

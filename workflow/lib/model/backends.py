@@ -19,11 +19,11 @@ from workflow.lib.system.compute_choice import (
     WIDEST_HEAD,
     AttentionChoice,
     AttentionNeeds,
-    ProductsHardware,
+    MatmulHardware,
     asked_attention_lack,
     automatic_attention,
     choose_dtype,
-    choose_products,
+    choose_matmul_dtype,
 )
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import read_json
@@ -118,20 +118,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def resolve_products(name: str, device: torch.device, *, compute_dtype: torch.dtype) -> str:
-    """Return the type that `train.products` means on this device; raises `UserError` as
-    `choose_products` does.
+def resolve_matmul_dtype(name: str, device: torch.device, *, compute_dtype: torch.dtype) -> str:
+    """Return the type that `train.matmul_dtype` means on this device; raises `UserError` as
+    `choose_matmul_dtype` does.
     """
     dtype = str(compute_dtype).removeprefix("torch.")
-    return choose_products(name, products_hardware(device), compute_dtype=dtype)
+    return choose_matmul_dtype(name, matmul_hardware(device), compute_dtype=dtype)
 
 
-def products_hardware(device: torch.device) -> ProductsHardware:
+def matmul_hardware(device: torch.device) -> MatmulHardware:
     """Return what this device computes in 8 bits."""
     capability = (0, 0)
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-    return ProductsHardware(device.type == "cuda", capability >= (8, 0), capability >= (8, 9))
+    return MatmulHardware(device.type == "cuda", capability >= (8, 9))
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.attention.reference import attending_by_reference
-from workflow.lib.kernels.eight_bits.matmul import FORMATS, check_shape
+from workflow.lib.kernels.eight_bits.matmul import check_shape
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.experts.decoded_weights import form_of_experts
 from workflow.lib.model.experts.router_balance import (
     RouterBalance,
     family_coefficient,
@@ -24,7 +23,6 @@ from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with
 from workflow.lib.model.layers.frozen_matmul import ProductTypes
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.nf4_linear import nf4_linears
-from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
@@ -98,20 +96,19 @@ class CausalLMForTraining(nn.Module):
         """How many there are, which take packed documents one by one."""
         return self._prepared.recurrent_layers
 
-    def multiply_in_(self, products: str, where: str) -> None:
-        """Have `train.products` hold in what `train.products_in` names; raises `UserError` for a
-        linear that 8 bits cannot multiply. In int8 products of experts stay in the compute type."""
-        kind = None if products == COMPUTE_DTYPE else products
-        forward, backward = (kind if where in ("both", way) else None for way in WAYS)
+    def multiply_in_(self, dtype: str, passes: str) -> None:
+        """Have `train.matmul_dtype` hold in `train.matmul_passes`; raises `UserError` for a linear
+        that float8 cannot multiply.
+        """
+        kind = None if dtype == COMPUTE_DTYPE else dtype
+        forward, backward = (kind if passes in ("both", way) else None for way in WAYS)
         self.product_types = ProductTypes(forward, backward)
         if kind is None:
             return
         for path, linear in nf4_linears(self.peft_model):
-            if isinstance(linear, NF4Stack) and form_of_experts(FORMATS[kind]) is None:
-                continue
             path = path.removeprefix("base_model.model.").replace(".base_layer", "")
             size = linear.spec.block_size
-            check_shape(path, linear.spec.shape, block_size=size, name=products)
+            check_shape(path, linear.spec.shape, block_size=size, name=dtype)
             linear.product_types = self.product_types
 
     def balance_routers_(self, asked: float | None) -> None:

@@ -27,10 +27,8 @@ class Machine:
     bfloat16: bool = True
     """Whether its GPUs, or its CPU where it has none, multiply bfloat16; flash attention needs the
     same of GPUs (compute capability 8.0)."""
-    int8: bool = True
-    """Whether its GPUs multiply int8 as `train.products` needs it."""
     float8: bool = True
-    """The same of float8."""
+    """Whether its GPUs multiply float8."""
     imagined_host: str | None = None
     """What says how much host memory there is, of a machine that is only imagined."""
     nodes: int = 1
@@ -54,7 +52,6 @@ def imagined_machine(
         gpu_bytes=int(gpu.memory_gib * GIB),
         host_bytes=host_bytes,
         flash_attention=True,
-        int8=gpu.int8,
         float8=gpu.float8,
     )
 

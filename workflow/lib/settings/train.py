@@ -210,29 +210,22 @@ class TrainConfig(Section):
     """Recompute activations in backward instead of keeping them: true = of every decoder layer,
     false = of none, a number k = of every k-th layer, a share such as 0.625 = of 5 of 8; `auto` =
     what preflight predicts to be fastest of all that fits, together with the micro-batch."""
-    products: Annotated[Literal["compute_dtype", "float8", "int8", "auto"], Affects(later=True)] = (
+    matmul_dtype: Annotated[Literal["compute_dtype", "float8", "auto"], Affects(later=True)] = (
         "compute_dtype"
     )
-    """In what training steps multiply by the frozen NF4 weights. `float8` (e4m3; GPUs of compute
-    capability 8.9 and more) rounds weights by row and activations by token; `int8` (8.0 and more)
-    rounds activations by token and 128 columns; `auto` = float8 where the GPUs have it, else int8,
-    and `compute_dtype` where neither is there or the base's loss rises above
-    `max_products_loss_rise`. A mixture's experts are in float8, too; in int8 they stay in the
-    compute type, as do adapters, norms, attention and loss in both, and all that is measured and
-    exported. CPUs emulate both, slowly. On an H200
-    float8 was 1.5 times as fast as bfloat16 at 70B width and up to 1.15 times at 8B; int8 no
-    faster."""
-    products_in: Annotated[
+    """Precision of matmuls with frozen NF4 weights in training. `float8`: e4m3, weights scaled by
+    row, activations by token (GPUs of compute capability 8.9; CPUs emulate it). `auto`: float8
+    where the GPUs have it and the base loses no more than `max_matmul_loss_rise`."""
+    matmul_passes: Annotated[
         Literal["both", "forward", "backward"],
-        Affects(later=True, needs=("products", "float8", "int8", "auto")),
+        Affects(later=True, needs=("matmul_dtype", "float8", "auto")),
     ] = "both"
-    """Where `products` holds: in forward and backward, or in one of them. In `backward` alone it
-    changes the result least."""
-    max_products_loss_rise: Annotated[
-        float, Affects("none", later=True, needs=("products", "float8", "int8", "auto"))
+    """Passes in which `matmul_dtype` holds; `backward` alone changes the result least."""
+    max_matmul_loss_rise: Annotated[
+        float, Affects("none", later=True, needs=("matmul_dtype", "float8", "auto"))
     ] = Field(0.05, ge=0.0, le=10.0)
-    """Before the first step the base's loss on 8,192 tokens is measured with `products` and
-    without. A rise above this, in nats per trained token, stops the run."""
+    """Largest rise of the base's loss by `matmul_dtype`, nats per trained token; measured on 8,192
+    tokens before the first step. Above it the run stops."""
     saved_activations: Annotated[Literal["compute_dtype", "float8"], Affects(later=True)] = (
         "compute_dtype"
     )

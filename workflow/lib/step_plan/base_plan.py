@@ -43,10 +43,10 @@ class BasePlan:
     """Implementation of attention, by the name that Transformers knows it by."""
     attention_dropout: bool = False
     """Attention weights are dropped, by the share of the model's family."""
-    products: str = COMPUTE_DTYPE
-    """What training steps multiply frozen weights in: `compute_dtype`, `float8` or `int8`."""
-    products_in: str = "both"
-    """The passes that do so: `forward`, `backward` or `both`."""
+    matmul_dtype: str = COMPUTE_DTYPE
+    """Of matmuls with frozen weights in training steps: `compute_dtype` or `float8`."""
+    matmul_passes: str = "both"
+    """The passes in which it holds: `forward`, `backward` or `both`."""
     objective: str = NEXT_TOKEN
     """What the loss is made of."""
     optimizer: str = "adamw"

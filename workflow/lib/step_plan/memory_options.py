@@ -22,7 +22,7 @@ from workflow.lib.step_plan.base_plan import BasePlan
 from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Obstacle, Value
 from workflow.lib.system.compute_choice import (
     COMPUTE_DTYPE,
-    ProductsHardware,
+    MatmulHardware,
     saved_activations_lack,
 )
 
@@ -158,7 +158,7 @@ def _embedding_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> O
 
 
 def _float8_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
-    lack = saved_activations_lack(str(value), ProductsHardware(where.cuda, True, where.float8))
+    lack = saved_activations_lack(str(value), MatmulHardware(where.cuda, where.float8))
     return Obstacle(lack, f"Set it to {COMPUTE_DTYPE}") if lack else None
 
 

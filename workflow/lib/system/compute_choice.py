@@ -148,50 +148,46 @@ def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
     return name
 
 
-COMPUTE_DTYPE, FLOAT8, INT8 = "compute_dtype", "float8", "int8"
+COMPUTE_DTYPE, FLOAT8 = "compute_dtype", "float8"
 
 
 @dataclass(frozen=True)
-class ProductsHardware:
+class MatmulHardware:
     """What a device multiplies."""
 
     cuda: bool
-    int8: bool
-    """Compute capability 8.0 and more."""
     float8: bool
     """Compute capability 8.9 and more."""
 
 
-def choose_products(name: str, device: ProductsHardware, *, compute_dtype: str) -> str:
-    """Return the type that `train.products` means: `float8`, `int8` or `compute_dtype`.
+def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str) -> str:
+    """Return the type that `train.matmul_dtype` means: `float8` or `compute_dtype`.
 
-    CPUs emulate 8 bits, and `auto` leaves that out. Raises `UserError` for a type that a GPU has
-    not, or that its compute type cannot stand beside.
+    CPUs emulate float8, and `auto` leaves that out. Raises `UserError` for a type that a GPU lacks,
+    or that its compute dtype cannot stand beside.
     """
-    has = {FLOAT8: device.float8, INT8: device.int8}
     if name == "auto":
-        fits = device.cuda and compute_dtype == "bfloat16"
-        return next((kind for kind, there in has.items() if there and fits), COMPUTE_DTYPE)
+        fits = device.cuda and device.float8 and compute_dtype == "bfloat16"
+        return FLOAT8 if fits else COMPUTE_DTYPE
     if name == COMPUTE_DTYPE or not device.cuda:
         return name
-    if not has[name]:
-        least = {FLOAT8: "8.9", INT8: "8.0"}[name]
-        lack = f"this GPU has no such products (they need NVIDIA's compute capability {least})"
-        raise setting_error("train.products", name, lack, "Set it to auto")
+    if not device.float8:
+        lack = "this GPU has no such matmuls (they need NVIDIA's compute capability 8.9)"
+        raise setting_error("train.matmul_dtype", name, lack, "Set it to auto")
     if compute_dtype != "bfloat16":
-        lack = f"it needs the compute type bfloat16, and model.compute_dtype means {compute_dtype}"
-        raise setting_error("train.products", name, lack, "Set it to compute_dtype")
+        lack = f"it needs the compute dtype bfloat16, and model.compute_dtype means {compute_dtype}"
+        raise setting_error("train.matmul_dtype", name, lack, "Set it to compute_dtype")
     return name
 
 
-def saved_activations_lack(name: str, device: ProductsHardware) -> str | None:
+def saved_activations_lack(name: str, device: MatmulHardware) -> str | None:
     """Return why a device cannot round to what `train.saved_activations` names; None if it can."""
     if name == FLOAT8 and device.cuda and not device.float8:
         return "this GPU has no float8 (it needs NVIDIA's compute capability 8.9)"
     return None
 
 
-def check_saved_activations(name: str, device: ProductsHardware) -> None:
+def check_saved_activations(name: str, device: MatmulHardware) -> None:
     """Raise `UserError` if a GPU cannot round to what `train.saved_activations` names."""
     if lack := saved_activations_lack(name, device):
         raise setting_error("train.saved_activations", name, lack, f"Set it to {COMPUTE_DTYPE}")

@@ -67,14 +67,9 @@ class GpuModel:
         return 256.0 if self.memory_gib > 64 else 128.0
 
     @property
-    def int8(self) -> bool:
-        """Whether it multiplies int8 as `train.products` needs it: NVIDIA's in this table do."""
-        return self.name.startswith("NVIDIA")
-
-    @property
     def float8(self) -> bool:
         """Whether it multiplies float8: NVIDIA's since compute capability 8.9."""
-        return self.int8 and not any(word in self.name for word in AMPERE)
+        return self.name.startswith("NVIDIA") and not any(word in self.name for word in AMPERE)
 
 
 def _model(

@@ -20,7 +20,7 @@ from workflow.lib.distributed.packed_layers import PackedLayers, gather_layers_
 from workflow.lib.distributed.world import World
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice
-from workflow.lib.model.backends import products_hardware
+from workflow.lib.model.backends import matmul_hardware
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
@@ -110,7 +110,7 @@ def build_training_model(
     """
     _limit_memory(plan, world.device)
     dtype = dtype_of(plan)
-    check_saved_activations(plan.saved_activations, products_hardware(world.device))
+    check_saved_activations(plan.saved_activations, matmul_hardware(world.device))
     model = build_nf4_on_meta(
         base,
         compute_dtype=dtype,
@@ -159,7 +159,7 @@ def adapt_(
         empty_table_(model)
     if choice.recomputed:
         checkpoint_activations_(model, choice.recomputed)
-    training.multiply_in_(plan.products, plan.products_in)
+    training.multiply_in_(plan.matmul_dtype, plan.matmul_passes)
     return training, fused
 
 

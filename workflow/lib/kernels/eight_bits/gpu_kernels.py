@@ -1,13 +1,12 @@
-"""GPU kernels of products in 8 bits: NF4 to 8 bits, activations to 8 bits, and the product in int8.
+"""GPU kernels of matmuls in float8: NF4 and activations to float8, and back.
 
-`products` says what they compute, and computes the same on a CPU. The sizes of programs are the
+`matmul` says what they compute, and computes the same on a CPU. The sizes of programs are the
 fastest of those tried on an H200, for weights of 28,672 x 8,192 and 4,096 x 14,336.
 """
 
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from workflow.lib.kernels.launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.nf4.decode import NF4Data
@@ -18,8 +17,6 @@ THREAD_ELEMENTS = 32  # of such a row
 BLOCKS_ELEMENTS = 4096  # the same, of a row in blocks
 DECODED_BLOCKS = 64  # of a program
 TRANSPOSED_ROWS = 128  # of a program
-TILE = {"rows": 128, "columns": 128, "group": 8}
-TILE_WARPS, TILE_STAGES = 8, 3
 
 
 def row_scales(data: NF4Data, *, shape: tuple[int, int], largest: float) -> torch.Tensor:
@@ -119,31 +116,4 @@ def restore_rows(
         "eight_bits.restore_blocks", (num_rows, -(-num_blocks // blocks)), out, values, scales,
         width, num_blocks, block_size=block, blocks=blocks, num_warps=WARPS,
     )  # fmt: skip
-    return out
-
-
-def block_product(
-    out: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_scales: torch.Tensor,
-    right_scales: torch.Tensor | None,
-    *,
-    block: int,
-    add: bool,
-) -> torch.Tensor:
-    """Fill `out` (T, N) with left (T, K) @ right (N, K)^T of int8, or add it; return `out`.
-
-    left_scales: (T, blocks of K) fp32; right_scales: (N,) fp32, None for ones.
-    """
-    num_rows, num_columns = out.shape
-    grid = (-(-num_rows // TILE["rows"]) * -(-num_columns // TILE["columns"]),)
-    launch(
-        "eight_bits.block_product", grid, out, left, right, left_scales,
-        left_scales if right_scales is None else right_scales, num_rows, num_columns,
-        left.shape[1], adds=add, scaled=right_scales is not None, block_size=block, **TILE,
-        num_warps=TILE_WARPS, num_stages=TILE_STAGES,
-    )  # fmt: skip
-    if add:
-        increment_version((out,))
     return out

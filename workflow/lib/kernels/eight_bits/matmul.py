@@ -1,14 +1,9 @@
-"""Products of frozen NF4 weights in 8 bits: which formats there are, how weights and activations
-are rounded to them, and the product.
+"""Matmuls of frozen NF4 weights in float8: how weights and activations are rounded, and the matmul.
 
 A weight row n has a scale s_n = max_b |absmax_(n,b)| / L, for the format's largest value L: no code
-is above 1. The forward product is y_tn = s_n sum_k W'_nk sum over blocks of x'_tk a_t,block, with
-W' = W / s and x' = x / a in 8 bits. Backward sums over the rows n, so s is folded into the
-gradient before that is rounded: g'_tn a_t,block = g_tn s_n.
-
-float8 has a scale a for a token. int8 has one for a token and each 128 columns, because a few
-columns of activations are many times larger than others: with one scale for a token they round all
-others away (docs/numerics.md has the losses).
+is above 1. The forward matmul is y_tn = s_n a_t sum_k W'_nk x'_tk, with W' = W / s and x' = x / a
+in float8, and a scale a for each token. Backward sums over the rows n, so s is folded into the
+gradient before that is rounded: g'_tn a_t = g_tn s_n.
 
 A GPU has kernels. A CPU computes the same values and multiplies them in fp32, which is slow: it is
 for tests and trials.
@@ -25,7 +20,7 @@ from workflow.lib.system.device_types import RECORDED
 from workflow.lib.system.errors import UserError
 
 SMALLEST_SCALE = 1e-30  # of a row of zeros, in place of 0
-# What cuBLAS and CUTLASS want of a matrix in 8 bits.
+# What cuBLAS wants of a matrix in float8.
 ALIGNED = 16
 
 
@@ -36,18 +31,10 @@ class Format(NamedTuple):
     dtype: torch.dtype
     largest: float
     block: int | None
-    """Columns of activations and gradients that share a scale; None: all of a token's."""
-
-    @property
-    def adds(self) -> bool:
-        """Whether its product can add to what is there: ours can, torch's cannot."""
-        return self.block is not None
+    """Columns that share a scale, of saved activations; None: all of a token's."""
 
 
-FORMATS = {
-    "float8": Format("float8", torch.float8_e4m3fn, 448.0, None),
-    "int8": Format("int8", torch.int8, 127.0, 128),
-}
+FORMATS = {"float8": Format("float8", torch.float8_e4m3fn, 448.0, None)}
 
 
 class Rounded(NamedTuple):
@@ -73,9 +60,9 @@ def check_shape(path: str, shape: tuple[int, int], *, block_size: int, name: str
     """Raise `UserError` if a linear (out, in) cannot be multiplied in 8 bits."""
     if shape[1] % block_size or any(size % ALIGNED for size in shape):
         raise UserError(
-            f"train.products = {name}: {path} has the shape {shape}, and 8 bits need rows of whole "
-            f"blocks of {block_size} (quantize.block_size) and sizes that are multiples of "
-            f"{ALIGNED}. Set train.products to compute_dtype."
+            f"train.matmul_dtype = {name}: {path} has the shape {shape}, and {name} needs rows of "
+            f"whole blocks of {block_size} (quantize.block_size) and sizes that are multiples of "
+            f"{ALIGNED}. Set train.matmul_dtype to compute_dtype."
         )
 
 
@@ -113,7 +100,7 @@ def rounded(
         block * inverse[:, None]
         for block, inverse in zip(blocks, scales.reciprocal().unbind(1), strict=True)
     ]
-    made = (_nearest(torch.cat(scaled, dim=1), form), scales)
+    made = (torch.cat(scaled, dim=1).to(form.dtype), scales)
     if into is not None:
         made = (into[0].copy_(made[0]), into[1].copy_(made[1]))
     return Rounded(*made, form)
@@ -155,7 +142,7 @@ def decoded(
     packed = data.packed.view(torch.uint8)[: shape[0] * shape[1] // 2].flatten().int()
     pairs = torch.cartesian_prod(data.code, data.code).index_select(0, packed)  # of each byte
     ratios = _block_scales(data, shape) / scales[:, None]
-    values = _nearest(pairs.view(*ratios.shape, -1) * ratios[..., None], form).view(shape)
+    values = (pairs.view(*ratios.shape, -1) * ratios[..., None]).to(form.dtype).view(shape)
     return values.t().contiguous() if transposed else values
 
 
@@ -170,34 +157,12 @@ def _block_scales(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:
     return (data.nested_code[index] * nested + data.offset).view(size)
 
 
-def _nearest(values: torch.Tensor, form: Format) -> torch.Tensor:
-    """Round fp32 values of at most `form.largest` as the kernels do."""
-    if form.dtype == torch.int8:
-        return (values + 0.5).floor().nan_to_num(0.0).to(torch.int8)
-    return values.to(form.dtype)
-
-
 def product(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype) -> torch.Tensor:
     """Return left (T, K) times right (N, K)^T with all scales, (T, N) in `dtype`."""
-    values, form = left.values, left.form
-    if not _has_kernels(values.device):
-        return _emulated(left, right).to(dtype)
-    if form.block is None:
+    if _has_kernels(left.values.device):
         return _scaled_product(left, right, dtype)
-    y = torch.empty((len(values), len(right.values)), dtype=dtype, device=values.device)
-    return gpu_kernels.block_product(
-        y, values, right.values, left.scales, right.scales, block=form.block, add=False
-    )
-
-
-def add_product_(total: torch.Tensor, left: Rounded, right: RoundedWeight) -> torch.Tensor:
-    """Add that product to `total` (T, N); return it."""
-    form = left.form
-    if form.block is not None and _has_kernels(total.device):
-        return gpu_kernels.block_product(
-            total, left.values, right.values, left.scales, right.scales, block=form.block, add=True
-        )
-    return total.add_(product(left, right, dtype=total.dtype))
+    y = (left.values.float() @ right.values.float().t()) * left.scales
+    return (y if right.scales is None else y * right.scales).to(dtype)
 
 
 def _scaled_product(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -219,17 +184,6 @@ def _scaled_product(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> 
     return y
 
 
-def _emulated(left: Rounded, right: RoundedWeight) -> torch.Tensor:
-    """The same in fp32: sums of products of values in 8 bits, block by block."""
-    width = left.values.shape[1]
-    size = left.form.block or width
-    parts = zip(left.values.split(size, 1), right.values.split(size, 1), strict=True)
-    total = torch.zeros((), device=left.values.device)
-    for (one, other), scale in zip(parts, left.scales.unbind(1), strict=True):
-        total = total + (one.float() @ other.float().t()) * scale[:, None]
-    return total if right.scales is None else total * right.scales
-
-
 def _has_kernels(device: torch.device) -> bool:
     """Whether the kernels compute on this device; raises `UserError` on a GPU that cannot build
     them.
@@ -238,7 +192,7 @@ def _has_kernels(device: torch.device) -> bool:
         return True
     if device.type in ("cuda", RECORDED):
         raise UserError(
-            "train.products: 8 bits on a GPU need Triton, which cannot build kernels here. Install "
-            "it with a C compiler, or set train.products to compute_dtype."
+            "train.matmul_dtype: float8 on a GPU needs Triton, which cannot build kernels here. "
+            "Install it with a C compiler, or set train.matmul_dtype to compute_dtype."
         )
     return False

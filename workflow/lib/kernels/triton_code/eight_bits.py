@@ -31,14 +31,6 @@ def _in_range(largest, most: tl.constexpr):
 
 
 @triton.jit
-def as_eight_bits(value, kind):
-    """Round to the nearest value of the type `kind`; for int8 halves go up."""
-    if kind == tl.int8:
-        value = tl.floor(value + 0.5)
-    return value.to(kind)
-
-
-@triton.jit
 def row_scales(
     scales,
     absmax,
@@ -136,8 +128,8 @@ def _decoded(packed, code, block, scale, inside, kind: tl.constexpr, block_size:
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
     bytes_at = block[:, None] * half + tl.arange(0, half)[None, :]
     pairs = tl.load(packed + bytes_at, mask=inside[:, None], other=0).to(tl.int32)
-    even = as_eight_bits(tl.load(code + (pairs >> 4)) * scale[:, None], kind)
-    odd = as_eight_bits(tl.load(code + (pairs & 15)) * scale[:, None], kind)
+    even = (tl.load(code + (pairs >> 4)) * scale[:, None]).to(kind)
+    odd = (tl.load(code + (pairs & 15)) * scale[:, None]).to(kind)
     return even, odd
 
 
@@ -200,7 +192,7 @@ def store_rounded(
     value = tl.reshape(parts * inverse[:, :, None], (rows, size))
     column = tl.arange(0, size)[None, :]
     at = out + row[:, None] * width + column
-    tl.store(at, as_eight_bits(value, out.dtype.element_ty), mask=there & (column < width))
+    tl.store(at, value.to(out.dtype.element_ty), mask=there & (column < width))
 
 
 @triton.jit
@@ -219,9 +211,7 @@ def _finite_or_infinite(value):
 def store_eight_bits(out, value, scale, column, width):
     """Write fp32 values of a row over their scale in 8 bits."""
     inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    tl.store(
-        out + column, as_eight_bits(value * inverse, out.dtype.element_ty), mask=column < width
-    )
+    tl.store(out + column, (value * inverse).to(out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -275,67 +265,3 @@ def restore_blocks(
     # Not 0 for what is outside: a constant of 8 bits is nothing that all versions can convert.
     value = tl.load(values + row * width + column, mask=inside).to(tl.float32) * scale[:, None]
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def block_product(
-    out,
-    left,
-    right,
-    left_scales,
-    right_scales,
-    num_rows,
-    num_columns,
-    width,
-    adds: tl.constexpr,
-    scaled: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    block_size: tl.constexpr,
-    group: tl.constexpr,
-):
-    """A tile of left (rows, width) @ right (columns, width)^T in int8, exact within a block of the
-    width; blocks are scaled and added up in fp32, then scaled by column, then added to what is
-    there (`adds`).
-    """
-    row_start, column_start = _tile(num_rows, num_columns, rows, columns, group)
-    row = row_start + tl.arange(0, rows)
-    column = column_start + tl.arange(0, columns)
-    there, right_there = row < num_rows, column < num_columns
-    num_blocks = tl.cdiv(width, block_size)
-    total = tl.zeros((rows, columns), dtype=tl.float32)
-    for block in range(num_blocks):
-        place = block * block_size + tl.arange(0, block_size)
-        inside = place < width
-        one = tl.load(
-            left + row[:, None] * width + place[None, :],
-            mask=there[:, None] & inside[None, :],
-            other=0,
-        )
-        other = tl.load(
-            right + column[None, :] * width + place[:, None],
-            mask=right_there[None, :] & inside[:, None],
-            other=0,
-        )
-        scale = tl.load(left_scales + row * num_blocks + block, mask=there, other=0.0)
-        total += tl.dot(one, other, out_dtype=tl.int32).to(tl.float32) * scale[:, None]
-    if scaled:
-        total *= tl.load(right_scales + column, mask=right_there, other=0.0)[None, :]
-    at = out + row[:, None] * num_columns + column[None, :]
-    mask = there[:, None] & right_there[None, :]
-    if adds:
-        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _tile(num_rows, num_columns, rows: tl.constexpr, columns: tl.constexpr, group: tl.constexpr):
-    """Return the first row and column of this program's tile: `group` rows of tiles at a time, so
-    that programs that run together read the same weights.
-    """
-    row_tiles, column_tiles = tl.cdiv(num_rows, rows), tl.cdiv(num_columns, columns)
-    program = tl.program_id(0)
-    first = program // (group * column_tiles) * group
-    high = tl.minimum(row_tiles - first, group)
-    rest = program % (group * column_tiles)
-    return ((first + rest % high) * rows).to(tl.int64), (rest // high * columns).to(tl.int64)

@@ -6,8 +6,6 @@ largest value. A linear has one for each row (`eight_bits.matmul`); but a float 
 whatever its size, e4m3 down to 1/28,000 of its largest value, and with one scale for an expert the
 scales need not be multiplied into the gradient before that is rounded. So a token's gradient is
 rounded once, not once for each of its experts.
-
-int8 would need scales within a row: experts stay in the compute type.
 """
 
 import torch
@@ -16,11 +14,6 @@ from workflow.lib.kernels.eight_bits.matmul import Format, rounded, row_scales
 from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.experts.routing import Rows, Weights
 from workflow.lib.model.layers.nf4_stack import NF4Stack
-
-
-def form_of_experts(form: Format | None) -> Format | None:
-    """Return in what experts are multiplied where linears are in `form`; None: the compute type."""
-    return None if form is None or form.block is not None else form
 
 
 def operand(rows: Rows, form: Format | None) -> Rows:

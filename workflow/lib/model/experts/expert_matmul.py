@@ -20,7 +20,6 @@ from workflow.lib.kernels.experts.grouped_matmul import (
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.experts.decoded_weights import (
     column_weights,
-    form_of_experts,
     operand,
     row_weights,
 )
@@ -96,7 +95,7 @@ def low_rank(stack: Stack, rows: Rows, routing: Routing) -> torch.Tensor | None:
 def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Return y (R, out) of rows (R, in), for low = A x."""
     base, dtype = stack.base, rows.values.dtype
-    form = form_of_experts(base.product_types.forward)
+    form = base.product_types.forward
     given = operand(rows, form)
     y = rows.values.new_empty(len(routing.order), stack.base.expert_rows)
     for start, stop in base.row_slices(form.dtype if form else dtype):
@@ -128,7 +127,7 @@ def input_gradient(
 ) -> torch.Tensor:
     """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
     base, dtype = stack.base, grad.values.dtype
-    form = form_of_experts(base.product_types.backward)
+    form = base.product_types.backward
     given = operand(grad, form)
     of_rows = grad.values.new_empty(len(routing.order), base.in_features)
     for start, stop in base.column_slices(form.dtype if form else dtype):

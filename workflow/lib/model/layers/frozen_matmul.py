@@ -22,7 +22,6 @@ from workflow.lib.kernels.eight_bits.matmul import (
     Format,
     Rounded,
     RoundedWeight,
-    add_product_,
     decoded,
     product,
     rounded,
@@ -132,7 +131,7 @@ def add_input_gradient_(
     form = linear.product_types.backward
     if form is None:
         return of_rows.addmm_(grad, linear.dequantize(grad.dtype))
-    return add_product_(of_rows, *_backward_operands(grad, linear, form))
+    return of_rows.add_(product(*_backward_operands(grad, linear, form), dtype=of_rows.dtype))
 
 
 def scaled_product(

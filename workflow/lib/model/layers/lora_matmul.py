@@ -137,8 +137,7 @@ def input_gradient(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
-    form = linears[0].base.product_types.backward
-    if form is not None and not form.adds and not _drops(linears):
+    if linears[0].base.product_types.backward is not None and not _drops(linears):
         return _products_first(linears, grads, of_low)
     of_rows = _adapters_input_gradient(linears, of_low)
     for linear, grad in zip(linears, grads, strict=True):

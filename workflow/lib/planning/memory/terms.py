@@ -376,32 +376,31 @@ def decoded_linear(linear: Linear, setup: StepPlan, *, num_rows: int) -> int:
     """A weight as its product with `num_rows` rows uses it: in the compute type, of a stack of
     experts as much as is decoded at a time.
 
-    In 8 bits with what is rounded beside it (a byte an element, a scale of 4 for 128), and in
-    float8 a gradient that is added afterwards: an upper bound, of forward and backward.
+    In float8 with what is rounded beside it (a byte an element, a scale of 4 for 128), and a
+    gradient that is added afterwards: an upper bound, of forward and backward.
     """
     c = setup.compute_bytes
     plain = c * linear.num_weights
     if linear.experts > 1:
         rows = num_rows * (max(linear.in_features, linear.out_features // linear.experts) + 4)
-        return min(plain, DECODED_BYTES) + (rows if setup.products == FLOAT8 else 0)
-    if setup.products == COMPUTE_DTYPE:
+        return min(plain, DECODED_BYTES) + (rows if setup.matmul_dtype == FLOAT8 else 0)
+    if setup.matmul_dtype == COMPUTE_DTYPE:
         return plain
     widest = max(linear.in_features, linear.out_features)
     rows = num_rows * (widest + 4 * math.ceil(widest / 128))
-    added = c * num_rows * linear.in_features if setup.products == FLOAT8 else 0
-    return max(plain, linear.num_weights + rows + added)
+    return max(plain, linear.num_weights + rows + c * num_rows * linear.in_features)
 
 
 def product_scales(shape: ModelShape, setup: StepPlan) -> int:
-    """Scales of the rows of all weights that are multiplied in 8 bits, and in float8 of the
-    experts; every process has all.
+    """Scales of the rows of all weights that are multiplied in float8, and of the experts; every
+    process has all.
     """
-    if setup.products == COMPUTE_DTYPE:
+    if setup.matmul_dtype == COMPUTE_DTYPE:
         return 0
 
     def scales(linear: Linear) -> int:
         if linear.experts > 1:
-            return rounded(4 * linear.experts) if setup.products == FLOAT8 else 0
+            return rounded(4 * linear.experts)
         return rounded(4 * linear.out_features)
 
     return shape.total(lambda layer: sum(map(scales, layer.linears)))

@@ -61,7 +61,6 @@ def read_machine(settings: HardwareConfig) -> Machine:
         bfloat16=all(gpu.bfloat16 for gpu in gpus)
         if device == "cuda"
         else hardware.cpu_has_bfloat16(),
-        int8=all(gpu.bfloat16 for gpu in gpus),
         float8=all(gpu.float8 for gpu in gpus),
         flash_attention=importlib.util.find_spec("flash_attn") is not None,
     )

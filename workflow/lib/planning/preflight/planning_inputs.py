@@ -23,11 +23,11 @@ from workflow.lib.system.compute_choice import (
     ASKED_FOR,
     AttentionChoice,
     AttentionNeeds,
-    ProductsHardware,
+    MatmulHardware,
     asked_attention_lack,
     automatic_attention,
     choose_dtype,
-    choose_products,
+    choose_matmul_dtype,
 )
 from workflow.lib.system.errors import setting_error
 
@@ -97,16 +97,16 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
     )
 
 
-def products(run: RunConfig, machine: Machine) -> str:
+def matmul_dtype(run: RunConfig, machine: Machine) -> str:
     """Return what training steps multiply frozen weights in; raises `UserError` for a type that the
     machine has not.
     """
     dtype = compute_dtype(run.model, machine)
-    return choose_products(run.train.products, _hardware(machine), compute_dtype=dtype)
+    return choose_matmul_dtype(run.train.matmul_dtype, _hardware(machine), compute_dtype=dtype)
 
 
-def _hardware(machine: Machine) -> ProductsHardware:
-    return ProductsHardware(machine.device == "cuda", machine.int8, machine.float8)
+def _hardware(machine: Machine) -> MatmulHardware:
+    return MatmulHardware(machine.device == "cuda", machine.float8)
 
 
 def training_attention(
@@ -215,8 +215,8 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         compute_dtype=compute_dtype(run.model, machine),
         attention=training_attention(run.model, machine, needs).name,
         attention_dropout=needs.asked(run.model.attention_dropout).dropout > 0,
-        products=products(run, machine),
-        products_in=run.train.products_in,
+        matmul_dtype=matmul_dtype(run, machine),
+        matmul_passes=run.train.matmul_passes,
         optimizer=run.train.optimizer,
         rank=run.lora.r,
         ranks={name: rank for name, rank in ranks.items() if rank != run.lora.r},

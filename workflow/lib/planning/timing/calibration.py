@@ -26,6 +26,7 @@ from workflow.lib.planning.timing.step_time import (
 )
 from workflow.lib.planning.timing.step_work import Work, micro_batch_work
 from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import verified
 from workflow.lib.system.gpu_models import GpuModel
@@ -112,6 +113,7 @@ def serves(line: dict[str, Any], name: str) -> bool:
         and line["peer"] is None
         and set(line["gpu_names"]) == {name}
         and recorded_plan(line).attention != "eager"
+        and recorded_plan(line).matmul_dtype in (COMPUTE_DTYPE, FLOAT8)  # once there was int8
         and line["sizes"]["documents"] == 1
     )
 
@@ -148,9 +150,13 @@ def recorded_case(line: dict[str, Any]) -> tuple[ModelShape, StepPlan]:
 
 def recorded_plan(line: dict[str, Any]) -> StepPlan:
     """Return the plan of a line. Earlier lines have a part of it in `setup`."""
+    plan = line["plan"]
+    setup = dict(line.get("setup") or plan)
+    for old, new in (("products", "matmul_dtype"), ("products_in", "matmul_passes")):
+        if old in setup:
+            setup[new] = setup.pop(old)
     if "setup" not in line:
-        return StepPlan.of(line["plan"])
-    setup, plan = dict(line["setup"]), line["plan"]
+        return StepPlan.of(setup)
     for name in ("fixed", "accumulates", "compute_bytes"):
         setup.pop(name, None)
     return StepPlan.of(

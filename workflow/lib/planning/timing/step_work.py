@@ -19,7 +19,7 @@ from workflow.lib.planning.memory.terms import (
 )
 from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8, WIDEST_HEAD
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, WIDEST_HEAD
 
 # Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
 # of 2 x 3,072 tokens of Gemma 2 27B's attention on an H200.
@@ -47,7 +47,7 @@ EXPERT_TRAFFIC = 0.6
 # Against bf16 products, 4,096 rows of 70B and 8B widths on an H200, torch 2.11, November 2026: by a
 # prototype of float8 (1,231 to 1,338 TFLOP/s for 659 to 734), and by torch's int8 product without
 # scales (832 to 934). docs/time-model.md compares the engine's own.
-EIGHT_BIT_SPEED = {FLOAT8: 1.84, INT8: 1.27}
+FLOAT8_SPEED = 1.84
 # Of a weight that is decoded: half a byte read, two written; one for a product in 8 bits.
 PACKED_BYTES, DEQUANTIZED_BYTES, EIGHT_BIT_BYTES = 0.5, 2.5, 1.5
 # Bytes that a logit moves in the loss, counted by the operations of `chunked_loss` in bf16: to fp32
@@ -161,7 +161,7 @@ def micro_batch_work(
         hosted_layers=setup.offload_layers,
         hosted_bytes=shape.largest(lambda layer: packed_slice(layer, setup)),
         layers=layers,
-        eight_bits=setup.products != COMPUTE_DTYPE,
+        eight_bits=setup.matmul_dtype != COMPUTE_DTYPE,
         expert_share=shape.total(_has_experts) / layers,
         graphed=setup.graphed,
     )
@@ -192,10 +192,8 @@ def _frozen_flops(
 
     spared = shape.total(lambda layer: used(layer, _not_recomputed(layer, setup)))
     weights = passes * shape.total(lambda layer: used(layer, layer.linears)) - recomputed * spared
-    if not grouped or setup.products == FLOAT8:
-        saved = 1 - 1 / EIGHT_BIT_SPEED.get(setup.products, 1)
-        weights *= 1 - saved * _eight_bit_share(setup, passes=passes)
-    return 2 * weights
+    saved = 1 - 1 / FLOAT8_SPEED
+    return 2 * weights * (1 - saved * _eight_bit_share(setup, passes=passes))
 
 
 def _adapter_flops(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
@@ -231,8 +229,6 @@ def _decoded_bytes(
 
 def _moved_to_decode(linear: Linear, setup: StepPlan, passes: float) -> float:
     """On average of the passes."""
-    if linear.experts > 1 and setup.products != FLOAT8:
-        return DEQUANTIZED_BYTES
     in_eight_bits = _eight_bit_share(setup, passes=passes)
     return DEQUANTIZED_BYTES - (DEQUANTIZED_BYTES - EIGHT_BIT_BYTES) * in_eight_bits
 
@@ -243,24 +239,22 @@ def _read_by_experts(linear: Linear, setup: StepPlan, passes: float) -> float:
 
 
 def _eight_bit_share(setup: StepPlan, *, passes: float) -> float:
-    """Return the share of the passes whose products are in 8 bits; backward is one pass. In int8
-    experts stay in the compute type.
-    """
-    if setup.products == COMPUTE_DTYPE:
+    """Return the share of the passes whose matmuls are in float8; backward is one pass."""
+    if setup.matmul_dtype == COMPUTE_DTYPE:
         return 0.0
-    return {"both": passes, "forward": passes - 1, "backward": 1}[setup.products_in] / passes
+    return {"both": passes, "forward": passes - 1, "backward": 1}[setup.matmul_passes] / passes
 
 
 def _rounded_for_products(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
     """Bytes by token that are moved to round what frozen weights multiply in 8 bits: their inputs
     in every pass but backward, and the gradients of their values in it.
     """
-    if setup.products == COMPUTE_DTYPE:
+    if setup.matmul_dtype == COMPUTE_DTYPE:
         return 0.0
-    forward = (passes - 1) * (setup.products_in != "backward")
+    forward = (passes - 1) * (setup.matmul_passes != "backward")
     inputs = shape.total(lambda layer: _multiplied_elements(layer, setup, gradients=False))
     gradients = shape.total(lambda layer: _multiplied_elements(layer, setup, gradients=True))
-    elements = forward * inputs + (setup.products_in != "forward") * gradients
+    elements = forward * inputs + (setup.matmul_passes != "forward") * gradients
     return (setup.compute_bytes + 1) * elements
 
 
@@ -268,7 +262,7 @@ def _multiplied_elements(layer: DecoderLayer, setup: StepPlan, *, gradients: boo
     """Elements by token of what a layer's frozen weights multiply. Linears of one module share
     their input, all but its last, which has its own.
     """
-    chosen = [x for x in layer.linears if x.experts == 1 or setup.products == FLOAT8]
+    chosen = layer.linears
     if gradients:
         return sum(layer.rows(x) * x.out_features // x.experts for x in chosen)
     last = {_module_of(x): x for x in chosen}

@@ -1,4 +1,4 @@
-"""What products in 8 bits cost the base, measured before the first step of a run that has them.
+"""What matmuls in float8 cost the base, measured before the first step of a run that has them.
 
 Adapters change nothing yet, so the loss is the base's, and the rows of the data are as new to it as
 held-out ones are. Products in backward change no loss: `docs/numerics.md` says what they were
@@ -31,7 +31,7 @@ logger = logging.getLogger("workflow")
 TOKENS = 8192
 
 
-def check_products(
+def check_precision(
     training: CausalLMForTraining,
     store: TokenStore,
     train: TrainConfig,
@@ -51,8 +51,8 @@ def check_products(
         return [_check("products in 8 bits are in backward alone", detail)]
     training.eval()
     plain, rounded = (
-        _loss(training, store, world, products=products, moved=moved)
-        for products in (nullcontext(), training.product_types.in_eight_bits())
+        _loss(training, store, world, precision, moved=moved)
+        for precision in (nullcontext(), training.product_types.in_eight_bits())
     )
     return [_judged(training, train, forward, plain=plain, rounded=rounded)]
 
@@ -60,9 +60,10 @@ def check_products(
 def _judged(
     training: CausalLMForTraining, train: TrainConfig, form: Format, *, plain: float, rounded: float
 ) -> Check:
-    """Return the check of both losses, nats per trained token, or end the run as `check_products`
-    says."""
-    bound = train.max_products_loss_rise
+    """Return the check of both losses, nats per trained token, or end the run as `check_precision`
+    says.
+    """
+    bound = train.max_matmul_loss_rise
     detail = (
         f"{plain:.4f} nats per token in the compute type, {rounded:.4f} in {form.name}; allowed is "
         f"a rise of {bound:g}"
@@ -70,14 +71,18 @@ def _judged(
     if rounded - plain <= bound:
         logger.info("products of frozen weights in %s: %s", form.name, detail)
         return _check("the base's loss in 8 bits is that of the compute type", detail)
-    if train.products != "auto":
+    if train.matmul_dtype != "auto":
         change = (
-            f"Set it to {COMPUTE_DTYPE}, set train.products_in to backward, or raise "
-            "train.max_products_loss_rise"
+            f"Set it to {COMPUTE_DTYPE}, set train.matmul_passes to backward, or raise "
+            "train.max_matmul_loss_rise"
         )
-        raise setting_error("train.products", train.products, f"the base has {detail}", change)
-    training.multiply_in_(COMPUTE_DTYPE, train.products_in)
-    logger.warning("train.products = auto: no products in 8 bits, since the base has %s", detail)
+        raise setting_error(
+            "train.matmul_dtype", train.matmul_dtype, f"the base has {detail}", change
+        )
+    training.multiply_in_(COMPUTE_DTYPE, train.matmul_passes)
+    logger.warning(
+        "train.matmul_dtype = auto: no products in 8 bits, since the base has %s", detail
+    )
     return _check("products in 8 bits are off where they cost the base more than allowed", detail)
 
 
@@ -89,15 +94,15 @@ def _loss(
     training: CausalLMForTraining,
     store: TokenStore,
     world: World,
+    precision: AbstractContextManager[None],
     *,
-    products: AbstractContextManager[None],
     moved: Callable[[], None],
 ) -> float:
     """Return the mean loss of a trained token of the first rows, those of each process in turn.
     Collective."""
     count = math.ceil(TOKENS / store.seq_len / world.size)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    with forward_only(training), products:
+    with forward_only(training), precision:
         for number in range(world.rank, count * world.size, world.size):
             batch = stored_batch(store, np.array([number % store.num_rows])).to(world.device)
             total[0] += training(batch)

@@ -1,21 +1,21 @@
-"""What `train.products` means on which hardware."""
+"""What `train.matmul_dtype` means on which hardware."""
 
 import pytest
 
 from workflow.lib.system.compute_choice import (
-    ProductsHardware,
+    MatmulHardware,
     check_saved_activations,
-    choose_products,
+    choose_matmul_dtype,
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 
-CPU = ProductsHardware(cuda=False, int8=True, float8=True)
+CPU = MatmulHardware(cuda=False, float8=True)
 
 
-def hardware(name: str) -> ProductsHardware:
+def hardware(name: str) -> MatmulHardware:
     gpu = BY_NAME[name]
-    return ProductsHardware(cuda=True, int8=gpu.int8, float8=gpu.float8)
+    return MatmulHardware(cuda=True, float8=gpu.float8)
 
 
 @pytest.mark.parametrize(
@@ -24,36 +24,36 @@ def hardware(name: str) -> ProductsHardware:
         ("NVIDIA H200", "float8"),
         ("NVIDIA GeForce RTX 4090", "float8"),
         ("NVIDIA RTX 6000 Ada Generation", "float8"),
-        ("NVIDIA RTX A6000", "int8"),
-        ("NVIDIA A100-SXM4-80GB", "int8"),
-        ("NVIDIA GeForce RTX 3090", "int8"),
+        ("NVIDIA RTX A6000", "compute_dtype"),
+        ("NVIDIA A100-SXM4-80GB", "compute_dtype"),
+        ("NVIDIA GeForce RTX 3090", "compute_dtype"),
         ("AMD Instinct MI300X", "compute_dtype"),
     ],
 )
 def test_auto_is_the_fastest_that_the_gpu_has(gpu: str, chosen: str) -> None:
-    assert choose_products("auto", hardware(gpu), compute_dtype="bfloat16") == chosen
+    assert choose_matmul_dtype("auto", hardware(gpu), compute_dtype="bfloat16") == chosen
 
 
 def test_auto_leaves_the_emulation_and_other_compute_types_alone() -> None:
-    assert choose_products("auto", CPU, compute_dtype="float32") == "compute_dtype"
+    assert choose_matmul_dtype("auto", CPU, compute_dtype="float32") == "compute_dtype"
     card = hardware("NVIDIA H200")
-    assert choose_products("auto", card, compute_dtype="float32") == "compute_dtype"
+    assert choose_matmul_dtype("auto", card, compute_dtype="float32") == "compute_dtype"
 
 
 def test_cpu_emulates_what_is_asked_for() -> None:
-    assert choose_products("float8", CPU, compute_dtype="float32") == "float8"
+    assert choose_matmul_dtype("float8", CPU, compute_dtype="float32") == "float8"
 
 
 @pytest.mark.parametrize(
     ("gpu", "name", "message"),
     [
         ("NVIDIA RTX A6000", "float8", r"compute capability 8\.9\). Set it to auto"),
-        ("AMD Instinct MI300X", "int8", r"compute capability 8\.0\). Set it to auto"),
+        ("AMD Instinct MI300X", "float8", r"compute capability 8\.9\). Set it to auto"),
     ],
 )
 def test_type_that_a_gpu_lacks_is_refused(gpu: str, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        choose_products(name, hardware(gpu), compute_dtype="bfloat16")
+        choose_matmul_dtype(name, hardware(gpu), compute_dtype="bfloat16")
 
 
 def test_saved_activations_in_float8_need_a_gpu_that_has_it() -> None:
@@ -66,5 +66,5 @@ def test_saved_activations_in_float8_need_a_gpu_that_has_it() -> None:
 
 
 def test_other_compute_type_on_a_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match=r"compute type bfloat16, and model\.compute_dtype means"):
-        choose_products("int8", hardware("NVIDIA H200"), compute_dtype="float16")
+    with pytest.raises(UserError, match=r"compute dtype bfloat16, and model\.compute_dtype means"):
+        choose_matmul_dtype("float8", hardware("NVIDIA H200"), compute_dtype="float16")
