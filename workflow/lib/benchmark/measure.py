@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 
 from workflow.lib.artifacts.benchmark_record import Measurement, Observed
 from workflow.lib.benchmark.random_base import random_rows
@@ -92,8 +91,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
                 _train(job, RunConfig.model_validate(job.run), world, seen, pulse)
             except torch.OutOfMemoryError as error:
                 raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
-            everyone: list[Observed] = [seen] * world.size
-            dist.all_gather_object(everyone, seen, group=world.io_group)
+            everyone = world.gathered(seen)
             if world.device.type == "cuda":  # for what this process measures next
                 gc.collect()
                 torch.cuda.empty_cache()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -77,9 +76,7 @@ def mismatched_tensors(
 
 def names_of_all(names: list[str], world: World) -> list[str]:
     """Return the names that any process has, sorted. Collective."""
-    lists: list[list[str]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(lists, names, group=world.io_group)
-    return sorted(set(chain.from_iterable(lists)))
+    return sorted(set(chain.from_iterable(world.gathered(names))))
 
 
 def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:

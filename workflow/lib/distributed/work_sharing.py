@@ -118,8 +118,7 @@ def shared_out(
         return list(compute(list(items)))
     with in_step(model, world=world):
         own_part = list(compute(list(items[world.rank :: world.size])))
-    parts: list[Any] = [None] * world.size
-    dist.all_gather_object(parts, own_part, group=world.io_group)
+    parts = world.gathered(own_part)
     results: list[Any] = [None] * len(items)
     for rank, part in enumerate(parts):
         results[rank :: world.size] = part

@@ -9,13 +9,13 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from workflow.lib.kernels.decision import DECISION, Decision, Key
+from workflow.lib.kernels.decision import DECISION, Decision
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 
@@ -42,6 +42,13 @@ class World:
     @property
     def shard_size(self) -> int:
         return self.axis("shard").size()
+
+    def gathered(self, value: ValueT) -> list[ValueT]:
+        """Return the value of every process, over the CPU. Collective."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.io_group)
+        return values
 
     @property
     def is_main(self) -> bool:
@@ -124,15 +131,11 @@ def largest_of_all(counts: Sequence[int], *, world: World) -> list[int]:
 
 def any_of_all(value: ValueT | None, *, world: World) -> ValueT | None:
     """Return the first process's `value` that is not None; None if there is none. Collective."""
-    values: list[Any] = [value] * world.size
-    if world.size > 1:
-        dist.all_gather_object(values, value, group=world.io_group)
-    return next((one for one in values if one is not None), None)
+    return next((one for one in world.gathered(value) if one is not None), None)
 
 
 def decide_kernels(world: World, decision: Decision = DECISION) -> None:
     """Let no process use a kernel that one of them has found unusable. Collective."""
     if world.size > 1:
-        known: list[dict[Key, str]] = [{}] * world.size
-        dist.all_gather_object(known, decision.faults, group=world.io_group)
+        known = world.gathered(decision.faults)
         decision.adopt({key: fault for faults in known for key, fault in faults.items()})

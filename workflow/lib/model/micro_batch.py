@@ -36,12 +36,14 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
-        return self._each(torch.Tensor.pin_memory)
+        return self.each(torch.Tensor.pin_memory)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        """Return the same of changed tensors."""
+
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
                 return change(value[0]), value[1]

@@ -67,7 +67,7 @@ def process_rows(
 
 
 class RowGroup(NamedTuple):
-    numbers: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int64]
     """(micro_batch_size,), in the tokens folder."""
     keys: list[int]
     """As many, of `adapter_dropout.row_keys`."""
@@ -89,7 +89,7 @@ def micro_batches(
 
     def load(group: RowGroup) -> MicroBatch:
         keys = torch.tensor(group.keys, dtype=torch.int64)
-        batch = replace(stored_batch(store, group.numbers), row_keys=keys)
+        batch = replace(stored_batch(store, group.indices), row_keys=keys)
         if look_up is not None:
             batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
         if apart:

@@ -34,7 +34,7 @@ from workflow.lib.distributed.sharded_files import (
     read_into_,
     write_sharded,
 )
-from workflow.lib.distributed.world import World
+from workflow.lib.distributed.world import World, any_of_all
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.system.artifact_files import row_of, write_lines
@@ -324,9 +324,7 @@ def _problem(path: Path, *, world: World) -> str | None:
         check_files(path, read_index(path), share=slice(world.rank, None, world.size))
     except DamagedError as error:
         problem = str(error)
-    problems: list[str | None] = [None] * world.size
-    dist.all_gather_object(problems, problem, group=world.io_group)
-    return next((text for text in problems if text is not None), None)
+    return any_of_all(problem, world=world)
 
 
 def _set_aside(path: Path) -> None:

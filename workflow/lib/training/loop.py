@@ -110,7 +110,7 @@ class StepNumbers(NamedTuple):
 class StepRows:
     step: int
     """Counts from 0."""
-    numbers: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int64]
     """(global_batch_size,), the same on all processes."""
     groups: list[RowGroup]
     """Of this process's micro-batches."""
@@ -194,7 +194,7 @@ class Trainer:
             seconds = time.monotonic() - began
             elapsed_s += seconds
             rows = current.rows
-            tokens = len(rows.numbers) * self.store.seq_len
+            tokens = len(rows.indices) * self.store.seq_len
             scale = loss_scale_of(self.training)
             yield StepMetrics(
                 step=step + 1,
@@ -239,22 +239,22 @@ class Trainer:
         return RowCosts(self.store)
 
     def _rows_of(self, step: int) -> StepRows:
-        numbers = step_rows(
+        indices = step_rows(
             num_rows=self.store.num_rows,
             global_batch_size=self.settings.global_batch_size,
             seed=self.settings.seed,
             step=step,
         )
-        costs = self._row_costs.of(numbers)
-        own_numbers = process_rows(numbers, costs, rank=self.world.rank, size=self.world.size)
+        costs = self._row_costs.of(indices)
+        own_indices = process_rows(indices, costs, rank=self.world.rank, size=self.world.size)
         size = self.micro_batch_size
-        parts = [own_numbers[start : start + size] for start in range(0, len(own_numbers), size)]
+        parts = [own_indices[start : start + size] for start in range(0, len(own_indices), size)]
         groups = [
             RowGroup(part, row_keys(self.settings.seed, step=step, rows=part)) for part in parts
         ]
-        trained_tokens = int(self.store.trained_tokens_per_row[numbers].sum())
+        trained_tokens = int(self.store.trained_tokens_per_row[indices].sum())
         sizes = self.training.objective.sizes(self.store)
-        return StepRows(step, numbers, groups, trained_tokens, float(sizes[numbers].sum()))
+        return StepRows(step, indices, groups, trained_tokens, float(sizes[indices].sum()))
 
     def _start(self, step: int, batches: Iterator[MicroBatch]) -> StepInProgress:
         """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""
@@ -276,7 +276,7 @@ class Trainer:
         if self.training.router_balance is not None:
             self.training.router_balance.begin_step_(
                 divisor=rows.divisor,
-                tokens=self._text_tokens(rows.numbers),
+                tokens=self._text_tokens(rows.indices),
                 device=self.world.device,
             )
         return StepInProgress(rows, batches, loss)
@@ -365,7 +365,7 @@ class Trainer:
         seed_dropout(self.settings.seed, step=rows.step, rank=self.world.rank)
 
     def _made_again(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
-        numbers = ([int(number) for number in group.numbers] for group in rows.groups)
+        numbers = ([int(number) for number in group.indices] for group in rows.groups)
         batches = micro_batches(self.store, rows.groups, device=self.world.device)
         yield from zip(numbers, batches, strict=True)
 

@@ -69,27 +69,19 @@ class FixedInputs:
     """The tensors on the device that the graph of a layout reads."""
 
     def __init__(self, like: MicroBatch, layout: Layout, device: torch.device) -> None:
-        def empty(values: torch.Tensor, *shape: int) -> torch.Tensor:
-            return torch.empty(shape or values.shape, dtype=values.dtype, device=device)
-
-        (bounds, _), keys, rows = like.bounds, like.row_keys, like.embedded
-        lengths, weights = like.lengths, like.weights
-        self.batch = MicroBatch(
-            input_ids=empty(like.input_ids),
-            position_ids=empty(like.position_ids),
-            positions=empty(like.positions, layout.trained_tokens),
-            targets=empty(like.targets, layout.trained_tokens),
-            bounds=(empty(bounds, layout.documents + 1), like.input_ids.shape[1]),
-            embedded=None if rows is None else empty(rows),
-            row_keys=None if keys is None else empty(keys),
-            documents=like.documents,
-            lengths=None if lengths is None else empty(lengths),
-            weights=None if weights is None else empty(weights, layout.trained_tokens),
+        n, weights = layout.trained_tokens, like.weights
+        padded = replace(
+            like,
+            positions=like.positions.new_empty(n),
+            targets=like.targets.new_empty(n),
+            weights=None if weights is None else weights.new_empty(n),
+            bounds=(like.bounds[0].new_empty(layout.documents + 1), like.input_ids.shape[1]),
+            documents=_laid_out(like, layout) if layout.room else None,
         )
+        self.batch = padded.each(lambda values: torch.empty_like(values, device=device))
+        if not layout.room:
+            self.batch = replace(self.batch, documents=like.documents)
         self._layout = layout
-        if layout.room:
-            documents = _laid_out(like, layout).each(empty)
-            self.batch = replace(self.batch, documents=documents)
 
     def fill(self, batch: MicroBatch) -> None:
         """Copy a micro-batch into them, without waiting for it. What pads it is no target, and

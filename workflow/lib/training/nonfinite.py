@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from workflow.lib.distributed.fsdp import forward_only
-from workflow.lib.distributed.world import World
+from workflow.lib.distributed.world import World, any_of_all
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local
@@ -39,14 +38,8 @@ def find_origin(
                     f"first in {names[0] if names else 'the loss'}, forward, rows {rows} of "
                     f"the tokens, process {world.rank}"
                 )
-    forward = next((text for text in _gathered(origin, world) if text is not None), None)
+    forward = any_of_all(origin, world=world)
     return forward or _first_gradient(training, world) or "in the sum"
-
-
-def _gathered(value: ValueT, world: World) -> list[ValueT]:
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.io_group)
-    return values
 
 
 def _first_gradient(training: nn.Module, world: World) -> str | None:
@@ -59,7 +52,7 @@ def _first_gradient(training: nn.Module, world: World) -> str | None:
         for index, param in enumerate(params.values())
         if param.grad is not None and not local(param.grad).isfinite().all()
     ]
-    last = max(_gathered(max(indices, default=-1), world))
+    last = max(world.gathered(max(indices, default=-1)))
     return None if last < 0 else f"first in the gradient of {list(params)[last]}"
 
 
