@@ -18,8 +18,7 @@ from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter, write_merged
-from workflow.lib.export.merged_stacks import merged_stacks
-from workflow.lib.export.packed_stacks import NF4Tensor, stored_weight
+from workflow.lib.export.packed_stacks import NF4Tensor, merged_stacks, stored_weight
 from workflow.lib.export.stack_names import (
     PREFIX,
     exported_config,

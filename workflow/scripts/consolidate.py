@@ -32,7 +32,7 @@ from workflow.lib.export.adapter_files import (
     write_generation_config,
     write_merged,
 )
-from workflow.lib.export.merged_stacks import merged_stacks
+from workflow.lib.export.packed_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import (
     StackNames,
