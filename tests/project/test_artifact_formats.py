@@ -18,7 +18,6 @@ OTHERS_FORMATS = {
         "lib/planning/preflight/what_if.py",
         "lib/system/checksums.py",  # the record of a download, which may be a file of the user
         "lib/system/files.py",
-        "scripts/convert_gguf.py",
         "scripts/write_card.py",  # adapter_config.json, held against SHA256SUMS
         "scripts/write_model_descriptions.py",
     },

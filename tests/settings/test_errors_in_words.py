@@ -12,36 +12,28 @@ from workflow.lib.settings.renamed import RENAMED_KEYS, REPLACED_VALUES
 from workflow.lib.system.errors import UserError
 
 
-def test_unknown_key_is_answered_with_the_nearest_one() -> None:
-    assert message({"train": {"learing_rate": 1e-4}}) == [
-        "train.learing_rate: there is no such key. Did you mean 'learning_rate'?"
-    ]
-
-
-def test_unknown_key_of_a_nested_section_is_answered_with_the_nearest_one() -> None:
-    assert message({"data": {"columns": {"promt": "question"}}}) == [
-        "data.columns.promt: there is no such key. Did you mean 'prompt'?"
-    ]
-
-
-def test_unknown_key_of_a_source_is_answered_with_its_entry_and_the_nearest_one() -> None:
-    sources = ["a", {"path": "b", "wieght": 2}]
-    assert message({"data": {"train": sources}}) == [
-        "data.train.2.wieght: there is no such key. Did you mean 'weight'?"
-    ]
-
-
-def test_key_in_the_wrong_place_is_answered_with_its_section() -> None:
-    assert message({"learning_rate": 1e-4}) == [
-        "learning_rate: there is no such key. Did you mean 'train.learning_rate'?"
-    ]
-
-
-def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
-    assert message({"quantize": {"zzz": 1}}) == [
-        "quantize.zzz: there is no such key. Valid keys: block_size, double_quant, method, "
-        "calibration_tokens, calibration_text."
-    ]
+@pytest.mark.parametrize(
+    ("document", "key", "answer"),
+    [
+        ({"train": {"learing_rate": 1}}, "train.learing_rate", "Did you mean 'learning_rate'?"),
+        ({"data": {"columns": {"promt": "q"}}}, "data.columns.promt", "Did you mean 'prompt'?"),
+        (
+            {"data": {"train": ["a", {"path": "b", "wieght": 2}]}},
+            "data.train.2.wieght",
+            "Did you mean 'weight'?",
+        ),
+        ({"learning_rate": 1}, "learning_rate", "Did you mean 'train.learning_rate'?"),
+        (
+            {"quantize": {"zzz": 1}},
+            "quantize.zzz",
+            "Valid keys: block_size, double_quant, method, calibration_tokens, calibration_text.",
+        ),
+    ],
+)
+def test_unknown_key_is_answered_with_the_nearest_one_or_all(
+    document: dict[str, Any], key: str, answer: str
+) -> None:
+    assert message(document) == [f"{key}: there is no such key. {answer}"]
 
 
 @pytest.mark.parametrize(
@@ -134,14 +126,6 @@ def test_all_mistakes_are_reported_at_once() -> None:
 def test_exactly_one_of_epochs_and_max_steps_is_demanded(length: dict[str, Any]) -> None:
     (line,) = message({"train": length})
     assert "exactly one sets the length. Set the other to null." in line
-
-
-def test_run_name_that_yaml_reads_as_a_number_is_refused() -> None:
-    assert message({"runs": {7: {}}}) == [
-        "runs: the name 7 must be text. Put it in quotes in config.yaml: without them YAML reads "
-        "no, off "
-        "and the like as false, and 1.5 as a number."
-    ]
 
 
 def test_key_that_yaml_reads_as_a_number_is_refused() -> None:
