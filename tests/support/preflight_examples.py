@@ -111,12 +111,6 @@ def setup(**changes: Any) -> StepPlan:
         "seq_len": 2048,
         "rank": 16,
         "targets": SEVEN,
-        "dropout": 0.0,
-        "block_size": 64,
-        "double_quant": True,
-        "activation_checkpointing": True,
-        "reshard_after_forward": True,
-        "attention": "varlen",
     }
     return StepPlan(**(settings | changes))
 

@@ -13,7 +13,6 @@ import shutil
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,14 +25,8 @@ from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
-from workflow.lib.distributed.world import World, decide_kernels, process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
-from workflow.lib.model.backends import (
-    read_attention_needs,
-    resolve_dtype,
-    resolve_matmul_dtype,
-    resolve_training_attention,
-)
 from workflow.lib.model.experts.router_balance import accumulated
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
@@ -41,7 +34,7 @@ from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, open_best, open_heldout
-from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device
 from workflow.lib.training.checkpoint import (
     Cadence,
     CheckpointWriter,
@@ -92,7 +85,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: StepPlan) -> None:
         recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
         checks = [check_inputs(recorded, world, moved=pulse.moved)]
         logger.info("%s: %s", checks[0].name, checks[0].detail)
-        plan = on_this_device(plan, args.base, config, world)
+        plan = plan_of_device(plan, args.base, config, world)
         # no linear of the base and no layer is larger than one of its files
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
@@ -118,32 +111,6 @@ def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> N
     killed_process = stack.enter_context(lock)
     if killed_process is not None:
         logger.info("%s", left_by(killed_process, checkpoints))
-
-
-def on_this_device(plan: StepPlan, base: Path, config: RunConfig, world: World) -> StepPlan:
-    """Return the plan with the types and the attention that the settings mean on this device."""
-    settings = config.model
-    dtype = resolve_dtype(settings.compute_dtype, world.device)
-    needs = read_attention_needs(base)
-    asked = needs.asked(settings.attention_dropout)
-    resolve = partial(
-        resolve_training_attention, settings.attention, world.device, asked, compute_dtype=dtype
-    )
-    resolve()  # tries kernels
-    decide_kernels(world)
-    attention = resolve()
-    logger.info("attention: %s (%s)", attention.name, attention.reason)
-    if note := needs.dropout_note(settings.attention_dropout):
-        logger.info("%s", note)
-    matmul_dtype = resolve_matmul_dtype(
-        config.train.matmul_dtype, world.device, compute_dtype=dtype
-    )
-    return replace(
-        plan,
-        compute_dtype=str(dtype).removeprefix("torch."),
-        attention=attention.name,
-        matmul_dtype=matmul_dtype,
-    )
 
 
 @dataclass(frozen=True)

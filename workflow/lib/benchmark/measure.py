@@ -11,7 +11,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,16 +21,10 @@ from workflow.lib.artifacts.benchmark_record import Measurement, Observed
 from workflow.lib.benchmark.random_base import random_rows
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.model.backends import (
-    read_attention_needs,
-    resolve_dtype,
-    resolve_matmul_dtype,
-    resolve_training_attention,
-)
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.startup_checks import startup_checks
@@ -166,21 +160,9 @@ def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pul
 def _load(job: Job, config: RunConfig, world: World, seen: Observed) -> TrainingModel:
     """Return the model; note its attention, the seconds of loading and the bytes. Collective."""
     base = Path(job.base)
-    dtype = resolve_dtype(config.model.compute_dtype, world.device)
-    seen.attention = resolve_training_attention(
-        config.model.attention,
-        world.device,
-        read_attention_needs(base).asked(config.model.attention_dropout),
-        compute_dtype=dtype,
-    ).name
+    plan = plan_of_device(job.plan, base, config, world)
+    seen.attention = plan.attention
     began = time.monotonic()
-    products = resolve_matmul_dtype(config.train.matmul_dtype, world.device, compute_dtype=dtype)
-    plan = replace(
-        job.plan,
-        compute_dtype=str(dtype).removeprefix("torch."),
-        attention=seen.attention,
-        matmul_dtype=products,
-    )
     model = build_training_model(base, config, plan, world)
     synchronize(world.device)
     seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read

@@ -5,9 +5,11 @@ quantized linears -> adapters -> fused layers -> activation checkpointing -> pac
 sharding -> memory -> weights -> adapter values.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,16 @@ from transformers import PreTrainedModel
 
 from workflow.lib.distributed.fsdp import shard_
 from workflow.lib.distributed.packed_layers import PackedLayers, gather_layers_
-from workflow.lib.distributed.world import World
+from workflow.lib.distributed.world import World, decide_kernels
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice
-from workflow.lib.model.backends import matmul_hardware
+from workflow.lib.model.backends import (
+    matmul_hardware,
+    read_attention_needs,
+    resolve_dtype,
+    resolve_matmul_dtype,
+    resolve_training_attention,
+)
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
@@ -35,6 +43,8 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, check_saved_activations
+
+logger = logging.getLogger("workflow")
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,30 @@ class TrainingModel:
         if not len(embedding.weight):  # its rows are looked up in host memory
             on_host = embedding.num_embeddings * embedding.embedding_dim
         return trainable, linears + plain + on_host
+
+
+def plan_of_device(plan: StepPlan, base: Path, config: RunConfig, world: World) -> StepPlan:
+    """Return the plan with the dtypes and the attention that the settings mean on this device.
+    Collective.
+    """
+    settings, device = config.model, world.device
+    dtype, needs = resolve_dtype(settings.compute_dtype, device), read_attention_needs(base)
+    asked = needs.asked(settings.attention_dropout)
+    resolve = partial(
+        resolve_training_attention, settings.attention, device, asked, compute_dtype=dtype
+    )
+    resolve()  # tries kernels
+    decide_kernels(world)
+    attention = resolve()
+    logger.info("attention: %s (%s)", attention.name, attention.reason)
+    if note := needs.dropout_note(settings.attention_dropout):
+        logger.info("%s", note)
+    return replace(
+        plan,
+        compute_dtype=str(dtype).removeprefix("torch."),
+        attention=attention.name,
+        matmul_dtype=resolve_matmul_dtype(config.train.matmul_dtype, device, compute_dtype=dtype),
+    )
 
 
 def build_training_model(
