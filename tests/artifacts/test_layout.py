@@ -225,31 +225,31 @@ def test_setting_without_what_it_needs_affects_nothing() -> None:
 # Keys of tokens, base and checkpoints, and the hash of what Snakemake compares of all stages but
 # preflight, which takes seconds, by the version of 2026-11-26: finished results stay valid.
 RECORDED = {
-    ("demo", "demo"): ("2369bf4c021a", "891fa95e9de0", "12066417f2c2", "3d690c4ef852"),
+    ("demo", "demo"): ("2369bf4c021a", "891fa95e9de0", "12066417f2c2", "a908fa73576b"),
     ("llama3-8b-1x24gb", "llama3-8b"): (
         "c65caf22d3a2",
         "712da332629a",
         "1a366a3483c3",
-        "1e442d665bf9",
+        "a369b8d19dbb",
     ),
     ("mixture-demo", "mixture-demo"): (
         "3a718143cf3f",
         "20cc99e8e7cc",
         "71797cd6770c",
-        "bb88aa790464",
+        "167dc891ce24",
     ),
     ("qwen3-30b-a3b-1x24gb", "qwen3-30b-a3b"): (
         "cd5798bba688",
         "bc08d9ff7e47",
         "584678cd3ea9",
-        "83ff820ca02a",
+        "826efc84c70b",
     ),
-    ("sweep-demo", "r4-lr1e-3"): ("2369bf4c021a", "891fa95e9de0", "65a6bdd5597d", "6de465a6e8fd"),
+    ("sweep-demo", "r4-lr1e-3"): ("2369bf4c021a", "891fa95e9de0", "65a6bdd5597d", "3a7bfeeea392"),
     ("llama2-70b-2x24gb", "llama2-70b"): (
         "1740ffd3d098",
         "4d7535bed75e",
         "b0d542c1cd1a",
-        "b783804f7aa3",
+        "1878e146f37d",
     ),
 }
 
