@@ -18,7 +18,7 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.model.architecture.layer_choice import Recomputation, choose_layers
+from workflow.lib.model.architecture.layer_choice import Recomputation, recomputed_layers
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
@@ -300,8 +300,7 @@ def test_layers_of_a_level_are_recomputed(
     folder: Path, level: Recomputation, chosen: list[int]
 ) -> None:
     model = build_on_meta(folder / "original", dtype=torch.float32)
-    choice = choose_layers(3, recomputation=level, offload_activations=False, offload_layers=0)
-    checkpoint_activations_(model, choice.recomputed)
+    checkpoint_activations_(model, recomputed_layers(level, 3))
     layers: Any = decoder_layers(model)
     assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
 

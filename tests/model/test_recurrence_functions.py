@@ -22,7 +22,7 @@ from workflow.lib.model.nf4_model import build_nf4_on_meta
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.settings.train import LoraSettings
-from workflow.lib.training.build import adapt_, chosen_layers
+from workflow.lib.training.build import adapt_
 
 # What the layers of a family call of ours.
 CALLED = {
@@ -83,9 +83,9 @@ def test_layers_of_the_model_that_is_trained_call_ours(family: str, tmp_path: Pa
     base = quantized(tiny_family(family, tmp_path / "model"), tmp_path / "base")
     model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
     plan = make_plan(device="cpu")
-    choice = chosen_layers(plan, len(decoder_layers(model)))
+    choice = plan.layers(len(decoder_layers(model)))
     lora = LoraSettings(r=2, target_modules="all-linear")
-    training, fused = adapt_(model, lora, plan, choice, fused_layers=True, fused_loss=True)
+    training, fused = adapt_(model, lora, plan, choice)
     divided = [x for x in training.modules() if isinstance(x, OneByOne)]
     assert fused["recurrences"] == len(divided) > 0
     kinds = [kind for kind in type(divided[0]).__mro__ if "forward" in vars(kind)]
