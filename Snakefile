@@ -5,10 +5,6 @@ from snakemake.utils import min_version
 min_version("9.0")
 
 
-# Of `snakemake --report`; the report of the results is results/report/report.html.
-report: "workflow/report/captions/workflow.rst"
-
-
 # Reads the settings.
 include: "workflow/rules/common.smk"
 

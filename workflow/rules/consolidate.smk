@@ -22,12 +22,7 @@ rule consolidate:
             "results/runs/{{run}}/consolidate/adapter/{file}",
             file=ADAPTER_FILES,
         ),
-        parity=report(
-            "results/runs/{run}/consolidate/parity.json",
-            caption="../report/captions/parity.rst",
-            category="Export",
-            labels={"run": "{run}", "artifact": "parity.json"},
-        ),
+        parity="results/runs/{run}/consolidate/parity.json",
     log:
         "logs/consolidate/{run}.log",
     wildcard_constraints:
@@ -55,12 +50,7 @@ rule consolidate:
 use rule consolidate as consolidate_and_merged with:
     output:
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
-        parity=report(
-            "results/runs/{run}/consolidate/parity.json",
-            caption="../report/captions/parity.rst",
-            category="Export",
-            labels={"run": "{run}", "artifact": "parity.json"},
-        ),
+        parity="results/runs/{run}/consolidate/parity.json",
         merged=directory("results/runs/{run}/consolidate/merged"),
     wildcard_constraints:
         run=any_of(MERGED),

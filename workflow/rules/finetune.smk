@@ -35,12 +35,7 @@ rule finetune:
         adapter_config="results/runs/{run}/finetune/adapter_config.json",
         metrics="results/runs/{run}/finetune/metrics.jsonl",
         parity="results/runs/{run}/finetune/parity.safetensors",
-        summary=report(
-            "results/runs/{run}/finetune/summary.json",
-            caption="../report/captions/summary.rst",
-            category="Training",
-            labels={"run": "{run}", "artifact": "summary.json"},
-        ),
+        summary="results/runs/{run}/finetune/summary.json",
     log:
         "logs/finetune/{run}.log",
     conda:

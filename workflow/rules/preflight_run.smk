@@ -3,12 +3,7 @@ rule preflight_run:
         description=lambda w: layout.description(RUNS[w.run]),
         manifest=lambda w: manifest(RUNS[w.run]),
     output:
-        report(
-            "results/runs/{run}/preflight_run/preflight.json",
-            caption="../report/captions/preflight.rst",
-            category="Prediction",
-            labels={"run": "{run}", "artifact": "preflight.json"},
-        ),
+        "results/runs/{run}/preflight_run/preflight.json",
     log:
         "logs/preflight_run/{run}.log",
     priority: FIRST

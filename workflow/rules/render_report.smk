@@ -8,18 +8,8 @@ rule render_report:
         gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
         tokens=[manifest(run) for run in RUNS.values()],
     output:
-        page=report(
-            "results/report/report.html",
-            caption="../report/captions/page.rst",
-            category="Report",
-            labels={"artifact": "report over all runs"},
-        ),
-        comparison=report(
-            "results/report/comparison.csv",
-            caption="../report/captions/comparison.rst",
-            category="Report",
-            labels={"artifact": "table of all runs"},
-        ),
+        page="results/report/report.html",
+        comparison="results/report/comparison.csv",
     log:
         "logs/render_report/report.log",
     conda:

@@ -9,12 +9,7 @@ rule write_card:
         evaluation="results/runs/{run}/evaluate_run",
         gguf=lambda w: (layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else []),
     output:
-        report(
-            "results/runs/{run}/consolidate/adapter/README.md",
-            caption="../report/captions/card.rst",
-            category="Export",
-            labels={"run": "{run}", "artifact": "model card"},
-        ),
+        "results/runs/{run}/consolidate/adapter/README.md",
     log:
         "logs/write_card/{run}.log",
     conda:
