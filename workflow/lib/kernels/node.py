@@ -25,11 +25,11 @@ def keeping_inputs(
     """
     if exact:
         keep_exact(*(x for x in tensors if x is not None))
-    apply: Forward = _Node.apply
+    apply: Forward = _KeepingInputs.apply
     return apply(forward, backward, *tensors)
 
 
-class _Node(torch.autograd.Function):
+class _KeepingInputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None
