@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from workflow.lib.kernels.eight_bits.matmul import restored, rounded
+from workflow.lib.kernels.eight_bits.rounding import restored, rounded
 from workflow.lib.kernels.exact_activations import keep_exact
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.rounded_activations import FLOAT8, RoundedActivations

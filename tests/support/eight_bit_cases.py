@@ -8,17 +8,14 @@ import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
 from tests.support.kernel_cases import norm_module
-from workflow.lib.kernels.eight_bits import gpu_kernels
-from workflow.lib.kernels.eight_bits.matmul import (
+from workflow.lib.kernels.eight_bits import matmul, rounding
+from workflow.lib.kernels.eight_bits.matmul import RoundedWeight, decoded, product, row_scales
+from workflow.lib.kernels.eight_bits.rounding import (
     FORMATS,
     Format,
     Rounded,
-    RoundedWeight,
-    decoded,
-    product,
     restored,
     rounded,
-    row_scales,
     unfilled,
 )
 from workflow.lib.kernels.nf4.decode import NF4Data
@@ -64,18 +61,16 @@ def weights_and_activations(form: Format, *, device: str, interpreted: bool) -> 
         for double_quant in (True, False):
             data = nf4_data(shape, double_quant=double_quant)
             there, scales = moved(data, device), row_scales(data, shape, form)
-            made = gpu_kernels.row_scales(there, shape=shape, largest=form.largest)
+            made = matmul.scales_of_rows.kernel(there, shape, form.largest)
             pairs.append((made, scales))
             for transposed in (False, True):
-                values = gpu_kernels.decode(
-                    there, made, shape=shape, dtype=dtype, transposed=transposed
-                )
+                values = matmul.decode_rounded.kernel(there, made, shape, dtype, transposed)
                 expected = decoded(data, scales, shape, form, transposed=transposed)
                 pairs.append((values, expected))
         rows = activations(shape[1])
         for factors in (None, torch.rand(shape[1]) + 0.5):
             pairs += _rounded_rows(rows, factors, form, dtype=dtype, device=device)
-    wide = activations(gpu_kernels.WHOLE_ROW + 5)  # more than a program has in registers
+    wide = activations(rounding.WHOLE_ROW + 5)  # more than a program has in registers
     pairs += _rounded_rows(wide, None, form, dtype=dtype, device=device)
     return [(one.cpu().to(other.dtype), other) for one, other in pairs]
 
@@ -91,9 +86,7 @@ def _rounded_rows(
     copy = rounded(rows, form, factors=factors)
     given = None if factors is None else factors.to(device)
     made = unfilled(rows.shape, form._replace(dtype=dtype), torch.device(device))[:2]
-    gpu_kernels.round_rows(
-        rows.to(device), given, largest=form.largest, block=form.block, into=made
-    )
+    rounding.round_rows.kernel(*made, rows.to(device), given, form)
     return [*zip(made, copy[:2], strict=True)]
 
 
@@ -116,7 +109,7 @@ def copies_of_norms(form: Format, *, device: str, interpreted: bool) -> Pairs:
         y = norm.forward(x, module, copy)
         pairs.append((y, norm.forward(x, module)))
         alone = unfilled(x.shape, copy.form, x.device)
-        gpu_kernels.round_rows(y, None, largest=form.largest, block=form.block, into=alone[:2])
+        rounding.round_rows.kernel(*alone[:2], y, None, form)
         pairs += zip(copy[:2], alone[:2], strict=True)
     return [(one.cpu(), other.cpu()) for one, other in pairs]
 
@@ -135,7 +128,7 @@ def restored_rows(*, dtype: torch.dtype, device: str, interpreted: bool) -> Pair
         copy = rounded(rows, FORMATS["float8"]._replace(block=block))
         values = copy.values.float() if interpreted else copy.values
         there = (values.to(device), copy.scales.to(device))
-        made = gpu_kernels.restore_rows(*there, dtype=dtype, block=block)
+        made = rounding.restore_rows.kernel(*there, block, dtype)
         pairs.append((made.cpu(), restored(copy, dtype=dtype)))
     return pairs
 

@@ -20,12 +20,14 @@ BESIDE_DTYPE: dict[str, tuple[tuple[Any, ...], ...]] = {
     "gradients of gates of experts": (("gelu_tanh",), ("clamped",)),
     "gradients of gates with row lengths": (("silu",),),
     "gated norms": ((False,), (True,)),
+    "decoding of NF4 to float8": ((False,), (True,)),
     "rotary positions": ((False,), (True,)),
+    "rounding to float8": ((None,), (64,)),
     "the gated delta rule": ((16, 32, 2),),
     "the loss": ((LogitForm(0.5, None),), (LogitForm(1.0, 5.0),)),
     "the state space of Mamba 2": ((2, 16, 16),),
 }
-OF_NO_DTYPE = {"calibrated rounding"}
+OF_NO_DTYPE = {"calibrated rounding", "scales of weights' rows"}
 
 
 def all_ops() -> dict[str, Op[Any, Any]]:

@@ -10,15 +10,13 @@ import torch
 from tests.support.adapted_layers import random
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.eight_bits.matmul import (
-    FORMATS,
-    Format,
     RoundedWeight,
     check_shape,
     decoded,
     product,
-    rounded,
     row_scales,
 )
+from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, rounded
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.system.errors import UserError
 

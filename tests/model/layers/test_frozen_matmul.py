@@ -9,7 +9,8 @@ import torch
 
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
-from workflow.lib.kernels.eight_bits.matmul import FORMATS, decoded, rounded, row_scales
+from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
+from workflow.lib.kernels.eight_bits.rounding import FORMATS, rounded
 from workflow.lib.model.layers import frozen_matmul as frozen_products
 from workflow.lib.model.layers.frozen_matmul import ProductTypes, frozen_product
 from workflow.lib.model.layers.nf4_linear import NF4Linear

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.adapted_layers import random
-from workflow.lib.kernels.eight_bits.matmul import FORMATS, Rounded, rounded
+from workflow.lib.kernels.eight_bits.rounding import FORMATS, Rounded, rounded
 from workflow.lib.model.layers.frozen_matmul import ProductTypes
 from workflow.lib.model.layers.written_copies import Maker, note, taken_copy
 

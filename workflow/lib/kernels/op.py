@@ -44,7 +44,7 @@ class Op(Generic[P, R]):
     case: Callable[..., Case]
     """Small arguments, of a device and what `variant` returns; the same values on any device.
     Gradients are compared, too, for those that require them."""
-    variant: Callable[P, Variant] = lambda *args, **_: (_first(args).dtype,)
+    variant: Callable[P, Variant] = lambda *args, **_: (first_tensor(args).dtype,)
     """What a kernel is compiled for, as far as a trial of another would say little: a type, a
     width."""
     supports: Callable[P, bool] = lambda *_, **__: True
@@ -64,7 +64,7 @@ class Op(Generic[P, R]):
 
     def takes_kernel(self, *args: P.args, **options: P.kwargs) -> bool:
         """Whether the kernel computes these arguments."""
-        device = _first(args).device
+        device = first_tensor(args).device
         if device.type not in GPUS or not self.supports(*args, **options):
             return False
         return self.works_on(device, *self.variant(*args, **options))
@@ -106,9 +106,10 @@ class Op(Generic[P, R]):
 OPS: dict[str, Op[Any, Any]] = {}
 
 
-def _first(args: Iterable[Any]) -> torch.Tensor:
+def first_tensor(args: Iterable[Any]) -> torch.Tensor:
+    """Return the first argument, or what it begins with."""
     first: Any = next(iter(args))
-    return first if isinstance(first, torch.Tensor) else _first(first)
+    return first if isinstance(first, torch.Tensor) else first_tensor(first)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
-from workflow.lib.kernels.eight_bits.matmul import Format, Rounded, restored, rounded
+from workflow.lib.kernels.eight_bits.rounding import Format, Rounded, restored, rounded
 from workflow.lib.kernels.exact_activations import is_exact, keep_exact
 from workflow.lib.model.activation_offload import (
     ActivationOffload,

@@ -18,7 +18,7 @@ from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
-from workflow.lib.kernels.eight_bits.matmul import Format
+from workflow.lib.kernels.eight_bits.rounding import Format
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE

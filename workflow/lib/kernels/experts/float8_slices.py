@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from bitsandbytes.functional import quantize_4bit
 
-from workflow.lib.kernels.eight_bits.matmul import FORMATS, decoded, row_scales
+from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
+from workflow.lib.kernels.eight_bits.rounding import FORMATS
 from workflow.lib.kernels.launch import WARPS, launch
 from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.op import Case, Op

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from workflow.lib.kernels.eight_bits.matmul import Rounded
+from workflow.lib.kernels.eight_bits.rounding import Rounded
 from workflow.lib.kernels.launch import launch, power_of_two
 from workflow.lib.kernels.node import keeping_inputs
 from workflow.lib.kernels.op import Case, Op

@@ -10,7 +10,8 @@ rounded once, not once for each of its experts.
 
 import torch
 
-from workflow.lib.kernels.eight_bits.matmul import Format, rounded, row_scales
+from workflow.lib.kernels.eight_bits.matmul import row_scales
+from workflow.lib.kernels.eight_bits.rounding import Format, rounded
 from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.experts.routing import Rows, Weights
 from workflow.lib.model.layers.nf4_stack import NF4Stack

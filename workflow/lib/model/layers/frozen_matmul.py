@@ -17,16 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from workflow.lib.kernels.eight_bits.matmul import (
-    FORMATS,
-    Format,
-    Rounded,
-    RoundedWeight,
-    decoded,
-    product,
-    rounded,
-    row_scales,
-)
+from workflow.lib.kernels.eight_bits.matmul import RoundedWeight, decoded, product, row_scales
+from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, Rounded, rounded
 from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 from workflow.lib.model.layers.written_copies import taken_copy

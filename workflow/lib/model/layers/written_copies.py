@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from workflow.lib.kernels.eight_bits.matmul import Format, Rounded, unfilled
+from workflow.lib.kernels.eight_bits.rounding import Format, Rounded, unfilled
 from workflow.lib.kernels.rows.norm import normed
 
 COPY = "workflow_copy"  # attribute of a tensor
