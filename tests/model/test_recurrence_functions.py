@@ -83,7 +83,7 @@ def test_layers_of_the_model_that_is_trained_call_ours(family: str, tmp_path: Pa
     """They are divided by document, too, which must come after."""
     base = quantized(tiny_family(family, tmp_path / "model"), tmp_path / "base")
     model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
-    plan = make_plan(device="cpu")
+    plan = make_plan(fused_layers=True)
     choice = plan.layers(len(decoder_layers(model)))
     lora = LoraSettings(r=2, target_modules="all-linear")
     training, fused = adapt_(model, lora, plan, choice)
