@@ -1,6 +1,5 @@
 """Which kernels a process uses: the outcomes of its trials, and what all processes of a run have
-decided (`distributed.world`).
-"""
+decided (`distributed.world`)."""
 
 import logging
 from collections.abc import Callable, Hashable

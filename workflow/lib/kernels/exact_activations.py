@@ -1,7 +1,6 @@
 """Activations that are never rounded between forward and backward (`rounded_activations`).
 
-What marks them is noted on their memory: autograd saves other tensors of it than a layer has.
-"""
+What marks them is noted on their memory: autograd saves other tensors of it than a layer has."""
 
 import torch
 

@@ -1,8 +1,7 @@
 """How a Triton kernel is started.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
-Kernels compute in fp32 and round once.
-"""
+Kernels compute in fp32 and round once."""
 
 import functools
 import importlib
@@ -23,8 +22,7 @@ def launch(
     """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to
     other arguments. All have been allocated: kernels allocate nothing.
 
-    A recorded device computes nothing.
-    """
+    A recorded device computes nothing."""
     if out.device.type != RECORDED and all(grid):
         _function(kernel)[grid](out, *arguments, **options)
 

@@ -21,8 +21,7 @@ def keeping_inputs(
 
     backward: of the result's gradient and the tensors, returns the gradients of the first of them;
     None: autograd's, of `forward` computed again. exact: the tensors are never rounded between
-    forward and backward, since what is computed from them must be the same again.
-    """
+    forward and backward, since what is computed from them must be the same again."""
     if exact:
         keep_exact(*(x for x in tensors if x is not None))
     apply: Forward = _KeepingInputs.apply

@@ -6,8 +6,7 @@ arguments of `Op.case`, at its first use. CPUs take the reference. A recorded de
 (`recording`) takes the kernel, whose launch computes nothing there.
 
 Before the first step the processes of a run decide together (`distributed.world`): a kernel
-that one of them cannot use is used by none.
-"""
+that one of them cannot use is used by none."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -115,8 +114,7 @@ def first_tensor(args: Iterable[Any]) -> torch.Tensor:
 @torch.no_grad()
 def _results(function: Callable[..., Any], args: Case) -> list[torch.Tensor]:
     """Return the tensors that a function returns, and the gradients of the arguments that require
-    them, for a drawn gradient of the first.
-    """
+    them, for a drawn gradient of the first."""
     leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
     if not leaves:
         return [*_tensors(function(*args))]
@@ -151,7 +149,6 @@ def _in_fp32(value: Any) -> Any:
 @contextmanager
 def gradients_alone() -> Iterator[None]:
     """Within the forward of a model: gradients that its hooks of saved tensors do not see, which
-    count them, round them or move them.
-    """
+    count them, round them or move them."""
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         yield

@@ -1,4 +1,3 @@
 """Attention over packed documents: `packed` (FlashAttention, cuDNN), `wide` (heads wider than
 theirs), `flex` (caps, sinks and chunks of scores), and `reference`, a family's
-own, to compare with.
-"""
+own, to compare with."""

@@ -1,8 +1,7 @@
 """What a family's attention layer tells its attention function, beside queries, keys and values.
 
 Each function follows what it knows and refuses the rest: an argument that is passed over would be
-another model, without a word.
-"""
+another model, without a word."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -33,8 +32,7 @@ def refuse_others(
     """Raise `UserError` if one of the arguments is given that the implementation has no way to
     follow.
 
-    instead: the value of `model.attention` that may do it.
-    """
+    instead: the value of `model.attention` that may do it."""
     given = {name for name, value in arguments.items() if value is not None}
     unknown = given - WITHOUT_EFFECT
     if unknown:
@@ -49,8 +47,7 @@ def refuse_others(
 
 def refuse_dropout(module: nn.Module, dropout: float, *, implementation: str) -> None:
     """Raise `UserError` if a layer is to drop attention weights, which the implementation
-    cannot.
-    """
+    cannot."""
     if dropout:
         raise setting_error(
             "model.attention",
@@ -75,8 +72,7 @@ def mask_kind(module: nn.Module, sliding_window: int | None) -> MaskKind:
     """Return what limits the attention of a layer besides order and documents.
 
     A window is told by the layer, a chunk (Llama 4) by the config alone: stock implementations get
-    it in their mask.
-    """
+    it in their mask."""
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None)
     chunked = kinds and kinds[module.layer_idx] == CHUNKED

@@ -11,8 +11,7 @@ Forward and backward of Gemma 2 27B's attention, 2 rows of 3,072 tokens, take 1.
 eager attention 20.3, and varlen, which leaves the cap out, 1.5 (torch 2.11, November 2026). Results
 and gradients are within 0.5% of fp32 (eager in bf16: 4.5%), the same bits in each run, and the same
 with recomputation and with activations in host memory. Larger blocks, other tiles and TMA are not
-faster; ROWS_GUARANTEED_SAFE makes NaN of rows whose first block is not theirs.
-"""
+faster; ROWS_GUARANTEED_SAFE makes NaN of rows whose first block is not theirs."""
 
 import functools
 import os
@@ -44,8 +43,7 @@ MOST_KERNELS = 64
 def flex_arguments(position_ids: torch.Tensor) -> dict[str, PackedMasks]:
     """Return what Transformers' attention layers pass on to `flex_attention`, for a micro-batch.
 
-    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
-    """
+    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
     return {"packed_masks": PackedMasks(position_ids)}
 
 
@@ -71,8 +69,7 @@ def flex_attention(
     and value's own width. softcap: scores become softcap * tanh(scores / softcap). s_aux: (heads,),
     one more score of each query, which takes its share of the weights and has no value. Returns
     (rows, seq_len, heads, value_dim), contiguous, and no weights. Raises `UserError` if the model
-    tells it to do anything else.
-    """
+    tells it to do anything else."""
     refuse_dropout(module, dropout, implementation=FLEX)
     bidirectional = True if is_causal is False else None
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
@@ -128,8 +125,7 @@ def blockwise(
     Z + e^s, so the others keep Z / (Z + e^s) = sigmoid(lse - s).
 
     One kernel for all lengths: that for decoding, which torch takes for rows below 128 tokens, does
-    not compile for a second shape of rows (2.11: "No choices to select").
-    """
+    not compile for a second shape of rows (2.11: "No choices to select")."""
     assert torch.compiler.is_compiling(), "TORCH_COMPILE_DISABLE is set: all scores would be made"
     output, statistics = torch_flex_attention(
         query,
@@ -169,8 +165,7 @@ def all_scores(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the same by all scores (rows, heads, seq_len, seq_len); first: (rows, seq_len), of
-    `flex_masks.first_keys`.
-    """
+    `flex_masks.first_keys`."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scale
@@ -195,8 +190,7 @@ def allocate_like_kernel(
     As torch 2.11 compiles it, measured on an H200: two numbers a query in forward, of which one is
     kept; in backward one more, and gradients of as many heads as there are. The results lie in
     memory as the queries do. With sinks the weights' sum is put right behind the kernel: one more
-    output in forward and one more gradient in backward, which no GPU has measured.
-    """
+    output in forward and one more gradient in backward, which no GPU has measured."""
     output: torch.Tensor = _Kernel.apply(query, key, value)  # type: ignore[no-untyped-call]
     if sinks is not None:
         output = _Sinks.apply(output, sinks)  # type: ignore[no-untyped-call]

@@ -3,8 +3,7 @@
 A query sees the keys from `first[query]` to itself. Documents, sliding windows and chunks differ in
 that number alone, so one compiled kernel serves all of them, and nothing grows with S x S elements:
 a block mask has a few integers for each pair of blocks of 128 tokens (FlexAttention, arXiv
-2412.05496, sec. 3.3).
-"""
+2412.05496, sec. 3.3)."""
 
 from typing import NamedTuple
 
@@ -48,8 +47,7 @@ class PackedMasks:
 def first_keys(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
     """Return the first key (rows, seq_len) int32, by its place in the row, that each query sees.
 
-    position_ids: (rows, seq_len), from 0 in each document. The result never falls along a row.
-    """
+    position_ids: (rows, seq_len), from 0 in each document. The result never falls along a row."""
     places = torch.arange(position_ids.shape[1], device=position_ids.device)
     first = places - position_ids
     if kind.window is not None:
@@ -63,8 +61,7 @@ def block_mask(first: torch.Tensor) -> BlockMask:
     """Return what torch's flex_attention wants to know about `first` (rows, seq_len).
 
     A block of queries sees blocks of keys in one range that ends with itself. Those that all of its
-    queries see whole are listed apart: the kernel does not look at `first` there.
-    """
+    queries see whole are listed apart: the kernel does not look at `first` there."""
     rows, length = first.shape
     count = -(-length // FLEX_BLOCK)
     # Queries beyond the end see what the last one sees; the kernels drop what they compute.

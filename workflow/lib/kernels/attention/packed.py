@@ -5,8 +5,7 @@ Flash implementations get all rows of a micro-batch as one row, with the documen
 that is faster, and heads wider than FlashAttention's to kernels of ours. Transformers would find
 the boundaries itself only in batches of one row, and otherwise attend across documents without a
 word (`_is_packed_sequence` in modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention
-as built into torch (torch.nn.attention.varlen), so it needs no further package.
-"""
+as built into torch (torch.nn.attention.varlen), so it needs no further package."""
 
 import inspect
 from typing import Any
@@ -38,8 +37,7 @@ GROUPED_HEADS: dict[str, Any] = (
 def document_bounds(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return `cu_seq_lens` (documents + 1,) int32 and the longest document's tokens.
 
-    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
-    """
+    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
     flat = position_ids.flatten()
     starts = (flat == 0).nonzero().flatten()
     bounds = torch.cat([starts, starts.new_tensor([flat.numel()])])
@@ -75,8 +73,7 @@ def varlen_attention(
 
     query: (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns
     (1, tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do
-    anything else.
-    """
+    anything else."""
     refuse_dropout(module, dropout, implementation=VARLEN)
     bidirectional = True if is_causal is False else None
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
@@ -115,8 +112,7 @@ def _equal_lengths_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, length: int, scaling: float | None
 ) -> torch.Tensor | None:
     """Return causal attention (tokens, heads, head_dim) within documents of `length` tokens each by
-    cuDNN; None where it does not serve.
-    """
+    cuDNN; None where it does not serve."""
     queries, keys, values = (  # (documents, heads, length, head_dim)
         x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
     )

@@ -3,8 +3,7 @@ is compared with before the first step.
 
 Transformers hands a layer's mask to some implementations, and to others only what the layer tells
 besides (a window, say). So it is compared, too, whether the layer tells what its mask does. A
-window may be longer than the documents that are tried.
-"""
+window may be longer than the documents that are tried."""
 
 import sys
 from collections.abc import Iterator
@@ -30,8 +29,7 @@ def attending_by_reference(config: PreTrainedConfig) -> Iterator[None]:
     """Within the block the layers of this config attend as their family does it by default.
 
     Raises `UserError` if a layer does not tell the window of its mask to an attention that gets no
-    mask.
-    """
+    mask."""
     usual = config._attn_implementation
     assert usual is not None, "models are built with an attention"
     config._attn_implementation = REFERENCE
@@ -64,8 +62,7 @@ def reference_attention(
     **told: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the eager attention of the module's family; raises `UserError` if the module does not
-    tell what its mask does.
-    """
+    tell what its mask does."""
     config: Any = module.config
     kind = mask_kind(module, sliding_window)
     reach = getattr(attention_mask, REACH, kind.window or kind.chunk)

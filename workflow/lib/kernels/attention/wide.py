@@ -4,8 +4,7 @@
 Scores are never stored (as in FlashAttention 2, arXiv 2307.08691); softmax is computed in fp32,
 products in the type of the queries with sums in fp32. Backward computes the scores twice: for the
 gradients of queries, and for those of keys and values. So no two programs add to the same sum, and
-every run gives the same bits.
-"""
+every run gives the same bits."""
 
 import functools
 import math
@@ -55,8 +54,7 @@ PRODUCT_ROWS, PRODUCT_WARPS = 16, 4  # of a program of `attention_products`
 
 class Seen(NamedTuple):
     """What documents and windows let queries see: keys from `first` (tokens,) of a query to itself,
-    so that a key is seen by queries before its `last` (tokens,); int32.
-    """
+    so that a key is seen by queries before its `last` (tokens,); int32."""
 
     first: torch.Tensor
     last: torch.Tensor
@@ -64,8 +62,7 @@ class Seen(NamedTuple):
     @classmethod
     def of(cls, bounds: torch.Tensor, tokens: int, window: int | None) -> "Seen":
         """bounds: of documents (documents + 1,), repeated at will at the end; window: keys that a
-        query sees at most, itself among them.
-        """
+        query sees at most, itself among them."""
         places = torch.arange(tokens, dtype=torch.int32, device=bounds.device)
         after = torch.bucketize(places, bounds, right=True)
         first, last = bounds[after - 1], bounds[after]
@@ -143,8 +140,7 @@ def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, contiguous, and of each query the logarithm (to 2) of its sum of powers
-    (heads, tokens) fp32.
-    """
+    (heads, tokens) fp32."""
     call = _Call.of(query, key, value, seen, scale)
     output = query.new_empty(query.shape)
     log_sums = query.new_empty(call.heads, call.tokens, dtype=torch.float32)

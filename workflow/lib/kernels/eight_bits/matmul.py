@@ -7,8 +7,7 @@ gradient before that is rounded: g'_tn a_t = g_tn s_n.
 
 A GPU has kernels, whose programs have the fastest of the sizes tried on an H200 for weights of
 28,672 x 8,192 and 4,096 x 14,336. A CPU computes the same values and multiplies them in fp32, which
-is slow: it is for tests and trials.
-"""
+is slow: it is for tests and trials."""
 
 from typing import Any, NamedTuple
 
@@ -186,8 +185,7 @@ def product(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype) -> torch
 
 def _scaled_product(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> torch.Tensor:
     """By torch's product with a scale for each row and each column. Fast accumulation: partial sums
-    are rounded to 14 bits now and then, below the rounding of the operands.
-    """
+    are rounded to 14 bits now and then, below the rounding of the operands."""
     columns = right.scales
     if columns is None:
         columns = torch.ones(len(right.values), dtype=torch.float32, device=right.values.device)

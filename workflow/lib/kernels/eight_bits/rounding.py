@@ -1,6 +1,5 @@
 """Rounding of activations and gradients to float8, and back: values with a scale for each token, or
-for blocks of its columns. A GPU has kernels, which give the same bits as torch's operations.
-"""
+for blocks of its columns. A GPU has kernels, which give the same bits as torch's operations."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,8 +53,7 @@ def unfilled(size: Sequence[int], form: Format, device: torch.device) -> Rounded
 def by_kernel_on_gpus(op: Op[Any, Any], *given: Any) -> Any:
     """Compute by torch's operations on CPUs alone: on a GPU they take more memory than is planned.
 
-    Raises `UserError` on a GPU that cannot use the kernel.
-    """
+    Raises `UserError` on a GPU that cannot use the kernel."""
     if not op.takes_kernel(*given) and first_tensor(given).device.type in GPUS:
         raise UserError(
             "train.matmul_dtype, train.saved_activations: float8 on a GPU needs the kernel for "
@@ -75,8 +73,7 @@ def rounded(
     """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits.
 
     A row or block with NaN or infinity has the scale infinity: products with it are not finite.
-    into: values and scales to fill; None: new ones.
-    """
+    into: values and scales to fill; None: new ones."""
     values, scales = into or unfilled(rows.shape, form, rows.device)[:2]
     by_kernel_on_gpus(round_rows, values, scales, rows, factors, form)
     return Rounded(values, scales, form)
@@ -154,8 +151,7 @@ round_rows = Op(
 
 def restored(copy: Rounded, *, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows (T, width) of a copy with scales of blocks, in `dtype`: NaN where a block had
-    a value that is not finite.
-    """
+    a value that is not finite."""
     assert copy.form.block is not None, "rows with one scale are multiplied and never restored"
     restored_rows: torch.Tensor = by_kernel_on_gpus(restore_rows, *copy[:2], copy.form.block, dtype)
     return restored_rows

@@ -1,7 +1,6 @@
 """What experts compute between their two matmuls, by kernels that read and write each value once:
 act(gate) * up of gate and up side by side, which most families have, and the clamped gate of
-gpt-oss.
-"""
+gpt-oss."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,8 +26,7 @@ class GateForm(NamedTuple):
 
     kind: str
     """One of `ACTIVATIONS`: act(gate) * up, side by side. `clamped`: g sigmoid(alpha g) (u + 1) of
-    g at most `limit` and u within +-`limit`, gate and up in turn (gpt-oss).
-    """
+    g at most `limit` and u within +-`limit`, gate and up in turn (gpt-oss)."""
     alpha: float = 1.0
     limit: float = 0.0
 

@@ -3,8 +3,7 @@
 torch's grouped product wants its rows copied into the order of the experts, knows neither bias nor
 a term to begin with, and writes whole tensors. Here a token's row is read by its number, a slice of
 the outputs is written where it belongs, and sums of gradients are written in fp32 as the masters
-lie. `grouped_matmul` says what is computed, and computes it without these kernels elsewhere.
-"""
+lie. `grouped_matmul` says what is computed, and computes it without these kernels elsewhere."""
 
 from typing import NamedTuple
 
@@ -43,8 +42,7 @@ FEW = {columns: Tile(columns, 64, 4, 4, parts=2) for columns in (16, 32, 64)}
 
 def row_tiles(ends: torch.Tensor, *, num_rows: int) -> torch.Tensor:
     """Return expert and first row (2, tiles) int32 of each tile of `TILE_ROWS` rows of one expert,
-    where `ends` (experts,) int32 says how `num_rows` rows are shared; expert -1: no tile.
-    """
+    where `ends` (experts,) int32 says how `num_rows` rows are shared; expert -1: no tile."""
     num_experts = len(ends)
     # Each expert may have one tile that is not full.
     most = num_rows // TILE_ROWS + min(num_experts, num_rows)
@@ -65,8 +63,7 @@ def rows_product(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Fill `out` (R, out), whose columns are contiguous, with x W^T of each row x and its expert's
-    W, and + the update, and + the bias (experts, out); return it.
-    """
+    W, and + the update, and + the bias (experts, out); return it."""
     assert routing.tiles is not None
     values, num_columns = rows.values.contiguous(), out.shape[1]
     width, num_tiles = values.shape[1], routing.tiles.shape[1]
@@ -132,8 +129,7 @@ def weights_product(
     out: torch.Tensor, left: torch.Tensor, right: Rows, routing: Routing, scale: float
 ) -> torch.Tensor:
     """Fill `out` (experts, r, n) fp32, of any strides, with the sums over each expert's rows of the
-    outer products of left (R, r or more) and right (R, n), times `scale`; return it.
-    """
+    outer products of left (R, r or more) and right (R, n), times `scale`; return it."""
     num_experts, rank, num_columns = out.shape
     values = right.values.contiguous()
     ranks = min(MOST_RANKS, max(16, power_of_two(rank)))

@@ -4,8 +4,7 @@ Rows are sorted by expert, so those of an expert are one range, and where the ra
 the device: all shapes are known beforehand, and a GPU never waits for the host. There kernels of
 our own make all products at once (`grouped_kernels`), or torch's grouped product where they cannot
 be built. It is a loop over experts on CPUs, where a product for each expert costs no launch, and
-rows may have any width.
-"""
+rows may have any width."""
 
 import torch
 from torch import nn
@@ -49,8 +48,7 @@ def summed_by_token(
     there are any; in fp32, rounded once.
 
     One choice after the other: the sum does not depend on the order in which a GPU adds, and no
-    copy of all rows is made.
-    """
+    copy of all rows is made."""
     return sum_by_token(rows, routing.places, weights)
 
 
@@ -134,8 +132,7 @@ def _rows_by_torch(
 
 def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Return x b (T, k) fp32 of each row x and the bias b (experts, width) of its expert, at the
-    row's place.
-    """
+    row's place."""
     if routing.tiles is not None:
         products = torch.empty(len(routing.order), 1, dtype=torch.float32, device=bias.device)
         rows_product(rows, Weights(bias[:, None]), routing, out=products)

@@ -37,8 +37,7 @@ class Routing(NamedTuple):
 
 class Rows(NamedTuple):
     """What the experts take: a row for each row of the routing, or each its token's, which need not
-    be copied into the order of the experts.
-    """
+    be copied into the order of the experts."""
 
     values: torch.Tensor
     """(R, width), or (T, width) if `by_token`."""
@@ -54,8 +53,7 @@ class Weights(NamedTuple):
     """(experts, out, in), of any strides."""
     scales: torch.Tensor | None = None
     """Of values in 8 bits, as the rows then are: what each expert's are multiplied by (experts,)
-    fp32.
-    """
+    fp32."""
 
 
 class Update(NamedTuple):

@@ -1,7 +1,6 @@
 """The logits of a chunk of the loss on a GPU: one kernel reads the head's product for log-sum-exp,
 another puts the gradient in its place. So no logit is stored, and 6 bytes move for each in 16 bits;
-torch's operations keep up to 12, in fp32, and move 36.
-"""
+torch's operations keep up to 12, in fp32, and move 36."""
 
 from typing import Any, NamedTuple
 
@@ -40,8 +39,7 @@ def _by_torch(
 
 class FusedLogits:
     """What the product (rows, vocab) of hidden states and head, in a 16-bit type, means for the
-    loss; it is overwritten by its gradient.
-    """
+    loss; it is overwritten by its gradient."""
 
     def __init__(self, product: torch.Tensor, form: LogitForm) -> None:
         assert product.stride(1) == 1
@@ -49,8 +47,7 @@ class FusedLogits:
 
     def sums(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-sum-exp and the logit of each row's column, 0 if it is negative; (rows,)
-        fp32. columns: (rows,) int64.
-        """
+        fp32. columns: (rows,) int64."""
         rows = len(self._product)
         log_sums, chosen = (
             torch.empty(rows, dtype=torch.float32, device=self._product.device) for _ in range(2)
@@ -62,8 +59,7 @@ class FusedLogits:
         """Return the gradient (rows, vocab) of the sum of log_sums - chosen with respect to the
         product, in its place; 0 where the column is `IGNORED`.
 
-        log_sums: (rows,), over the whole vocabulary.
-        """
+        log_sums: (rows,), over the whole vocabulary."""
         rows, vocab = self._product.shape
         grid = (rows, -(-vocab // ELEMENTS))
         self._launch("logits_to_slopes", grid, self._product, log_sums, columns, ignored=IGNORED)

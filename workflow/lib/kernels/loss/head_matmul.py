@@ -2,8 +2,7 @@
 
 cuBLAS has fast kernels only where the sizes of a product are multiples of 8 and the rows of its
 matrices begin at whole 16 bytes; for the head of Hunyuan (128,167 rows) its others take 7 times as
-long. So logits lie in aligned rows, and what is beyond a multiple of 64 is a product of its own.
-"""
+long. So logits lie in aligned rows, and what is beyond a multiple of 64 is a product of its own."""
 
 from typing import Any
 
@@ -26,8 +25,7 @@ def head_product(
     """Return hidden W^T + b (rows, vocab) in aligned rows. It has no gradient.
 
     hidden: (rows, hidden_size); weight: (vocab, hidden_size); bias: (vocab,). They are cast to the
-    type of the hidden states.
-    """
+    type of the hidden states."""
     with torch.no_grad():
         weight = weight.to(hidden.dtype)
         product = aligned(len(hidden), len(weight), hidden)
@@ -43,8 +41,7 @@ def head_product(
 def states_gradient(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return slope W (rows, hidden_size): the gradient of the hidden states of `head_matmul`.
 
-    slope: (rows, vocab), fast in aligned rows; weight: (vocab, hidden_size), cast to its type.
-    """
+    slope: (rows, vocab), fast in aligned rows; weight: (vocab, hidden_size), cast to its type."""
     weight = weight.to(slope.dtype)
     whole, *rest = _parts(len(weight))
     gradient = slope[:, whole] @ weight[whole]
@@ -78,8 +75,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 class _Float32(torch.autograd.Function):
     """A matrix of a half type in fp32, whose gradient has aligned rows. A node of its own, so that
-    autograd lets go of the fp32 gradient before the product.
-    """
+    autograd lets go of the fp32 gradient before the product."""
 
     @staticmethod
     def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Decoding of NF4 weights (QLoRA, arXiv 2305.14314): w = code[q] * absmax[block], with double
-quantization absmax = nested_code[a] * nested_absmax[nested block] + offset.
-"""
+quantization absmax = nested_code[a] * nested_absmax[nested block] + offset."""
 
 import copy
 import math
@@ -61,8 +60,7 @@ class NF4Data(NamedTuple):
 
 class BlockStrides(NamedTuple):
     """Blocks of a weight at equal distances: `length` blocks from each of `first`, `first` +
-    `stride`, and so on.
-    """
+    `stride`, and so on."""
 
     first: int
     length: int
@@ -114,8 +112,7 @@ def _by_bitsandbytes(
 
 def _range(data: NF4Data, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Return weights `start` to `stop`, whole blocks. bitsandbytes counts nested blocks from the
-    first weight, so decoding begins at one.
-    """
+    first weight, so decoding begins at one."""
     size = data.block_size
     first = start - start % (size * NESTED_BLOCK_SIZE)
     nested = data.nested_absmax
@@ -170,8 +167,7 @@ def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
 
     bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization lets
     blocks run on from row to row. So rows that are not whole blocks are decoded as rows of one
-    block each, or, where the last block is not full, as one long row (which one thread does).
-    """
+    block each, or, where the last block is not full, as one long row (which one thread does)."""
     shape, size = state.shape, state.blocksize
     if shape[-1] % size == 0:
         return dequantize_4bit(packed, state)

@@ -6,8 +6,7 @@ from torch import nn
 
 def chunked(x: torch.Tensor, chunk: int, heads: tuple[int, int]) -> torch.Tensor:
     """Return (rows, tokens, heads, ...) as (chunks, rows, *heads, chunk, ...) in float32, with
-    zeros after the last token. heads: groups, and heads of each.
-    """
+    zeros after the last token. heads: groups, and heads of each."""
     rows, tokens, _, *rest = x.shape
     count = -(-tokens // chunk)
     padding = (0, 0) * (1 + len(rest)) + (0, count * chunk - tokens)
@@ -31,8 +30,7 @@ def decays(cumulated: torch.Tensor) -> torch.Tensor:
     """Return what is left of a token at each later one of its chunk, and 0 at earlier ones.
 
     cumulated: sums of the logarithms of decays from the chunk's beginning, (..., chunk). The result
-    is (..., chunk, chunk): rows are the later tokens.
-    """
+    is (..., chunk, chunk): rows are the later tokens."""
     between = cumulated[..., :, None] - cumulated[..., None, :]
     chunk = cumulated.shape[-1]
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=cumulated.device).triu(1)

@@ -5,8 +5,7 @@ their length.
 All chunks are prepared at once, then programs go through the chunks of a head with its state in
 registers, then the outputs of all chunks are made at once. Backward makes u, w and the states
 again, and goes the other way. `triton_code.delta_rule` has the formulas. Nothing here waits
-for the device.
-"""
+for the device."""
 
 from typing import Any, NamedTuple
 
@@ -67,8 +66,7 @@ def forward(
 
     q, k: (rows, tokens, key heads, key width), q scaled, each serving neighbouring value heads.
     v: (rows, tokens, value heads, value width). g, logarithms of decays, and beta, learning rates:
-    (rows, tokens, value heads). What lies between the kernels has the type of v.
-    """
+    (rows, tokens, value heads). What lies between the kernels has the type of v."""
     q, k, v, g, beta = spaced(q), spaced(k), spaced(v), g.contiguous(), beta.contiguous()
     rule = _Rule.of(k, v)
     u, w, _, sums = _prepared(rule, k, v, g, beta, keeps=False)
@@ -89,8 +87,7 @@ def backward(
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k, v, g and beta, contiguous in their types, for that of the
-    output, `grad`.
-    """
+    output, `grad`."""
     grad, q, k, v = spaced(grad), spaced(q), spaced(k), spaced(v)
     g, beta = g.contiguous(), beta.contiguous()
     rule = _Rule.of(k, v)
@@ -180,8 +177,7 @@ def _prepared(
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return u (tiles, 64, value width), w (tiles, 64, key width), T (tiles, 64, 64) fp32, which is
-    empty unless it `keeps` it, and the sums (tiles, 64) fp32.
-    """
+    empty unless it `keeps` it, and the sums (tiles, 64) fp32."""
     u = v.new_empty(rule.tiles, CHUNK, rule.value_width)
     w = v.new_empty(rule.tiles, CHUNK, rule.key_width)
     sums = v.new_empty(rule.tiles, CHUNK, dtype=torch.float32)

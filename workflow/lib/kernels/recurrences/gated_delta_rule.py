@@ -41,8 +41,7 @@ def gated_delta_rule(
 
     query, key: (rows, tokens, key heads, key width), each serving neighbouring value heads.
     value: (rows, tokens, value heads, value width). g (at most 0), beta: (rows, tokens, value
-    heads). normalize: queries and keys to length one.
-    """
+    heads). normalize: queries and keys to length one."""
     return _delta_rule(query, key, value, g, beta, normalize)
 
 
@@ -144,8 +143,7 @@ def states_before(matrices: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Return the state before each chunk, where it becomes matrix @ state + added in each.
 
     matrices: (chunks, ..., width, width); added: (chunks, ..., width, other width). The first
-    state is zero.
-    """
+    state is zero."""
     apply: Callable[..., torch.Tensor] = _Chain.apply
     return apply(matrices, added)
 

@@ -4,8 +4,7 @@
 What each chunk adds to the state of a head is made of all chunks at once, then programs go through
 the chunks with a part of the state each, then the outputs of all chunks are made at once. Backward
 makes the states again, the gradients of the states in the same way from the end, and then all
-others at once. `triton_code.state_space` has the formulas. Nothing here waits for the device.
-"""
+others at once. `triton_code.state_space` has the formulas. Nothing here waits for the device."""
 
 from typing import Any, NamedTuple
 
@@ -63,8 +62,7 @@ def forward(
 
     x: (rows, tokens, heads, width). step: (rows, tokens, heads) fp32, none negative. decay (A),
     negative, and skip (D): (heads,). into (B), out_of (C): (rows, tokens, groups, state width),
-    each group serving neighbouring heads. States between the kernels have the type of x.
-    """
+    each group serving neighbouring heads. States between the kernels have the type of x."""
     x, step, into, out_of = spaced(x), step.contiguous(), spaced(into), spaced(out_of)
     space = _Space.of(x, into)
     sums = space.cumulated(x, step, decay)
@@ -88,8 +86,7 @@ def backward(
     skip: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, step, B and C, contiguous in their types, for that of the output,
-    `grad`, in x's type.
-    """
+    `grad`, in x's type."""
     grad, x, step = spaced(grad), spaced(x), step.contiguous()
     into, out_of = spaced(into), spaced(out_of)
     space = _Space.of(x, into)
@@ -200,8 +197,7 @@ class _Space(NamedTuple):
         back: bool,
     ) -> torch.Tensor:
         """Return the states before chunks (tiles, state width, width) for inputs x and B; or `back`
-        their gradients after chunks, for the gradient of the output and C.
-        """
+        their gradients after chunks, for the gradient of the output and C."""
         states = x.new_empty(self.tiles, self.state_width, self.width)
         num_parts = self.parts("chunk_states") * self.state_parts("chunk_states")
         self.launch(
@@ -224,8 +220,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 def _by_portion(x: torch.Tensor, portions: int) -> torch.Tensor:
     """Return a tensor for what portions of a group's heads give to the gradient of x (rows, tokens,
-    groups, state width): fp32 if they are added afterwards.
-    """
+    groups, state width): fp32 if they are added afterwards."""
     dtype = x.dtype if portions == 1 else torch.float32
     return x.new_empty(*x.shape[:3], portions, x.shape[3], dtype=dtype)
 

@@ -6,8 +6,7 @@ exp(A d) with A < 0, input x, and B and C of its group:
     S <- exp(A d) S + d x B^T,   output S C + D x
 
 A chunk of tokens is like causal attention with decaying scores; states between chunks are one
-product with the decays between chunks. On a GPU kernels do so (`space_kernels`).
-"""
+product with the decays between chunks. On a GPU kernels do so (`space_kernels`)."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,8 +40,7 @@ def state_space(
     x: (rows, tokens, heads, width). dt: (rows, tokens, heads). decay (A), skip (D), dt_bias:
     (heads,). into (B), out_of (C): (rows, tokens, groups, state width), each group serving
     neighbouring heads. softplus: of dt, once the bias is added; limits: what the step is clamped to
-    after that.
-    """
+    after that."""
     steps = Steps(softplus, limits)
     return _state_space(x, dt, into, out_of, decay, skip, dt_bias, steps)
 

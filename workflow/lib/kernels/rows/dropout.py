@@ -5,8 +5,7 @@ So backward and recomputation draw what forward has drawn, and neither the numbe
 the size of a micro-batch changes it. The generator is Philox4x32 with 7 rounds, which has no state
 and passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 4):
 a row's 64 bits are its key, the counter is (group of 8 features, position, linear, 0), and each of
-the four words gives two draws of 16 bits. What is kept is not scaled here.
-"""
+the four words gives two draws of 16 bits. What is kept is not scaled here."""
 
 from typing import NamedTuple
 
@@ -78,8 +77,7 @@ def _check_tokens(rows: torch.Tensor, draw: Draw) -> None:
 
 def _drops(draw: Draw, tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return which elements of some tokens (n,) of rows of this shape (T, features) are dropped,
-    (n, features) bool.
-    """
+    (n, features) bool."""
     row_tokens, features = shape[0] // len(draw.row_keys), shape[1]
     positions = (tokens % row_tokens)[:, None]
     counter = (
@@ -102,8 +100,7 @@ def philox(
 ) -> tuple[torch.Tensor, ...]:
     """Return four words for each counter of four words, all int64 and below 2^32.
 
-    key: int64, of which all 64 bits count. Shapes are broadcast.
-    """
+    key: int64, of which all 64 bits count. Shapes are broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, (key >> 32) & WORD
     for _ in range(rounds):

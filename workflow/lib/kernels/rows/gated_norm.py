@@ -1,7 +1,6 @@
 """RMS norms with a gate, as recurrent layers have them behind their recurrence: one kernel forth
 and one back, which keep their inputs alone. torch's operations take a dozen passes over memory in
-fp32.
-"""
+fp32."""
 
 from functools import partial
 
@@ -17,8 +16,7 @@ ELEMENTS = 2048  # of a program, or more if a group has more
 
 class GatedNorm(nn.Module):
     """w * n(x) * silu(gate), or w * n(x * silu(gate)), where n divides each group of columns by the
-    root of its mean square.
-    """
+    root of its mean square."""
 
     def __init__(self, weight: nn.Parameter, *, eps: float, groups: int, gate_first: bool) -> None:
         """weight: (width,), frozen. gate_first: whether x is gated before it is divided."""

@@ -1,6 +1,5 @@
 """The gate of a feed-forward, act(gate) * up, and its gradients: kernels add the adapters' parts to
-gate and up where they read them (`low_rank`).
-"""
+gate and up where they read them (`low_rank`)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -59,8 +58,7 @@ class Gating(NamedTuple):
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the product, and the gradients of gate and up for that of the product, which is
-        overwritten.
-        """
+        overwritten."""
         product = self.activated(gate).mul_(up)
         of_gate, of_up = ACTIVATIONS[self.activation][1](grad, self.multiplied(gate), up)
         return product, self.multiplied(of_gate), of_up

@@ -1,6 +1,5 @@
 """Rows of a weight that have lengths of their own (DoRA, arXiv 2402.09353): gradients of values
-that are directions times `factor` (width,) fp32, and of the factors.
-"""
+that are directions times `factor` (width,) fp32, and of the factors."""
 
 from collections.abc import Sequence
 

@@ -2,8 +2,7 @@
 
 A matmul with a frozen weight in 8 bits cannot add to what is there, so an adapter's part needs a
 pass of its own over the value: for the wide values of a feed-forward as much memory as all that
-follows.
-"""
+follows."""
 
 from typing import Any, NamedTuple
 
@@ -44,8 +43,7 @@ def launch_with_parts(
     **options: Any,
 ) -> None:
     """Start a kernel on tiles of `out` (T, width), contiguous. others: more of this shape, and
-    numbers that the kernel asks for.
-    """
+    numbers that the kernel asks for."""
     num_rows, width = out.shape
     arguments: list[Any] = []
     for low, small, scale in parts:

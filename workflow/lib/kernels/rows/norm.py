@@ -3,8 +3,7 @@ times 1 + w as those of Gemma, Qwen3.5 and Nemotron.
 
 torch's own operations multiply by w alone, and 1 + w in 16 bits would lose digits of w. Backward
 keeps x alone, and makes mean and root again. As an RMS norm, on an H100, 4,096 rows of 8,192 take
-0.051 ms forth and 0.085 back, torch's operation 0.075 and 0.121.
-"""
+0.051 ms forth and 0.085 back, torch's operation 0.075 and 0.121."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -103,8 +102,7 @@ def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """Return x (..., width) itself where its rows are heads of tokens at equal distances, as in a
-    part of a wider tensor; else a copy.
-    """
+    part of a wider tensor; else a copy."""
     if x.dim() > 2 and x.stride(-1) == 1:
         leading = [(size, x.stride(i)) for i, size in enumerate(x.shape[:-2]) if size > 1]
         if all(far == size * near for (_, far), (size, near) in pairwise(leading)):
@@ -114,8 +112,7 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 
 def _places(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Return how many heads a token has, and the distances of tokens and heads in each tensor; of
-    contiguous ones, whatever they are, one.
-    """
+    contiguous ones, whatever they are, one."""
     if all(x.is_contiguous() for x in tensors):
         return 1, *(y for x in tensors for y in (x.shape[-1], 0))
     tokens = max((i for i, size in enumerate(tensors[0].shape[:-2]) if size > 1), default=0)

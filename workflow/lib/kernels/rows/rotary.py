@@ -4,8 +4,7 @@ take ten.
 A pair of dimensions (a, b) of a head becomes (a cos - b sin, b cos + a sin). cos and sin here:
 (1 or rows, seq_len, pairs), the angle of each pair once; perhaps a part of a family's table. The
 dimensions after the pairs' stay as they are. neighbours: dimensions 2 i and 2 i + 1 are a pair,
-else i and i + the number of pairs.
-"""
+else i and i + the number of pairs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,8 +55,7 @@ def split_rotary(
     """Return queries and keys, rotated, and values, of all their heads (rows, seq_len, heads,
     head_dim), as tensors of their own: the value of the one linear is kept by none.
 
-    counts: heads of queries, keys and values.
-    """
+    counts: heads of queries, keys and values."""
     _check(cos, heads)
     split: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = _SplitRotary.apply
     return split(heads, counts, cos, sin, neighbours)
@@ -133,8 +131,7 @@ def _with_one_distance(angles: torch.Tensor) -> torch.Tensor:
 def _token_distance(x: torch.Tensor) -> int | None:
     """Return how many elements lie between the starts of two tokens of x (rows, seq_len, heads,
     head_dim), if this is one number and the heads of a token lie side by side, as in a contiguous
-    tensor and in parts of its heads; None otherwise.
-    """
+    tensor and in parts of its heads; None otherwise."""
     rows, seq_len, heads, head_dim = x.shape
     of_row, of_token, of_head, of_dim = x.stride()
     distance = of_token if seq_len > 1 else of_row

@@ -1,3 +1,2 @@
 """The GPU kernels themselves, in Triton, whose language is not Python's: no type checker reads this
-package, and it is imported only where Triton is installed.
-"""
+package, and it is imported only where Triton is installed."""

@@ -1,8 +1,7 @@
 # mypy: ignore-errors
 """What GPU kernels of recurrences share, in Triton: where a program's chunk lies, the sums of its
 log decays, and products. How they read rows is each kernel's own: compilers make other programs of
-other forms, and those that were tried on a GPU stay as they are.
-"""
+other forms, and those that were tried on a GPU stay as they are."""
 
 import triton
 import triton.language as tl
@@ -13,8 +12,7 @@ CHUNK = tl.constexpr(64)
 @triton.jit
 def chunk_place(number, tokens, chunks, heads):
     """Return of program `number` the first token among all rows', how many of its row are left
-    there, its head and its tile.
-    """
+    there, its head and its tile."""
     chunk, row = number // heads % chunks, (number // heads // chunks).to(tl.int64)
     head = number % heads
     tile = (row * heads + head) * chunks + chunk

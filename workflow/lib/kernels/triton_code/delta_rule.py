@@ -13,8 +13,7 @@ a chunk, with sums of log decays s, keys K, queries Q, values V and learning rat
 Inputs lie in rows of tokens; what is between the kernels, in tiles: (rows, heads, chunks, 64,
 width), and states in (rows, heads, chunks, key width, value width). A tile behind the last token is
 zero. Sums are made in fp32, products of values in the type of u. Offsets are int64, as in
-`triton_kernels`.
-"""
+`triton_kernels`."""
 
 import triton
 import triton.language as tl
@@ -51,8 +50,7 @@ def prepare(
     precision: tl.constexpr,
 ):
     """s, u and w of a chunk, and T if the program `keeps` it; `keys` and `values` columns at a
-    time.
-    """
+    time."""
     kind: tl.constexpr = u.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
@@ -106,8 +104,7 @@ def scan(
     precision: tl.constexpr,
 ):
     """The state before each chunk, and `new`, in `values` columns of a head. keys: the power of two
-    that the key width is in.
-    """
+    that the key width is in."""
     kind: tl.constexpr = u.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
     lane = tl.program_id(0) // parts
@@ -242,8 +239,7 @@ def scan_backward(
     precision: tl.constexpr,
 ):
     """The gradient of the state after each chunk, and in place what it adds to that of `new`, in
-    `values` columns of a head. keys: the power of two that the key width is in.
-    """
+    `values` columns of a head. keys: the power of two that the key width is in."""
     kind: tl.constexpr = of_new.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
     lane = tl.program_id(0) // parts
@@ -307,8 +303,7 @@ def chunk_backward(
     of the queries', and that of the keys but for what comes through S.
 
     of_right: the gradient of b exp(s) K, T^T (-of_new H^T). partial: what these columns give to the
-    gradients of s and b, (tiles, 2, parts, 64).
-    """
+    gradients of s and b, (tiles, 2, parts, 64)."""
     kind: tl.constexpr = new.dtype.element_ty
     parts: tl.constexpr = (key_width + keys - 1) // keys
     part, token = tl.program_id(0) % parts, tl.arange(0, CHUNK)
@@ -397,8 +392,7 @@ def system_backward(
     precision: tl.constexpr,
 ):
     """Gradients of a chunk's values, log decays and learning rates, and in place that of its keys
-    for one value head, which lacks what comes through S. parts: of `partial`.
-    """
+    for one value head, which lacks what comes through S. parts: of `partial`."""
     kind: tl.constexpr = u.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
@@ -456,8 +450,7 @@ def _inverse(system, precision: tl.constexpr):
     """Return (I + system)^-1 of a matrix that is strictly lower triangular, (64, 64) fp32.
 
     The diagonal blocks of 16 are solved row by row. With their inverse B, and M = B times what lies
-    below them, M^4 = 0, so that (I + M)^-1 B = (I + M^2) (I - M) B.
-    """
+    below them, M^4 = 0, so that (I + M)^-1 B = (I + M^2) (I - M) B."""
     block = tl.arange(0, BLOCKS)
     own = (block[:, None] == block[None, :])[:, None, :, None]
     row = tl.arange(0, BLOCK)[None, :, None]

@@ -3,8 +3,7 @@ compute.
 
 Divisions are those of IEEE 754 (`div_rn`), so that the CPU's emulation gives the same bits. Offsets
 are int64, as in `triton_kernels`. Activations are multiplied by the inverse of their scale: a
-division of each would take as long as memory.
-"""
+division of each would take as long as memory."""
 
 import triton
 import triton.language as tl
@@ -103,8 +102,7 @@ def decode_transposed(
 
     Weights of even columns and of odd ones are stored apart: each store goes along whole lines of
     the output, and nothing is interleaved only to be taken apart again (5 times as fast on an
-    H200).
-    """
+    H200)."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.program_id(1).to(tl.int64)
     inside = row < num_rows
@@ -122,8 +120,7 @@ def decode_transposed(
 @triton.jit
 def _decoded(packed, code, block, scale, inside, kind: tl.constexpr, block_size: tl.constexpr):
     """Return the weights at even and at odd places of some blocks, (blocks, block_size / 2) each,
-    times `scale` (blocks,).
-    """
+    times `scale` (blocks,)."""
     half: tl.constexpr = block_size // 2
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
     bytes_at = block[:, None] * half + tl.arange(0, half)[None, :]
@@ -146,8 +143,7 @@ def round_rows(
     size: tl.constexpr,
 ):
     """One row with one scale; `folds`: times the factors of its columns before; `whole`: the row is
-    read once, and is in registers until its scale is known.
-    """
+    read once, and is in registers until its scale is known."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, size)
     if whole:
@@ -178,8 +174,7 @@ def store_rounded(
     block: tl.constexpr,
 ):
     """Write rows (rows, size) fp32, 0 behind their end, in 8 bits, and a scale of each `block`
-    columns: for kernels that have made whole rows.
-    """
+    columns: for kernels that have made whole rows."""
     rows: tl.constexpr = value.shape[0]
     size: tl.constexpr = value.shape[1]
     blocks: tl.constexpr = size // block

@@ -1,8 +1,7 @@
 """The GPU kernels themselves, in Triton; `rows`, `nf4` and `experts` say what they compute.
 
 Offsets are int64: Triton's own are int32, which overflow in tensors of 2^31 elements. A program
-reads and writes elements of its own alone, so a kernel may write over what it reads.
-"""
+reads and writes elements of its own alone, so a kernel may write over what it reads."""
 
 import triton
 import triton.language as tl
@@ -28,8 +27,7 @@ def dequantize_nf4(
 ):
     """Decode `num_blocks` blocks of weights: two weights a byte, the first in the high half.
 
-    in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on.
-    """
+    in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on."""
     # Stored bytes are parameters of type float32 (`nf4_linear`), so their pointers are, too.
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
     half: tl.constexpr = block_size // 2
@@ -111,8 +109,7 @@ def lengthened_act_and_mul_backward(
 ):
     """In place for `rows` rows of some columns: `grad` becomes the product, `gate` and `up` their
     gradients, which are summed with them over these rows, then multiplied by the factors. Rows of
-    `gate` and `up` begin `gate_distance` elements apart.
-    """
+    `gate` and `up` begin `gate_distance` elements apart."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     inside = column < width
     of_gate = tl.load(gate_factor + column, mask=inside, other=0.0)

@@ -2,8 +2,7 @@
 compute.
 
 Rows are sorted by expert. Where the rows of an expert end is known to the device alone, so grids
-are as large as the worst routing needs, and programs without work end at once.
-"""
+are as large as the worst routing needs, and programs without work end at once."""
 
 import triton
 import triton.language as tl
@@ -17,8 +16,7 @@ def row_tiles(
     tiles, ends, num_experts, num_tiles, rows: tl.constexpr, size: tl.constexpr, some: tl.constexpr
 ):
     """Expert and first row of `some` tiles of `rows` rows of one expert, the last of each expert
-    perhaps fewer. A tile that no expert has gets the expert -1.
-    """
+    perhaps fewer. A tile that no expert has gets the expert -1."""
     number = tl.arange(0, size)
     there = number < num_experts
     stops = tl.load(ends + number, mask=there, other=0)
@@ -79,8 +77,7 @@ def rows_product(
 
     by_token: a row of x is a token's, and the place of a row says whose. updated: the sum begins
     with scale * low small^T. scaled: x and W are multiplied by a scale of the row and one of the
-    expert. even: `width` and `num_columns` are whole tiles.
-    """
+    expert. even: `width` and `num_columns` are whole tiles."""
     column_tiles = tl.cdiv(num_columns, columns)
     part = tl.program_id(0) // column_tiles
     tile = part // parts
@@ -202,8 +199,7 @@ def weights_product(
     depth: tl.constexpr,
 ):
     """Some columns of the sum over one expert's rows of the outer products of left (R, rank) and
-    right (R, num_columns), times `scale`; by_token: the rows of `right` are tokens'.
-    """
+    right (R, num_columns), times `scale`; by_token: the rows of `right` are tokens'."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     expert = tl.program_id(1).to(tl.int64)
     number = tl.program_id(2) * ranks + tl.arange(0, ranks)
@@ -240,8 +236,7 @@ def weights_product(
 @triton.jit
 def _gate_and_other(up, row, first, width, alternating: tl.constexpr, size: tl.constexpr):
     """Some columns of gate and up (size,) fp32: of a row with the gate in its first half, or with
-    both in turn; 0 behind the last.
-    """
+    both in turn; 0 behind the last."""
     at = up + row * 2 * width
     if alternating:
         both = 2 * first + tl.arange(0, 2 * size)
@@ -273,8 +268,7 @@ def _factors(gate, other, alpha, limit, kind: tl.constexpr):
     """The factor of the gate and that of up, and their derivatives.
 
     `clamped`: g sigmoid(alpha g) with g at most `limit`, and u + 1 with u within +-`limit`. NaN
-    stays NaN.
-    """
+    stays NaN."""
     if kind == "clamped":
         low = tl.where(gate > limit, limit, gate)
         share = 1.0 / (1.0 + tl.exp(-alpha * low))
@@ -324,8 +318,7 @@ def gated_backward(
     size: tl.constexpr,
 ):
     """One row, in place: `grad` becomes the product, `up` the gradient of it times the row's
-    weight. The gradient of that weight is the sum of the gradient times the product.
-    """
+    weight. The gradient of that weight is the sum of the gradient times the product."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(order + row)
     weight = tl.load(weights + place).to(tl.float32)
@@ -363,8 +356,7 @@ def decode_rows(
     blocks: tl.constexpr,
 ):
     """`blocks` blocks of some rows of all experts, divided by their expert's scale: `length` blocks
-    from each of `first`, `first` + `stride`, and so on.
-    """
+    from each of `first`, `first` + `stride`, and so on."""
     # Numbers of blocks are int32, which are faster to divide.
     block = tl.program_id(0) * blocks + tl.arange(0, blocks)
     inside = block < num_blocks
@@ -396,8 +388,7 @@ def decode_columns(
     rows: tl.constexpr,
 ):
     """One block of each of `rows` rows of an expert, written along the rows: of some columns, which
-    begin with the block `first`. As `eight_bits.triton_code.decode_transposed`.
-    """
+    begin with the block `first`. As `eight_bits.triton_code.decode_transposed`."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     expert = tl.program_id(2).to(tl.int64)
     inside = row < expert_rows

@@ -1,7 +1,6 @@
 """GPU kernels of gated RMS norms, in Triton; `gated_norm` calls them and says what they compute.
 
-A program has whole groups in registers. Offsets are int64, as in `triton_kernels`.
-"""
+A program has whole groups in registers. Offsets are int64, as in `triton_kernels`."""
 
 import triton
 import triton.language as tl
@@ -56,8 +55,7 @@ def gated_norm_backward(
 @triton.jit
 def _units(num_units, groups, width, units: tl.constexpr, size: tl.constexpr):
     """Return this program's groups, numbered over all rows, the rows and the columns there, and
-    which of them there are.
-    """
+    which of them there are."""
     unit = (tl.program_id(0).to(tl.int64) * units + tl.arange(0, units))[:, None]
     column = tl.arange(0, size)[None, :]
     inside = (unit < num_units) & (column < width)

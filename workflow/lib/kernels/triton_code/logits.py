@@ -1,8 +1,7 @@
 """GPU kernels of the loss, in Triton; `fused_logits` calls them and says what they compute.
 
 A logit is computed in fp32 from the head's product whenever it is needed, and never stored. Offsets
-are int64, as in `triton_kernels`.
-"""
+are int64, as in `triton_kernels`."""
 
 import triton
 import triton.language as tl
@@ -16,8 +15,7 @@ def logit_sums(
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a row's logits and the logit of its column, 0 if it has none here; a program
-    has a row.
-    """
+    has a row."""
     row = tl.program_id(0).to(tl.int64)
     first = product + row * of_row
     place = tl.arange(0, size)

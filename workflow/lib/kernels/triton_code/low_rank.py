@@ -3,8 +3,7 @@ says what they compute.
 
 A program has a tile of rows and columns. Offsets are int64, as in `triton_kernels`, and tiles are
 written over by the program that has read them. Rows of gate and up begin `gate_distance` elements
-apart: they may be halves of one value.
-"""
+apart: they may be halves of one value."""
 
 import triton
 import triton.language as tl

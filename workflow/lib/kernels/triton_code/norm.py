@@ -1,7 +1,6 @@
 """GPU kernels of norms, in Triton; `norm` calls them and says what they compute.
 
-A program has whole rows in registers. Offsets are int64, as in `triton_kernels`.
-"""
+A program has whole rows in registers. Offsets are int64, as in `triton_kernels`."""
 
 import triton
 import triton.language as tl
@@ -34,8 +33,7 @@ def norm(
     size: tl.constexpr,
 ):
     """`rows` rows, times `offset` + weight, plus a bias; with a `block` also in 8 bits what was
-    written. A row is a head of a token: `x_token` and `x_head` are the distances of these in x.
-    """
+    written. A row is a head of a token: `x_token` and `x_head` are the distances of these in x."""
     row, inside, column = _rows(num_rows, width, rows, size)
     value = _deviation(
         x + _place(row, column, heads, x_token, x_head), inside, width, subtracts_mean

@@ -21,8 +21,7 @@ less its column sums, and what comes through the other three exponentials.
 Inputs lie in rows of tokens; s in tiles (rows, heads, chunks, 64), and states in (rows, heads,
 chunks, state width, width), so that no product has a transposed first operand: Triton 3.6 compiled
 some of those wrong. Sums are made in fp32, products of values in the type of x. Offsets are int64,
-as in `triton_kernels`.
-"""
+as in `triton_kernels`."""
 
 import triton
 import triton.language as tl
@@ -65,8 +64,7 @@ def chunk_states(
     columns. factors: B.
 
     back: what it adds to the gradient of the state before it. Then x is the gradient of the output
-    and `factors` C.
-    """
+    and `factors` C."""
     kind: tl.constexpr = x.dtype.element_ty
     parts: tl.constexpr = (width + columns - 1) // columns
     state_parts: tl.constexpr = (state_width + state_columns - 1) // state_columns
@@ -96,8 +94,7 @@ def pass_states(
     states, sums, chunks, elements: tl.constexpr, size: tl.constexpr, back: tl.constexpr
 ):
     """In place, of `size` of a head's state's `elements`: what chunks add becomes the state before
-    each of them, or `back`, the gradient of the state after each.
-    """
+    each of them, or `back`, the gradient of the state after each."""
     parts: tl.constexpr = (elements + size - 1) // size
     lane = (tl.program_id(0) // parts).to(tl.int64)
     place = tl.program_id(0) % parts * size + tl.arange(0, size)
@@ -209,8 +206,7 @@ def inputs_backward(
     precision: tl.constexpr,
 ):
     """Gradients of a chunk's inputs and steps; `columns` of the inputs and `state_columns` of B and
-    C at a time.
-    """
+    C at a time."""
     kind: tl.constexpr = x.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
@@ -302,8 +298,7 @@ def shared_backward(
     precision: tl.constexpr,
 ):
     """What a portion of a group's heads, `portion` of them, gives to the gradients of a chunk's B
-    and C, in `state_columns`: (rows, tokens, groups, portions, state width).
-    """
+    and C, in `state_columns`: (rows, tokens, groups, portions, state width)."""
     kind: tl.constexpr = x.dtype.element_ty
     parts: tl.constexpr = (state_width + state_columns - 1) // state_columns
     state_column = tl.program_id(0) % parts * state_columns

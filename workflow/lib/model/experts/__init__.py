@@ -3,5 +3,4 @@
 Begin with `fused_experts`. `replace_experts` puts it in the place of a family's own module,
 `lora_stack` is PEFT's adapter layer of it, `expert_matmul` computes frozen weights and adapters,
 and `kernels.experts` multiplies tokens sorted by expert. How the weights lie in memory says
-`layers.nf4_stack`.
-"""
+`layers.nf4_stack`."""

@@ -5,8 +5,7 @@ In float8 an expert's weights have one scale, which brings its largest block sca
 largest value. A linear has one for each row (`eight_bits.matmul`); but a float keeps its digits
 whatever its size, e4m3 down to 1/28,000 of its largest value, and with one scale for an expert the
 scales need not be multiplied into the gradient before that is rounded. So a token's gradient is
-rounded once, not once for each of its experts.
-"""
+rounded once, not once for each of its experts."""
 
 import torch
 
@@ -39,8 +38,7 @@ def column_weights(
     base: NF4Stack, start: int, stop: int, *, form: Format | None, dtype: torch.dtype
 ) -> Weights:
     """Return columns `start` to `stop` of every expert, transposed (experts, stop - start, out),
-    for the gradient of x.
-    """
+    for the gradient of x."""
     if form is None:
         return Weights(base.dequantize_columns(start, stop, dtype).transpose(1, 2))
     stack, scales = _packed(base, form)

@@ -4,8 +4,7 @@ y = W_e x + s B_e A_e x + b_e for a row x that goes to expert e: `lora_matmul` f
 frozen weights are decoded slice by slice (`nf4_stack`), and the adapters' part is two products of
 rank r: no update (out, in) of an expert is ever made. A and B are fp32 masters, cast to the compute
 type; their gradients are summed in fp32 (without our kernels a GPU rounds them to 16 bits once
-for each micro-batch, which is what torch's grouped products give).
-"""
+for each micro-batch, which is what torch's grouped products give)."""
 
 from typing import NamedTuple
 
@@ -65,8 +64,7 @@ def stack_of(layer: nn.Module, *, bias: torch.Tensor | None, dtype: torch.dtype)
 
 def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> torch.Tensor:
     """Return a master by expert in the compute type; from where the layer keeps casts, if it
-    does.
-    """
+    does."""
     casts, key = layer.shared.casts(), (dtype, id(weight))
     if casts is not None and key in casts:
         return casts[key]
@@ -150,8 +148,7 @@ def adapter_gradients(
 ) -> list[torch.Tensor]:
     """Return the gradients of the masters A and B, fp32 in their layout; none without adapter.
 
-    lows: A x, and the gradient of it.
-    """
+    lows: A x, and the gradient of it."""
     low, of_low = lows
     if stack.adapter is None or low is None or of_low is None:
         return []

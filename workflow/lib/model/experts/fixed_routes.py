@@ -1,8 +1,7 @@
 """Two passes over the same tokens by the same experts.
 
 Where two experts' scores are nearly equal, a rounding decides between them, and the token's state
-is another. Two computations of one model that are to be compared take the choices of the first.
-"""
+is another. Two computations of one model that are to be compared take the choices of the first."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

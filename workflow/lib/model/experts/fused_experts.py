@@ -4,8 +4,7 @@ Takes the place of a family's experts module as Transformers 5 has it: all exper
 parameters, the router beside them. Backward keeps x (T, hidden), the routing and up(x)
 (T * k, 2 * intermediate) alone, and no decoded weight. It is two nodes
 (`layers.split_autograd`), so recomputation of a layer makes `down` not a second time. The router's
-weights p get their gradient, which the router's input needs although the router is frozen.
-"""
+weights p get their gradient, which the router's input needs although the router is frozen."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,8 +41,7 @@ class FusedExperts(nn.Module):
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """stacks: the first product's and the second's, by name; biases: (experts, out) of these
-        names; activation: what is computed between the products, with the family's gate.
-        """
+        names; activation: what is computed between the products, with the family's gate."""
         super().__init__()
         self._names = tuple(stacks)
         for name in self._names:
@@ -141,8 +139,7 @@ def _down_gradients(
     second stack, for that of y (T, hidden).
 
     The gradient of p_e y_e by p_e is y_e, which need not be made again: grad y_e is the gradient of
-    the product, before p_e is multiplied, times the product.
-    """
+    the product, before p_e is multiplied, times the product."""
     down = experts.stack(1, up.dtype)
     of_low = low_gradient(down, grad, routing)
     of_product = input_gradient(down, grad, of_low, routing)

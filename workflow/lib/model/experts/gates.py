@@ -1,6 +1,5 @@
 """What experts compute between their two products: any function that a family has, by autograd, and
-those that kernels know (`kernels.experts.gates`) by them.
-"""
+those that kernels know (`kernels.experts.gates`) by them."""
 
 from collections.abc import Callable
 
@@ -37,8 +36,7 @@ class Gate:
         """Return the function's value p (R, f), the gradient of up(x), and that of the router's
         weights (T, k) fp32, for `grad`, the gradient of p before a row's weight is multiplied.
 
-        `up` and `grad` may be written over.
-        """
+        `up` and `grad` may be written over."""
         given = (grad, up, weights, routing.order)
         if self.form is not None and gated_backward_.takes_kernel(*given, self.form):
             return gated_backward_(*given, self.form)
@@ -48,8 +46,7 @@ class Gate:
 def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
     """Return what the kernels compute for the function, by trying; None for any other.
 
-    The constants of a clamped gate are those of the module whose method the function is.
-    """
+    The constants of a clamped gate are those of the module whose method the function is."""
     forms = [GateForm(name) for name in ACTIVATIONS]
     module = getattr(function, "__self__", None)
     alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))

@@ -3,8 +3,7 @@ adapter of a 3-D parameter.
 
 PEFT's `ParamWrapper` (0.21) keeps the A of all experts one below the other, (experts * r, in). In
 their B (out, r * experts) the experts alternate: column i is column i // experts of expert
-i % experts.
-"""
+i % experts."""
 
 from typing import Any
 

@@ -1,8 +1,7 @@
 """What takes the place of an experts module of Transformers (`expert_stacks`).
 
 Its class is tried on random values of all magnitudes: a family whose experts compute something else
-is refused.
-"""
+is refused."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -30,8 +29,7 @@ def replace_experts_(
     """Put `FusedExperts` in the place of the experts at `path` of a meta-device model, whose stacks
     are packed as `specs` says by name.
 
-    Raises `UserError` if there are no such experts, or they compute something else.
-    """
+    Raises `UserError` if there are no such experts, or they compute something else."""
     shapes = {
         name.removeprefix(f"{path}."): stack.shape
         for name, stack in expert_stacks(model).items()
@@ -79,8 +77,7 @@ def _check_family(original: nn.Module, path: str) -> None:
 @torch.no_grad()
 def _computes_the_same(original: nn.Module) -> bool:
     """Compare the forward of the module's class with `FusedExperts` on random values of all
-    magnitudes.
-    """
+    magnitudes."""
     draw = torch.Generator().manual_seed(0)
     tiny, stacks = _tiny(original, draw)
     x = torch.randn(TOKENS, WIDTH, generator=draw)

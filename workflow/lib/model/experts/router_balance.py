@@ -10,8 +10,7 @@ loss of a whole step is exact. Of its gradient f is that of the micro-batches un
 the last one, and in the only one. Tokens of the padding are left out.
 
 The gradient of p is made in the backward of the router's weights, from its logits: nothing else is
-kept, and a layer may be recomputed. Nothing waits for the device.
-"""
+kept, and a layer may be recomputed. Nothing waits for the device."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -91,14 +90,12 @@ class RouterBalance:
 
     def share_(self, group: dist.ProcessGroup) -> None:
         """Have the sums be those of all processes of a group, which have equally many
-        micro-batches.
-        """
+        micro-batches."""
         self._group = group
 
     def begin_step_(self, *, divisor: float, tokens: int, device: torch.device) -> None:
         """Begin a step of so many tokens without padding, over all processes. divisor: of the sum
-        of its micro-batches' losses.
-        """
+        of its micro-batches' losses."""
         experts = self._settings.num_experts
         if self._made is None:
             own = torch.zeros(2 * experts + 1, dtype=torch.float64, device=device)
@@ -113,8 +110,7 @@ class RouterBalance:
     def counting(self, lengths: torch.Tensor | None, num_tokens: int) -> Iterator[None]:
         """Count the tokens of a micro-batch within the block. Collective at its end.
 
-        lengths: (rows,) int64, tokens of each row before its padding; num_tokens: of all rows.
-        """
+        lengths: (rows,) int64, tokens of each row before its padding; num_tokens: of all rows."""
         assert lengths is not None, "a micro-batch must say where its padding begins"
         here = self._tensors
         places = torch.arange(num_tokens // len(lengths), device=lengths.device)
@@ -151,8 +147,7 @@ class RouterBalance:
 
     def joined(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's summed loss () with the balance in its gradient, and not in its
-        value.
-        """
+        value."""
         joined: torch.Tensor = _Joined.apply(loss, self)  # type: ignore[no-untyped-call]
         return joined
 
@@ -169,8 +164,7 @@ class RouterBalance:
 
     def value(self) -> torch.Tensor:
         """Return the loss () float64 of what the step has run so far, without the coefficient; the
-        same on all processes.
-        """
+        same on all processes."""
         sums = _sums(self._tensors.step)
         means = sums.tokens * self._layers
         product = (sums.chosen / means) @ (sums.probabilities / means)
@@ -256,8 +250,7 @@ class _Joined(torch.autograd.Function):
 
 def family_coefficient(model: PreTrainedModel) -> float | None:
     """Return what a family's own training multiplies its load-balancing loss by; None if it has no
-    such loss.
-    """
+    such loss."""
     coefficient: float | None = getattr(model, "router_aux_loss_coef", None)
     return None if coefficient is None else float(coefficient)
 
@@ -267,8 +260,7 @@ def router_balance(
 ) -> RouterBalance:
     """Return what balances the routers of a model, given by the path of their experts.
 
-    Raises `UserError` if its family's loss is another one, or not of these routers.
-    """
+    Raises `UserError` if its family's loss is another one, or not of these routers."""
     family: Any = model
     settings = BalanceSettings(coefficient, family.num_experts, family.num_experts_per_tok)
     balance = RouterBalance(settings, layers=len(routers))
@@ -287,8 +279,7 @@ def router_balance(
 @torch.no_grad()
 def _computes_the_same(model: nn.Module, settings: BalanceSettings) -> bool:
     """Compare the function beside the model's class with ours on random logits of two layers, with
-    padding.
-    """
+    padding."""
     theirs = getattr(inspect.getmodule(type(model)), "load_balancing_loss_func", None)
     if theirs is None:
         return False

@@ -42,8 +42,7 @@ TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     """Replace what can be fused in every decoder layer; return how many modules of each kind
     (`norms`, `gated_norms`, `projections`, `rotations`, `recurrences`, `attentions`,
-    `feed_forwards`).
-    """
+    `feed_forwards`)."""
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
         replaced += fuse_layer_(layer)
@@ -77,8 +76,7 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
 
 def _share_projections_(module: nn.Module) -> bool:
     """Have the linears of queries, keys and values that have adapters share their input; return
-    whether a module has several such linears.
-    """
+    whether a module has several such linears."""
     linears = [child for name, child in module.named_children() if name in PROJECTIONS]
     share_input_([linear for linear in linears if isinstance(linear, FusedLoraLinear)])
     return len(linears) > 1
@@ -86,8 +84,7 @@ def _share_projections_(module: nn.Module) -> bool:
 
 def _as_fused_norm(module: nn.Module) -> FusedNorm | None:
     """Return the fused norm of a module that is an RMS norm or a LayerNorm with a weight w, times w
-    or 1 + w, and perhaps a bias; None of any other.
-    """
+    or 1 + w, and perhaps a bias; None of any other."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     params: dict[str, Any] = dict(module.named_parameters())
     if [*params] not in NORM_PARAMETERS or list(module.children()) or not isinstance(eps, float):

@@ -5,8 +5,7 @@ It takes the place of a family's module that projects, rotates heads or a part o
 (`kernels.rows.rotary`), calls an attention function and projects again. Found by what the family's
 class does with random values (`fuse_layers`). The arguments that the class hands to the
 attention function (scale, window) are recorded then, and handed on by ours. For training: without a
-cache.
-"""
+cache."""
 
 import copy
 import sys
@@ -30,8 +29,7 @@ TOKENS, WIDTH = 5, 8  # of what a class is tried on
 
 class FusedAttention(nn.Module):
     """The projections keep their names; `arguments` are what the attention function gets
-    besides queries, keys and values.
-    """
+    besides queries, keys and values."""
 
     def __init__(
         self,
@@ -60,8 +58,7 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the attention's output (rows, seq_len, hidden_size) and its weights, if the
-        function tells them.
-        """
+        function tells them."""
         assert past_key_values is None, "fused layers are for training, which has no cache"
         query, key, value = self._turned(hidden_states, *position_embeddings)
         keep_exact(query, key)
@@ -111,8 +108,7 @@ def _turned_dims(module: Any) -> list[int]:
     """Return how many dimensions of each head the model rotates, fewest first. Its class, tried
     with whole heads alone, might compute what ours does although it rotates parts in another way.
 
-    The rotary parameters may be nested by the type of a layer (Gemma 3).
-    """
+    The rotary parameters may be nested by the type of a layer (Gemma 3)."""
     config = module.config
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
@@ -124,8 +120,7 @@ def _turned_dims(module: Any) -> list[int]:
 @torch.no_grad()
 def _agreed(module: Any, *, neighbours: bool) -> dict[str, object] | None:
     """Return what the module's class tells the attention function, if it and ours do the same; None
-    otherwise.
-    """
+    otherwise."""
     told = [
         _agreed_on(module, dims, magnitude, neighbours=neighbours)
         for dims in _turned_dims(module)
@@ -183,8 +178,7 @@ def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
 
 def _sizes(module: Any) -> list[tuple[str, int, int]]:
     """Return name, in_features and out_features of each projection of a stand-in. It has as many
-    heads as the model has: its class counts them, to tell queries from keys.
-    """
+    heads as the model has: its class counts them, to tell queries from keys."""
     queries, keys, values = _head_counts(module)
     inner, outer = (module.head_dim * heads for heads in (queries, queries + keys + values))
     return [(INTO, WIDTH, outer), (OUTPUT, inner, WIDTH)]
@@ -197,8 +191,7 @@ def _recorded(
     turns: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[Any, ...]:
     """Return what the class's forward hands to the attention function, its output, and what it
-    tells besides.
-    """
+    tells besides."""
     calls: list[tuple[Any, ...]] = []
     stand_in.recorded = calls  # type: ignore[assignment]
     output, _ = kind.forward(
@@ -217,8 +210,7 @@ def _recorder(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function that writes down how it is called; its value depends on all that it is
-    given.
-    """
+    given."""
     module.recorded.append((query, key, value, arguments))
     groups = query.shape[1] // key.shape[1]
     mixed = query + (key * value).repeat_interleave(groups, dim=1)

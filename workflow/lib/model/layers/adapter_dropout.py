@@ -1,6 +1,5 @@
 """Dropout of an adapter's input by `kernels.rows.dropout`: its scale 1 / (1 - p) is a part of the
-adapter's.
-"""
+adapter's."""
 
 import hashlib
 from collections.abc import Iterable

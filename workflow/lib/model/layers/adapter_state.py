@@ -2,8 +2,7 @@
 computed once from adapters that do not change.
 
 Within a step adapters do not change. What is made of them then is made at its first use: the casts
-to the compute type, where no gathered weights come and go, and the row norms of DoRA.
-"""
+to the compute type, where no gathered weights come and go, and the row norms of DoRA."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -38,8 +37,7 @@ class AdapterState:
     @contextmanager
     def afresh(self) -> Iterator[None]:
         """Within the block nothing is taken that was kept before, and what is kept there goes with
-        it: a CUDA graph may read no memory but its own.
-        """
+        it: a CUDA graph may read no memory but its own."""
         kept = self._casts, self._norms
         self._norms, self._casts = {}, None if self.sharded else {}
         try:
@@ -50,8 +48,7 @@ class AdapterState:
     @contextmanager
     def rows_as(self, places: torch.Tensor, *, tokens: int) -> Iterator[None]:
         """Within the block the rows that are computed are parts of the micro-batch's `tokens`
-        tokens, which begin at these places (n,): each has a key of its own.
-        """
+        tokens, which begin at these places (n,): each has a key of its own."""
         row_keys = self.row_keys
         if row_keys is not None:
             row_tokens = tokens // len(row_keys)

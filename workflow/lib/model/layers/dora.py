@@ -7,8 +7,7 @@ sum W + s B A in memory. Here its norm is expanded:
 n^2 = |W|^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T, row by row, so only a product of width r is added.
 
 The gradient of f is the sum over tokens of g u with u = y / f, so the value y is all that backward
-needs. It is summed in fp32: autograd alone would round it to the type of the products.
-"""
+needs. It is summed in fp32: autograd alone would round it to the type of the products."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

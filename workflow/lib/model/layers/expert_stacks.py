@@ -2,8 +2,7 @@
 (experts, out, in), or (experts, in, out) where the module says `is_transposed`, are the stacks.
 
 Recognized by the attributes that `transformers.integrations.moe.use_experts_implementation` gives
-such a module, so no family is named here.
-"""
+such a module, so no family is named here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from torch import nn
 class ExpertStack:
     """The weights of one projection of all experts of a layer.
 
-    `shape` is always (experts, out, in); `transposed`: the module's own is (experts, in, out).
-    """
+    `shape` is always (experts, out, in); `transposed`: the module's own is (experts, in, out)."""
 
     shape: tuple[int, int, int]
     transposed: bool
@@ -53,8 +51,7 @@ def _stack(param: nn.Parameter, *, transposed: bool) -> ExpertStack:
 def routers(model: nn.Module) -> set[str]:
     """Return the paths of the linears that choose the experts: beside them, one output an expert.
 
-    Most families' routers are no linears but modules of their own.
-    """
+    Most families' routers are no linears but modules of their own."""
     found = set()
     for path, experts in experts_modules(model):
         (num_experts, *_), *_ = (p.shape for p in experts.parameters() if p.dim() == 3)

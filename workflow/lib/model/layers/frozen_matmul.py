@@ -7,8 +7,7 @@ no other product of a step is made in 8 bits.
 
 In the compute type the product is added to the adapter's part, which is rounded once more then. In
 8 bits it is the other way round: a product with scales of rows cannot add to what is there. A
-feed-forward adds both adapters' parts where it reads the values (`kernels.rows.low_rank`).
-"""
+feed-forward adds both adapters' parts where it reads the values (`kernels.rows.low_rank`)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +25,7 @@ from workflow.lib.model.layers.written_copies import taken_copy
 
 class ProductTypes:
     """In what a model multiplies its frozen weights: in the compute type, and within the block
-    `in_eight_bits` as the run asks for. All linears of a model share one.
-    """
+    `in_eight_bits` as the run asks for. All linears of a model share one."""
 
     def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
         """forward, backward: names of `eight_bits.FORMATS`; None: the compute type."""
@@ -41,8 +39,7 @@ class ProductTypes:
     @contextmanager
     def in_eight_bits(self) -> Iterator[None]:
         """Within the block multiply in what is asked for: a training step does. What is measured
-        or exported is not in it.
-        """
+        or exported is not in it."""
         self.forward, self.backward = self.asked
         try:
             yield
@@ -74,8 +71,7 @@ Operand = torch.Tensor | Rounded
 
 def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
     """Return x (..., in) as the rows (T, in) that forward multiplies: linears that share x share
-    this, too.
-    """
+    this, too."""
     types, rows = linear.product_types, x.reshape(-1, x.shape[-1])
     copy = taken_copy(x, types)
     if copy is not None or types.forward is None:
@@ -139,8 +135,7 @@ def _backward_operands(
     grad: torch.Tensor, linear: FrozenWeight, form: Format
 ) -> tuple[Rounded, RoundedWeight]:
     """Return what g W is the product of: the gradient with the rows' scales in it, and W / s,
-    transposed, since both have to be contiguous along what is summed over.
-    """
+    transposed, since both have to be contiguous along what is summed over."""
     scales = _row_scales(linear, form)
     left = rounded(grad, form, factors=scales)
     shape = linear.matrix_shape
@@ -166,8 +161,7 @@ class _FrozenProduct(torch.autograd.Function):
     """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
     by then).
 
-    Autograd's own linear would save the decoded weight: 16 bits where 4 are stored.
-    """
+    Autograd's own linear would save the decoded weight: 16 bits where 4 are stored."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: FrozenWeight, bias: bool) -> torch.Tensor:

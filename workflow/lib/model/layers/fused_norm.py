@@ -3,8 +3,7 @@ input, which autograd has anyway.
 
 A norm's output is as large as its input, and making it again reads that once: 0.06 ms for 4,096
 rows of 8,192 on an H200, of 30 for the layer. So a decoder layer keeps two hidden states less, in
-memory or on their way to the host.
-"""
+memory or on their way to the host."""
 
 from typing import Any
 
@@ -20,8 +19,7 @@ SOURCE = "workflow_norm_source"
 
 class FusedNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (offset + w) + b, or the same of x - mean(x) (LayerNorm); one
-    kernel on a GPU.
-    """
+    kernel on a GPU."""
 
     def __init__(
         self,
@@ -55,8 +53,7 @@ class FusedNorm(nn.Module):
 
 def keepable(x: torch.Tensor) -> tuple[FusedNorm | None, torch.Tensor]:
     """Return what a node saves in place of its input x (..., width), as rows (T, width): with a
-    norm, that norm's input.
-    """
+    norm, that norm's input."""
     source: tuple[Any, ...] = getattr(x, SOURCE, (None, x, None))
     norm, norm_input, version = source
     # Changed in place since: the norm would give other values.
@@ -67,6 +64,5 @@ def keepable(x: torch.Tensor) -> tuple[FusedNorm | None, torch.Tensor]:
 
 def restored(norm: FusedNorm | None, source: torch.Tensor) -> torch.Tensor:
     """Return the input's rows (T, width) from what `keepable` gave; the norm's weight must be there
-    (FSDP gathers it).
-    """
+    (FSDP gathers it)."""
     return source if norm is None else norm.normalized(source)

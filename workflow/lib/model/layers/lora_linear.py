@@ -1,8 +1,7 @@
 """PEFT's LoRA layer on an `NF4Linear`, computed by fused nodes where possible.
 
 It takes a fused node when one adapter without bias is active and not merged, and PEFT's own forward
-otherwise.
-"""
+otherwise."""
 
 from typing import Any
 
@@ -25,8 +24,7 @@ ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in ex
 
 class NF4Dora(LoraVariant):
     """DoRA on an `NF4Linear`, as an extension that PEFT offers for it. Magnitudes are filled by
-    `lora.init_adapters_`.
-    """
+    `lora.init_adapters_`."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **unused: Any) -> None:
@@ -79,8 +77,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def _dropped_dora(self, x: torch.Tensor) -> torch.Tensor:
         """Return f (W d + s B A d) + W (x - d) + b for d = drop(x): PEFT drops the input of all but
-        the plain product.
-        """
+        the plain product."""
         kept, base = self.lora_dropout[ADAPTER](x), self.get_base_layer()
         assert isinstance(base, NF4Linear)
         (y,) = nf4_lora_matmuls(kept, [self], draws=[None])
@@ -88,8 +85,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def get_base_layer(self) -> nn.Module:
         """Return the linear below. PEFT's own asks each for one below it again, which takes longer
-        than all else here does.
-        """
+        than all else here does."""
         base: nn.Module | None = self._modules["base_layer"]
         assert base is not None
         return base
@@ -116,8 +112,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def fused_factor(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return DoRA's m / n (out_features,) fp32, for products with W in `dtype`; None without
-        DoRA.
-        """
+        DoRA."""
         if not self.has_dora():
             return None
         norms = self.shared.norms(self, lambda: direction_norms(self, dtype=dtype))
@@ -125,8 +120,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has
-        gathered them.
-        """
+        gathered them."""
         parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
         a_weight, b_weight = (
             parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
@@ -136,8 +130,7 @@ class FusedLoraLinear(PeftLoraLinear):
     def can_share_node(self) -> bool:
         """Whether a node of several linears can compute this one now.
 
-        DoRA with dropout is computed linear by linear: PEFT drops the input of W, too.
-        """
+        DoRA with dropout is computed linear by linear: PEFT drops the input of W, too."""
         return self._is_plain() and not (self.has_dora() and self.fused_draw() is not None)
 
     def _is_plain(self) -> bool:
@@ -152,8 +145,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
 def share_state(model: nn.Module) -> AdapterState:
     """Have all adapters of a model share one state, and return it. Linears are numbered in the
-    model's order.
-    """
+    model's order."""
     state = AdapterState()
     layers = [layer for layer in model.modules() if isinstance(layer, FusedLoraLinear)]
     for number, layer in enumerate(layers):

@@ -5,8 +5,7 @@ y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i, where d_i is a dropout (`adapter_d
 row factor of DoRA (`dora`), 1 without it. Without dropout the A of all linears are one matrix, so x
 is read once for all adapters. `frozen_matmul` multiplies W. A and B are fp32 masters, cast to the
 compute type; their gradients are made in fp32. Gradients here are those of y / f: who has a factor
-takes it out before (`dora.lengthen_backward`).
-"""
+takes it out before (`dora.lengthen_backward`)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -113,8 +112,7 @@ def values(
     factors: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     """Return y (T, out) of every linear for x (..., in); with a factor of DoRA without the bias,
-    which is added after it.
-    """
+    which is added after it."""
     made, shared = [], operand(x, linears[0].base)
     for linear, part, factor in zip(linears, _parts(linears, low), factors, strict=True):
         y = _value(linear, shared, part, dtype=x.dtype, bias=factor is None)
@@ -227,8 +225,7 @@ def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor,
 
 def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch.Tensor:
     """Return masters one below the other in the compute type; from where `of` keeps its casts, if
-    it does.
-    """
+    it does."""
     key = (dtype, *map(id, weights))
     if of.casts is not None and key in of.casts:
         return of.casts[key]
@@ -241,8 +238,7 @@ def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch
 def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left @ right in fp32, on a GPU without rounding to the inputs' type in between.
 
-    For the gradients of adapters, which are sums over all tokens.
-    """
+    For the gradients of adapters, which are sums over all tokens."""
     if left.device.type in GPUS and left.dtype != torch.float32 and FLOAT32_PRODUCTS:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

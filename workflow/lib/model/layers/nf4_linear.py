@@ -29,8 +29,7 @@ class NF4Spec:
     """What a packed weight is: shape (out_features, in_features), weights per scale, double
     quantization.
 
-    Weights of several experts are one below the other: `out_features` is that of all together.
-    """
+    Weights of several experts are one below the other: `out_features` is that of all together."""
 
     shape: tuple[int, int]
     block_size: int
@@ -45,8 +44,7 @@ class NF4Spec:
 
     def part_range(self, name: str, *, start: int, stop: int) -> tuple[int, int]:
         """Return the bytes of a part that encode weights `start` to `stop`; `start` begins a nested
-        block.
-        """
+        block."""
         if name == "weight":
             return start // 2, math.ceil(stop / 2)
         nested = name == "nested_absmax"
@@ -83,8 +81,7 @@ class NF4Linear(nn.Linear):
     Parameters (all frozen, 1-D float32 views of bytes, padded to 4): `weight`, `absmax`, and with
     double quantization `nested_absmax`. Buffers (replicated, about 1 KiB): `quant_map` (16,),
     `nested_quant_map` (256,), `nested_offset` ().
-    Built on the meta device; filled by `nf4_model.load_weights_`.
-    """
+    Built on the meta device; filled by `nf4_model.load_weights_`."""
 
     weight: nn.Parameter
     absmax: nn.Parameter
@@ -123,8 +120,7 @@ class NF4Linear(nn.Linear):
         """Return the weight as it is stored, gathered.
 
         The parameters are handed over as they are: views of their bytes would take the host's
-        time at every use.
-        """
+        time at every use."""
         # by attribute each would be looked for anew
         stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():
@@ -143,8 +139,7 @@ class NF4Linear(nn.Linear):
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the weights, of `shape`, that bytes (uint8) of each parameter encode; they start
-        at a whole block.
-        """
+        at a whole block."""
         data = self.nf4_data()._replace(
             packed=parts["weight"],
             absmax=parts["absmax"],

@@ -29,8 +29,7 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return W x + b + s B A d(x) for x (..., in_features), of a `FusedLoraLinear`: dequantization,
     product and adapter in two nodes, for the reason that `split_autograd` gives.
 
-    With DoRA in one node, as backward needs the value.
-    """
+    With DoRA in one node, as backward needs the value."""
     if layer.has_dora():
         return nf4_lora_matmuls(x, [layer])[0]
     draws = draws_of([layer])
@@ -45,8 +44,7 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
 class NF4LoraMatMul(torch.autograd.Function):
     """The gradient of `nf4_lora_matmul`. Its intermediate is A d(x).
 
-    Saves x (..., in), or what it was normed from, and A d(x) (..., r) alone.
-    """
+    Saves x (..., in), or what it was normed from, and A d(x) (..., r) alone."""
 
     @staticmethod
     def forward(
@@ -72,8 +70,7 @@ def nf4_lora_matmuls(
     """Return W x + b + s B A d(x), with DoRA as in `dora`, of layers that share their input x
     (..., in_features), by one node.
 
-    draws: of the masks; None: those of this pass.
-    """
+    draws: of the masks; None: those of this pass."""
     weights = [weight for layer in layers for weight in layer.fused_weights()]
     factors = [layer.fused_factor(x.dtype) for layer in layers]
     multiply: Callable[..., tuple[torch.Tensor, ...]] = _NF4LoraMatMuls.apply
@@ -86,8 +83,7 @@ def nf4_lora_matmuls(
 
 def _apart(y: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> torch.Tensor:
     """Return DoRA's value plus the bias, if there is one; of a layer whose value is changed in
-    place not that which its node keeps.
-    """
+    place not that which its node keeps."""
     if bias is not None:
         return y + bias
     return y.clone() if layer.changed_in_place else y
@@ -97,8 +93,7 @@ class _NF4LoraMatMuls(torch.autograd.Function):
     """Saves x, or what it was normed from, A d(x) of all layers, and with DoRA the values.
 
     One node and not two: query, key and value are needed to recompute what follows, so
-    recomputation never ends before them.
-    """
+    recomputation never ends before them."""
 
     @staticmethod
     def forward(
@@ -132,8 +127,7 @@ def _gradients(
     ctx: Any, source: torch.Tensor, low: torch.Tensor, grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every
-    layer.
-    """
+    layer."""
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     linears = adapted(ctx.layers, ctx.draws)
     of_low = low_gradient(linears, flat)

@@ -4,8 +4,7 @@ A stack (experts, out, in) is packed like a linear of `experts * out` rows, so w
 linears (loading, sharding, offload, the check of bytes) treats it as one. A layer's stacks are the
 largest weights of a model, so they are never decoded whole where that takes more than
 `DECODED_BYTES`: a product decodes some rows, or some columns, of all experts at a time. Slices of
-experts would do as well, but where the tokens of an expert begin is known to the device alone.
-"""
+experts would do as well, but where the tokens of an expert begin is known to the device alone."""
 
 from collections.abc import Iterator
 
@@ -21,8 +20,7 @@ TILE_COLUMNS = 256  # of a program of the grouped product (`kernels.experts.grou
 
 class NF4Stack(NF4Linear):
     """Frozen NF4 weights (experts, out, in): a linear of `experts * out` rows whose products are
-    made by `fused_experts`.
-    """
+    made by `fused_experts`."""
 
     def __init__(self, spec: NF4Spec, *, compute_dtype: torch.dtype) -> None:
         """Raises `UserError` if an expert does not begin at a block of the quantization."""
@@ -48,8 +46,7 @@ class NF4Stack(NF4Linear):
     def column_slices(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of columns of all experts that are decoded at a time.
 
-        All of them where rows do not begin at blocks.
-        """
+        All of them where rows do not begin at blocks."""
         whole = bool(self.in_features % self.spec.block_size)
         unit = self.in_features if whole else self.spec.block_size
         yield from _slices(self.in_features, unit, self._most(dtype))
@@ -85,8 +82,7 @@ class NF4Stack(NF4Linear):
 
     def _decode(self, first: int, length: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `length` weights from each of `first`, `first` + `stride`, and so on to the end of
-        the stack, flat. All three are whole blocks.
-        """
+        the stack, flat. All three are whole blocks."""
         count = len(range(first, self.out_features * self.in_features, stride))
         block = self.spec.block_size
         out = torch.empty(count * length, dtype=dtype, device=self.weight.device)
@@ -96,8 +92,7 @@ class NF4Stack(NF4Linear):
 
 def _slices(size: int, unit: int, most: float) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) that cut `size` into slices of at most `most` of it, in whole units, and
-    in whole tiles of the product if they are as wide as one: a part of a tile takes as long.
-    """
+    in whole tiles of the product if they are as wide as one: a part of a tile takes as long."""
     step = max(int(size * most) // unit, 1) * unit
     if step >= TILE_COLUMNS and TILE_COLUMNS % unit == 0:
         count = -(-size // (step - step % TILE_COLUMNS))

@@ -10,8 +10,7 @@ the other for all else.
 
 Dynamic NTK scaling has frequencies of its own for every length beyond max_position_embeddings.
 Training rows are no longer than that; a held-out document may be. Then a copy is called with each
-token's own frequencies.
-"""
+token's own frequencies."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -39,8 +38,7 @@ class RotaryByDocument(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine (rows, seq_len, width) in the type of x.
 
-        position_ids: (rows, seq_len), from 0 in each document; layer_type: as the family has it.
-        """
+        position_ids: (rows, seq_len), from 0 in each document; layer_type: as the family has it."""
         short, long = self.copies(x.device)
         tables: tuple[torch.Tensor, torch.Tensor] = short(x, position_ids, *layer_type, **named)
         of_type = next(iter((*layer_type, *named.values())), None)
@@ -66,8 +64,7 @@ class RotaryByDocument(nn.Module):
         layer_type: str | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the family's tables with the frequencies of dynamic NTK scaling for `lengths`
-        (rows, seq_len).
-        """
+        (rows, seq_len)."""
         fixed, _ = self.copies(x.device)
         named = {} if layer_type is None else {"layer_type": layer_type}
         frequencies, _ = ROPE_INIT_FUNCTIONS[DYNAMIC](
@@ -86,8 +83,7 @@ class RotaryByDocument(nn.Module):
 
     def copies(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
         """Return the family's module with the frequencies of short documents, and with those of
-        long ones; made once. A device that only records takes no numbers at a call: ask before.
-        """
+        long ones; made once. A device that only records takes no numbers at a call: ask before."""
         if device not in self._copies:
             short, long = (self._fixed(device, long=long) for long in (False, True))
             self._copies[device] = short, long
@@ -122,8 +118,7 @@ def rotate_by_document_(model: PreTrainedModel) -> None:
 
 def changes_beyond(rotary: Any, layer_type: str | None = None) -> tuple[str, int | None]:
     """Return the kind of a rotary embedding for layers of this type, and up to which length of a
-    document its frequencies are those of the beginning; None: of any.
-    """
+    document its frequencies are those of the beginning; None: of any."""
     kind, parameters = rotary.rope_type, rotary.config.rope_parameters
     if layer_type is not None:
         kind, parameters = kind[layer_type], parameters[layer_type]
@@ -132,8 +127,7 @@ def changes_beyond(rotary: Any, layer_type: str | None = None) -> tuple[str, int
 
 def length_limit(kind: str, parameters: Mapping[str, Any], config: Any) -> int | None:
     """Return the length up to which frequencies of this kind are those of the beginning; None: they
-    do not change.
-    """
+    do not change."""
     if kind == LONGROPE:
         return int(parameters["original_max_position_embeddings"])
     return int(config.max_position_embeddings) if kind == DYNAMIC else None
@@ -146,8 +140,7 @@ def _frequencies_of(layer_type: str | None) -> str:
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
     """Return the tokens (rows, seq_len) of each token's document.
 
-    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
-    """
+    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
     length = position_ids.shape[1]
     places = torch.arange(length, device=position_ids.device)
     starts = torch.where(position_ids == 0, places, length)

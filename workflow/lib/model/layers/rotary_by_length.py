@@ -3,8 +3,7 @@
 Stock Transformers (5.23) rotates all rows of a batch by the frequencies for its longest one.
 LongRoPE has two sets of them, for rows up to its original context and for longer ones, and takes
 the second for what is generated beyond; dynamic NTK scaling has one for each length beyond
-max_position_embeddings, and keeps the last one for shorter rows that follow.
-"""
+max_position_embeddings, and keeps the last one for shorter rows that follow."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,8 +22,7 @@ def rotated_alike(config: PretrainedConfig, tokens: int, *, new_tokens: int = 0)
     longest of them.
 
     tokens: of the document; new_tokens: that are generated behind it at most. Only documents of one
-    length share a batch where frequencies change with each token, or on the way.
-    """
+    length share a batch where frequencies change with each token, or on the way."""
     config = config.get_text_config()
     alike = []
     for kind, limit in _limits(config):
@@ -50,8 +48,7 @@ def in_groups(
     compute: Callable[[list[Item]], list[Result]],
 ) -> list[Result]:
     """Return what `compute` makes of the items, in their order, given those together that are
-    alike.
-    """
+    alike."""
     groups: dict[object, list[int]] = {}
     for number, item in enumerate(items):
         groups.setdefault(alike(item), []).append(number)
@@ -64,8 +61,7 @@ def in_groups(
 
 def rotate_by_call_alone_(model: nn.Module) -> None:
     """Let every call of a stock model have the frequencies for its own length, whatever lengths
-    came before: dynamic NTK scaling keeps those of a longer one.
-    """
+    came before: dynamic NTK scaling keeps those of a longer one."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_type = kinds if isinstance(kinds, dict) else {"": kinds}

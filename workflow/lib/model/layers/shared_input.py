@@ -2,8 +2,7 @@
 
 The first that is called computes all, and leaves the others' values on the input until they are
 called with it. So the input is read once for all their adapters, in backward it is made again once
-where it came from a norm, and its gradients are added by the products themselves.
-"""
+where it came from a norm, and its gradients are added by the products themselves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +23,7 @@ class SharedInput:
 
     def value(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """Return the value of one of the layers for x (..., in_features); None where one node
-        cannot compute all of them now.
-        """
+        cannot compute all of them now."""
         waiting, version = getattr(x, VALUES, ({}, None))
         if layer in waiting and version == x._version:
             value: torch.Tensor = waiting.pop(layer)

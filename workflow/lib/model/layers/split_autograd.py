@@ -8,8 +8,7 @@ not computed a second time. One node could not do this: it saves its tensors whe
 ended, so after the product.
 
 The nodes are linked by a placeholder: a tensor of the value's shape that takes no memory. The value
-hands its gradient to the placeholder, and so to the first node.
-"""
+hands its gradient to the placeholder, and so to the first node."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +23,7 @@ def apply_two_nodes(
     """Return a value whose gradient is that of the node `gradient`, applied to `args`.
 
     `gradient.forward` returns what `first_outputs` returns. `value` gets the intermediates of it
-    and returns the value, in the placeholder's shape or as rows.
-    """
+    and returns the value, in the placeholder's shape or as rows."""
     placeholder, *intermediates = gradient.apply(*args)
     make: Callable[..., torch.Tensor] = _Value.apply
     return make(placeholder, partial(value, *intermediates))
@@ -35,8 +33,7 @@ def first_outputs(
     ctx: Any, x: torch.Tensor, *intermediates: torch.Tensor, out_features: int
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of the first node: a placeholder (..., out_features) for a value computed
-    from x (..., in_features), and the intermediates that the second node needs.
-    """
+    from x (..., in_features), and the intermediates that the second node needs."""
     ctx.mark_non_differentiable(*intermediates)
     # Otherwise backward gets a gradient of zeros for each of the intermediates.
     ctx.set_materialize_grads(False)
@@ -46,8 +43,7 @@ def first_outputs(
 
 class _Value(torch.autograd.Function):
     """The second node. What `compute` uses is no input of it, so autograd sees no other way back
-    than through the placeholder.
-    """
+    than through the placeholder."""
 
     @staticmethod
     def forward(

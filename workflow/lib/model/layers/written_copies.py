@@ -2,8 +2,7 @@
 
 Rounded by itself, the tensor would be read once more. What makes a tensor cannot know what takes
 it, so a `Maker` learns that when products take its first one. They take a copy once: it lives no
-longer than their operand would.
-"""
+longer than their operand would."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,8 +31,7 @@ class Maker:
 
     def new_copy(self, like: torch.Tensor) -> Rounded | None:
         """Return a copy to be filled for a tensor like this (..., width); None: nobody wants one,
-        or there is no kernel that would write it.
-        """
+        or there is no kernel that would write it."""
         form = None if self.takers is None else self.takers.forward
         if form is None or not normed.works_on(like.device, like.dtype):
             return None
@@ -56,8 +54,7 @@ def note(tensor: torch.Tensor, maker: Maker, copy: Rounded | None) -> None:
 
 def taken_copy(tensor: torch.Tensor, takers: Takers) -> Rounded | None:
     """Return the copy in the format of these products, which take the tensor; None if there is none
-    or the tensor has changed since.
-    """
+    or the tensor has changed since."""
     noted: _Note | None = getattr(tensor, COPY, None)
     if noted is None:
         return None

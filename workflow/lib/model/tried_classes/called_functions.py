@@ -3,8 +3,7 @@ place.
 
 The module is given a subclass of its own class (as FSDP2 gives its units), whose forward is a copy
 of the family's for which those names mean our functions; the family's file and class stay as they
-are.
-"""
+are."""
 
 import functools
 import inspect
@@ -19,8 +18,7 @@ Ours = Callable[[FunctionType], Callable[..., Any] | None]
 
 def call_ours_(module: nn.Module, ours: Ours) -> bool:
     """Have a module's forward call what `ours` returns for each function of its file, None of one
-    that stays; return whether there is another than None. `ours` is a function of a module.
-    """
+    that stays; return whether there is another than None. `ours` is a function of a module."""
     kind: Any = type(module)
     calling = _calling_class(kind, ours)
     if calling is not None:
@@ -53,8 +51,7 @@ def _held(function: Any) -> Any:
 
 def _with_names(function: Any, names: dict[str, Any]) -> FunctionType:
     """Return a copy of a function for which these global names mean something else; of one that
-    decorators have wrapped, too.
-    """
+    decorators have wrapped, too."""
     inner, closure = _held(function), function.__closure__
     copied = None if inner is None else _with_names(inner, names)
     if copied is not None:

@@ -2,8 +2,7 @@
 
 A value may be changed after its node, unless the node keeps it for backward, as with DoRA: such a
 linear then gives a copy. Found in the code of the classes around it, which costs a copy too many
-where something else is changed; at run time it would be found too late.
-"""
+where something else is changed; at run time it would be found too late."""
 
 import dis
 import functools
@@ -18,8 +17,7 @@ from workflow.lib.model.tried_classes.family_code import codes_of
 
 def note_changes_in_place_(layer: nn.Module) -> None:
     """Say to the adapted linears of a decoder layer whether a module around them, or the layer,
-    changes tensors in place.
-    """
+    changes tensors in place."""
     for path, linear in layer.named_modules():
         if isinstance(linear, FusedLoraLinear):
             names = path.split(".")
@@ -31,8 +29,7 @@ def note_changes_in_place_(layer: nn.Module) -> None:
 @functools.cache
 def changes_in_place(kind: Any) -> bool:
     """Whether a class's forward, or a function of its file or its class that this names, changes
-    any value in place.
-    """
+    any value in place."""
     return any(map(_changes, codes_of(kind.forward, kind)))
 
 

@@ -1,6 +1,5 @@
 """The code that a family's class or function runs: its own, and what it names of the same file and
-the same class.
-"""
+the same class."""
 
 import inspect
 from collections.abc import Iterator
@@ -10,8 +9,7 @@ from typing import Any
 
 def codes_of(function: Any, owner: Any = None) -> list[CodeType]:
     """Return the codes of a function, and of others that it names in its file, or in its class
-    `owner`.
-    """
+    `owner`."""
     return [*_codes(inspect.unwrap(function), owner, set())]
 
 

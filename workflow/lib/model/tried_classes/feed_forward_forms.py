@@ -2,8 +2,7 @@
 class with small random linears in their places.
 
 Families call them `gate_proj`, `up_proj`, `down_proj`, or `w1`, `w3`, `w2`, or make gate and up by
-one `gate_up_proj`. So every order that their sizes allow is tried, with each activation.
-"""
+one `gate_up_proj`. So every order that their sizes allow is tried, with each activation."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -46,8 +45,7 @@ def _children(module: nn.Module) -> tuple[dict[str, Any], dict[str, nn.Module]]:
 
 def _orders(linears: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the names of gate and up, or of the one linear of both, and of down, as their sizes
-    allow it.
-    """
+    allow it."""
     for *into, down in permutations(linears):
         width = linears[down].in_features * (3 - len(into))
         sizes = {(linears[name].in_features, linears[name].out_features) for name in into}
@@ -93,8 +91,7 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
 
 def _numbers(*modules: nn.Module) -> list[float]:
     """Return the numbers that modules have as attributes: a class may multiply by them, or drop
-    such a share.
-    """
+    such a share."""
     found = {x for module in modules for x in vars(module).values() if isinstance(x, float)}
     return sorted(found - {1.0})
 
@@ -103,8 +100,7 @@ def _dropout(
     stand_in: nn.Module, x: torch.Tensor, output: torch.Tensor, numbers: list[float]
 ) -> float | None:
     """Return the share of the output that training drops, None if training does something else
-    to it.
-    """
+    to it."""
     with torch.random.fork_rng(devices=[]):
         trained = tried(stand_in.train(), x)
     for share in (0.0, *(number for number in numbers if 0 < number < 1)):

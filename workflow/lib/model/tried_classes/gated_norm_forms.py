@@ -1,6 +1,5 @@
 """Gated RMS norms of recurrent layers, found by what they compute: whether the gate comes first,
-and how many groups a row has (`kernels.rows.gated_norm`).
-"""
+and how many groups a row has (`kernels.rows.gated_norm`)."""
 
 import inspect
 from functools import partial

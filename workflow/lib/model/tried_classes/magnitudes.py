@@ -2,8 +2,7 @@
 
 Small random values alone do not see a clamp: a feed-forward whose gate is cut at 10 looks like any
 other. So each trial is repeated with its values multiplied: over six powers of ten, and by every
-number that the module, its config or its code has, so that values fall on both sides of it.
-"""
+number that the module, its config or its code has, so that values fall on both sides of it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +19,7 @@ MOST = POWERS[-1]  # beyond, squares and cubes of values end what float32 can te
 
 def magnitudes(*owners: Any) -> list[float]:
     """Return what values are multiplied by: 1 first, then what the numbers of these modules or
-    functions ask for, and powers.
-    """
+    functions ask for, and powers."""
     numbers = {abs(x) for owner in owners for x in _numbers_of(owner)}
     asked = {x for x in numbers if POWERS[0] < x < MOST}
     return [1.0, *sorted({*asked, *POWERS} - {1.0})]
@@ -29,8 +27,7 @@ def magnitudes(*owners: Any) -> list[float]:
 
 def alike(found: Any, expected: Any, *, tolerance: float) -> bool:
     """Whether tensors, or tuples of them, have the same shapes and differ by `tolerance` of the
-    largest element at most.
-    """
+    largest element at most."""
     if isinstance(expected, tuple):
         parts = isinstance(found, tuple) and len(found) == len(expected)
         return parts and all(
@@ -56,8 +53,7 @@ def agree(
 
 def _numbers_of(owner: Any) -> Iterator[float]:
     """Yield the floats that a module, or the one a method belongs to, has as attributes or in its
-    config, and the constants of its code.
-    """
+    config, and the constants of its code."""
     module = getattr(owner, "__self__", owner)
     kind: Any = type(module)
     forward = owner if owner is not module else getattr(kind, "forward", owner)

@@ -3,8 +3,7 @@ convolution by our operations (`kernels.recurrences`).
 
 Families do so by functions of their file, which the layer's forward calls by their names. Such a
 function is found by what its torch code does with random values, and ours is called in its
-place (`called_functions`), unless a call asks for more: a state to begin with, or the last one.
-"""
+place (`called_functions`), unless a call asks for more: a state to begin with, or the last one."""
 
 import functools
 import inspect
@@ -55,16 +54,14 @@ class Known(NamedTuple):
 
 def recur_by_ours_(module: nn.Module) -> bool:
     """Have a module's own forward call our operation in place of each function of its file that we
-    know; return whether there is one.
-    """
+    know; return whether there is one."""
     return call_ours_(module, _ours_of)
 
 
 @functools.cache
 def _ours_of(function: FunctionType) -> Callable[..., Any] | None:
     """Return ours with the arguments and the result of `function`, which gets the calls that ask
-    for more; None if we do not know what `function` computes.
-    """
+    for more; None if we do not know what `function` computes."""
     code = inspect.unwrap(function)
     signature = inspect.signature(code)
     for known in KNOWN:
@@ -200,8 +197,7 @@ def _is_frozen_convolution(given: Arguments) -> bool:
 
 def _no_layer(given: Arguments) -> None:
     """Families' torch code gives nothing here, and the layer goes on step by step; the function of
-    a package of kernels would compute with the last linear's weight alone, whatever its adapter.
-    """
+    a package of kernels would compute with the last linear's weight alone, whatever its adapter."""
 
 
 def _tried_layers() -> Iterator[Arguments]:

@@ -4,8 +4,7 @@
 Families rotate by a function of their file, which the attention's forward calls by its name. Such a
 function is found by what it does with random values, and ours is called in its place
 (`called_functions`). Whatever else the forward does (norms, gates, scales, windows, keys of other
-layers) need not be known.
-"""
+layers) need not be known."""
 
 import functools
 import inspect
@@ -60,8 +59,7 @@ TABLES = {
 
 def rotate_by_kernel_(module: nn.Module) -> bool:
     """Have a module's own forward call our operation in place of each function of its file that
-    rotates heads; return whether there is one.
-    """
+    rotates heads; return whether there is one."""
     return call_ours_(module, _rotating_of)
 
 
@@ -72,8 +70,7 @@ def _rotating_of(function: FunctionType) -> Callable[..., Any] | None:
 
 def _rotating(function: Any, form: Form) -> Callable[..., Any]:
     """Return our operation with the arguments and the result of `function`, which gets the calls
-    that it does not know.
-    """
+    that it does not know."""
 
     def rotating(*args: Any, **options: Any) -> Any:
         axis = options.get(AXIS, form.axis)
@@ -126,8 +123,7 @@ def rotary_form(function: FunctionType) -> Form | None:
 
 def _agrees(function: FunctionType, form: Form, axis: int, pairs: int) -> bool | None:
     """Whether a function rotates so many pairs of dimensions in this form; None: it takes none such
-    or other arguments.
-    """
+    or other arguments."""
     heads, cos, sin = _drawn(form, axis, pairs)
     options = {} if axis == form.axis else {AXIS: axis}
 

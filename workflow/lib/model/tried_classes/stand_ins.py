@@ -1,6 +1,5 @@
 """A family's class tried on random values, with attributes of a module of a real model but
-other weights: how fused operations find what a module computes, whatever its family calls it.
-"""
+other weights: how fused operations find what a module computes, whatever its family calls it."""
 
 import inspect
 
@@ -10,8 +9,7 @@ from torch import nn
 
 def stand_in_for(module: nn.Module) -> nn.Module:
     """Return a module of the same class with the attributes of `module`, and none of its parameters
-    and children.
-    """
+    and children."""
     made = type(module).__new__(type(module))  # with the class's methods, which its forward calls
     nn.Module.__init__(made)
     for name, value in vars(module).items():
@@ -22,16 +20,14 @@ def stand_in_for(module: nn.Module) -> nn.Module:
 
 def takes_one_tensor(module: nn.Module) -> bool:
     """Whether the forward of a module's class has one argument: another, which may be left out,
-    could change what it computes.
-    """
+    could change what it computes."""
     return len(inspect.signature(type(module).forward).parameters) == 2  # self is the first
 
 
 @torch.no_grad()
 def tried(stand_in: nn.Module, *given: torch.Tensor) -> torch.Tensor | None:
     """Return what the forward of a stand-in gives; None: no tensor, or the class wants other
-    attributes or makes other shapes.
-    """
+    attributes or makes other shapes."""
     try:
         output = type(stand_in).forward(stand_in, *given)
     except (AttributeError, TypeError, RuntimeError):
