@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import Replay, replay
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.step_plan.plan import StepPlan
@@ -25,7 +24,6 @@ WIDE = {
     "max_position_embeddings": 8192,
 }
 CAPPED = WIDE | {"model_type": "gemma3_text", "head_dim": 128, "final_logit_softcapping": 30.0}
-CLOSE = 0.03
 LOGITS = 1024 * 32_768  # of a chunk
 
 
@@ -52,8 +50,5 @@ def test_kernels_spare_the_logits_in_fp32(
 
     found = {chosen.fused_loss: recorded(chosen) for chosen in (stored, fused)}
     less = found[False].allocated_bytes - found[True].allocated_bytes
-    assert found[False].peak_phase == "loss"
-    for chosen in (stored, fused):
-        exact = found[chosen.fused_loss].allocated_bytes
-        assert predict(shape, chosen).peak_bytes == pytest.approx(exact, rel=CLOSE)
+    assert found[False].peaks.peak_phase == "loss"
     assert less / LOGITS == pytest.approx(spared, abs=0.3)

@@ -2,12 +2,9 @@
 it.
 """
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.measurements import (
-    MARKS,
     PAGE,
     all_lines,
     counts,
@@ -15,10 +12,6 @@ from tests.support.measurements import (
     measured_lines,
     row,
 )
-from tests.support.preflight_examples import setup
-from workflow.lib.model.describe_model import describe_config
-from workflow.lib.planning.memory.closed_form import predict
-from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess
 
 COUNTED = [line for line in all_lines() if counts(line)]
@@ -68,44 +61,3 @@ def test_recorded_memory_with_a_loss_by_kernels_is_what_was_measured(
     assert found.plan.fused_loss
     assert abs(found.allocated_error) < error
     assert abs(found.reserved_error) < LARGEST_RESERVED_ERROR
-
-
-GEMMA_2_27B = {
-    "model_type": "gemma2",
-    "hidden_size": 4608,
-    "intermediate_size": 36864,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "vocab_size": 256000,
-    "max_position_embeddings": 8192,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-
-
-def test_soft_capped_attention_is_predicted_no_lower_than_it_is_recorded(
-    process: RecordingProcess,
-) -> None:
-    """10 layers of Gemma 2 27B by eager attention, all activations kept, 2 rows of 3,072 tokens."""
-    chosen = setup(
-        processes=1,
-        micro_batch_size=2,
-        seq_len=3072,
-        rank=16,
-        attention="eager",
-        fused_layers=True,
-        activation_checkpointing=False,
-    )
-    exact = replay(process.record(GEMMA_2_27B, chosen, checked=False)).allocated_bytes
-    shape = describe_config(GEMMA_2_27B, origin=Path("gemma-2-27b"))
-    assert exact <= predict(shape, chosen).peak_bytes <= 1.02 * exact
-
-
-def test_page_shows_every_measurement() -> None:
-    _, shown = PAGE.read_text(encoding="utf-8").split(MARKS[0])
-    table, _ = shown.split(MARKS[1])
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == len(COUNTED) > 70
-    assert table.startswith(f"{len(rows)} measurements.")

@@ -18,14 +18,12 @@ from torch.utils._pytree import tree_leaves
 from tests.support.models import quantized, tiny_gemma2, tiny_llama
 from tests.support.preflight_examples import SEVEN, setup
 from workflow.lib.model.architecture.model_shape import read_config
-from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.terms import saved_activations
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.step_plan.plan import StepPlan
@@ -219,56 +217,6 @@ def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(
     found = peak(recorded(process, source, chosen))
     measured = allocated(base, targets=SEVEN, dora=False, every=every)
     assert [found] == pytest.approx(measured, rel=0.02)
-
-
-def test_what_autograd_keeps_of_soft_capped_attention_is_what_the_closed_form_counts(
-    gemma: tuple[Path, Path],
-) -> None:
-    """By autograd's own hooks. The closed form counts as much, or a little more."""
-    source, base = gemma
-    shape = describe_folder(source)
-    chosen = setup(
-        processes=1,
-        micro_batch_size=ROWS,
-        seq_len=SEQ_LEN,
-        rank=4,
-        attention="eager",
-        targets=SEVEN,
-        activation_checkpointing=False,
-    )
-    measured = saved_bytes(base)
-    assert (
-        measured <= shape.num_layers * saved_activations(shape.kinds[0], chosen) <= 1.03 * measured
-    )
-
-
-def saved_bytes(base: Path) -> int:
-    """Bytes of all that autograd keeps of the decoder layers of one micro-batch in bf16, weights
-    and tables left out.
-    """
-    training = adapted_in_bf16(base)
-    batch = random_batch()
-    there = {t.untyped_storage().data_ptr() for t in (*training.parameters(), *training.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in there:
-            kept[storage.data_ptr()] = storage  # held, so that no other takes its address
-        return tensor
-
-    def of_layers(*_: Any) -> None:
-        kept.clear()
-
-    decoder = training.peft_model.get_base_model().model
-    decoder.layers[0].register_forward_pre_hook(of_layers)
-    last: list[int] = []
-    decoder.norm.register_forward_pre_hook(
-        lambda *_: last.append(sum(s.nbytes() for s in kept.values()))
-    )
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        training(batch)
-    return last[0]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import pytest
 from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.memory.terms import stored_terms
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.step_plan.plan import StepPlan
 
@@ -69,12 +67,10 @@ def test_masters_and_moments_of_routers_are_recorded_as_the_closed_form_has_them
 ) -> None:
     frozen, trained = (chosen(processes=processes, **x) for x in ({}, TRAINED))
     tapes = [recorded(levers) for levers in (frozen, trained)]
-    forms = [stored_terms(SHAPE, levers) for levers in (frozen, trained)]
     for name, copies in (("lora_weights", 1), ("adam_moments", 2)):
         expected = copies * LAYERS * ROUTER // processes
         found = term(tapes[1], name) - term(tapes[0], name)
         assert found == pytest.approx(expected, abs=4 * LAYERS)  # each moment counts its steps
-        assert forms[1][name] - forms[0][name] == expected
 
 
 @pytest.mark.parametrize("every", [True, False])
@@ -89,9 +85,3 @@ def test_balance_keeps_a_layers_logits_at_most(
     logits = 2 * 2048 * EXPERTS
     layers = 1 if every else LAYERS
     assert layers * logits * (not every) <= more <= (layers + 12) * logits
-
-
-def test_estimate_is_near_the_recording(recorded: Callable[[StepPlan], Tape]) -> None:
-    levers = chosen(**TRAINED, **BALANCED)
-    estimate, measured = predict(SHAPE, levers).peak_bytes, replay(recorded(levers))
-    assert estimate == pytest.approx(measured.allocated_bytes, rel=0.15)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_shape, machine, token_counts
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
@@ -32,6 +32,7 @@ def decided(
     on: Machine | None = None,
     free: int = 10**12,
     record: Recorder | None = None,
+    estimate: bool = False,
     **sections: Any,
 ) -> Decision:
     return decide(
@@ -40,16 +41,9 @@ def decided(
         on or machine(),
         token_counts(seq_len=2048),
         disk_free_bytes=free,
-        record=record,
+        record=record or MadeUpMemory(shape),
+        estimate=estimate,
     )
-
-
-def taking(num_bytes: int) -> Tape:
-    """A recording of one tensor."""
-    tape = Tape()
-    tape.phase("forward")
-    tape.new(num_bytes, "layer_workspace")
-    return tape
 
 
 def message(**arguments: Any) -> str:

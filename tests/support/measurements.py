@@ -17,14 +17,12 @@ from typing import Any
 from workflow.lib.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.planning.memory.closed_form import predict
-from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import Replay, replay
+from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.timing.calibration import recorded_plan
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import FLEX
-from workflow.lib.system.units import GIB
 
 FOLDER = Path(__file__).parents[1] / "gpu" / "measurements"
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "memory-model.md"
@@ -76,7 +74,7 @@ MEASURED_SINCE = {
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement of our engine, its recording replayed, and the closed form's peak; bytes."""
+    """A measurement of our engine, and its recording replayed; bytes."""
 
     case: str
     processes: int
@@ -85,7 +83,6 @@ class Row:
     allocated_bytes: int
     reserved_bytes: int
     replayed: Replay
-    closed_bytes: int
 
     @property
     def allocated_error(self) -> float:
@@ -95,11 +92,6 @@ class Row:
     @property
     def reserved_error(self) -> float:
         return self.replayed.reserved_bytes / self.reserved_bytes - 1
-
-    @property
-    def closed_error(self) -> float:
-        """The same of the closed form's peak."""
-        return self.closed_bytes / self.allocated_bytes - 1
 
 
 def rows() -> list[Row]:
@@ -169,42 +161,29 @@ def row(line: dict[str, Any], process: RecordingProcess) -> Row:
         line["case"], line["processes"], plan, shape,
         line["measured"]["allocated_bytes"], line["measured"]["reserved_bytes"],
         replay(process.record(config, followed, checked=sizes.check_bytes)),
-        predict(shape, plan).peak_bytes,
     )  # fmt: skip
 
 
 def table(found: list[Row]) -> str:
-    """Return the comparison in Markdown: a summary, and a line for each measurement."""
+    """Return the comparison in Markdown, a line for each kind of model and number of GPUs."""
     lines = [
-        _summary(found),
-        "",
-        "| case | GPUs | model | B x S | allocated GiB | replay | closed form | reserved GiB | "
-        "replay | peak in |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| models | GPUs | measurements | allocated: median, worst | reserved: median, worst |",
+        "|---|---|---|---|---|",
     ]
-    lines += map(line_of, found)
+    kinds = sorted({(_kind(row), row.processes) for row in found})
+    for kind, processes in kinds:
+        alike = [x for x in found if (_kind(x), x.processes) == (kind, processes)]
+        errors = ([x.allocated_error for x in alike], [x.reserved_error for x in alike])
+        cells = [f"{median(map(abs, e)):.2%}, {max(e, key=abs):+.1%}" for e in errors]
+        lines.append(f"| {kind} | {processes} | {len(alike)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def line_of(row: Row) -> str:
-    return (
-        f"| {row.case} | {row.processes} | {row.shape.num_layers} x {row.shape.hidden_size}, "
-        f"V {row.shape.vocab_size:,} | {row.plan.micro_batch_size} x {row.plan.seq_len:,} | "
-        f"{row.allocated_bytes / GIB:.3f} | {row.allocated_error:+.1%} | {row.closed_error:+.1%} | "
-        f"{row.reserved_bytes / GIB:.3f} | {row.reserved_error:+.1%} | {row.replayed.peak_phase} |"
-    )
-
-
-def _summary(found: list[Row]) -> str:
-    parts = []
-    for name, errors in (
-        ("allocated, replay", [row.allocated_error for row in found]),
-        ("allocated, closed form", [row.closed_error for row in found]),
-        ("reserved, replay", [row.reserved_error for row in found]),
-    ):
-        typical = median(map(abs, errors))
-        parts.append(f"{name}: median {typical:.2%}, from {min(errors):+.1%} to {max(errors):+.1%}")
-    return f"{len(found)} measurements. {'; '.join(parts)}."
+def _kind(row: Row) -> str:
+    kinds = row.shape.kinds
+    if any(kind.recurrent for kind in kinds):
+        return "with recurrent layers"
+    return "mixtures" if any(kind.top_k for kind in kinds) else "dense"
 
 
 def written(page: str, found: list[Row]) -> str:

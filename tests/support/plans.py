@@ -64,7 +64,7 @@ def make_forecast(**changes: Any) -> Forecast:
         "verdict": "fits",
         "reason": "micro-batch 2 needs 2.00 of 4.00 GiB",
         "plan": make_plan(processes=2, micro_batch_size=2),
-        "method": "closed_form",
+        "method": "lines",
         "terms": [{"name": "adam_moments", "bytes": 2**30, "explanation": "both moments"}],
         "phases": {"forward": 2**31},
         "peak_phase": "forward",

@@ -3,6 +3,7 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -21,6 +22,7 @@ from workflow.lib.model.architecture.model_files import (
 from workflow.lib.planning.machine import check_place, requested_processes
 from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
+from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.command_line import as_in_yaml
 from workflow.lib.settings.config import check_yaml, load_config
 from workflow.lib.system import interrupts
@@ -192,6 +194,13 @@ def cores(run, *, most=None):
     if not count:
         return workflow.cores
     return max(count, workflow.cores * count // max(count, len(visible_gpus())))
+
+
+# What jobs need that train, or read what was trained.
+TRAINING, READING = (
+    partial(need, recorder=plan_recorder)
+    for need in (cluster_request.training, cluster_request.reading)
+)
 
 
 def asks(name, need, run_of=lambda wildcards: RUNS[wildcards.run]):

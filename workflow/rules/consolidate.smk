@@ -32,8 +32,8 @@ rule consolidate:
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
-        mem_mb=asks("mem_mb", cluster_request.reading),
-        runtime=asks("runtime", cluster_request.reading),
+        mem_mb=asks("mem_mb", READING),
+        runtime=asks("runtime", READING),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),

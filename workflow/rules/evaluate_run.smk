@@ -31,8 +31,8 @@ rule evaluate_run:
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
-        mem_mb=asks("mem_mb", cluster_request.reading),
-        runtime=asks("runtime", cluster_request.reading),
+        mem_mb=asks("mem_mb", READING),
+        runtime=asks("runtime", READING),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         # What Snakemake compares. What is derived from `output` it does not record.

@@ -48,8 +48,8 @@ rule finetune:
         tasks=lambda w: several_nodes(RUNS[w.run], RUNS[w.run].hardware.nodes),
         tasks_per_gpu=lambda w: several_nodes(RUNS[w.run], 0),
         mpi=lambda w: several_nodes(RUNS[w.run], "srun"),
-        mem_mb=asks("mem_mb", cluster_request.training),
-        runtime=asks("runtime", cluster_request.training),
+        mem_mb=asks("mem_mb", TRAINING),
+        runtime=asks("runtime", TRAINING),
     params:
         # What Snakemake compares. What is derived from `output` it does not record.
         recorded=lambda w: layout.recorded_json("finetune", RUNS[w.run]),

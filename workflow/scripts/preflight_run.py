@@ -9,19 +9,17 @@ By hand (with --gpus) it answers the same for any model on any GPUs, with neithe
 
   python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
 
-The verdict on GPUs comes from the engine itself: it takes two steps of the chosen plan on tensors
-without values, and what it would have asked of a GPU is replayed. That takes 7 to 20 s the first
-time, and is kept for the next. With --estimate the answer comes at once, by the closed form alone.
+The verdict comes from the engine itself: it takes two steps of the chosen plan on tensors without
+values, and what it would have asked of a GPU is replayed. That takes 7 to 20 s the first time, and
+is kept for the next. With --estimate the plan is not recorded itself: the answer is by lines
+between recordings, which are shipped or kept for many models, and takes a second then.
 """
 
 import argparse
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.model_shape import (
@@ -44,7 +42,7 @@ from workflow.lib.planning.preflight.what_if import (
     settings_of,
 )
 from workflow.lib.planning.token_counts import TokenCounts
-from workflow.lib.recording.recording_process import PlanRecorder, recording_process
+from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
@@ -71,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
-    with recorder(shape, machine, config=lambda: read_config(Path(args.model))) as record:
+    with plan_recorder(read_config(Path(args.model)), shape) as record:
         predict(args, settings, shape, machine, tokens, disk_free_bytes=free, record=record)
 
 
@@ -87,10 +85,8 @@ def what_if(args: argparse.Namespace) -> None:
     machine = machine_by_hand(count, gpu, asked_gib=args.host_gib, hardware=settings.hardware)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
 
-    def config() -> dict[str, Any]:
-        return find_config(args.model, revision=args.revision)
-
-    with recorder(shape, machine, config=config, wanted=not args.estimate) as record:
+    config = find_config(args.model, revision=args.revision)
+    with plan_recorder(config, shape) as record:
         predict(args, settings, shape, machine, tokens, disk_free_bytes=None, record=record)
 
 
@@ -109,24 +105,6 @@ def machine_by_hand(
         origin = "what machines with such GPUs usually have; --host-gib says how much it is"
     machine = imagined_machine(count, gpu, host_bytes=int(asked_gib * GIB))
     return replace(machine, imagined_host=origin)
-
-
-@contextmanager
-def recorder(
-    shape: ModelShape,
-    machine: Machine,
-    *,
-    config: Callable[[], dict[str, Any]],
-    wanted: bool = True,
-) -> Iterator[Recorder | None]:
-    """Yield what records a model's plans, if it is wanted and they are for GPUs; config: finds the
-    model's config.json.
-    """
-    if machine.device == "cpu" or not wanted:
-        yield None
-        return
-    with recording_process() as process:
-        yield PlanRecorder(process, config(), shape)
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:
@@ -163,12 +141,18 @@ def predict(
     tokens: TokenCounts,
     *,
     disk_free_bytes: int | None,
-    record: Recorder | None = None,
+    record: Recorder,
 ) -> None:
     """Decide, write and print; raises `UserError` if the run does not fit."""
     check_tokens(tokens, settings, shape)
     decision = decide(
-        settings, shape, machine, tokens, disk_free_bytes=disk_free_bytes, record=record
+        settings,
+        shape,
+        machine,
+        tokens,
+        disk_free_bytes=disk_free_bytes,
+        record=record,
+        estimate=args.estimate,
     )
     result = forecast(decision, settings, shape, machine, tokens)
     if args.output is not None:
@@ -230,7 +214,9 @@ def parser() -> argparse.ArgumentParser:
     by_hand.add_argument("--rows", type=int, default=10_000, help="training rows (%(default)s)")
     by_hand.add_argument("--revision", help="revision of a model of the hub")
     by_hand.add_argument(
-        "--estimate", action="store_true", help="answer at once, without recording the engine"
+        "--estimate",
+        action="store_true",
+        help="by lines between recordings, without recording the plan itself",
     )
     by_hand.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"

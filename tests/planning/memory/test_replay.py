@@ -2,7 +2,7 @@
 
 import pytest
 
-from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, Tape
+from workflow.lib.planning.memory.allocation_tape import CHECKS, HOST, LOAD, Tape
 from workflow.lib.planning.memory.replay import replay
 
 MIB = 2**20
@@ -27,16 +27,16 @@ def training() -> Tape:
 
 
 def test_peaks_of_phases_and_the_terms_at_the_largest_are_counted() -> None:
-    """Loading and checks are no phases of a step, though what they take is reserved."""
     tape = training()
     tape.phase("optimizer_step")
     tape.new(100 * MIB, "adam_moments")
     found = replay(tape)
-    assert found.phases == {
-        "forward": 90 * MIB, "backward": 120 * MIB, "optimizer_step": 140 * MIB
+    assert found.peaks.phase_bytes == {
+        "load": 40 * MIB, "check": 130 * MIB, "forward": 90 * MIB, "backward": 120 * MIB,
+        "optimizer_step": 140 * MIB,
     }  # fmt: skip
-    assert (found.allocated_bytes, found.peak_phase) == (140 * MIB, "optimizer_step")
-    assert found.terms == {"nf4_weights": 40 * MIB, "adam_moments": 100 * MIB}
+    assert (found.allocated_bytes, found.peaks.peak_phase) == (140 * MIB, "optimizer_step")
+    assert found.peaks.terms == {"nf4_weights": 40 * MIB, "adam_moments": 100 * MIB}
     assert found.reserved_bytes >= found.allocated_bytes
     assert found.lacking_bytes == 0
 
@@ -72,10 +72,24 @@ def test_capture_takes_pages_of_its_own_after_free_ones_went_back() -> None:
     tape.free(tape.new(30 * MIB, "layer_workspace"))
     found = replay(tape)
     assert (found.reserved_bytes, found.allocated_bytes) == (4 * PAGE, 30 * MIB)
-    assert set(found.phases) == {"forward", "optimizer_step"}
+    assert set(found.peaks.phases) == {"load", "forward", "optimizer_step"}
 
 
 @pytest.mark.parametrize("missing", [MIB, 30 * MIB])
 def test_limit_below_what_is_allocated_is_lacking(missing: int) -> None:
     limit = replay(training()).allocated_bytes - missing
     assert replay(training(), limit_bytes=limit).lacking_bytes >= missing
+
+
+def test_host_memory_is_counted_beside_the_gpu_in_powers_of_two() -> None:
+    tape = training()
+    before = replay(tape)
+    first = tape.new(3 * MIB, "offloaded_activations", HOST)
+    tape.free(first)
+    tape.new(2 * MIB, "offloaded_activations", HOST)
+    found = replay(tape)
+    assert found.peaks.host_bytes == 4 * MIB
+    assert (found.reserved_bytes, found.peaks.phases) == (
+        before.reserved_bytes,
+        before.peaks.phases,
+    )

@@ -1,12 +1,16 @@
 """What a cluster is asked for: from the same prediction as preflight's verdict, with room."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.made_up_memory import MadeUpMemory
 from tests.support.mixtures import tiny_mixture
 from tests.support.workflow_project import REPOSITORY
+from workflow.lib.model.architecture.model_shape import ModelShape, read_config
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning import calibration_cost
 from workflow.lib.planning.preflight.cluster_request import (
@@ -30,8 +34,14 @@ def run_config(**sections: Any) -> RunConfig:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("model") / "description.json"
-    write_checked_json(path, describe_folder(BASE).document())
+    config = {"config": read_config(BASE)}
+    write_checked_json(path, describe_folder(BASE).document() | config)
     return {"model": str(BASE), "description": str(path)}
+
+
+@contextmanager
+def made_up(_: Mapping[str, Any], shape: ModelShape) -> Iterator[MadeUpMemory]:
+    yield MadeUpMemory(shape)
 
 
 @pytest.fixture
@@ -45,7 +55,7 @@ def manifest(tmp_path: Path) -> str:
 
 
 def hours(run: RunConfig, files: dict[str, str], manifest: str) -> float:
-    return training(run, **files, manifest=manifest).runtime / 60
+    return training(run, **files, manifest=manifest, recorder=made_up).runtime / 60
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +83,7 @@ def test_memory_is_of_one_node_whatever_their_number(files: dict[str, str], mani
             ),
             **files,
             manifest=manifest,
+            recorder=made_up,
         )
         for n in (1, 8)
     )
@@ -82,7 +93,7 @@ def test_memory_is_of_one_node_whatever_their_number(files: dict[str, str], mani
 
 def test_merged_model_asks_for_more_memory(files: dict[str, str], manifest: str) -> None:
     plain, merged = (
-        reading(run_config(export={"merged": flag}), **files, manifest=manifest)
+        reading(run_config(export={"merged": flag}), **files, manifest=manifest, recorder=made_up)
         for flag in (False, True)
     )
     assert merged.mem_mb - plain.mem_mb == pytest.approx(2 * 1024 * 1.25, abs=2)
@@ -95,6 +106,7 @@ def test_model_that_is_not_described_yet_is_named(files: dict[str, str], manifes
             model=files["model"],
             description="results/models/tiny/description.json",
             manifest=manifest,
+            recorder=made_up,
         )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
+from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import (
     cpu_machine,
     llama_70b,
@@ -14,9 +15,9 @@ from tests.support.preflight_examples import (
     token_counts,
 )
 from workflow.lib.planning.machine import imagined_machine
-from workflow.lib.planning.memory import closed_form
+from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.preflight.budget import Budget, budget
-from workflow.lib.planning.preflight.decision import decide
+from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.plan_search import (
     UNSURE,
     Candidate,
@@ -24,9 +25,7 @@ from workflow.lib.planning.preflight.plan_search import (
     Question,
     candidates,
     choose,
-    open_choices,
 )
-from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.timing.machine_speed import speed_of
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.step_plan.memory_options import LEVELS, in_words
@@ -40,8 +39,12 @@ def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
     """
     speed = speed_of(machine(), calibration=None)
     choices = Choices(sizes=[1, 2, 4], values={"activation_checkpointing": levels})
-    question = Question(llama_8b, machine(), speed, limits, rows=4, trained_share=1.0)
-    return candidates(question, setup(), choices)
+    plan = setup()
+    lines = RecordedPeaks(
+        plan, MadeUpMemory(llama_8b).peaks, rows=[1, 2, 4], levels=levels, num_layers=32
+    )
+    question = Question(llama_8b, machine(), speed, limits, 4, 1.0, lines)
+    return candidates(question, plan, choices)
 
 
 def test_auto_takes_the_largest_divisor_that_fits() -> None:
@@ -85,7 +88,8 @@ def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
     count = found.chosen.plan.offload_layers
     assert 0 < count < 80
     fewer = replace(found.chosen.plan, offload_layers=count - 1)
-    assert not found.limits.holds(closed_form.predict(llama_70b(), fewer).peak_bytes)
+    (peaks,) = MadeUpMemory(llama_70b()).peaks([fewer])
+    assert not found.limits.holds(int(peaks.allocated_bytes * 1.01))
 
 
 def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None:
@@ -136,10 +140,11 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
         "train": {"global_batch_size": 8},
         "hardware": {"cuda_graphs": False},
     }
-    tokens = token_counts(seq_len=512)
+    tokens, shape = token_counts(seq_len=512), llama_70b(layers=20)
+    record = MadeUpMemory(shape)
     kept = [
         not decide(
-            run_config(**settings), llama_70b(layers=20), on, tokens, disk_free_bytes=None
+            run_config(**settings), shape, on, tokens, disk_free_bytes=None, record=record
         ).chosen.plan.reshard_after_forward
         for on in (
             imagined_machine(8, BY_NAME["NVIDIA RTX A6000"]),
@@ -152,14 +157,14 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
 def test_search_of_a_405b_is_a_few_million_calls() -> None:
     shape, run = llama_405b(), run_config(train={"global_batch_size": 1024})
     on = imagined_machine(8, BY_NAME["NVIDIA H100 80GB HBM3"])
-    decision = decide(run, shape, on, token_counts(seq_len=2048), disk_free_bytes=None)
-    assert decision.fits
-    question = Question(shape, on, decision.speed, decision.limits, decision.rows, 1.0)
-    choices = open_choices(run, shape, on)
-    left_open = plan_from_settings(run, shape, on)
-    found: list[Candidate] = []
-    calls = num_calls(lambda: found.extend(candidates(question, left_open, choices)))
-    assert len(found) == len(decision.candidates)
+    record, tokens = MadeUpMemory(shape), token_counts(seq_len=2048)
+    found: list[Decision] = []
+    calls = num_calls(
+        lambda: found.append(
+            decide(run, shape, on, tokens, disk_free_bytes=None, record=record, estimate=True)
+        )
+    )
+    assert found[0].fits
     # Half a second, with 1.6 million calls.
     assert calls < 5_000_000
 
@@ -181,20 +186,20 @@ def test_smallest_candidate_is_shown_when_none_fits() -> None:
 
 def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_and_rows() -> None:
     peaks = {}
-    for gib in (10, 16, 24, 40, 96):
+    for gib in (7, 10, 16, 24, 40):
         limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
         found = searched(limits, levels=[*LEVELS])
         chosen = choose(found, device="cuda")
         assert chosen.fits
         assert chosen.step_s == min(c.step_s for c in found if c.fits)
         peaks[gib] = (in_words(chosen.plan)["recomputation"], chosen.micro_batch_size)
-    assert peaks[10][0] == "every layer"
-    assert peaks[96] == ("none", 4)
+    assert peaks[7][0] == "every layer"
+    assert peaks[40] == ("none", 4)
 
 
 def test_more_memory_never_makes_the_plan_slower() -> None:
     seconds = []
-    for gib in range(10, 100, 4):
+    for gib in range(7, 50, 3):
         limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
         seconds.append(choose(searched(limits, levels=[*LEVELS]), device="cuda").step_s)
     assert seconds == sorted(seconds, reverse=True)

@@ -23,6 +23,7 @@ from workflow.lib.model.architecture.shipped_shapes import (
 )
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import (
     attention_needs,
@@ -175,7 +176,9 @@ def test_attention_has_its_reason() -> None:
 def test_host_holds_the_embedding_once_and_the_rows_of_each_process() -> None:
     chosen = setup(micro_batch_size=4)
     there, away = (
-        host_bytes(llama_8b, replace(chosen, offload_embedding=x), machine(), peak_bytes=0)
+        host_bytes(
+            llama_8b, replace(chosen, offload_embedding=x), machine(), Peaks({"forward": {}})
+        )
         for x in (False, True)
     )
     assert away - there == 2 * 4 * 2048 * 4096 * 2

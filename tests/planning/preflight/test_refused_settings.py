@@ -181,7 +181,7 @@ def test_machine_that_trains_is_asked(
 def test_gguf_of_an_adapter_on_experts_is_refused_by_name() -> None:
     stack = Linear("mlp.experts.down_proj", 8 * 4096, 512, 8)
     dense = llama_8b.kinds[0]
-    layer = replace(dense, linears=(*dense.linears[:4], stack), top_k=2, kept_bytes=1)
+    layer = replace(dense, linears=(*dense.linears[:4], stack), top_k=2)
     shape = replace(llama_8b, kinds=(layer,))
     adapter = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
     with pytest.raises(UserError, match=r"export\.gguf_of = \['adapter'\]: .* experts \(.*experts"):

@@ -1,14 +1,15 @@
 """The search for a plan, corrected by what was recorded of plans that it has tried."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.support.decisions import AS_IT_WAS, decided, llama_8b, taking
+import pytest
+
+from tests.support.decisions import AS_IT_WAS, decided, llama_8b, message
+from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_70b, machine
-from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
@@ -18,23 +19,8 @@ HOSTED: dict[str, Any] = {
 }
 
 
-class RecordedAs:
-    """Records a plan as one tensor: a share of what the closed form says, by the number of the
-    recording.
-    """
-
-    def __init__(self, shape: ModelShape, share: Callable[[int], float]) -> None:
-        self.asked: list[StepPlan] = []
-        self._shape, self._share = shape, share
-
-    def __call__(self, setup: StepPlan) -> Tape:
-        share = self._share(len(self.asked))
-        self.asked.append(setup)
-        return taking(int(share * predict(self._shape, setup).peak_bytes))
-
-
 def test_next_best_plan_is_taken_where_the_best_does_not_fit() -> None:
-    record = RecordedAs(llama_8b, lambda number: 1.0 if number else 9.0)
+    record = MadeUpMemory(llama_8b, lambda number: 1.0 if number else 9.0)
     decision = decided(record=record)
     assert decision.fits
     assert decision.chosen.plan == record.asked[-1] != record.asked[0]
@@ -43,27 +29,15 @@ def test_next_best_plan_is_taken_where_the_best_does_not_fit() -> None:
 
 
 def test_plan_that_is_as_predicted_is_recorded_alone() -> None:
-    record = RecordedAs(llama_8b, lambda _: 1.0)
-    assert decided(record=record).chosen.plan == decided().chosen.plan
+    record = MadeUpMemory(llama_8b)
+    assert decided(record=record).chosen.plan == decided(estimate=True).chosen.plan
     assert len(record.asked) == 1
-
-
-def test_plan_that_fits_by_what_was_recorded_of_others_is_found() -> None:
-    """The closed form, which is too high here, takes it for one that does not fit."""
-    shape = llama_70b()
-    record = RecordedAs(shape, lambda _: 0.8)
-    estimated, recorded = decided(shape), decided(shape, record=record)
-    assert record.asked[0] == estimated.chosen.plan
-    assert recorded.chosen.replayed is not None
-    assert estimated.chosen.plan.offload_activations
-    assert not recorded.chosen.plan.offload_activations
-    assert recorded.chosen.plan not in [c.plan for c in estimated.candidates if c.fits]
 
 
 def test_plan_that_is_hardly_faster_is_not_recorded() -> None:
     """By what was recorded fewer layers on the host would do, which saves less than 3%."""
     shape = llama_70b()
-    record = RecordedAs(shape, lambda _: 0.9)
+    record = MadeUpMemory(shape, lambda _: 0.97)
     found = decided(shape, record=record, **HOSTED)
     assert found.chosen.plan == decided(shape, **HOSTED).chosen.plan
     assert [found.chosen.plan] == record.asked
@@ -72,8 +46,35 @@ def test_plan_that_is_hardly_faster_is_not_recorded() -> None:
 
 
 def test_one_recording_shows_that_no_plan_fits() -> None:
-    """The one that needs least; others need more by what was recorded, too."""
+    """The one that needs least."""
     shape = llama_70b()
-    record = RecordedAs(shape, lambda _: 0.9)
+    record = MadeUpMemory(shape)
     assert not decided(shape, machine(gpu_bytes=2 * GIB), record=record).fits
     assert len(record.asked) == 1
+
+
+class Unrecorded(MadeUpMemory):
+    def peaks(self, plans: Any) -> Any:
+        raise NotRecordedError("the engine asks for values")
+
+    def tape(self, plan: StepPlan) -> Tape:
+        raise NotRecordedError("the engine asks for values")
+
+
+def test_model_that_cannot_be_recorded_is_refused_with_what_gives_its_plan_by_hand() -> None:
+    text = message(record=Unrecorded(llama_8b))
+    assert text.startswith("the engine asks for values. So no plan can be searched.")
+    assert "hardware.reshard_after_forward to values other than auto" in text
+
+
+def test_plan_by_hand_of_a_model_that_cannot_be_recorded_is_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = decided(
+        record=Unrecorded(llama_8b),
+        train={"micro_batch_size": 2, "activation_checkpointing": True},
+        hardware=AS_IT_WAS,
+    )
+    assert (found.fits, found.chosen.plan.micro_batch_size) == (True, 2)
+    assert "cannot be predicted; the settings give the plan" in found.reason
+    assert "is followed without a prediction" in caplog.text

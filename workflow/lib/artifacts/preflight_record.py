@@ -86,7 +86,7 @@ class Forecast(PreflightRecord):
     """Why, in words."""
     plan: Annotated[StepPlan, BeforeValidator(_complete)]
     """How the training runs."""
-    method: Literal["replay", "closed_form"]
+    method: Literal["replay", "lines"]
     """What the peaks are predicted by."""
     terms: list[Term]
     """Of the peak phase; they add up to the peak."""

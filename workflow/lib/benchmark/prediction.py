@@ -46,14 +46,9 @@ class Prepared:
     """None for a peer."""
 
 
-def prepare(
-    request: Request, *, num_gpus: int, recordings: RecordingProcess | None = None
-) -> Prepared:
+def prepare(request: Request, *, num_gpus: int, recordings: RecordingProcess) -> Prepared:
     """Plan and predict a request on this machine; raises `UserError` if it cannot run here,
-    whatever its memory.
-
-    recordings: predict what GPUs hold of our engine by a recording, as preflight does, and not by
-    the closed form.
+    whatever its memory. The plan of a peer is not recorded itself.
     """
     device = "cuda" if request.sizes.device == "auto" and num_gpus > 0 else "cpu"
     if device == "cuda" and request.processes > num_gpus:
@@ -67,12 +62,11 @@ def prepare(
     machine = read_machine(run.hardware)
     cap_bytes = _cap_bytes(request, machine)
     is_ours = request.peer is None
-    record = None
-    if is_ours and recordings is not None:
-        checked = request.sizes.check_bytes
-        record = PlanRecorder(recordings, config, shape, checked=checked)
+    record = PlanRecorder(recordings, config, shape, checked=request.sizes.check_bytes)
     capped = _capped(machine, run, cap_bytes)
-    decision = decide(run, shape, capped, tokens, disk_free_bytes=None, record=record)
+    decision = decide(
+        run, shape, capped, tokens, disk_free_bytes=None, record=record, estimate=not is_ours
+    )
     forecasted = forecast(decision, run, shape, machine, tokens)
     return Prepared(
         request=request,

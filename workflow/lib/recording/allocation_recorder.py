@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workflow.lib.planning.memory.allocation_tape import COMPUTE
+from workflow.lib.planning.memory.allocation_tape import COMPUTE, HOST
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
 from workflow.lib.recording.known_results import VIEWS, tensors
 from workflow.lib.recording.layer_tape import NONE, LayerTape
@@ -96,6 +96,8 @@ class AllocationRecorder(TorchDispatchMode):
             return result
         if is_view and not self.tape.follows_tensors:
             return result
+        if options.get("pin_memory"):
+            self._note_pinned(result.untyped_storage())
         made = [*tensors(result)]
         for tensor, layer in zip(made, self._layers(args, len(made)), strict=True):
             self.tape.layer = layer
@@ -118,6 +120,13 @@ class AllocationRecorder(TorchDispatchMode):
             known = self._known[storage._cdata] = _Storage(storage)
             weakref.finalize(storage, self._release, storage._cdata, known)
             self._resize(known, storage.nbytes())
+
+    def _note_pinned(self, storage: torch.UntypedStorage) -> None:
+        """Note page-locked memory of the host."""
+        known = self._known[storage._cdata] = _Storage(storage)
+        weakref.finalize(storage, self._release, storage._cdata, known)
+        known.num_bytes = storage.nbytes()
+        known.tensor = self.tape.new(known.num_bytes, UNNAMED, HOST)
 
     def _layers(self, args: Any, count: int) -> list[int]:
         """Return the layers that `count` results of an operation belong to."""

@@ -40,7 +40,7 @@ ELSEWHERE = "another machine of the run says why, in the same log; if none does,
 REPEAT = "Repeat the command to continue from what is finished."
 
 DEFAULTS = {  # unless the user has set them
-    # Growing segments waste 2.5% where fixed ones waste 10%; `closed_form.ALLOCATOR_SLACK` counts
+    # Growing segments waste 2.5% where fixed ones waste 10%; `budget.ALLOCATOR_SLACK` counts
     # on it.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # Else NCCL registers the buffers of collectives in CUDA graphs, which fails with expandable

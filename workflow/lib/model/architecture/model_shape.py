@@ -9,7 +9,7 @@ does).
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -57,48 +57,19 @@ class Linear:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A kind of decoder layer.
-
-    A plain one is attention, then a feed-forward, with norms around them: of it planning knows
-    every tensor by name. Of any other (experts, recurrent layers, latent or gated attention) it
-    knows linears, other parameters, and what autograd was seen to keep (`kept_bytes`); the fields
-    from `hidden_norms` to `fused_feed_forward` say nothing of it.
-    """
+    """A kind of decoder layer."""
 
     attention: str
     """`full`, `sliding` (a window), `chunked` or `none`."""
     attention_softcap: bool
     hidden_size: int
-    intermediate_size: int
-    """Width of the feed-forward: what its last linear takes. Of a layer that is not plain, elements
-    a token of its widest tensor.
-    """
     num_heads: int
     num_kv_heads: int
     head_dim: int
     linears: tuple[Linear, ...]
     """In the order in which forward calls them."""
-    attention_linears: int
-    """How many of them, the first, are the attention's; the last of these is its output. 0 if the
-    layer is not plain.
-    """
     vectors: tuple[tuple[str, int], ...]
     """Name and elements of all other 1-D tensors (norms, biases), sorted by name."""
-    hidden_norms: int
-    """Norms over the hidden size."""
-    norms_before: bool
-    """Whether norms come before attention and feed-forward, and behind them."""
-    norms_after: bool
-    head_norms: tuple[int, ...]
-    """Widths of the norms of queries, keys and values, if there are any."""
-    norm_bytes: int
-    """Bytes that a norm of the family's own keeps for backward, by element of its input."""
-    feed_forward_tensors: int
-    """Tensors as wide as the feed-forward that the family's own keeps for backward, without what
-    its last linear takes."""
-    fused_norms: bool
-    """Whether `fuse_layers` replaces all of its norms, and its feed-forward."""
-    fused_feed_forward: bool
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of other tensors that stay in 16 bits (routers, convolutions), sorted by
     name.
@@ -111,20 +82,6 @@ class DecoderLayer:
     """It keeps a state along the tokens (a convolution, Mamba, linear attention)."""
     top_k: int = 0
     """Experts that a token takes; 0 without experts."""
-    kept_bytes: int = 0
-    """Bytes by token that autograd keeps in 16 bits, with only experts fused and every linear
-    adapted, but without what adapters and the attention function make. 0 of a plain layer.
-    """
-
-    @property
-    def plain(self) -> bool:
-        """Whether the formulas and the replay know all of its tensors."""
-        return self.kept_bytes == 0
-
-    @property
-    def feed_forward(self) -> tuple[Linear, ...]:
-        """The linears of the feed-forward, the one back to the hidden size last."""
-        return self.linears[self.attention_linears :]
 
     @property
     def query_width(self) -> int:
@@ -213,11 +170,6 @@ class ModelShape:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.order)
-
-    @property
-    def plain(self) -> bool:
-        """Whether all of its layers are plain, so that the hand-written replay knows it."""
-        return all(kind.plain for kind in self.kinds)
 
     @cached_property
     def counts(self) -> dict[int, int]:
@@ -312,14 +264,14 @@ def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
     """Return what `ModelShape.document` wrote; raises `KeyError`, `TypeError` or `AttributeError`
     for anything else.
     """
+    known = {entry.name for entry in fields(DecoderLayer)}
     kinds = tuple(
         DecoderLayer(
-            **kind
+            **{name: kind[name] for name in kind if name in known}  # earlier ones have more
             | {
                 "linears": tuple(Linear(path, *sizes) for path, sizes in kind["linears"].items()),
                 "vectors": tuple(kind["vectors"].items()),
                 "tensors": tuple((n, tuple(x)) for n, x in kind.get("tensors", {}).items()),
-                "head_norms": tuple(kind["head_norms"]),
             }
         )
         for kind in document["kinds"]

@@ -5,6 +5,7 @@ A tensor is a number. A tape is recorded from the engine (`lib/recording`) and r
 """
 
 COMPUTE = "compute"  # the stream of all but communication
+HOST = "host"  # page-locked memory of the host, in place of a stream
 LOAD, CHECKS = "load", "check"  # phases before the first step
 EMPTY_CACHE = "empty_cache"  # an event: free pages go back to the GPU
 STEPS = 2

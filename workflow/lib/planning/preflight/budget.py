@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory import closed_form
-from workflow.lib.planning.memory.offload_terms import hosted_bytes, offloaded_bytes
+from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
@@ -14,6 +13,16 @@ from workflow.lib.system.units import GIB
 # Resident set of a process with a GPU besides the model, measured (docs/memory-model.md): 2.2 GiB,
 # CUDA's libraries and NCCL included.
 GPU_PROCESS_BYTES = int(2.5 * GIB)
+# Outside of the allocator: CUDA context and loaded kernels; with several processes NCCL too.
+# Measured with the engine on 2 x H200, torch 2.11: 0.755 and 1.577 GiB. Smaller GPUs have smaller
+# contexts.
+CONTEXT_BYTES = int(0.76 * GIB)
+CONTEXT_AND_NCCL_BYTES = int(1.58 * GIB)
+# What the allocator must be able to reserve beyond what is allocated at the peak: runs of the
+# engine under a falling memory cap, 1 and 2 H200, torch 2.11. With expandable_segments:True, which
+# `launch` sets, 2.5% was enough for all; with native segments 10% was, and with 6% two processes
+# failed.
+ALLOCATOR_SLACK = 0.03
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Budget:
 
     def slack_bytes(self, peak_bytes: int) -> int:
         """What the allocator reserves beyond what is allocated at the peak."""
-        return int(peak_bytes * closed_form.ALLOCATOR_SLACK)
+        return int(peak_bytes * ALLOCATOR_SLACK)
 
     def needed_bytes(self, peak_bytes: int) -> int:
         """All that must fit into the capacity for a predicted peak."""
@@ -61,24 +70,22 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
                 f"the smallest GPU has {machine.gpu_bytes / GIB:.2f} GiB",
                 "Set it to that or below, or to auto",
             )
-    outside = (
-        closed_form.CONTEXT_BYTES if machine.processes == 1 else closed_form.CONTEXT_AND_NCCL_BYTES
-    )
+    outside = CONTEXT_BYTES if machine.processes == 1 else CONTEXT_AND_NCCL_BYTES
     return Budget(capacity, outside, int(hardware.memory_margin_gib * GIB), host)
 
 
-def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, *, peak_bytes: int) -> int:
-    """Return the host memory of all processes of a node together at the peak, for a predicted peak
-    of each.
+def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks) -> int:
+    """Return the host memory of all processes of a node together at the peak, for the predicted
+    peaks of each.
 
-    With GPUs: each process itself, its offloaded activations and layers, and all
-    slices of the largest tensor while the weights are loaded; later the pages of an embedding's
-    file take their place, once for all processes, and the rows of a micro-batch on their way.
+    With GPUs: each process itself, what it page-locks, and all slices of the largest tensor while
+    the weights are loaded; later the pages of an embedding's file take their place, once for all
+    processes, and the rows of a micro-batch on their way.
     """
     if machine.device == "cpu":
-        return machine.processes_per_node * peak_bytes
+        return machine.processes_per_node * peaks.allocated_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
     stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears) // 2)  # 4 bits
     rows = plan.tokens * shape.hidden_size * plan.compute_bytes if plan.offload_embedding else 0
-    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, plan) + hosted_bytes(shape, plan) + rows
+    each = GPU_PROCESS_BYTES + peaks.host_bytes + rows
     return machine.processes_per_node * each + max(table, stack)

@@ -6,17 +6,26 @@ memory.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Forecast
-from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape, read_shape
+from workflow.lib.model.architecture.model_shape import (
+    DecoderLayer,
+    ModelShape,
+    read_config,
+    read_shape,
+)
 from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.planning.calibration_cost import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import MIB
 
@@ -44,6 +53,10 @@ CALIBRATION_FLOPS_GPU, CALIBRATION_FLOPS_CPU = 50e12, 50e9
 STACK_BYTES = 6
 
 
+RecorderOf = Callable[[Mapping[str, Any], ModelShape], AbstractContextManager[Recorder]]
+"""Returns what records plans of the model of a config.json."""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """What a job asks for on each of its nodes."""
@@ -54,14 +67,16 @@ class Allocation:
     """Minutes."""
 
 
-def training(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
+def training(
+    run: RunConfig, *, model: str, description: str, manifest: str, recorder: RecorderOf
+) -> Allocation:
     """Return what `finetune` needs; reads the description of the model and the manifest of the
     tokens.
 
     Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be
     made.
     """
-    decision, forecasted = _decide(run, description, manifest)
+    decision, forecasted = _decide(run, Path(description), manifest, recorder)
     minutes = _training_minutes(forecasted) + START_MIN
     return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes)
 
@@ -71,14 +86,16 @@ def _training_minutes(forecasted: Forecast) -> float:
     return UNKNOWN_MIN if total_h is None else total_h * 60 * TIME_ROOM
 
 
-def reading(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
+def reading(
+    run: RunConfig, *, model: str, description: str, manifest: str, recorder: RecorderOf
+) -> Allocation:
     """Return what a stage needs that loads the quantized base and runs it: `consolidate`, and
     `evaluate_run`, which loads the original too.
 
     Weights are read by way of host memory. Held-out documents are fewer than those trained on, and
     nobody knows how long tasks take.
     """
-    decision, forecasted = _decide(run, description, manifest)
+    decision, forecasted = _decide(run, Path(description), manifest, recorder)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0
     shape = read_shape(Path(description))
@@ -159,11 +176,16 @@ def _rounding_flops(layer: DecoderLayer) -> int:
     return sum(linear.num_weights * linear.in_features for linear in layer.linears)
 
 
-def _decide(run: RunConfig, description: str, manifest: str) -> tuple[Decision, Forecast]:
-    """Return the decision on a run, and its forecast."""
-    shape, tokens = read_shape(Path(description)), read_tokens(Path(manifest))
+def _decide(
+    run: RunConfig, description: Path, manifest: str, recorder: RecorderOf
+) -> tuple[Decision, Forecast]:
+    """Return the decision on a run, by lines between recordings, and its forecast."""
+    shape, tokens = read_shape(description), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
-    decision = decide(run, shape, machine, tokens, disk_free_bytes=None)
+    with recorder(read_config(description), shape) as record:
+        decision = decide(
+            run, shape, machine, tokens, disk_free_bytes=None, record=record, estimate=True
+        )
     return decision, forecast(decision, run, shape, machine, tokens)
 
 

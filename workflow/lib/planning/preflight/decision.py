@@ -1,28 +1,41 @@
 """The decision of preflight: which plan a run takes, whether it fits, and if not, what would."""
 
+import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.disk import disk_bytes
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.disk import disk_bytes
+from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.preflight.budget import Budget, budget
 from workflow.lib.planning.preflight.checks import check_batch
 from workflow.lib.planning.preflight.plan_search import (
     Candidate,
+    Choices,
     Question,
     candidates,
+    choose,
     open_choices,
+    seconds,
 )
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.remedies import remedies
-from workflow.lib.planning.preflight.replay_check import Recorder, confirmed
+from workflow.lib.planning.preflight.replay_check import NotRecordedError, Recorder, confirmed
 from workflow.lib.planning.timing.machine_speed import Speed, speed_of
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.step_plan.memory_options import in_words
+from workflow.lib.step_plan.memory_options import TABLE, in_words
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.units import GIB
 
 MOST_REMEDIES = 3  # named to who has a run that does not fit
+RECOMPUTATION = "activation_checkpointing"
+NOTHING_KNOWN = Peaks({"unknown": {}})
+
+logger = logging.getLogger("workflow")
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,14 @@ def decide(
     tokens: TokenCounts,
     *,
     disk_free_bytes: int | None,
-    record: Recorder | None = None,
+    record: Recorder,
+    estimate: bool = False,
 ) -> Decision:
     """Choose the plan and say whether the run fits GPU (or host) memory and disk.
 
-    `disk_free_bytes` is None where there is no disk to ask; `record` as in `confirmed`. Raises
-    `UserError` if a setting cannot work with this model or machine, whatever its memory.
+    `disk_free_bytes` is None where there is no disk to ask; estimate: by the lines between
+    recordings alone. Raises `UserError` if a setting cannot work with this model or machine,
+    whatever its memory, and of a model that cannot be recorded, if the settings leave a choice.
     """
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
@@ -65,19 +80,29 @@ def decide(
     speed = speed_of(
         machine, calibration=run.hardware.calibration, compute_bytes=plan.compute_bytes
     )
-    question = Question(shape, machine, speed, limits, rows, tokens.trained_share)
     choices = open_choices(run, shape, machine)
-    chosen, options = confirmed(
-        lambda shares: candidates(replace(question, shares=shares), plan, choices),
-        device=machine.device,
-        limits=limits,
-        record=record,
-    )
+    lines = _lines(plan, choices, record, rows=rows, num_layers=shape.num_layers)
+    question = Question(shape, machine, speed, limits, rows, tokens.trained_share, lines)
+
+    def search() -> list[Candidate]:
+        return candidates(question, plan, choices)
+
+    try:
+        if estimate:
+            options = search()
+            chosen = choose(options, device=machine.device)
+        else:
+            chosen, options = confirmed(
+                search, lines, device=machine.device, limits=limits, record=record
+            )
+    except NotRecordedError as error:
+        chosen = _unpredicted(question, plan, choices, error)
+        options = [chosen]
     disk = disk_bytes(
         shape, chosen.plan, tokens,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
     )  # fmt: skip
-    lack = _memory_lack(run, shape, machine, chosen, limits)
+    lack = _memory_lack(run, shape, machine, chosen, limits, record)
     lack = lack or _host_lack(chosen, limits, machine)
     lack = lack or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
     return Decision(
@@ -94,22 +119,56 @@ def decide(
     )
 
 
+def _lines(
+    plan: StepPlan, choices: Choices, record: Recorder, *, rows: int, num_layers: int
+) -> RecordedPeaks:
+    """Return the lines for what the choices leave open. Gradients of earlier micro-batches count
+    where any plan has some.
+    """
+    levels: Any = choices.values.get(RECOMPUTATION, [plan.activation_checkpointing])
+    common = replace(plan, accumulation_steps=rows // min(choices.sizes))
+    return RecordedPeaks(
+        common, record.peaks, rows=choices.sizes, levels=levels, num_layers=num_layers
+    )
+
+
+def _unpredicted(
+    question: Question, plan: StepPlan, choices: Choices, error: NotRecordedError
+) -> Candidate:
+    """Return the one plan that the settings leave; raises `UserError` if they leave more."""
+    only, *others = choices.plans(plan, rows=question.rows)
+    if others or choices.fewest:
+        settings = ", ".join(option.setting for option in TABLE if option.searched)
+        raise UserError(
+            f"{error}. So no plan can be searched. Set train.micro_batch_size, {settings} to "
+            "values other than auto: the run follows them, without a prediction of its memory."
+        )
+    logger.warning("%s; the plan of the settings is followed without a prediction", error)
+    return Candidate(only, NOTHING_KNOWN, lacking_bytes=0, step_s=seconds(question, only))
+
+
 def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
+    if chosen.peaks is NOTHING_KNOWN:
+        return "the memory of this model cannot be predicted; the settings give the plan"
     needed = limits.capacity_bytes + chosen.lacking_bytes
-    peak = chosen.replayed or chosen.prediction
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
-    alone = machine.device == "cuda" and chosen.replayed is None
-    unsure = ", estimated and not confirmed by a recording" if alone else ""
+    unsure = "" if chosen.replayed else ", estimated and not confirmed by a recording"
     recomputation = in_words(chosen.plan)["recomputation"]
     return (
         f"micro-batch {chosen.micro_batch_size} (recomputation: {recomputation}) needs "
         f"{needed / GIB:.2f} of "
-        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {peak.peak_phase}{unsure})"
+        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} "
+        f"(phase {chosen.peaks.peak_phase}{unsure})"
     )
 
 
 def _memory_lack(
-    run: RunConfig, shape: ModelShape, machine: Machine, chosen: Candidate, limits: Budget
+    run: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    chosen: Candidate,
+    limits: Budget,
+    record: Recorder,
 ) -> str | None:
     if chosen.lacking_bytes <= 0:
         return None
@@ -118,12 +177,15 @@ def _memory_lack(
         chosen.plan,
         machine,
         run.hardware,
+        record.peaks,
+        before_bytes=chosen.peak_bytes,
         global_batch_size=run.train.global_batch_size,
+        most=MOST_REMEDIES,
     )
     enough = [str(remedy) for remedy in options if remedy.fits]
-    advice = f"Any one of these would fit: {'; '.join(enough[:MOST_REMEDIES])}"
+    advice = f"Any one of these would fit: {'; '.join(enough)}"
     if not enough:
-        most = "; ".join(map(str, options[:MOST_REMEDIES])) or "there is none"
+        most = "; ".join(map(str, options)) or "there is none"
         advice = f"No single change is enough; the largest savings are: {most}"
     return f"{_reason(chosen, limits, machine)}. {advice}"
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from workflow.lib.artifacts.preflight_record import Forecast, Term, TriedPlan
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.explanations import EXPLANATIONS
-from workflow.lib.planning.memory.offload_terms import offload_window
-from workflow.lib.planning.memory.terms import trainable_parameters
+from workflow.lib.planning.memory.peaks import EXPLANATIONS
+from workflow.lib.planning.model_sizes import offload_window, trainable_parameters
 from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.planning.preflight.plan_search import Candidate, explain
 from workflow.lib.planning.timing import step_time
@@ -27,9 +26,9 @@ def forecast(
 ) -> Forecast:
     """Return what `preflight.json` holds, without its provenance."""
     chosen, limits = decision.chosen, decision.limits
-    prediction, replayed = chosen.prediction, chosen.replayed
+    peaks, replayed = chosen.peaks, chosen.replayed
     plan = _followed_plan(decision, run, shape, machine, num_rows=tokens.packed_rows)
-    peak_bytes = replayed.allocated_bytes if replayed else prediction.peak_bytes
+    peak_bytes = peaks.allocated_bytes
     slack_bytes = (
         replayed.reserved_bytes - peak_bytes if replayed else limits.slack_bytes(peak_bytes)
     )
@@ -37,10 +36,13 @@ def forecast(
         verdict="fits" if decision.fits else "does_not_fit",
         reason=decision.reason,
         plan=plan,
-        method="replay" if replayed else "closed_form",
-        terms=_terms(chosen),
-        phases=replayed.phases if replayed else prediction.phase_bytes,
-        peak_phase=replayed.peak_phase if replayed else prediction.peak_phase,
+        method="replay" if replayed else "lines",
+        terms=[
+            Term(name=name, bytes=size, explanation=EXPLANATIONS[name])
+            for name, size in peaks.terms.items()
+        ],
+        phases=peaks.phase_bytes,
+        peak_phase=peaks.peak_phase,
         peak_bytes=peak_bytes,
         allocator_slack_bytes=slack_bytes,
         reserved_bytes=peak_bytes + slack_bytes,
@@ -81,15 +83,6 @@ def _of_recurrent_layers(shape: ModelShape) -> str:
         f"; {layers} recurrent layers are counted by what they keep, too short where "
         "their family's own code computes the recurrence"
     )
-
-
-def _terms(chosen: Candidate) -> list[Term]:
-    """Return the terms of the peak: by the replay where there is one, else by the closed form."""
-    prediction = chosen.prediction
-    terms = chosen.replayed.terms if chosen.replayed else prediction.phases[prediction.peak_phase]
-    return [
-        Term(name=name, bytes=size, explanation=EXPLANATIONS[name]) for name, size in terms.items()
-    ]
 
 
 def _parts(

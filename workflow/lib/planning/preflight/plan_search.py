@@ -1,27 +1,28 @@
 """The search for the fastest plan that fits: every micro-batch size with every value of what is
 left open.
 
-What may be left open is in the table of memory options (`step_plan.memory_options`). Each candidate
-is predicted in closed form, its bytes by `memory`, corrected by what was recorded of other plans,
-and its seconds by `machine_speed`. What saves memory costs time; the memory that it saves allows
-larger micro-batches, which save time. Which of the two wins depends on shapes, memory and links, so
-all are tried: some hundred, in milliseconds.
+What may be left open is in the table of memory options (`step_plan.memory_options`). The bytes of a
+candidate are predicted by lines between recordings (`recorded_peaks`), its seconds by
+`machine_speed`. What saves memory costs time; the memory that it saves allows larger micro-batches,
+which save time. Which of the two wins depends on shapes, memory and links, so all are tried: some
+hundred. What the search would keep on the host is left out where it is no faster than what fits
+without.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory import closed_form
-from workflow.lib.planning.memory.closed_form import Prediction
+from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.memory.replay import Replay
 from workflow.lib.planning.preflight.budget import Budget, host_bytes
 from workflow.lib.planning.preflight.checks import check_batch
 from workflow.lib.planning.preflight.planning_inputs import circumstances, wanted
-from workflow.lib.planning.preflight.recorded_shares import RecordedShares
 from workflow.lib.planning.timing.machine_speed import Speed
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.memory_option import MemoryOption, Value
@@ -42,11 +43,8 @@ class Candidate:
     """A plan, what it takes, and the predicted seconds of a step."""
 
     plan: StepPlan
-    prediction: Prediction
-    """By the closed form."""
-    peak_bytes: int
-    """The peak of that, as recordings of other plans have corrected it; its own replay's, if there
-    is one."""
+    peaks: Peaks
+    """By lines between recordings, or by its own recording (`replayed`)."""
     lacking_bytes: int
     """How much more than there is a process would need; 0 or less if it fits."""
     step_s: float
@@ -56,8 +54,12 @@ class Candidate:
     """How much more of that would be needed than there is; 0 or less if it is there or not
     known."""
     replayed: Replay | None = None
-    """The peaks of its replay, where it was replayed (`verdict`); `lacking_bytes` is by these
-    then."""
+    """Of its own recording, if there is one; `lacking_bytes` is by this then."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of what is allocated."""
+        return self.peaks.allocated_bytes
 
     @property
     def micro_batch_size(self) -> int:
@@ -119,29 +121,43 @@ class Question:
     rows: int
     """Of a process and step."""
     trained_share: float
-    shares: RecordedShares = field(default_factory=RecordedShares)
+    peaks: RecordedPeaks
 
     def holds(self, plan: StepPlan) -> bool:
         """Whether a plan's predicted peak fits."""
-        peak = closed_form.predict(self.shape, plan).peak_bytes
-        return self.limits.holds(self.shares.corrected(peak, plan))
+        return self.limits.holds(self.peaks.of(plan).allocated_bytes)
 
 
 def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Candidate]:
     """Predict every choice; where one does not fit, once more with layers on the host, as few as
     let it fit, or all.
     """
-    options = []
+    options, unasked = list[Candidate](), list[StepPlan]()
     for tried in choices.plans(plan, rows=question.rows):
-        unasked = choices.takes_host_memory(tried)
-        options.append(_candidate(question, tried, unasked=unasked))
-        for option in choices.fewest:
-            if options[-1].lacking_bytes > 0:
-                fewest = tried.changed({option.field: _fewest_layers(question, tried, option)})
-                options.append(_candidate(question, fewest, unasked=True))
+        if choices.takes_host_memory(tried):
+            unasked.append(tried)
+        else:
+            options += _with_fewest_layers(question, tried, choices, unasked=False)
+    fastest_s = min((option.step_s for option in options if option.fits), default=math.inf)
+    for tried in unasked:
+        if seconds(question, tried) * (1 + UNSURE) <= fastest_s:
+            options += _with_fewest_layers(question, tried, choices, unasked=True)
     if question.machine.imagined_host is None or any(option.fits for option in options):
         return options
     return [_in_all_of_the_host(option, question.limits) for option in options]
+
+
+def _with_fewest_layers(
+    question: Question, plan: StepPlan, choices: Choices, *, unasked: bool
+) -> Iterator[Candidate]:
+    """Yield a plan, and if it does not fit, what it is with as few layers on the host as let it."""
+    candidate = _candidate(question, plan, unasked=unasked)
+    yield candidate
+    for option in choices.fewest:
+        if candidate.lacking_bytes > 0:
+            fewest = plan.changed({option.field: _fewest_layers(question, plan, option)})
+            candidate = _candidate(question, fewest, unasked=True)
+            yield candidate
 
 
 def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> int:
@@ -162,8 +178,22 @@ def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> 
 
 def _candidate(question: Question, plan: StepPlan, *, unasked: bool) -> Candidate:
     """unasked: what it keeps in host memory is the search's idea, not a setting."""
-    prediction = closed_form.predict(question.shape, plan)
-    peak = question.shares.corrected(prediction.peak_bytes, plan)
+    peaks = question.peaks.of(plan)
+    needed = question.limits.needed_bytes(peaks.allocated_bytes)
+    host = host_bytes(question.shape, plan, question.machine, peaks)
+    allowed = _allowed_host_bytes(question.machine, question.limits, unasked=unasked)
+    return Candidate(
+        plan=plan,
+        peaks=peaks,
+        lacking_bytes=needed - question.limits.capacity_bytes,
+        step_s=seconds(question, plan),
+        host_bytes=host,
+        lacking_host_bytes=0 if allowed is None else host - allowed,
+    )
+
+
+def seconds(question: Question, plan: StepPlan) -> float:
+    """Return the predicted seconds of a step."""
     micro_batches = question.rows // plan.micro_batch_size
     parts = question.speed.parts(
         question.shape,
@@ -171,17 +201,7 @@ def _candidate(question: Question, plan: StepPlan, *, unasked: bool) -> Candidat
         trained_share=question.trained_share,
         micro_batches=micro_batches,
     )
-    host = host_bytes(question.shape, plan, question.machine, peak_bytes=peak)
-    allowed = _allowed_host_bytes(question.machine, question.limits, unasked=unasked)
-    return Candidate(
-        plan=plan,
-        prediction=prediction,
-        peak_bytes=peak,
-        lacking_bytes=question.limits.needed_bytes(peak) - question.limits.capacity_bytes,
-        step_s=sum(parts.values()) * micro_batches,
-        host_bytes=host,
-        lacking_host_bytes=0 if allowed is None else host - allowed,
-    )
+    return sum(parts.values()) * micro_batches
 
 
 def _in_all_of_the_host(option: Candidate, limits: Budget) -> Candidate:

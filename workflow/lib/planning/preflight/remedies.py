@@ -1,14 +1,16 @@
-"""What to change when a run does not fit: single changes of a setting, each predicted like the run
+"""What to change when a run does not fit: single changes of a setting, each recorded like the run
 itself.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.memory.recorded_peaks import RecordPeaks
 from workflow.lib.planning.preflight.budget import budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import circumstances, divisors
 from workflow.lib.settings.config import HardwareConfig
@@ -40,6 +42,9 @@ NEAREST = (
 )
 
 
+Option = tuple[str, StepPlan]
+
+
 @dataclass(frozen=True)
 class Remedy:
     """One change, the peak and the capacity that a process then has, and whether it fits."""
@@ -57,44 +62,74 @@ def remedies(
     plan: StepPlan,
     machine: Machine,
     hardware: HardwareConfig,
+    record: RecordPeaks,
     *,
+    before_bytes: int,
     global_batch_size: int,
+    most: int,
 ) -> list[Remedy]:
-    """Return the single changes that help; of each kind the smallest that fits, else the largest.
+    """Return up to `most` single changes that fit, the nearest first, of each kind the smallest
+    that does; if there is none, those that save most of the `before_bytes` of the plan.
 
-    First come those that fit, the nearest (`NEAREST`) before others; then those that do not, the
-    largest saving first.
-
-    Micro-batches other than the given one are predicted with one row.
+    Micro-batches other than the given one are recorded with one row.
     """
-    best = []
-    for options in _options(shape, plan, machine, global_batch_size=global_batch_size):
-        tried = [_try(shape, change, changed, machine, hardware) for change, changed in options]
-        if tried:
-            best.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
-    before = predict(shape, plan).peak_bytes
-    helpful = [remedy for remedy in best if remedy.fits or remedy.peak_bytes < before]
-    return sorted(helpful, key=_order)
+    kinds = sorted(
+        filter(None, _options(shape, plan, machine, global_batch_size=global_batch_size)),
+        key=_place,
+    )
+
+    def tried(options: Sequence[Option]) -> list[Remedy]:
+        peaks = record([changed for _, changed in options])
+        return [
+            _judged(shape, *option, found, machine, hardware)
+            for option, found in zip(options, peaks, strict=True)
+        ]
+
+    largest = tried([options[-1] for options in kinds])
+    fitting = [
+        (options, remedy) for options, remedy in zip(kinds, largest, strict=True) if remedy.fits
+    ]
+    if fitting:
+        return [_smallest(options, remedy, tried) for options, remedy in fitting[:most]]
+    helpful = [remedy for remedy in largest if remedy.peak_bytes < before_bytes]
+    return sorted(helpful, key=lambda remedy: remedy.peak_bytes)[:most]
 
 
-def _order(remedy: Remedy) -> tuple[bool, int]:
-    setting = remedy.change.split(" = ")[0]
+def _place(options: Sequence[Option]) -> int:
+    """The place of a kind of change among all, the nearest first."""
+    setting = options[0][0].split(" = ")[0]
     assert setting in NEAREST, f"{setting} has no place among the remedies"
-    return not remedy.fits, NEAREST.index(setting) if remedy.fits else remedy.peak_bytes
+    return NEAREST.index(setting)
 
 
-def _try(
-    shape: ModelShape, change: str, plan: StepPlan, machine: Machine, hardware: HardwareConfig
+def _smallest(
+    options: Sequence[Option], largest: Remedy, tried: Callable[[Sequence[Option]], list[Remedy]]
+) -> Remedy:
+    """Return the smallest change of a kind that fits, by bisection; the largest does."""
+    first, last, found = 0, len(options) - 1, largest
+    while first < last:
+        middle = (first + last) // 2
+        (remedy,) = tried([options[middle]])
+        if remedy.fits:
+            last, found = middle, remedy
+        else:
+            first = middle + 1
+    return found
+
+
+def _judged(
+    shape: ModelShape,
+    change: str,
+    plan: StepPlan,
+    peaks: Peaks,
+    machine: Machine,
+    hardware: HardwareConfig,
 ) -> Remedy:
     changed = replace(machine, processes=plan.processes)
     limits = budget(hardware, changed)
-    peak = predict(shape, plan).peak_bytes
-    host = host_bytes(shape, plan, changed, peak_bytes=peak)
+    host = host_bytes(shape, plan, changed, peaks)
     room = limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes
-    return Remedy(change, peak, limits.holds(peak) and room)
-
-
-Option = tuple[str, StepPlan]
+    return Remedy(change, peaks.allocated_bytes, limits.holds(peaks.allocated_bytes) and room)
 
 
 def _options(
@@ -127,7 +162,8 @@ def _of_option(option: MemoryOption, plan: StepPlan, where: Circumstances) -> li
     """Return what more of a memory option saves, as far as nothing forbids it."""
     values: Iterable[Value] = ()
     if option.fewest:
-        values = range(option.of(plan) + 1, where.num_layers + 1)
+        eighths = {math.ceil(where.num_layers * part / 8) for part in range(1, 9)}
+        values = sorted(count for count in eighths if count > option.of(plan))
     elif option.most is not None and option.of(plan) != option.most:
         values = [option.most]
     return [

@@ -1,69 +1,67 @@
-"""The verdict on a plan for GPUs: the one that the search chooses is recorded from the engine and
-replayed before it is believed.
+"""The verdict on a plan: the one that the search chooses is recorded from the engine and replayed
+before it is believed.
 
-What a replay allocates, as a share of what the closed form says, corrects the search's other
-candidates, and it goes on until it chooses one that was replayed, or none that is worth a
-recording. CPUs have no such allocator: there the closed form decides, and where nothing can be
-recorded.
+What a recording shows corrects the lines that the search is by, and it goes on until it chooses a
+plan that was recorded, or none that is worth a recording.
 """
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
+from workflow.lib.planning.memory.replay import Replay, replay
 from workflow.lib.planning.preflight.budget import Budget
 from workflow.lib.planning.preflight.plan_search import (
     Candidate,
     choose,
     is_worth_recording,
 )
-from workflow.lib.planning.preflight.recorded_shares import RecordedShares
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
-
-logger = logging.getLogger("workflow")
-
-Recorder = Callable[[StepPlan], Tape]
-"""Returns what a process of a plan asks of the allocator, as `recording.recording_process` does; or
-raises `NotRecordedError`.
-"""
 
 
 class NotRecordedError(UserError):
     """A model uses what cannot be run on tensors without values."""
 
 
+class Recorder(Protocol):
+    """Runs plans of a model on tensors without values; raises `NotRecordedError` where it
+    cannot.
+    """
+
+    def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
+        """Return the peaks of a process of each plan."""
+
+    def tape(self, plan: StepPlan) -> Tape:
+        """Return all that a process of a plan asks of a GPU's allocator."""
+
+
 def confirmed(
-    search: Callable[[RecordedShares], list[Candidate]],
+    search: Callable[[], list[Candidate]],
+    lines: RecordedPeaks,
     *,
     device: str,
     limits: Budget,
-    record: Recorder | None = None,
+    record: Recorder,
 ) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate whose replay fits, and all candidates with what replays have shown;
-    search: finds them, by what was recorded so far.
-
-    If none fits, the one that needs least, replayed too. Without `record`, and of a model that
-    cannot be recorded, there are no replays.
+    search: finds them, by `lines`. If none fits, the one that needs least, replayed too.
     """
-    shares, known = RecordedShares(), list[Candidate]()
+    known = list[Candidate]()
     while True:
-        options = _with_replays(search(shares), known)
+        options = _with_replays(search(), known)
         chosen = choose(options, device=device)
-        if device == "cpu" or record is None or chosen.replayed is not None:
+        if chosen.replayed is not None:
             return chosen, options
         if fitting := [candidate for candidate in known if candidate.fits]:
             best = choose(fitting, device=device)
             if not is_worth_recording(chosen, best):
                 return best, options
-        try:
-            known.append(replayed(chosen, limits=limits, record=record))
-        except NotRecordedError as error:
-            logger.warning("%s; the verdict is an estimate by the closed form", error)
-            return chosen, options
-        shares = shares.with_recorded(chosen.plan, _share(known[-1]))
+        known.append(recorded(chosen, limits=limits, record=record))
+        lines.correct(chosen.plan, known[-1].peaks)
 
 
 def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Candidate]:
@@ -80,17 +78,16 @@ def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Cand
     return found
 
 
-def _share(candidate: Candidate) -> float:
-    assert candidate.replayed is not None
-    return candidate.replayed.allocated_bytes / candidate.prediction.peak_bytes
-
-
-def replayed(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
-    """Return a candidate with its replay, and what it takes and lacks by that."""
-    outside = limits.outside_allocator_bytes + limits.margin_bytes
-    allowed = limits.capacity_bytes - outside
-    peaks = replay(record(candidate.plan), limit_bytes=allowed)
-    lacking = peaks.lacking_bytes or peaks.reserved_bytes - allowed
-    return replace(
-        candidate, replayed=peaks, peak_bytes=peaks.allocated_bytes, lacking_bytes=lacking
-    )
+def recorded(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
+    """Return a candidate with its recording, and what it takes and lacks by that. CPUs have no such
+    allocator.
+    """
+    if candidate.plan.device == "cpu":
+        (peaks,) = record.peaks([candidate.plan])
+        reserved = peaks.allocated_bytes + limits.slack_bytes(peaks.allocated_bytes)
+        found, lacking = Replay(peaks, reserved, 0), reserved - limits.capacity_bytes
+    else:
+        allowed = limits.capacity_bytes - limits.outside_allocator_bytes - limits.margin_bytes
+        found = replay(record.tape(candidate.plan), limit_bytes=allowed)
+        lacking = found.lacking_bytes or found.reserved_bytes - allowed
+    return replace(candidate, peaks=found.peaks, replayed=found, lacking_bytes=lacking)

@@ -12,7 +12,7 @@ from workflow.lib.system.units import GIB, MIB
 
 METHODS = {
     "replay": "reserved beyond what is allocated, by a replay of the steps",
-    "closed_form": "reserved beyond what is allocated",
+    "lines": "reserved beyond what is allocated",
 }
 WIDTH = 100  # columns
 

@@ -10,8 +10,8 @@ part through its network.
 import math
 from dataclasses import dataclass
 
-from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.memory.terms import layer_tensors
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
+from workflow.lib.planning.model_sizes import layer_parameters, packed_bytes
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import GpuModel
 
@@ -84,16 +84,13 @@ def micro_batch_traffic(shape: ModelShape, setup: StepPlan, fabric: Fabric) -> T
     """Return what a micro-batch's collectives take; nothing for one process."""
     if setup.processes == 1:
         return NO_TRAFFIC
-    of_kinds = [layer_tensors(kind, setup) for kind in shape.kinds]
-    counts = [shape.counts[kind] for kind in range(len(of_kinds))]
-    gathered = sum(n * sum(x.gathered.values()) for n, x in zip(counts, of_kinds, strict=True))
-    unit = gathered / shape.num_layers
+    unit = shape.total(lambda layer: _gathered(layer, setup)) / shape.num_layers
     gather = ring_seconds(unit, fabric, processes=setup.shards)
     gathers = shape.num_layers * (2 if setup.reshard_after_forward else 1)
     vocabulary = _vocabulary_seconds(shape, setup, fabric)
     reductions = sum(
-        n * _reduction_seconds(x.by_term["lora_weights"], setup, fabric)
-        for n, x in zip(counts, of_kinds, strict=True)
+        count * _reduction_seconds(4 * layer_parameters(shape.kinds[kind], setup), setup, fabric)
+        for kind, count in shape.counts.items()
     )
     return Traffic(
         beside_s=gathers * gather + reductions + vocabulary,
@@ -104,11 +101,21 @@ def micro_batch_traffic(shape: ModelShape, setup: StepPlan, fabric: Fabric) -> T
     )
 
 
-def _reduction_seconds(adapters: list[tuple[int, int]], setup: StepPlan, fabric: Fabric) -> float:
+def _gathered(layer: DecoderLayer, setup: StepPlan) -> int:
+    """Bytes of one layer, gathered: packed weights, adapters (DoRA's in fp32), norms and biases."""
+    if setup.shards == 1:
+        return 0
+    others = sum(length for _, length in layer.vectors)
+    others += sum(math.prod(size) for _, size in layer.tensors)
+    width = 4 if setup.dora else setup.compute_bytes
+    trained = layer_parameters(layer, setup)
+    return packed_bytes(layer.linears, setup) + width * trained + setup.compute_bytes * others
+
+
+def _reduction_seconds(num_bytes: int, setup: StepPlan, fabric: Fabric) -> float:
     """Of one layer's adapter gradients: a reduction over the shards, and a sum over replicas
     (reduced and gathered).
     """
-    num_bytes = sum(rows * width for rows, width in adapters)
     shards = setup.shards
     across = ring_seconds(
         num_bytes / shards,

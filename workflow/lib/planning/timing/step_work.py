@@ -4,17 +4,18 @@ Nothing here knows how fast a GPU is; `step_time` makes seconds of it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from workflow.lib.model.architecture.layer_choice import activation_offload_layers
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
-from workflow.lib.planning.memory.offload_terms import stashed_counts
-from workflow.lib.planning.memory.terms import (
+from workflow.lib.planning.model_sizes import (
     ROUNDED_BYTES,
-    kept_activations,
-    lora_parameters,
-    packed_slice,
-    rounded_elements,
-    saved_activations,
+    adapter_parameters,
+    kept_elements,
+    layer_parameters,
+    norms,
+    packed_bytes,
+    saved_bytes,
     trainable_parameters,
 )
 from workflow.lib.settings.optimizers import OPTIMIZERS
@@ -31,19 +32,20 @@ WIDE_HEAD_TIME = 3.8
 # TFLOP of frozen weights in the widths of Qwen3-30B-A3B, 32,768 rows, on an H100, where dense
 # products reach 663 TFLOP/s (profiled, November 2026).
 GROUPED_TIME = 1.4
-# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is
-# saved, more than all of it, because what they keep is also read and written less often. 8 layers
-# of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
-FUSED_SHARE = 1.43
+# Elementwise work of a layer, of what a fused layer keeps (`model_sizes.kept_elements`): of a fused
+# layer, and of one that is not, which keeps twice as much. 8 layers of 70B width on 2 x H200: 21 ms
+# less fused, where unfused layers take 69 (profiled).
+FUSED_TRAFFIC, UNFUSED_TRAFFIC = 0.6, 2.0
 # Dropout's kernel reads and writes an adapter's input (2 passes over it, forward); backward does it
 # again, and makes, reads and adds a gradient (5). Counted, not measured.
 DROPPED_TRAFFIC = 3
-# Of the elementwise work that the activations of a layer with experts suggest: its products read
-# rows where they lie and add adapters and biases themselves, and one kernel each way computes what
-# is between them. 12 layers of Qwen3-30B-A3B on an H100, all but the loss and the update: 18 and 14
-# ms with and without recomputation, where the activations suggest 30 and 20 (profiled, November
-# 2026).
-EXPERT_TRAFFIC = 0.6
+# The same of a layer with experts: its products read rows where they lie and add adapters and
+# biases themselves, and one kernel each way computes what is between them. 12 layers of
+# Qwen3-30B-A3B on an H100, all but the loss and the update: 18 and 14 ms with and without
+# recomputation (profiled, November 2026).
+EXPERT_TRAFFIC = 0.66
+# And of a recurrent layer, whose own code computes much between its linears.
+RECURRENT_TRAFFIC = 2.5
 # Against bf16 products, 4,096 rows of 70B and 8B widths on an H200, torch 2.11, November 2026: by a
 # prototype of float8 (1,231 to 1,338 TFLOP/s for 659 to 734), and by torch's int8 product without
 # scales (832 to 934). docs/time-model.md compares the engine's own.
@@ -117,65 +119,65 @@ class Work:
 
 
 def micro_batch_work(
-    shape: ModelShape, setup: StepPlan, *, trained_share: float, micro_batches: int = 1
+    shape: ModelShape, plan: StepPlan, *, trained_share: float, micro_batches: int = 1
 ) -> Work:
     """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the
     loss; a step has `micro_batches`.
 
     DoRA multiplies every weight with A once a step, counted as if a step had one micro-batch.
     """
-    t, layers = setup.tokens, shape.num_layers
-    recomputed = setup.recomputed_layers(layers)
+    t, layers = plan.tokens, shape.num_layers
+    recomputed = plan.recomputed_layers(layers)
     layer_passes = 2 * layers + recomputed
     passes = layer_passes / layers
     logits = t * trained_share * shape.vocab_size
-    normed = shape.quantized_weights if setup.dora else 0
+    normed = shape.quantized_weights if plan.dora else 0
     recomputed_share = recomputed / layers
     made = {"passes": passes, "recomputed": recomputed_share}
-    rounding_passes = 2 * (layers - recomputed) * (setup.saved_activations != COMPUTE_DTYPE)
+    rounding_passes = 2 * (layers - recomputed) * (plan.saved_activations != COMPUTE_DTYPE)
     return Work(
-        product_flops=t * _frozen_flops(shape, setup, grouped=False, **made)
-        + t * _adapter_flops(shape, setup, passes=passes)
+        product_flops=t * _frozen_flops(shape, plan, grouped=False, **made)
+        + t * _adapter_flops(shape, plan, passes=passes)
         + 4 * logits * shape.hidden_size
-        + 2 * setup.rank * normed,
-        attention_flops=t * _attention_flops(shape, setup) * (passes - 1 + 2.5),
-        dequantized_bytes=_decoded_bytes(shape, setup, _moved_to_decode, **made)
+        + 2 * plan.rank * normed,
+        attention_flops=t * _attention_flops(shape, plan) * (passes - 1 + 2.5),
+        dequantized_bytes=_decoded_bytes(shape, plan, _moved_to_decode, **made)
         + normed * DEQUANTIZED_BYTES,
-        kept_bytes=layer_passes * _elementwise_bytes(shape, setup),
+        kept_bytes=layer_passes * _elementwise_bytes(shape, plan),
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
-        logit_bytes=logits * _logit_bytes(shape, setup),
-        update_bytes=(UPDATE_BYTES + OPTIMIZERS[setup.optimizer].moved_bytes)
-        * trainable_parameters(shape, setup)
-        / (setup.shards * micro_batches),
-        pauses=0 if _launched_ahead(setup) else 1 / micro_batches,
-        dropped_bytes=layer_passes * _dropped_bytes(shape, setup),
-        expert_flops=t * GROUPED_TIME * _frozen_flops(shape, setup, grouped=True, **made),
-        expert_weight_bytes=_decoded_bytes(shape, setup, _read_by_experts, **made),
-        expert_adapter_bytes=t * setup.compute_bytes * _adapter_rows(shape, setup, passes=passes),
-        looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
-        rounded_bytes=rounding_passes * _rounded_bytes(shape, setup)
-        + t * _rounded_for_products(shape, setup, passes=passes),
+        logit_bytes=logits * _logit_bytes(shape, plan),
+        update_bytes=(UPDATE_BYTES + OPTIMIZERS[plan.optimizer].moved_bytes)
+        * trainable_parameters(shape, plan)
+        / (plan.shards * micro_batches),
+        pauses=0 if _launched_ahead(plan) else 1 / micro_batches,
+        dropped_bytes=layer_passes * _dropped_bytes(shape, plan),
+        expert_flops=t * GROUPED_TIME * _frozen_flops(shape, plan, grouped=True, **made),
+        expert_weight_bytes=_decoded_bytes(shape, plan, _read_by_experts, **made),
+        expert_adapter_bytes=t * plan.compute_bytes * _adapter_rows(shape, plan, passes=passes),
+        looked_up_bytes=t * shape.hidden_size * plan.compute_bytes * plan.offload_embedding,
+        rounded_bytes=rounding_passes * _rounded_bytes(shape, plan)
+        + t * _rounded_for_products(shape, plan, passes=passes),
         rounding_passes=rounding_passes,
-        stashed_bytes=_stashed_bytes(shape, setup),
-        hosted_layers=setup.offload_layers,
-        hosted_bytes=shape.largest(lambda layer: packed_slice(layer, setup)),
+        stashed_bytes=_stashed_bytes(shape, plan),
+        hosted_layers=plan.offload_layers,
+        hosted_bytes=shape.largest(lambda layer: packed_bytes(layer.linears, plan)) // plan.shards,
         layers=layers,
-        eight_bits=setup.matmul_dtype != COMPUTE_DTYPE,
+        eight_bits=plan.matmul_dtype != COMPUTE_DTYPE,
         expert_share=shape.total(_has_experts) / layers,
-        graphed=setup.graphed,
+        graphed=plan.graphed,
     )
 
 
-def _logit_bytes(shape: ModelShape, setup: StepPlan) -> int:
+def _logit_bytes(shape: ModelShape, plan: StepPlan) -> int:
     """Moved in the loss for a logit."""
-    if setup.fused_loss:
+    if plan.fused_loss:
         return FUSED_LOGIT_BYTES
     return CAPPED_LOGIT_BYTES if shape.logit_softcap else LOGIT_BYTES
 
 
 def _frozen_flops(
-    shape: ModelShape, setup: StepPlan, *, grouped: bool, passes: float, recomputed: float
+    shape: ModelShape, plan: StepPlan, *, grouped: bool, passes: float, recomputed: float
 ) -> float:
     """Of decoder layers' frozen weights, a token: each in forward, in recomputation less what that
     spares, and in backward (2 FLOP each), in 8 bits as so many in bf16 as take as long.
@@ -190,23 +192,28 @@ def _frozen_flops(
             if (x.experts > 1) == grouped
         )
 
-    spared = shape.total(lambda layer: used(layer, _not_recomputed(layer, setup)))
+    spared = shape.total(lambda layer: used(layer, _not_recomputed(layer, plan)))
     weights = passes * shape.total(lambda layer: used(layer, layer.linears)) - recomputed * spared
     saved = 1 - 1 / FLOAT8_SPEED
-    return 2 * weights * (1 - saved * _eight_bit_share(setup, passes=passes))
+    return 2 * weights * (1 - saved * _eight_bit_share(plan, passes=passes))
 
 
-def _adapter_flops(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
+def _adapter_flops(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
     """Of the adapters of decoder layers, a token: each weight twice in backward. Those of experts
     are counted by bytes.
     """
-    adapters = lora_parameters(shape, setup) - shape.total(lambda x: _expert_adapters(x, setup))
-    return 2 * (passes + 1) * adapters
+    adapters = shape.total(
+        lambda layer: (
+            layer_parameters(layer, plan)
+            - adapter_parameters((x for x in layer.linears if x.experts > 1), plan)
+        )
+    )
+    return 2 * (passes + 1) * (adapters + adapter_parameters(shape.other_linears, plan))
 
 
 def _decoded_bytes(
     shape: ModelShape,
-    setup: StepPlan,
+    plan: StepPlan,
     bytes_of: Callable[[Linear, StepPlan, float], float],
     *,
     passes: float,
@@ -217,48 +224,48 @@ def _decoded_bytes(
     """
 
     def moved(linears: Iterable[Linear]) -> float:
-        return sum(x.num_weights * bytes_of(x, setup, passes) for x in linears)
+        return sum(x.num_weights * bytes_of(x, plan, passes) for x in linears)
 
     counts = shape.counts.items()
     kinds = ((count, shape.kinds[kind]) for kind, count in counts)
     return sum(
-        count * (passes * moved(layer.linears) - recomputed * moved(_not_recomputed(layer, setup)))
+        count * (passes * moved(layer.linears) - recomputed * moved(_not_recomputed(layer, plan)))
         for count, layer in kinds
     )
 
 
-def _moved_to_decode(linear: Linear, setup: StepPlan, passes: float) -> float:
+def _moved_to_decode(linear: Linear, plan: StepPlan, passes: float) -> float:
     """On average of the passes."""
-    in_eight_bits = _eight_bit_share(setup, passes=passes)
+    in_eight_bits = _eight_bit_share(plan, passes=passes)
     return DEQUANTIZED_BYTES - (DEQUANTIZED_BYTES - EIGHT_BIT_BYTES) * in_eight_bits
 
 
-def _read_by_experts(linear: Linear, setup: StepPlan, passes: float) -> float:
+def _read_by_experts(linear: Linear, plan: StepPlan, passes: float) -> float:
     """What was written to decode it; 0 for all but experts."""
-    return (linear.experts > 1) * (_moved_to_decode(linear, setup, passes) - PACKED_BYTES)
+    return (linear.experts > 1) * (_moved_to_decode(linear, plan, passes) - PACKED_BYTES)
 
 
-def _eight_bit_share(setup: StepPlan, *, passes: float) -> float:
+def _eight_bit_share(plan: StepPlan, *, passes: float) -> float:
     """Return the share of the passes whose matmuls are in float8; backward is one pass."""
-    if setup.matmul_dtype == COMPUTE_DTYPE:
+    if plan.matmul_dtype == COMPUTE_DTYPE:
         return 0.0
-    return {"both": passes, "forward": passes - 1, "backward": 1}[setup.matmul_passes] / passes
+    return {"both": passes, "forward": passes - 1, "backward": 1}[plan.matmul_passes] / passes
 
 
-def _rounded_for_products(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
+def _rounded_for_products(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
     """Bytes by token that are moved to round what frozen weights multiply in 8 bits: their inputs
     in every pass but backward, and the gradients of their values in it.
     """
-    if setup.matmul_dtype == COMPUTE_DTYPE:
+    if plan.matmul_dtype == COMPUTE_DTYPE:
         return 0.0
-    forward = (passes - 1) * (setup.matmul_passes != "backward")
-    inputs = shape.total(lambda layer: _multiplied_elements(layer, setup, gradients=False))
-    gradients = shape.total(lambda layer: _multiplied_elements(layer, setup, gradients=True))
-    elements = forward * inputs + (setup.matmul_passes != "forward") * gradients
-    return (setup.compute_bytes + 1) * elements
+    forward = (passes - 1) * (plan.matmul_passes != "backward")
+    inputs = shape.total(lambda layer: _multiplied_elements(layer, plan, gradients=False))
+    gradients = shape.total(lambda layer: _multiplied_elements(layer, plan, gradients=True))
+    elements = forward * inputs + (plan.matmul_passes != "forward") * gradients
+    return (plan.compute_bytes + 1) * elements
 
 
-def _multiplied_elements(layer: DecoderLayer, setup: StepPlan, *, gradients: bool) -> int:
+def _multiplied_elements(layer: DecoderLayer, plan: StepPlan, *, gradients: bool) -> int:
     """Elements by token of what a layer's frozen weights multiply. Linears of one module share
     their input, all but its last, which has its own.
     """
@@ -276,64 +283,66 @@ def _module_of(linear: Linear) -> str:
     return linear.path.rpartition(".")[0]
 
 
-def _attention_flops(shape: ModelShape, setup: StepPlan) -> float:
+def _attention_flops(shape: ModelShape, plan: StepPlan) -> float:
     """Of a token in forward: 2 S (q + width of values) a layer, as a rule 4 S q; half of it with
     flash (causal). Backward takes 2.5 times that (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
     Heads wider than FlashAttention's count as what they take.
     """
-    causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention_kind, 1.0)
+    causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(plan.attention_kind, 1.0)
 
     def width(layer: DecoderLayer) -> float:
-        wide = setup.attention_kind == "flash" and layer.head_dim > WIDEST_HEAD
+        wide = plan.attention_kind == "flash" and layer.head_dim > WIDEST_HEAD
         return (WIDE_HEAD_TIME if wide else 1.0) * (layer.query_width + layer.value_width)
 
     widths = sum(count * width(shape.kinds[kind]) for kind, count in shape.counts.items())
-    return 2 * setup.seq_len * causal * widths
+    return 2 * plan.seq_len * causal * widths
 
 
-def _elementwise_bytes(shape: ModelShape, setup: StepPlan) -> float:
-    """What autograd keeps of a layer, on average, as far as elementwise work grows with it."""
+def _elementwise_bytes(shape: ModelShape, plan: StepPlan) -> float:
+    """Bytes that elementwise work of a layer grows with, on average; with eager attention also
+    scores, and their softmax in fp32 and in the compute type.
+    """
+    fused = FUSED_TRAFFIC if plan.fused_layers else UNFUSED_TRAFFIC
 
-    def suggested(layer: DecoderLayer) -> float:
-        saved_bytes = saved_activations(layer, setup)
-        plain = saved_activations(layer, replace(setup, fused_layers=False))
-        factor = EXPERT_TRAFFIC if _has_experts(layer) else 1.0
-        return factor * (plain - FUSED_SHARE * (plain - saved_bytes))
+    def touched(layer: DecoderLayer) -> float:
+        factor = fused
+        if layer.recurrent:
+            factor = RECURRENT_TRAFFIC
+        if _has_experts(layer):
+            factor = EXPERT_TRAFFIC
+        scores = plan.seq_len * layer.num_heads if plan.attention_kind == "eager" else 0
+        c = plan.compute_bytes
+        values = sum(x.out_features for x in layer.linears if x.name in plan.targets)
+        kept = factor * kept_elements(layer, plan) + plan.dora * values
+        return c * kept + (4 + c) * scores
 
     counts = shape.counts.items()
-    return sum(count * suggested(shape.kinds[kind]) for kind, count in counts) / shape.num_layers
+    total = sum(count * touched(shape.kinds[kind]) for kind, count in counts)
+    return plan.tokens * total / shape.num_layers
 
 
-def _launched_ahead(setup: StepPlan) -> bool:
+def _launched_ahead(plan: StepPlan) -> bool:
     """Whether the next step's first micro-batch is launched before the host has read this one's
     loss: by graphs, where the device itself decides on the update.
     """
-    return setup.graphed and OPTIMIZERS[setup.optimizer].device_decides
+    return plan.graphed and OPTIMIZERS[plan.optimizer].device_decides
 
 
 def _has_experts(layer: DecoderLayer) -> int:
     return int(any(x.experts > 1 for x in layer.linears))
 
 
-def _adapted_stacks(layer: DecoderLayer, setup: StepPlan) -> list[Linear]:
-    return [x for x in layer.linears if x.experts > 1 and x.name in setup.targets]
+def _adapted_stacks(layer: DecoderLayer, plan: StepPlan) -> list[Linear]:
+    return [x for x in layer.linears if x.experts > 1 and x.name in plan.targets]
 
 
-def _expert_adapters(layer: DecoderLayer, setup: StepPlan) -> int:
-    """Weights of all experts' adapters."""
-    return sum(
-        x.experts * setup.rank_of(x.name) * (x.in_features + x.out_features // x.experts)
-        for x in _adapted_stacks(layer, setup)
-    )
-
-
-def _adapter_rows(shape: ModelShape, setup: StepPlan, *, passes: float) -> float:
+def _adapter_rows(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
     """Elements by token that the products of experts' adapters read: inputs for x A^T in every pass
     but backward and for the gradient of A, gradients for that of x A^T and for that of B.
     """
 
     def elements(layer: DecoderLayer) -> float:
-        stacks = _adapted_stacks(layer, setup)
+        stacks = _adapted_stacks(layer, plan)
         inputs = sum(layer.rows(x) * x.in_features for x in stacks)
         gradients = sum(layer.rows(x) * x.out_features // x.experts for x in stacks)
         return passes * inputs + 2 * gradients
@@ -342,35 +351,40 @@ def _adapter_rows(shape: ModelShape, setup: StepPlan, *, passes: float) -> float
     return sum(count * elements(shape.kinds[kind]) for kind, count in counts)
 
 
-def _not_recomputed(layer: DecoderLayer, setup: StepPlan) -> tuple[Linear, ...]:
-    """The linear of a layer that recomputation stops before: the last one of a plain layer or of
-    experts, if its value is not kept. Of a plain layer it is known whether a norm follows.
+def _not_recomputed(layer: DecoderLayer, plan: StepPlan) -> tuple[Linear, ...]:
+    """The linear of a layer that recomputation stops before: the last one, unless its value is
+    kept, by DoRA or by a norm behind it.
     """
-    last = layer.linears[-1]
-    needed = setup.dora or layer.norms_after or not (layer.plain or last.experts > 1)
-    return () if needed else (last,)
+    return () if plan.dora or norms(layer) > 2 else layer.linears[-1:]
 
 
-def _dropped_bytes(shape: ModelShape, setup: StepPlan) -> float:
+def _dropped_bytes(shape: ModelShape, plan: StepPlan) -> float:
     """Bytes moved in a layer for dropout, the mean of its passes."""
-    if not setup.dropout:
+    if not plan.dropout:
         return 0
     inputs = shape.total(
-        lambda layer: sum(x.in_features for x in layer.linears if x.name in setup.targets)
+        lambda layer: sum(x.in_features for x in layer.linears if x.name in plan.targets)
     )
-    return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs / shape.num_layers
+    return DROPPED_TRAFFIC * plan.compute_bytes * plan.tokens * inputs / shape.num_layers
 
 
-def _rounded_bytes(shape: ModelShape, setup: StepPlan) -> float:
+def _rounded_bytes(shape: ModelShape, plan: StepPlan) -> float:
     """Moved to round a layer's activations, and again to restore them: each element in the compute
     type, and in 8 bits with its share of a scale. Counted, not measured.
     """
-    elements = shape.total(lambda layer: rounded_elements(layer, setup)) / shape.num_layers
-    return elements * (setup.compute_bytes + ROUNDED_BYTES)
+    elements = shape.total(lambda layer: kept_elements(layer, plan)) / shape.num_layers
+    return plan.tokens * elements * (plan.compute_bytes + ROUNDED_BYTES)
 
 
-def _stashed_bytes(shape: ModelShape, setup: StepPlan) -> float:
-    inputs, whole = stashed_counts(shape, setup)
-    layers = shape.num_layers
-    saved_bytes = shape.total(lambda layer: kept_activations(layer, setup)) / layers
-    return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * saved_bytes
+def _stashed_bytes(shape: ModelShape, plan: StepPlan) -> float:
+    """Inputs of recomputed layers, and what the others keep."""
+    away = activation_offload_layers(
+        plan.offload_activations,
+        recomputation=plan.activation_checkpointing,
+        num_layers=shape.num_layers,
+    )
+    elements = sum(
+        shape.hidden_size if plan.recomputes(x) else kept_elements(shape.layer(x), plan)
+        for x in away
+    )
+    return plan.tokens * elements * saved_bytes(plan)

@@ -1,11 +1,9 @@
 """Bytes on disk of what a run leaves behind, from shapes alone."""
 
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.memory.layer_tensors import LayerTensors
-from workflow.lib.planning.memory.terms import (
-    layer_tensors,
-    lora_parameters,
-    other_tensors,
+from workflow.lib.planning.model_sizes import (
+    adapter_elements,
+    packed_bytes,
     trainable_parameters,
 )
 from workflow.lib.planning.token_counts import TokenCounts
@@ -28,15 +26,9 @@ def disk_bytes(
     lies there twice: sharded, and as PEFT's file. The best adapters are counted with it: one for
     every checkpoint that a run may continue from, and the newest.
     """
-
-    def packed_bytes(tensors: LayerTensors) -> int:
-        packed = tensors.by_term["nf4_weights"] + tensors.by_term["nf4_scales"]
-        return sum(rows * width for rows, width in packed)
-
-    base = shape.total(lambda layer: packed_bytes(layer_tensors(layer, plan)))
-    base += packed_bytes(other_tensors(shape, plan))
-
-    trained, of_adapter = trainable_parameters(shape, plan), lora_parameters(shape, plan)
+    base = shape.total(lambda layer: packed_bytes(layer.linears, plan))
+    base += packed_bytes(shape.other_linears, plan)
+    trained, of_adapter = trainable_parameters(shape, plan), adapter_elements(shape, plan)
     adapter, kind = 4 * trained, OPTIMIZERS[plan.optimizer]
     states = sum(kind.sizes(of_adapter) + kind.sizes(trained - of_adapter, matrix=False))
     packed_tokens = tokens.packed_rows * tokens.seq_len

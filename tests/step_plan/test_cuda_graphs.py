@@ -1,14 +1,11 @@
 """What CUDA graphs take, and where there are none."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.support.memory_examples import tiny
 from tests.support.preflight_examples import setup
-from workflow.lib.planning.memory.closed_form import predict
-from workflow.lib.planning.memory.terms import CUBLAS_BYTES
 from workflow.lib.planning.timing.step_time import gpu_parts
 from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.step_plan.plan import StepPlan
@@ -19,13 +16,6 @@ ALONE = {"processes": 1, "attention": "varlen"}
 
 def graphed(**changes: Any) -> StepPlan:
     return setup(**(ALONE | {"cuda_graphs": True} | changes))
-
-
-def test_graphs_keep_gradients_and_have_workspaces_of_their_own() -> None:
-    python, graphs = graphed(cuda_graphs=False), graphed()
-    summed = predict(tiny, replace(python, accumulation_steps=2)).phases
-    for name, terms in predict(tiny, graphs).phases.items():
-        assert terms == summed[name] | {"cublas_workspace": 2 * CUBLAS_BYTES}
 
 
 @pytest.mark.parametrize(
@@ -44,8 +34,6 @@ def test_what_is_known_to_keep_graphs_off_is_named(levers: dict[str, Any], words
     assert words in str(refused.graph_obstacle)
     assert not refused.graphed
     assert graphed().graph_obstacle is None
-    without = replace(refused, cuda_graphs=False)
-    assert predict(tiny, refused).phases == predict(tiny, without).phases
 
 
 @pytest.mark.parametrize(

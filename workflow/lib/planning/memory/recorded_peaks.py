@@ -1,0 +1,161 @@
+"""Peaks of plans by a few recordings of the engine and straight lines between them.
+
+In every phase of a step what is allocated grows nearly straight with the rows of a micro-batch and
+with the share of layers that keep their activations; what activations on the host spare grows with
+the rows, and what gathered weights take, or layers on the host spare, is the same for all plans. So
+four recordings (few and more rows, the most and the fewest layers recomputed), and one or two for
+each of the others where a search asks for it, tell of every plan. The largest phase counts.
+
+A line only ranks: the plan that is chosen is recorded itself, and corrects those like it.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from workflow.lib.model.architecture.layer_choice import (
+    Recomputation,
+    activation_offload_layers,
+    is_recomputed,
+    recomputed_layers,
+)
+from workflow.lib.planning.memory.peaks import Peaks, combined
+from workflow.lib.step_plan.plan import StepPlan
+
+RecordPeaks = Callable[[Sequence[StepPlan]], list[Peaks]]
+"""Returns the peaks of plans, recorded."""
+
+
+class Point(NamedTuple):
+    """What a search varies, of a plan that is recorded."""
+
+    rows: int
+    recomputation: Recomputation
+    offload: bool | int
+    reshard: bool
+    host_layers: int
+
+
+class RecordedPeaks:
+    """The peaks of all plans of a search, which records what it needs when it is asked."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        record: RecordPeaks,
+        *,
+        rows: Sequence[int],
+        levels: Sequence[Recomputation],
+        num_layers: int,
+    ) -> None:
+        """plan: what all plans have in common, with what none of them offloads unless all do; rows,
+        levels: what they vary.
+        """
+        self._plan, self._record, self._num_layers = plan, record, num_layers
+        few = min(rows)
+        self._few, self._more = few, min((n for n in rows if n > few), default=few)
+        by_layers = sorted(levels, key=self._recomputed)
+        self._least, self._most = by_layers[0], by_layers[-1]
+        self._known: dict[Point, Peaks] = {}
+        self._shares: dict[Hashable, float] = {}
+
+    def of(self, plan: StepPlan) -> Peaks:
+        """Return what a plan is expected to allocate, corrected by the last recorded plan of its
+        kind.
+        """
+        sums: dict[Point, float] = {}
+        for point, weight in self._weights(plan):
+            sums[point] = sums.get(point, 0.0) + weight
+        weights = {point: weight for point, weight in sums.items() if weight}
+        missing = [point for point in weights if point not in self._known]
+        plans = [self._at(point) for point in missing]
+        if plans:
+            self._known |= dict(zip(missing, self._record(plans), strict=True))
+        share = self._shares.get(_kind(plan), 1.0)
+        return combined((self._known[point], share * weight) for point, weight in weights.items())
+
+    def correct(self, plan: StepPlan, recorded: Peaks) -> None:
+        """Hold the lines against the recording of a plan."""
+        self._shares.pop(_kind(plan), None)
+        share = recorded.allocated_bytes / self.of(plan).allocated_bytes
+        self._shares[_kind(plan)] = share
+
+    def _at(self, point: Point) -> StepPlan:
+        return replace(
+            self._plan,
+            micro_batch_size=point.rows,
+            activation_checkpointing=point.recomputation,
+            offload_activations=point.offload,
+            reshard_after_forward=point.reshard,
+            offload_layers=point.host_layers,
+        )
+
+    def _recomputed(self, level: Recomputation) -> int:
+        return len(recomputed_layers(level, self._num_layers))
+
+    def _weights(self, plan: StepPlan) -> Iterator[tuple[Point, float]]:
+        """Yield the recordings that a plan's peak is the sum of, each times a factor."""
+        common = self._plan
+        first = Point(
+            self._few,
+            self._most,
+            common.offload_activations,
+            common.reshard_after_forward,
+            common.offload_layers,
+        )
+        levels = list(self._levels(plan))
+        for level, share in levels:
+            point = first._replace(recomputation=level)
+            for rows, of_rows in self._rows(plan):
+                yield point._replace(rows=rows), share * of_rows
+        if plan.offload_activations != common.offload_activations:
+            for level, share in levels:
+                point = first._replace(rows=self._more, recomputation=level)
+                away = share * self._away(plan, level) * plan.micro_batch_size / self._more
+                yield point._replace(offload=True), away
+                yield point, -away
+        if plan.reshard_after_forward != common.reshard_after_forward:
+            yield first._replace(reshard=plan.reshard_after_forward), 1.0
+            yield first, -1.0
+        if plan.offload_layers != common.offload_layers:
+            share = plan.offload_layers / self._num_layers
+            yield first._replace(host_layers=self._num_layers), share
+            yield first, -share
+
+    def _rows(self, plan: StepPlan) -> Iterator[tuple[int, float]]:
+        if self._more == self._few:
+            yield self._few, plan.micro_batch_size / self._few
+            return
+        place = (plan.micro_batch_size - self._few) / (self._more - self._few)
+        yield self._few, 1 - place
+        yield self._more, place
+
+    def _levels(self, plan: StepPlan) -> Iterator[tuple[Recomputation, float]]:
+        """Yield the two levels between which a plan's lies, with their shares."""
+        most, least = self._recomputed(self._most), self._recomputed(self._least)
+        if most == least:
+            yield self._most, 1.0
+            return
+        share = (self._recomputed(plan.activation_checkpointing) - least) / (most - least)
+        yield from ((level, x) for level, x in ((self._most, share), (self._least, 1 - share)) if x)
+
+    def _away(self, plan: StepPlan, level: Recomputation) -> float:
+        """Return the share of the layers like those of `level`, recomputed or not, whose
+        activations are offloaded.
+        """
+        chosen = plan.activation_checkpointing
+        away = activation_offload_layers(
+            plan.offload_activations, recomputation=chosen, num_layers=self._num_layers
+        )
+        wanted = level == self._most
+        like = [x for x in range(self._num_layers) if is_recomputed(chosen, x) == wanted]
+        return len({*away} & {*like}) / len(like) if like else 0.0
+
+
+def _kind(plan: StepPlan) -> Hashable:
+    return (
+        plan.activation_checkpointing,
+        plan.offload_activations,
+        plan.reshard_after_forward,
+        plan.offload_layers > 0,
+    )

@@ -1,0 +1,107 @@
+"""Sizes that follow from a model's shape: packed weights, adapters, and about what a layer keeps
+for backward. Time, disk and traffic are counted by them; memory is recorded.
+"""
+
+import math
+from collections.abc import Iterable
+
+from workflow.lib.model.architecture.layer_choice import activation_offload_layers
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
+from workflow.lib.model.architecture.routers import CORRECTION
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE
+
+NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
+ROUNDED_BYTES = 1 + 4 / 128  # of an activation in float8: with its share of a block's scale
+
+
+def packed_bytes(linears: Iterable[Linear], plan: StepPlan) -> int:
+    """Bytes of NF4 weights and their scales: fp32 by block, or 8 bits by block and fp32 by 256 of
+    them.
+    """
+    total = 0
+    for linear in linears:
+        blocks = math.ceil(linear.num_weights / plan.block_size)
+        nested = blocks + 4 * math.ceil(blocks / NESTED_BLOCK_SIZE)
+        total += math.ceil(linear.num_weights / 2) + (nested if plan.double_quant else 4 * blocks)
+    return total
+
+
+def adapter_parameters(linears: Iterable[Linear], plan: StepPlan) -> int:
+    """Elements of A, of B and, with DoRA, of the magnitudes of all targets among the linears."""
+    total = 0
+    for linear in linears:
+        if linear.name in plan.targets:
+            sizes = map(math.prod, linear.adapter_shapes)
+            total += plan.rank_of(linear.name) * sum(sizes) + plan.dora * linear.out_features
+    return total
+
+
+def trained_router_parameters(layer: DecoderLayer, plan: StepPlan) -> int:
+    """Elements of a layer's routers that are trained whole."""
+    tensors = [*((name, (length,)) for name, length in layer.vectors), *layer.tensors]
+    routers = tuple(f"{path}." for path in plan.routers)
+    return sum(
+        math.prod(size)
+        for name, size in tensors
+        if name.startswith(routers) and not name.endswith(CORRECTION)
+    )
+
+
+def layer_parameters(layer: DecoderLayer, plan: StepPlan) -> int:
+    """Elements of all that is trained of a decoder layer."""
+    return adapter_parameters(layer.linears, plan) + trained_router_parameters(layer, plan)
+
+
+def adapter_elements(shape: ModelShape, plan: StepPlan) -> int:
+    """Elements of all adapters, and of routers that are trained whole."""
+    layers = shape.total(lambda layer: layer_parameters(layer, plan))
+    return layers + adapter_parameters(shape.other_linears, plan)
+
+
+def trainable_parameters(shape: ModelShape, plan: StepPlan) -> int:
+    """Elements of all that is trained: these, and tables that are trained whole."""
+    tables = plan.trained_tables * shape.vocab_size * shape.hidden_size
+    return adapter_elements(shape, plan) + tables
+
+
+def kept_elements(layer: DecoderLayer, plan: StepPlan) -> int:
+    """Elements by token that autograd keeps of a fused layer, about: the values of its linears, the
+    output of attention, and inputs of further norms.
+    """
+    values = sum(layer.rows(x) * x.out_features // x.experts for x in layer.linears)
+    return values + layer.value_width + max(0, norms(layer) - 2) * layer.hidden_size
+
+
+def norms(layer: DecoderLayer) -> int:
+    """How many norms over the hidden size a layer has, as its parameters tell; of more than two the
+    last one comes behind the feed-forward.
+    """
+    return sum(
+        name.endswith(".weight") and length == layer.hidden_size for name, length in layer.vectors
+    )
+
+
+def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
+    """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if
+    none are offloaded.
+
+    Two inputs of layers where all that are offloaded are recomputed, else about what a layer keeps.
+    """
+    if not plan.offload_activations:
+        return None
+    away = activation_offload_layers(
+        plan.offload_activations,
+        recomputation=plan.activation_checkpointing,
+        num_layers=shape.num_layers,
+    )
+    if all(map(plan.recomputes, away)):
+        elements = 2 * shape.hidden_size
+    else:
+        elements = shape.largest(lambda layer: kept_elements(layer, plan))
+    return int(plan.tokens * elements * saved_bytes(plan))
+
+
+def saved_bytes(plan: StepPlan) -> float:
+    """Bytes of an activation that waits for backward."""
+    return plan.compute_bytes if plan.saved_activations == COMPUTE_DTYPE else ROUNDED_BYTES
