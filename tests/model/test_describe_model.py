@@ -16,7 +16,6 @@ from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
 from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
 from workflow.lib.model.describe_model import describe_config, describe_folder
-from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.system.errors import UserError
 
 SIZES: dict[str, Any] = {
@@ -79,16 +78,6 @@ def built(family: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_description_says_what_is_fused(family: str) -> None:
-    shape, model = described(family), built(family)
-    replaced = fuse_layers_(model)
-    kinds = [shape.layer(number) for number in range(shape.num_layers)]
-    assert replaced["feed_forwards"] == sum(kind.fused_feed_forward for kind in kinds)
-    norms = sum(kind.hidden_norms + len(kind.head_norms) for kind in kinds)
-    assert all(kind.fused_norms for kind in kinds) == (replaced["norms"] == norms)
-
-
 def test_layers_that_differ_are_kinds_of_their_own_in_their_order() -> None:
     shape = described("gemma2")
     assert [shape.layer(n).attention for n in range(4)] == ["sliding", "full"] * 2
@@ -126,32 +115,6 @@ def test_tables_and_linears_beside_the_layers_are_described() -> None:
     assert "model.per_layer_model_projection" in shape.linear_paths()
     assert [x.name for x in shape.layer(2).linears][:2] == ["q_proj", "o_proj"]
     assert shape_of_document(json.loads(json.dumps(shape.document()))) == shape
-
-
-@pytest.mark.parametrize(
-    ("family", "before", "after", "count"),
-    [("llama", 1, 0, 2), ("gemma2", 1, 1, 4), ("olmo2", 0, 1, 2), ("cohere", 1, 0, 1)],
-)
-def test_norms_stand_where_the_family_calls_them(
-    family: str, before: bool, after: bool, count: int
-) -> None:
-    kind = described(family).kinds[0]
-    assert (kind.norms_before, kind.norms_after, kind.hidden_norms) == (before, after, count)
-
-
-@pytest.mark.parametrize(
-    ("family", "tensors"), [("llama", 3), ("phi3", 3), ("starcoder2", 1), ("apertus", 3)]
-)
-def test_feed_forward_keeps_what_autograd_keeps(family: str, tensors: int) -> None:
-    """Gate, activation and up; of a single linear its value; xIELU, which is a formula, more of
-    it.
-    """
-    assert described(family).kinds[0].feed_forward_tensors == tensors
-
-
-def test_norm_that_keeps_two_copies_of_its_input_counts_both() -> None:
-    assert described("cohere").kinds[0].norm_bytes == 8
-    assert described("llama").kinds[0].norm_bytes == 4
 
 
 def test_decoder_of_a_multimodal_checkpoint_is_described(tmp_path: Path) -> None:

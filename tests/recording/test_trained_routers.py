@@ -62,7 +62,7 @@ def term(tape: Tape, name: str) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_masters_and_moments_of_routers_are_recorded_as_the_closed_form_has_them(
+def test_masters_and_moments_of_routers_are_cut_over_processes(
     recorded: Callable[[StepPlan], Tape], processes: int
 ) -> None:
     frozen, trained = (chosen(processes=processes, **x) for x in ({}, TRAINED))

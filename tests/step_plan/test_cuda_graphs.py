@@ -22,10 +22,10 @@ def graphed(**changes: Any) -> StepPlan:
     ("levers", "words"),
     [
         ({"processes": 16, "nodes": 2}, "machines exchange"),
-        ({"offload_layers": 1}, "weights of layers"),
+        ({"offload_layers": 1}, "weights come from"),
         ({"trains_head": True}, "trained whole"),
         ({"dora": True}, "DoRA"),
-        ({"attention": "sdpa"}, "attention by sdpa"),
+        ({"attention": "sdpa"}, "model.attention = sdpa"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -64,7 +64,7 @@ class Unrecorded(MadeUpMemory):
 def test_model_that_cannot_be_recorded_is_refused_with_what_gives_its_plan_by_hand() -> None:
     text = message(record=Unrecorded(llama_8b))
     assert text.startswith("the engine asks for values. So no plan can be searched.")
-    assert "hardware.reshard_after_forward to values other than auto" in text
+    assert "hardware.offload_layers to values other than auto" in text
 
 
 def test_plan_by_hand_of_a_model_that_cannot_be_recorded_is_followed(

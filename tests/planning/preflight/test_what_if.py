@@ -84,7 +84,7 @@ def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: P
     assert found["model"]["total_parameters"] == 30_532_122_624
 
 
-def test_recording_is_kept_and_an_estimate_needs_none(
+def test_recordings_are_kept_and_an_estimate_makes_few_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changing one byte of the kept one costs a recording, no more."""
@@ -99,12 +99,15 @@ def test_recording_is_kept_and_an_estimate_needs_none(
         found: dict[str, Any] = json.loads(file.read_text())
         return {key: found[key] for key in ("method", "plan", "terms", "reserved_bytes")}
 
+    folder = tmp_path / "caches" / "fsdp-qlora-workflow" / "recordings"
     estimate = asked("--estimate")
-    assert estimate["method"] == "closed_form"
-    assert not (tmp_path / "caches").exists()
+    assert estimate["method"] == "lines"
+    peaks = {path.name for path in folder.iterdir()}
+    assert len(peaks) == 4
+    assert all(name.endswith(".peaks.json") for name in peaks)
     first = asked()
     assert (first["method"], first["plan"]) == ("replay", estimate["plan"])
-    (kept,) = (tmp_path / "caches" / "fsdp-qlora-workflow" / "recordings").iterdir()
+    (kept,) = (path for path in folder.iterdir() if path.name not in peaks)
     made = kept.stat().st_ino
     assert asked() == first
     assert kept.stat().st_ino == made

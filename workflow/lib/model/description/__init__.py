@@ -2,5 +2,5 @@
 
 Begin with `layer_kinds` (`described_layers`); `describe_model` describes a whole model by it.
 `layer_calls` writes down what a layer calls and keeps, `layer_parameters` what it holds, and
-`any_layer` describes what is not plain attention and one feed-forward. Nothing computes values.
+Nothing computes values.
 """

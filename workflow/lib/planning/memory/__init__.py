@@ -1,6 +1,6 @@
-"""Bytes of a training step on each GPU, counted in two ways.
+"""Bytes of a training step in each process, from recordings of the engine (`lib/recording`).
 
-`closed_form` adds up terms, for the search of plans. `replay` runs what was recorded of the engine
-(`lib/recording`, an `allocation_tape`) through `caching_allocator`, a model of PyTorch's allocator.
+`recorded_peaks` draws lines between a few of them, for the search of plans. `replay` runs one (an
+`allocation_tape`) through `caching_allocator`, a model of PyTorch's allocator.
 It imports `model.architecture`, and no torch.
 """

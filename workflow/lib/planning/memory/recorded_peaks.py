@@ -109,18 +109,22 @@ class RecordedPeaks:
             for rows, of_rows in self._rows(plan):
                 yield point._replace(rows=rows), share * of_rows
         if plan.offload_activations != common.offload_activations:
+            if len(levels) == 2:  # a recomputed layer meets what another has in the window
+                for rows, of_rows in self._rows(plan):
+                    one = of_rows / self._num_layers
+                    yield Point(rows, self._least, *first[2:]), one
+                    yield Point(rows, self._most, *first[2:]), -one
             for level, share in levels:
                 point = first._replace(rows=self._more, recomputation=level)
                 away = share * self._away(plan, level) * plan.micro_batch_size / self._more
                 yield point._replace(offload=True), away
                 yield point, -away
-        if plan.reshard_after_forward != common.reshard_after_forward:
-            yield first._replace(reshard=plan.reshard_after_forward), 1.0
-            yield first, -1.0
-        if plan.offload_layers != common.offload_layers:
-            share = plan.offload_layers / self._num_layers
-            yield first._replace(host_layers=self._num_layers), share
-            yield first, -share
+        kept = first._replace(reshard=plan.reshard_after_forward)
+        moved = plan.offload_layers != common.offload_layers
+        share = plan.offload_layers / self._num_layers if moved else 0.0
+        yield kept._replace(host_layers=self._num_layers), share
+        yield kept, 1 - share
+        yield first, -1.0
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[int, float]]:
         if self._more == self._few:
