@@ -97,10 +97,8 @@ def config_of(model: str) -> dict[str, Any]:
     return known
 
 
-def decided(promise: Promise, run: RunConfig, process: RecordingProcess | None = None) -> Decision:
-    """Return what preflight decides for a million tokens of data, by recordings if there is a
-    process for them.
-    """
+def decided(promise: Promise, run: RunConfig, process: RecordingProcess) -> Decision:
+    """Return what preflight decides for a million tokens of data, by recordings."""
     shape = shape_of(promise.model)
     tokens = TokenCounts(
         seq_len=run.data.seq_len,
@@ -109,7 +107,7 @@ def decided(promise: Promise, run: RunConfig, process: RecordingProcess | None =
         packed_rows=10**6 // run.data.seq_len,
         trained_tokens=10**6,
     )
-    record = PlanRecorder(process, config_of(promise.model), shape) if process else None
+    record = PlanRecorder(process, config_of(promise.model), shape)
     return decide(
         run, shape, machine_of(promise), tokens, disk_free_bytes=DISK_BYTES, record=record
     )

@@ -132,7 +132,8 @@ def test_70b_on_two_small_gpus_fits_because_what_waits_leaves_for_the_host() -> 
     promise = PROMISES["llama2-70b-2x24gb"]
     stay = {"offload_activations": False, "offload_layers": 0}
     run = RunConfig.model_validate({"hardware": stay, "data": {"seq_len": 2048}})
-    assert not decided(promise, run).fits
+    with forked_recordings() as process:
+        assert not decided(promise, run, process).fits
 
 
 def test_demo_sweep_crosses_three_ranks_with_two_learning_rates() -> None:

@@ -124,7 +124,7 @@ class PlanRecorder:
         """Return what a process of the plan asks of a GPU's allocator; raises as
         `RecordingProcess.record` does.
         """
-        asked = self._asked(plan)
+        asked = self.asked(plan)
         key = recording_key(self._config, asked, checked=self._checked)
         return kept_or_made(
             key, lambda: self._process.record(self._config, asked, checked=self._checked)
@@ -132,7 +132,7 @@ class PlanRecorder:
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
         """Return the peaks of a process of each plan: shipped, kept or recorded now."""
-        asked = [self._asked(plan) for plan in plans]
+        asked = [self.asked(plan) for plan in plans]
         found = [known_peaks(self._config, plan, checked=self._checked) for plan in asked]
         new = [plan for plan, known in zip(asked, found, strict=True) if known is None]
         made = self._process.peaks(self._config, new, checked=self._checked)
@@ -145,7 +145,8 @@ class PlanRecorder:
             for plan, peaks in zip(plans, every, strict=True)
         ]
 
-    def _asked(self, plan: StepPlan) -> StepPlan:
+    def asked(self, plan: StepPlan) -> StepPlan:
+        """Return the plan that is recorded for a plan."""
         return as_recorded(replace(plan, offload_window_bytes=offload_window(self._shape, plan)))
 
 

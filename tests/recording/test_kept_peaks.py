@@ -1,0 +1,70 @@
+"""Peaks of recordings that are kept, or shipped with the models."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import setup
+from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
+from workflow.lib.planning.machine import imagined_machine
+from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
+from workflow.lib.planning.preflight.what_if import settings_of
+from workflow.lib.recording.kept_peaks import keep_peaks, known_peaks, shipped_key
+from workflow.lib.recording.kept_tapes import folder
+from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
+from workflow.lib.system.gpu_models import BY_NAME
+
+PEAKS = Peaks({"forward": {"logits": 7}}, host_bytes=5)
+CONFIG: dict[str, Any] = {"model_type": "llama"}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_peaks_are_known_of_the_plan_that_they_were_kept_of_alone() -> None:
+    keep_peaks(CONFIG, setup(), PEAKS, checked=True)
+    assert known_peaks(CONFIG, setup(), checked=True) == PEAKS
+    assert known_peaks(CONFIG, setup(), checked=False) is None
+    assert known_peaks(CONFIG, setup(rank=8), checked=True) is None
+    assert known_peaks(CONFIG | {"hidden_size": 8}, setup(), checked=True) is None
+
+
+def test_damaged_file_is_as_if_it_were_not_there() -> None:
+    keep_peaks(CONFIG, setup(), PEAKS, checked=True)
+    (file,) = folder().iterdir()
+    file.write_text(json.dumps([1])[:-1])
+    assert known_peaks(CONFIG, setup(), checked=True) is None
+
+
+def test_shipped_key_is_another_for_every_value_that_is_no_default() -> None:
+    plan = setup()
+    others = [
+        replace(plan, **x)
+        for x in (
+            {"rank": 8},
+            {"activation_checkpointing": False},
+            {"reshard_after_forward": False},
+        )
+    ]
+    assert len({shipped_key(CONFIG, x) for x in (plan, *others)}) == 4
+
+
+def test_shipped_peaks_are_what_the_engine_asks_for_today(process: RecordingProcess) -> None:
+    """Otherwise run `python -m workflow.scripts.write_model_peaks`."""
+    model = "Qwen/Qwen3-0.6B"
+    config, shape = known_config(model), known_shape(model)
+    assert config is not None
+    assert shape is not None
+    run = settings_of([], seq_len=2048, rank=16, processes=1, batch=None)
+    on = imagined_machine(1, BY_NAME["NVIDIA GeForce RTX 4090"])
+    plan = replace(plan_from_settings(run, shape, on), accumulation_steps=16)
+    asked = PlanRecorder(process, config, shape).asked(plan)
+    shipped = known_peaks(config, asked, checked=True)
+    assert shipped is not None
+    assert process.peaks(config, [asked]) == [shipped]
