@@ -55,9 +55,8 @@ class DataColumns(Section):
     """Column with 1 where a token is trained and 0 where not, in place of labels (format
     tokens)."""
     weight: Annotated[str, Affects(later=True)] = "weight"
-    """Column with the row's optional weight in the training loss, a number of at least 0; turns
-    may have a `weight` too. The loss of a step is sum(w (-log p)) / sum(w) over its trained
-    tokens; held-out losses weigh all alike."""
+    """Column with a row's weight in the loss, at least 0; turns may have one. Loss = sum(w (-log
+    p)) / sum(w)."""
 
     @model_validator(mode="after")
     def _roles_have_columns_of_their_own(self) -> "DataColumns":
@@ -143,20 +142,18 @@ class DataConfig(Section):
     """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and
     recorded."""
     train: DataSources = "workflow/resources/pydocs/train.jsonl.gz"
-    """Training data: a file, folder or glob (within `source`, if that is set), a source (`path`,
-    `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
+    """Training data: a file, folder, glob or source (`path`, `name`, `weight`, `file_type`,
+    `format`, `columns`), or a list of these."""
     heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl.gz"
     """Held-out data, named like the training data; null = split `heldout_share` off those."""
     heldout_share: float = Field(0.05, ge=1e-6, lt=1.0)
-    """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of
-    `seed`."""
+    """Share of rows held out when `heldout` is null; a pure function of `seed`."""
     group_by: str | None = Field(None, min_length=1, max_length=256)
-    """Column whose equal values keep rows on one side of the split (a conversation, a document, a
-    user). Rows of a held-out file that share a value with training are treated as
-    `near_duplicates` says."""
+    """Column whose equal values stay on one side of the split; equal values across held-out files
+    count as `near_duplicates`."""
     file_type: Literal["auto", FileType] = "auto"
-    """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst. Plain text
-    is a document per file, paragraph or line."""
+    """File type; `auto` = by extension, below .gz or .zst. Plain text is a document per file,
+    paragraph or line."""
     format: Literal["auto", Format] = "auto"
     """What a row is; `auto` decides for each source by the columns that are there."""
     columns: DataColumns = DataColumns()
@@ -164,38 +161,37 @@ class DataConfig(Section):
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
     """Jinja chat template file; null = the tokenizer's own."""
     template_kwargs: dict[TemplateArgument, JsonValue] = Field({})
-    """Arguments of the chat template, such as {enable_thinking: false}. They are defaults of the
-    exported template too. A row's `chat_template_kwargs` come before them."""
+    """Arguments of the chat template, such as {enable_thinking: false}, also in the exported one. A
+    row's `chat_template_kwargs` come first."""
     allow_unrendered: tuple[TextKind, ...] = ()
-    """What the chat template may leave out of a conversation (`[reasoning]`); it is counted then.
-    Rows of which it leaves out anything else are dropped."""
+    """What the chat template may leave out (`[reasoning]`), which is counted. Rows that lose
+    anything else are dropped."""
     special_tokens_in_text: SpecialTokens | None = None
-    """Special tokens that the data spell, such as <|im_end|>: ordinary text, or the tokens; null =
-    text where they are rare, an error where many rows hold them."""
+    """Special tokens spelled in data: ordinary text, or the tokens; null = text where they are
+    rare, else an error."""
     leave_out: tuple[str, ...] = ()
-    """Columns, and keys of messages, that are left out although they may change what is trained,
-    such as [weight]; they are counted."""
+    """Columns and keys of messages that are left out and counted, although they may change the
+    training."""
     media: Literal["refuse", "omit"] = "refuse"
     """Pictures, sounds and videos: their rows are refused, or they are left out and counted."""
     loss_on: Literal["completions", "last_turn", "all"] = "completions"
-    """Which tokens are trained: all assistant turns (but those of weight 0), each behind the prompt
-    of inference, the last of them alone, or every token."""
+    """Trained tokens: all assistant turns (but those of weight 0), the last of them alone, or every
+    token."""
     seq_len: int = Field(256, ge=8, le=1_048_576)
     """Length of a training row, tokens."""
     packing: bool = True
     """Pack several documents into a row; attention never crosses from one to another."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
-    """Rows longer than `seq_len` tokens: cut at the end, split into several documents, or dropped;
-    all are counted and listed."""
+    """Rows longer than `seq_len`: cut at the end, split into documents, or dropped; all are counted
+    and listed."""
     near_duplicates: Literal["remove", "refuse", "keep"] = "remove"
-    """Held-out rows whose trained text a training row nearly repeats: removed, an error, or kept;
-    counted in any case."""
+    """Held-out rows nearly repeated by a training row: removed, an error, or kept; counted in any
+    case."""
     near_duplicate_threshold: float = Field(0.5, ge=0.1, le=1.0)
-    """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six words over those that
-    either has, the longer text cut to what the shorter may share; 1 = the same words."""
+    """Smallest resemblance of near-duplicates: shared runs of six words over those of either; 1 =
+    the same words."""
     max_rejected_share: Annotated[Share, Affects("none")] = 0.01
-    """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run
-    stops."""
+    """Largest share of unusable rows (broken, empty, of wrong type) before the run stops."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the held-out split and of the packing order."""
 

@@ -43,27 +43,23 @@ class ExportConfig(Section):
     gguf_of: Annotated[tuple[GgufForm, ...], Affects(read_by=("convert_gguf", "publish_run"))] = (
         Field(("merged",), min_length=1)
     )
-    """What becomes GGUF files: the merged model (`merged`), or the adapter as a file of its own
-    beside its base, the original model (`adapter`), or both."""
+    """Made into GGUF files: the merged model (`merged`), the adapter beside the original model
+    (`adapter`), or both."""
     llama_cpp: Annotated[
         str | None, Affects(read_by=("publish_run",), told=("check_gguf", "convert_gguf"))
     ] = None
-    """Folder of a llama.cpp checkout, whose converters make the GGUF files. They run as you, so
-    take it from a place that you trust. null = the converters of a pinned release, downloaded from
-    the package index."""
+    """Folder of a llama.cpp checkout with the converters, which run as you; null = those of a
+    pinned release from the package index."""
     base_id: Annotated[str | None, Affects(read_by=("consolidate", "write_card"))] = Field(
         None, pattern=HUB_REPO
     )
-    """Where `model.source` is a folder: id of the same model on the Hugging Face hub, owner/name.
-    `adapter_config.json` and the model card name it in place of the folder, so that the adapter
-    loads on any machine. Not looked up."""
+    """Hub id (owner/name) of the model in the folder `model.source`, for `adapter_config.json` and
+    the model card. Not looked up."""
     nf4_base_id: Annotated[str | None, Affects(read_by=("consolidate", "write_card"))] = Field(
         None, pattern=HUB_REPO
     )
-    """Where Transformers cannot make the run's 4-bit base of the original (calibrated, other block
-    sizes, experts, a packed original): id on the hub of a copy of its folder below `results/base`.
-    `adapter_config.json` and the model card name it, so that the adapter loads on the base that it
-    was trained on. Not looked up."""
+    """Hub id of a copy of the folder below `results/base`, where Transformers cannot make this
+    4-bit base. Not looked up."""
     hub_repo: Annotated[str | None, Affects(read_by=("publish_run",))] = Field(
         None, pattern=HUB_REPO
     )
@@ -116,13 +112,13 @@ class EvaluateConfig(Section):
     subjects: Annotated[
         tuple[SubjectName, ...] | Literal["auto"], Affects(read_by=(), told=("evaluate_run",))
     ] = "auto"
-    """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, the
-    merged model where one is exported, and what is served."""
+    """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, an
+    exported merged model, the served one."""
     served: Annotated[Served | Literal["auto"], Affects(read_by=(), told=("evaluate_run",))] = (
         "auto"
     )
-    """What you will serve, which the verdict is about: the adapter on the NF4 base (`tuned`) or on
-    the original, or the merged model. `auto`: `merged` where it is exported, else `tuned`."""
+    """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
+    `auto`: `merged` if exported, else `tuned`."""
     heldout: Annotated[bool, Affects(read_by=("preflight_run", "evaluate_run"))] = True
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
@@ -138,8 +134,8 @@ class EvaluateConfig(Section):
     )
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
     task_code: Annotated[bool, Affects(read_by=("preflight_run", "evaluate_run"))] = False
-    """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); they can do
-    whatever you can."""
+    """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); it can do all
+    that you can."""
     task_limit: int | None = Field(None, ge=1)
     """Items per task at most; null = all."""
     num_fewshot: Annotated[int, Affects(read_by=("preflight_run", "evaluate_run"))] = Field(
@@ -156,26 +152,24 @@ class EvaluateConfig(Section):
     max_new_tokens: int = Field(96, ge=1, le=8192)
     """Length of a sample answer at most, tokens."""
     batch_size: Annotated[int | Literal["auto"], Affects("none")] = "auto"
-    """Sequences per forward pass at most; `auto` = what free memory should hold. Halved where
-    memory runs out."""
+    """Sequences per forward pass at most, halved where memory runs out; `auto` = as free memory
+    allows."""
     processes: Annotated[int | Literal["auto"], Affects("none")] = "auto"
-    """Processes that share the items; `auto` = one per GPU (with `shard: false` 1 where the model
-    does not fit on one GPU)."""
+    """Processes that share the items; `auto` = one per GPU."""
     shard: Annotated[bool | Literal["auto"], Affects("none")] = "auto"
-    """Cut the weights over the processes instead of copying them; `auto` = where they do not fit on
-    one GPU. `false` fills the GPUs one after the other from a single process."""
+    """Shard the weights over processes; `auto` = where they do not fit on one GPU. `false`: one
+    process fills GPU after GPU."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap, choice of samples and drawn answers."""
     require: Annotated[
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
     ] = Field({})
-    """Least gain of what is served over the original (over the NF4 base if the original is not
-    measured), by `heldout_loss` (nats per token) or `task/metric`; if missed, the workflow fails
-    after everything is made."""
+    """Least gain of the served model over the original, by `heldout_loss` (nats per token) or
+    `task/metric`; if missed, the workflow fails."""
     require_by: Annotated[
         Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
     ] = "estimate"
-    """What must reach it: the gain itself, or the lower end of its 95% interval."""
+    """Compared with it: the gain itself, or the lower end of its 95% interval."""
 
     @model_validator(mode="after")
     def _counts_are_positive(self) -> "EvaluateConfig":

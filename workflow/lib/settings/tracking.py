@@ -14,9 +14,7 @@ class TrackingConfig(Section):
     affects: ClassVar = Affects("none", read_by=("finetune",))
 
     tensorboard: bool = True
-    """Write TensorBoard files to `results/tensorboard/<run>/`; look with `tensorboard --logdir
-    results/tensorboard`."""
+    """Write TensorBoard files to `results/tensorboard/<run>/`."""
     wandb_project: str | None = Field(None, min_length=1, max_length=128)
-    """Project of Weights & Biases that gets the curves and the sections `model`, `lora`, `train`
-    (package: `envs/wandb.txt`; key: WANDB_API_KEY in the environment); null = nothing is sent
-    anywhere."""
+    """Weights & Biases project for curves and settings (`envs/wandb.txt`; WANDB_API_KEY in the
+    environment); null = nothing is sent."""

@@ -27,26 +27,20 @@ class ModelConfig(Section):
     """Local directory (config.json, tokenizer, *.safetensors), or a Hugging Face hub id
     `owner/name`."""
     revision: str | None = Field(None, min_length=1, max_length=256)
-    """Hub branch, tag or commit (hub ids only; null = `main`). It is resolved to a commit once and
-    recorded."""
+    """Hub branch, tag or commit; null = `main`. Resolved to a commit once, and recorded."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flex", "flash_attention_2", "flash_attention_3"
     ] = "auto"
-    """Attention implementation; `auto` = on a GPU flash_attention_2 if its package is installed,
-    else varlen (FlashAttention as built into torch, with kernels of ours for heads of 257 to 512
-    columns), or flex (torch's flex_attention, compiled) for
-    what varlen cannot do, as soft-capped scores; on a CPU sdpa, or eager or flex where sdpa would
-    leave something out. Evaluation takes sdpa or eager for varlen and flex."""
+    """Attention implementation. `auto`: on GPUs flash_attention_2 if installed, else varlen (built
+    into torch) or flex (soft caps); on CPUs sdpa or eager."""
     attention_dropout: Annotated[
         Literal[0, "family"], Affects(read_by=("preflight_run", "finetune"))
     ] = 0
-    """Share of attention weights that training drops: none, or what the model's config.json or its
-    class says (Seed-OSS 0.1). Neither varlen nor flex can drop any, so `family` trains such a model
-    by sdpa, at about a quarter of the speed. For adapters see `lora.dropout`."""
+    """Dropout of attention weights in training: none, or the model family's own. varlen and flex
+    have none, so `family` takes slower sdpa."""
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of activations and matrix products; `auto` = bfloat16 on GPUs that have it (compute
-    capability 8.0 and more), float16 with a scaled loss on older ones, float32 on CPUs (preflight
-    says where bfloat16 would be faster). float16 is not yet measured on GPUs."""
+    """Dtype of activations and matmuls. `auto`: bfloat16 on GPUs that have it, float16 on older
+    ones (not yet measured), float32 on CPUs."""
 
 
 class QuantizeConfig(Section):
@@ -60,21 +54,17 @@ class QuantizeConfig(Section):
     """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size
     64."""
     method: Literal["absmax", "calibrated", "auto"] = "absmax"
-    """How codes and scales are chosen; the stored format is the same. absmax = each block's largest
-    weight scales it, as bitsandbytes does; calibrated = so that the outputs for tokens of
-    calibration change least (scales searched, errors fed back to later columns as in GPTQ); auto =
-    calibrated for models that one H200 calibrates in an hour, else absmax: the model decides, not
-    the machine."""
+    """absmax: as bitsandbytes. calibrated: least change of outputs on tokens of calibration (as
+    GPTQ). auto: calibrated if one H200 takes at most an hour."""
     calibration_tokens: Annotated[int, Affects(needs=("method", "calibrated", "auto"))] = Field(
         24_576, ge=256, le=2**24
     )
-    """Tokens that calibrate, of the run's training rows; never of held-out ones. Not read
-    by absmax."""
+    """Training tokens that calibrate; never held-out ones."""
     calibration_text: Annotated[str | None, Affects(needs=("method", "calibrated", "auto"))] = (
         Field(None, min_length=1, max_length=4096)
     )
-    """A UTF-8 text file of which half of these tokens are taken, so that calibration on one kind of
-    text does not cost others; null = training rows alone."""
+    """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
+    training rows alone."""
 
 
 def _check_expression(key: str, expression: str) -> None:
@@ -99,26 +89,21 @@ class LoraSettings(Section):
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input, probability. Rounded to a multiple of 1 / 65,536."""
     target_modules: tuple[str, ...] | str = "all-linear"
-    """Which linear layers get an adapter: a list of names (the end of their path: `q_proj`,
-    `self_attn.q_proj`), a regular expression for the whole path
-    (`model.layers.3.self_attn.q_proj`), or `all-linear`."""
+    """Linear layers with an adapter: names (ends of paths: `q_proj`), a regular expression for
+    whole paths, or `all-linear`."""
     rank_pattern: dict[str, Rank] = Field({})
-    """Other ranks: a regular expression for the end of a path, and the rank there; the first that
-    matches counts."""
+    """Other ranks: a regular expression for the end of a path, and its rank; the first match
+    counts."""
     alpha_pattern: dict[str, Alpha] = Field({})
     """Other values of `alpha`, likewise."""
     use_rslora: bool = False
     """Rank-stabilized scale, arXiv 2312.03732."""
     use_dora: bool = False
-    """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353).
-    Somewhat slower, and takes more memory; with dropout more so."""
+    """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353);
+    slower, and takes more memory."""
     modules_to_save: Annotated[tuple[str, ...], Affects(later=True)] = ()
-    """Modules that are trained whole beside the adapter and exported with it, by the names that
-    PEFT knows them by: the output head (`lm_head`), the input embedding (`embed_tokens`), or both;
-    of models that do not tie the two. 16 bytes a weight over the GPUs that share the vocabulary
-    (weights, gradient and moments in fp32); with `embed_tokens` the table is on the GPUs. Of a
-    mixture of experts also its routers (`mlp.gate`; `mlp.router` of gpt-oss), which choose the
-    experts of a token; see `train.router_aux_loss_coef`."""
+    """Modules trained whole in fp32 (16 bytes a weight) and exported: untied `lm_head`,
+    `embed_tokens`; routers of a mixture (`mlp.gate`, `mlp.router`)."""
 
     @model_validator(mode="after")
     def _some_target(self) -> "LoraSettings":
@@ -162,12 +147,11 @@ class TrainConfig(Section):
     global_batch_size: int = Field(16, ge=1, le=2**20)
     """Rows per optimizer step over all processes; the number of GPUs does not change it."""
     micro_batch_size: Annotated[int | Literal["auto"], Affects("plan")] = "auto"
-    """Rows per process and forward pass; `auto` = what preflight predicts to be fastest of all that
-    fits. A divisor of the rows per process."""
+    """Rows per process and forward pass, a divisor of the rows per process; `auto` = the fastest
+    that preflight predicts to fit."""
     optimizer: OptimizerName = "adamw"
-    """`adamw`: AdamW of torch, fused on GPUs. `adamw_8bit`: that of bitsandbytes, moments in 8 bits
-    with a scale per 256 (arXiv 2110.02861). `muon`: orthogonal momentum (torch.optim.Muon) for the
-    adapter's matrices, AdamW for all else; 4 bytes a weight instead of 8."""
+    """`adamw`: of torch. `adamw_8bit`: of bitsandbytes, moments in 8 bits. `muon`: Muon for
+    matrices of adapters, AdamW for the rest."""
     muon_momentum: Annotated[float, Affects(later=True, needs=("optimizer", "muon"))] = Field(
         0.95, ge=0.0, lt=1.0
     )
@@ -175,9 +159,8 @@ class TrainConfig(Section):
     muon_adjust_lr: Annotated[
         Literal["match_rms_adamw", "original"], Affects(later=True, needs=("optimizer", "muon"))
     ] = "match_rms_adamw"
-    """What Muon multiplies the learning rate by for a matrix of rows x columns. `match_rms_adamw`:
-    0.2 sqrt(max(rows, columns)), so that rates of AdamW suit. `original`: sqrt(max(1, rows /
-    columns))."""
+    """Muon's factor of the learning rate. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), for
+    AdamW's rates. `original`: sqrt(max(1, rows / columns))."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -191,11 +174,8 @@ class TrainConfig(Section):
     router_aux_loss_coef: Annotated[float | None, Affects(later=True)] = Field(
         None, ge=0.0, le=100.0
     )
-    """Of a mixture of experts: what its family's load-balancing loss is multiplied by before it is
-    added to the loss, so that tokens go to all experts. null = what the model's config.json says if
-    `lora.modules_to_save` names the routers, else 0; a number = that, whether they are trained or
-    not; 0 = none. Above 0 the result depends slightly on how many rows all processes take together
-    in a micro-batch."""
+    """Factor of a mixture's load-balancing loss. null = config.json's if the routers are trained,
+    else 0. Above 0, micro-batches change the result slightly."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """AdamW first-moment decay."""
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
@@ -203,19 +183,17 @@ class TrainConfig(Section):
     adam_eps: float = Field(1e-8, gt=0.0, le=1e-2)
     """AdamW denominator term."""
     max_grad_norm: float | None = Field(1.0, gt=0.0)
-    """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
+    """Largest global gradient norm; null = no clipping."""
     activation_checkpointing: Annotated[bool | int | float | Literal["auto"], Affects("plan")] = (
         "auto"
     )
-    """Recompute activations in backward instead of keeping them: true = of every decoder layer,
-    false = of none, a number k = of every k-th layer, a share such as 0.625 = of 5 of 8; `auto` =
-    what preflight predicts to be fastest of all that fits, together with the micro-batch."""
+    """Layers recomputed in backward: true = all, false = none, k = every k-th, 0.625 = 5 of 8;
+    `auto` = the fastest that fits."""
     matmul_dtype: Annotated[Literal["compute_dtype", "float8", "auto"], Affects(later=True)] = (
         "compute_dtype"
     )
-    """Precision of matmuls with frozen NF4 weights in training. `float8`: e4m3, weights scaled by
-    row, activations by token (GPUs of compute capability 8.9; CPUs emulate it). `auto`: float8
-    where the GPUs have it and the base loses no more than `max_matmul_loss_rise`."""
+    """Precision of matmuls with frozen weights in training. `float8`: e4m3, compute capability 8.9
+    (CPUs emulate it). `auto`: float8 if possible within `max_matmul_loss_rise`."""
     matmul_passes: Annotated[
         Literal["both", "forward", "backward"],
         Affects(later=True, needs=("matmul_dtype", "float8", "auto")),
@@ -224,51 +202,42 @@ class TrainConfig(Section):
     max_matmul_loss_rise: Annotated[
         float, Affects("none", later=True, needs=("matmul_dtype", "float8", "auto"))
     ] = Field(0.05, ge=0.0, le=10.0)
-    """Largest rise of the base's loss by `matmul_dtype`, nats per trained token; measured on 8,192
-    tokens before the first step. Above it the run stops."""
+    """Largest rise of the base's loss by `matmul_dtype`, nats per trained token, measured before
+    the first step; above it the run stops."""
     saved_activations: Annotated[Literal["compute_dtype", "float8"], Affects(later=True)] = (
         "compute_dtype"
     )
-    """In what waits for backward what decoder layers save in forward, on the GPU or in host memory.
-    `float8` (e4m3, a scale for each 128 neighbours; GPUs of compute capability 8.9 and more) takes
-    0.56 of the bytes at 70B width, in memory and on the way to the host; queries and keys stay as
-    they are. It rounds gradients, not the loss of a step. Of layers that are recomputed nothing is
-    rounded, so `activation_checkpointing` changes the result as much as this does. CPUs emulate
-    it."""
+    """Dtype of activations kept for backward. `float8` (compute capability 8.9; CPUs emulate it)
+    takes 0.56 of the bytes and rounds gradients."""
     fused_layers: bool = True
-    """Compute norms, rotary embeddings and gated feed-forwards by fused operations, which are
-    faster and keep less for backward; layers that compute otherwise stay as they are. Only rounding
-    differs."""
+    """Fused norms, rotary embeddings and gated feed-forwards: faster, with fewer saved activations.
+    Only rounding differs."""
     fused_loss: bool = True
-    """On a GPU, compute the loss by kernels that store no logits in fp32. This is faster and takes
-    up to 0.6 GiB less memory, 0.9 where the model soft-caps its logits. Only rounding differs."""
+    """On GPUs, loss kernels without fp32 logits: faster, and up to 0.9 GiB less memory. Only
+    rounding differs."""
     evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)
-    """Optimizer steps between measurements of the held-out loss, also made after the last step;
-    null = none."""
+    """Optimizer steps between held-out losses, also measured after the last step; null = none."""
     evaluate_documents: int | None = Field(256, ge=1, le=10**9)
-    """Held-out documents measured on at most, drawn by `seed`; null = all."""
+    """Held-out documents measured at most, drawn by `seed`; null = all."""
     select: Literal["last", "best"] = "last"
-    """Which adapter is the result: that of the `last` step, or the one with the lowest held-out
-    loss (`best`; needs `evaluate_every_steps`)."""
+    """The adapter that is kept: of the `last` step, or with the lowest held-out loss (`best`; needs
+    `evaluate_every_steps`)."""
     checkpoint_every_steps: Annotated[int, Affects("none")] = Field(50, ge=1, le=10**9)
-    """Optimizer steps between checkpoints; one more is written after step 1, to prove that it can
-    be."""
+    """Optimizer steps between checkpoints; one more is written after step 1."""
     checkpoint_every_minutes: Annotated[float | None, Affects("none")] = Field(
         20.0, gt=0.0, le=100_000.0
     )
-    """Minutes after which a checkpoint is written though `checkpoint_every_steps` is not reached;
-    null = never."""
+    """Minutes after which a checkpoint is written in any case; null = never."""
     keep_checkpoints: Annotated[int, Affects("plan")] = Field(2, ge=1, le=1000)
     """Newest checkpoints kept while training."""
     grace_seconds: Annotated[float, Affects("none")] = Field(60.0, ge=1.0, le=86_400.0)
-    """Seconds that a signal to stop (SIGTERM, SIGUSR1, SIGINT) leaves to finish the step and save;
-    also how long a second start waits for the first."""
+    """Seconds to finish the step and save after a signal to stop; a second start waits this long
+    for the first."""
     hang_seconds: Annotated[float, Affects("none")] = Field(45.0, ge=5.0, le=86_400.0)
-    """Seconds without any progress within a step after which the run is stopped and the process
-    that hangs is named; ten times the longest step so far if that is more."""
+    """Seconds without progress within a step after which the run stops; ten times the longest step
+    if that is more."""
     deterministic: bool = False
-    """Use deterministic GPU kernels alone, slower: the same GPUs then give the same adapter bit for
-    bit. On CPUs results are so anyway."""
+    """Deterministic GPU kernels alone, slower: the same GPUs give the same adapter bit for bit."""
     log_every_steps: Annotated[int, Affects("none")] = Field(1, ge=1, le=10**9)
     """Optimizer steps between lines of metrics.jsonl."""
 
@@ -317,53 +286,41 @@ class HardwareConfig(Section):
     """Machines that train one run together; more than one needs a cluster profile (`--profile
     workflow/profiles/slurm`)."""
     gpu_model: str | None = Field(None, min_length=1, max_length=64)
-    """GPUs to plan for where none is visible (the login node of a cluster), like `H100` or `A100
-    40GB`; null = only visible ones."""
+    """GPUs to plan for where none is visible (a login node), like `H100` or `A100 40GB`; null =
+    only visible ones."""
     cpu_processes: int = Field(2, ge=1, le=64)
     """Processes (gloo ranks) when no GPU is used, on each node."""
     gpu_memory_gib: float | Literal["auto"] = "auto"
-    """Memory of each GPU that may be used, GiB; `auto` = what the driver reports. A smaller value
-    is enforced."""
+    """Memory of each GPU that may be used, GiB; `auto` = as the driver reports. A smaller value is
+    enforced."""
     host_memory_gib: float | Literal["auto"] = "auto"
     """Host memory that may be used by all processes of a node together, GiB; `auto` = what is
     available."""
     memory_margin_gib: float = Field(0.5, ge=0.0, le=64.0)
     """GPU memory that must stay free in the prediction, GiB."""
     shard_size: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Processes that share one copy of the model; several such groups train as replicas (HSDP) and
-    sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on
-    several nodes, the GPUs of one node keep the gathering of weights inside it."""
+    """Processes that share one copy of the model, a divisor of all; several groups are replicas
+    (HSDP). `auto` = all processes."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
-    """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no
-    cost is shown."""
+    """Price of a GPU hour in any currency, for the predicted cost; null = no cost is shown."""
     offload_activations: bool | int | Literal["auto"] = "auto"
-    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation
-    the layers' inputs, without it all their activations. A number = of so many layers, spread
-    evenly, first of those that are not recomputed. Saves GPU memory, and costs time where the host
-    link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or
-    faster."""
+    """Offload activations kept for backward to page-locked host memory: of all layers, or of so
+    many. `auto` = where it fits or is faster."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Look embedding rows up in host memory (the model's file, mapped once per node) instead of
-    keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves
-    vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
+    """Look embedding rows up in the model's file on the host, without a table on GPUs. `auto` =
+    with several GPUs."""
     offload_layers: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Decoder layers, spread evenly, whose packed weights wait in page-locked host memory, each
-    process's share of them; they are copied to the GPU while the layer before computes. At most the
-    model's layers. Adapters, their gradients and the optimizer's state stay on the GPU. `auto` = as
-    many as preflight predicts that a run needs to fit, or to be faster."""
+    """Decoder layers whose packed weights are offloaded to page-locked host memory, spread evenly.
+    `auto` = as many as fit or speed need."""
     reshard_after_forward: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Free gathered weights after forward (FULL_SHARD); false = keep them to backward
-    (SHARD_GRAD_OP), which takes more memory and half the traffic; `auto` = what preflight predicts
-    to be fastest of all that fits."""
+    """Free gathered weights after forward (FULL_SHARD); false = keep them for backward
+    (SHARD_GRAD_OP): more memory, half the traffic."""
     cuda_graphs: bool = True
-    """Launch forward and backward of a micro-batch as one CUDA graph, so that the GPU does not wait
-    for Python: on the GPUs of one machine, with FlashAttention or flex attention, no layers in host
-    memory, no module trained whole and no DoRA; otherwise they stay off, and preflight says why. Of
-    models with recurrent layers, while the lengths of packed documents differ little. Changes the
-    result by no more than rounding."""
+    """Launch a micro-batch as one CUDA graph, on one machine with FlashAttention or flex; preflight
+    says why not. Only rounding differs."""
     calibration: str | None = Field(None, min_length=1, max_length=4096)
-    """Output of `workflow.scripts.benchmark_run` on GPUs of this run's kind, to which the predicted
-    times are fitted; null = constants measured on H200, scaled by data sheets."""
+    """Output of `workflow.scripts.benchmark_run` on such GPUs, which predicted times are fitted to;
+    null = constants measured on H200, scaled."""
 
     @model_validator(mode="after")
     def _positive(self) -> "HardwareConfig":
