@@ -33,7 +33,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
 from workflow.lib.system.locks import exclusive
-from workflow.lib.training.best_adapter import BestAdapter, HeldOut, open_best, open_heldout
+from workflow.lib.training.best_adapter import BestAdapter, HeldOut
 from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device
 from workflow.lib.training.checkpoint import (
     Cadence,
@@ -132,10 +132,7 @@ class RunState:
 
 def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Journal, int]:
     """Train from the newest checkpoint to the end, and leave the selected adapter in the model;
-    return its step too.
-
-    A signal saves one more checkpoint and stops.
-    """
+    return its step too. A signal saves one more checkpoint and stops."""
     state = resume_run(args.checkpoints, run, pulse)
     first_step, num_steps, journal = state.first_step, state.num_steps, state.journal
     training = run.model.training
@@ -166,8 +163,7 @@ def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Jou
 
 def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
     """Load the run's newest checkpoint, if there is one, and open what records its further steps.
-    Collective.
-    """
+    Collective."""
     settings, training, world = run.config.train, run.model.training, run.world
     num_steps, micro_batch_size = run.plan.num_steps, run.plan.micro_batch_size
     state_bytes = run.model.state_bytes()
@@ -183,10 +179,18 @@ def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
         newest=resumed.step,
     )
     cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
-    heldout = open_heldout(
-        run.store, settings, num_steps=num_steps, micro_batch_size=micro_batch_size
-    )
-    best = open_best(checkpoints, settings, journal.rows, world=world)
+    heldout = best = None
+    if settings.evaluate_every_steps is not None:
+        heldout = HeldOut(
+            run.store,
+            every=settings.evaluate_every_steps,
+            num_steps=num_steps,
+            at_most=settings.evaluate_documents,
+            seed=settings.seed,
+            micro_batch_size=micro_batch_size,
+        )
+    if settings.select == "best":
+        best = BestAdapter(checkpoints, journal.rows, world=world)
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
     graphs = MicroBatchGraphs(training, world) if run.plan.graphed else None
@@ -218,8 +222,7 @@ def with_heldout_loss(metrics: StepMetrics, state: RunState) -> StepMetrics:
 
 def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> None:
     """Start a checkpoint after `step` if it is due on any process, and stop if any is asked to.
-    Collective.
-    """
+    Collective."""
     last = step == state.num_steps
     due = last or state.cadence.due(step=step, last_saved_s=state.writer.last_saved_s)
     # Clocks differ, and a signal may reach one process alone. But saving is collective.
@@ -234,8 +237,7 @@ def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> No
 
 def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[NoReturn]":
     """Return the bar of the main process, on a terminal alone; on all others one that shows
-    nothing.
-    """
+    nothing."""
     return tqdm(
         total=num_steps,
         initial=done,
@@ -248,8 +250,7 @@ def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[
 
 def select_adapter(model: TrainingModel, best: BestAdapter | None, *, last_step: int) -> int:
     """Put the best adapter back into the model if it is not the last one; return the step of the
-    one that is there.
-    """
+    one that is there."""
     if best is None or best.step == last_step:
         return last_step
     best.load_(model.training)
@@ -282,8 +283,7 @@ def shown(
 
 def run_identity(args: argparse.Namespace) -> str:
     """Return what names the run's settings, data and base: its checkpoints' folder name without the
-    run's.
-    """
+    run's."""
     name: str = args.checkpoints.name
     return name.removeprefix(f"{args.run}-")
 
@@ -297,8 +297,7 @@ def write_results(
     selected_step: int,
 ) -> None:
     """Write the sharded adapter, the parity record, metrics and summary to a folder that appears as
-    a whole.
-    """
+    a whole."""
     training, world = run.model.training, run.world
     partial = args.output.with_name(f".{args.output.name}.partial")
     if world.is_main:

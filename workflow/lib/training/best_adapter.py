@@ -22,7 +22,6 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter, saved_steps
@@ -122,21 +121,6 @@ class HeldOut:
         return make_batch(ids, position_ids, mask, device=device)
 
 
-def open_heldout(
-    store: TokenStore, train: TrainConfig, *, num_steps: int, micro_batch_size: int
-) -> HeldOut | None:
-    if train.evaluate_every_steps is None:
-        return None
-    return HeldOut(
-        store,
-        every=train.evaluate_every_steps,
-        num_steps=num_steps,
-        at_most=train.evaluate_documents,
-        seed=train.seed,
-        micro_batch_size=micro_batch_size,
-    )
-
-
 class BestAdapter:
     """Keeps the adapter with the lowest held-out loss in the checkpoints' folder. All processes
     call all methods. rows: the metrics of the run up to the step that it continues from. Adapters
@@ -194,12 +178,6 @@ class BestAdapter:
             shutil.rmtree(path, ignore_errors=True)
         for path in set(self._folder.glob("best-*")) - needed:
             discard(path)
-
-
-def open_best(
-    folder: Path, train: TrainConfig, rows: Sequence[dict[str, Any]], *, world: World
-) -> BestAdapter | None:
-    return BestAdapter(folder, rows, world=world) if train.select == "best" else None
 
 
 def best_dir(folder: Path, step: int) -> Path:

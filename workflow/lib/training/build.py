@@ -50,8 +50,7 @@ logger = logging.getLogger("workflow")
 @dataclass(frozen=True)
 class TrainingModel:
     """The sharded training module, its FSDP units (none with one process), and the bytes this
-    process read.
-    """
+    process read."""
 
     training: CausalLMForTraining
     units: list[FSDPModule]
@@ -72,14 +71,12 @@ class TrainingModel:
 
     def state_bytes(self) -> int:
         """Return the bytes of what training changes, over all processes: fp32 weights and Adam's
-        two moments.
-        """
+        two moments."""
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
     def trainable_by_module(self) -> dict[str, int]:
         """Return the trainable parameters by the kind of module that holds them: `self_attn` for
-        the adapter of `self_attn.q_proj`, `lm_head` for a head that is trained whole.
-        """
+        the adapter of `self_attn.q_proj`, `lm_head` for a head that is trained whole."""
         counts: Counter[str] = Counter()
         for name, param in trainable_parameters(self.training).items():
             path, adapter, _ = name.partition(".lora_")
@@ -88,8 +85,7 @@ class TrainingModel:
 
     def num_parameters(self) -> tuple[int, int]:
         """Return the trainable parameters, and all (quantized weights counted as weights, not as
-        bytes).
-        """
+        bytes)."""
         model = self.training.peft_model
         trainable = sum(p.numel() for p in trainable_parameters(self.training).values())
         linears = sum(m.in_features * m.out_features for _, m in nf4_linears(model))
@@ -106,8 +102,7 @@ class TrainingModel:
 
 def plan_of_device(plan: StepPlan, base: Path, config: RunConfig, world: World) -> StepPlan:
     """Return the plan with the dtypes and the attention that the settings mean on this device.
-    Collective.
-    """
+    Collective."""
     settings, device = config.model, world.device
     dtype, needs = resolve_dtype(settings.compute_dtype, device), read_attention_needs(base)
     asked = needs.asked(settings.attention_dropout)
@@ -136,12 +131,9 @@ def build_training_model(
     *,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
-    """Build the run's model on this process. Collective.
-
-    base: NF4 folder; plan: of `preflight.json`, as this device can have it; moved: called after
-    every tensor that was read. Raises `UserError` if the base does not fit its config or the
-    targets.
-    """
+    """Build the run's model on this process. Collective. base: NF4 folder; plan: of
+    `preflight.json`, as this device can have it; moved: called after every tensor that was read.
+    Raises `UserError` if the base does not fit its config or the targets."""
     _limit_memory(plan, world.device)
     dtype = dtype_of(plan)
     check_saved_activations(plan.saved_activations, matmul_hardware(world.device))
@@ -180,10 +172,8 @@ def adapt_(
     choice: LayerChoice,
 ) -> tuple[CausalLMForTraining, Counter[str]]:
     """Give a meta-device NF4 model its adapters, its fused layers, its loss and its recomputation;
-    return what trains it, and how many modules of each kind are fused.
-
-    Raises `UserError` if the model has none of the targets.
-    """
+    return what trains it, and how many modules of each kind are fused. Raises `UserError` if the
+    model has none of the targets."""
     adapted = inject_adapters(model, lora)
     # Before recurrent layers are divided by document, which gives them another forward.
     fused = fuse_layers_(model) if plan.fused_layers else Counter()
@@ -204,8 +194,7 @@ def lay_out_(
     choice: LayerChoice,
 ) -> TrainingModel:
     """Divide a meta-device model between processes and host memory as the plan says; nothing is
-    allocated or read yet. Collective.
-    """
+    allocated or read yet. Collective."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = decoder_layers(model)  # FSDP2 changes their classes
     keep_to_backward = not plan.reshard_after_forward

@@ -64,8 +64,7 @@ def step_dir(folder: Path, step: int) -> Path:
 @dataclass(frozen=True)
 class Cadence:
     """When to write a checkpoint: every so many steps, every so many minutes, and after step 1, to
-    prove that it can be done.
-    """
+    prove that it can be done."""
 
     every_steps: int
     every_minutes: float | None
@@ -73,8 +72,7 @@ class Cadence:
 
     def due(self, *, step: int, last_saved_s: float | None) -> bool:
         """Tell whether a checkpoint is due after `step` (1-based); differs between processes by
-        their clocks.
-        """
+        their clocks."""
         since = time.monotonic() - (self.began_s if last_saved_s is None else last_saved_s)
         late = self.every_minutes is not None and since >= 60 * self.every_minutes
         return step == 1 or step % self.every_steps == 0 or late
@@ -82,12 +80,9 @@ class Cadence:
 
 class CheckpointWriter:
     """Writes checkpoints in the background, one at a time, and removes old ones. All processes call
-    all methods.
-
-    The background thread has a process group to itself: on a group that the main thread uses too
-    (to agree on a stop, say), the collectives of both would meet in another order on another
-    process.
-    """
+    all methods. The background thread has a process group to itself: on a group that the main
+    thread uses too (to agree on a stop, say), the collectives of both would meet in another order
+    on another process."""
 
     def __init__(
         self, folder: Path, *, keep: int, identity: str, world: World, newest: int = 0
@@ -108,11 +103,8 @@ class CheckpointWriter:
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """At the end of the block finish the write in progress, also if a `UserError` ends it (on
-        all processes alike).
-
-        Not after any other exception: processes that do not share it would be waited for.
-        Collective.
-        """
+        all processes alike). Not after any other exception: processes that do not share it would be
+        waited for. Collective."""
         try:
             yield
         except UserError:
@@ -135,8 +127,7 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Finish the write in progress, if any. Collective. Raises `UserError` if it failed on any
-        process.
-        """
+        process."""
         if not self._writing:
             return
         self._written.wait()
@@ -221,10 +212,8 @@ class CheckpointWriter:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, its name first: half of it must not pass for a whole one.
-
-    A failure is only logged, for the run is sound. What is left is removed later.
-    """
+    """Remove a folder, its name first: half of it must not pass for a whole one. A failure is only
+    logged, for the run is sound. What is left is removed later."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         path.rename(aside)
@@ -237,8 +226,7 @@ def _pieces(
     training: nn.Module, optimizer: ShardwiseOptimizer, routed: list[torch.Tensor]
 ) -> dict[str, Piece]:
     """Return this process's part of the weights and of the optimizer's tensors, and the rows that
-    experts got (`routed_rows`); the optimizer's rates and betas are settings.
-    """
+    experts got (`routed_rows`); the optimizer's rates and betas are settings."""
     weights, rank = trainable_parameters(training), dist.get_rank()
     named = {f"adapter/{n}": param.detach() for n, param in weights.items()}
     named["optimizer/step"] = optimizer.count
@@ -262,8 +250,7 @@ class SkippedCheckpoint(TypedDict):
 @dataclass(frozen=True)
 class Resumed:
     """Where a run continues: after `step` steps (0: at the beginning), and the checkpoints that
-    were not whole.
-    """
+    were not whole."""
 
     step: int
     skipped: list[SkippedCheckpoint]
@@ -279,11 +266,8 @@ def resume_(
     identity: str,
     world: World,
 ) -> Resumed:
-    """Load the newest whole checkpoint into `training` and `optimizer`. Collective.
-
-    A damaged one is set aside and the one before it taken. Raises `UserError` for a checkpoint of
-    another run.
-    """
+    """Load the newest whole checkpoint into `training` and `optimizer`. Collective. A damaged one
+    is set aside and the one before it taken. Raises `UserError` for a checkpoint of another run."""
     skipped: list[SkippedCheckpoint] = []
     for step in reversed(_steps_on_main(folder, world)):
         path = step_dir(folder, step)
@@ -307,8 +291,7 @@ def resume_(
 
 def _steps_on_main(folder: Path, world: World) -> list[int]:
     """Return the saved steps as the main process sees them, on all: a shared disk may show others
-    an older list. Collective.
-    """
+    an older list. Collective."""
     steps: list[Any] = [saved_steps(folder) if world.is_main else None]
     dist.broadcast_object_list(steps, src=0, group=world.io_group)
     result: list[int] = steps[0]
@@ -317,8 +300,7 @@ def _steps_on_main(folder: Path, world: World) -> list[int]:
 
 def _problem(path: Path, *, world: World) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing; each process reads its
-    share. Collective.
-    """
+    share. Collective."""
     problem: str | None = None
     try:
         check_files(path, read_index(path), share=slice(world.rank, None, world.size))
@@ -369,8 +351,7 @@ def _load_(
 
 def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, torch.Tensor]:
     """Return empty tensors for the whole moments of 8 bits, if other processes have cut them into
-    other blocks; else nothing.
-    """
+    other blocks; else nothing."""
     scales = [n for n in pieces.keys() & index["tensors"].keys() if n.endswith("_absmax")]
     if all(tuple(index["tensors"][n]["shape"]) == pieces[n].shape for n in scales):
         return {}
@@ -398,10 +379,8 @@ def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
 
 
 def load_adapter_(training: nn.Module, folder: Path) -> None:
-    """Read what `save_adapter` wrote into `training`; each process reads its part.
-
-    Raises `UserError` if the files are damaged or of another adapter.
-    """
+    """Read what `save_adapter` wrote into `training`; each process reads its part. Raises
+    `UserError` if the files are damaged or of another adapter."""
     pieces = {
         name: piece_of(param.detach(), rank=dist.get_rank())
         for name, param in trainable_parameters(training).items()
@@ -419,20 +398,18 @@ def load_adapter_(training: nn.Module, folder: Path) -> None:
 
 def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
     """Make a metrics file from the whole rows of `source` (default: itself) up to `step`; return
-    them.
-    """
+    them."""
     rows = [row for row in whole_rows(source or path) if row["step"] <= step]
     write_lines(path, rows)
     return rows
 
 
 def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of lines up to the first that is cut or damaged; none of no file.
-
-    A process that is killed while it appends leaves its last line cut, and this line is ignored.
+    """Yield the rows of a file of lines up to the first that is cut or damaged; none of no file. A
+    process that is killed while it appends leaves its last line cut, and this line is ignored.
     Where lines follow a cut one, a disk has lost what was written there, or a later process has
-    appended without reading. They need not continue the rows before them, so they are ignored too.
-    """
+    appended without reading. They need not continue the rows before them, so they are ignored
+    too."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -444,8 +421,7 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def left_by(killed: str, folder: Path) -> str:
     """Say how far the process `killed` (its id) had come that trained with this folder of
-    checkpoints, and what it has left.
-    """
+    checkpoints, and what it has left."""
     reached = max((row["step"] for row in whole_rows(folder / METRICS)), default=0)
     when = f"after step {reached}" if reached else "before its first step"
     newest = max(saved_steps(folder), default=0)
