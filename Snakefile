@@ -7,6 +7,7 @@ min_version("9.0")
 
 # Reads the settings.
 include: "workflow/rules/common.smk"
+include: "workflow/rules/inputs.smk"
 
 
 container: container_image()

@@ -15,7 +15,8 @@ LIB = sorted((ROOT / "workflow" / "lib").rglob("*.py"))
 PACKAGES = sorted(path.parent for path in LIB if path.name == "__init__.py")
 SCRIPTS = sorted((ROOT / "workflow" / "scripts").glob("[a-z]*.py"))
 RULES = sorted([*(ROOT / "workflow" / "rules").glob("*.smk"), *ROOT.glob("Snakefile")])
-STAGES = [path.stem for path in RULES if path.suffix == ".smk" and path.stem != "common"]
+FUNCTIONS = ("common", "inputs")  # files without rules
+STAGES = [path.stem for path in RULES if path.suffix == ".smk" and path.stem not in FUNCTIONS]
 
 # What rules may import, below workflow.lib: nothing that takes long to import, as every job does.
 OPEN_TO_RULES = (

@@ -1,13 +1,8 @@
-def gguf_of(name):
-    """What of a run becomes GGUF files."""
-    return RUNS[name].export.gguf_of
-
-
 # A file a form and format; which ones, the settings say.
 rule convert_gguf:
     input:
-        merged=lambda w: merged_model(w.run) if "merged" in gguf_of(w.run) else [],
-        model=lambda w: model_files(RUNS[w.run]) if "adapter" in gguf_of(w.run) else [],
+        merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].export.gguf_of else [],
+        model=lambda w: model_files(RUNS[w.run]) if "adapter" in RUNS[w.run].export.gguf_of else [],
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         tokens=lambda w: manifest(RUNS[w.run]),

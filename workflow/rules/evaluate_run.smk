@@ -1,15 +1,3 @@
-def original_files(run):
-    """The original model's files as inputs, if the evaluation loads them."""
-    loads = {"original", "tuned_on_original"} & set(run.subjects)
-    return model_files(run) if loads else []
-
-
-def task_files(run):
-    """Task files as inputs."""
-    folder = run.evaluate.tasks_dir
-    return layout.local_files(folder, layout.TASK_PATTERNS) if folder else []
-
-
 rule evaluate_run:
     input:
         base=lambda w: layout.base_dir(RUNS[w.run]),

@@ -1,29 +1,3 @@
-def checkpoints(wildcards, input):
-    """Folder of a run's checkpoints, named by its settings and by the content that it trains on.
-
-    Data or weights edited in place must not continue from what their old content has trained.
-    """
-    # An input that is still to be made has to be named by the error; then Snakemake asks again later.
-    for path in (input.tokens, input.base):
-        Path(path).stat()
-    folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
-    return f"{folder}-{trained_content(Path(input.tokens), Path(input.base))}"
-
-
-def several_nodes(run, value):
-    """A resource of runs that train on several nodes; None leaves it out."""
-    return value if run.hardware.nodes > 1 else None
-
-
-def on_each_node(run, threads):
-    """What starts a command with so many threads once on every node of a Slurm job; nothing on a single one."""
-    nodes = run.hardware.nodes
-    if nodes == 1:
-        return []
-    tasks = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    return ["srun", *tasks, f"--cpus-per-task={threads}", "--kill-on-bad-exit=1"]
-
-
 rule finetune:
     input:
         tokens=lambda w: manifest(RUNS[w.run]),

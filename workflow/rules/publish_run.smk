@@ -1,29 +1,3 @@
-def published_files(name):
-    """What a run publishes, as inputs."""
-    form, folder = RUNS[name].export.hub_form, layout.stage_dir(name, "consolidate")
-    return {
-        "adapter": [f"{folder}/adapter/{file}" for file in ADAPTER_FILES],
-        "merged": [f"{folder}/merged"],
-        "gguf": [layout.stage_dir(name, "convert_gguf")],
-    }[form]
-
-
-def published_folder(name, files):
-    """The folder that a run publishes, once a job has `published_files`."""
-    adapter = RUNS[name].export.hub_form == "adapter"
-    return subpath(files[0], parent=True) if adapter else files[0]
-
-
-def publications():
-    """The proofs that runs are published: those that name a repository."""
-    named = [name for name, run in RUNS.items() if run.export.hub_repo]
-    if not named:
-        raise WorkflowError(
-            "export.hub_repo names no repository, so there is nothing to publish. Set it to owner/name."
-        )
-    return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in named]
-
-
 # No part of `all`: `snakemake publish` asks for it.
 rule publish_run:
     input:

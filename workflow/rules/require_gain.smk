@@ -1,16 +1,3 @@
-# Gains that runs must reach, by run.
-REQUIRED = {
-    name: run.evaluate.model_dump(mode="json", include={"require", "require_by"})
-    for name, run in RUNS.items()
-    if run.evaluate.require
-}
-
-
-def requirements():
-    """The proof that required gains are reached, if any are required."""
-    return rules.require_gain.output if REQUIRED else []
-
-
 # After everything else of all runs, the report too: Snakemake starts no further job once one has failed.
 rule require_gain:
     input:

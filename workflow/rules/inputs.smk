@@ -1,0 +1,78 @@
+# Inputs, outputs and options of single stages; `common.smk` has what several share.
+
+
+def checkpoints(wildcards, input):
+    """Folder of a run's checkpoints, named by its settings and by the content that it trains on.
+
+    Data or weights edited in place must not continue from what their old content has trained.
+    """
+    # An input that is still to be made has to be named by the error; then Snakemake asks again later.
+    for path in (input.tokens, input.base):
+        Path(path).stat()
+    folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
+    return f"{folder}-{trained_content(Path(input.tokens), Path(input.base))}"
+
+
+def several_nodes(run, value):
+    """A resource of runs that train on several nodes; None leaves it out."""
+    return value if run.hardware.nodes > 1 else None
+
+
+def on_each_node(run, threads):
+    """What starts a command with so many threads once on every node of a Slurm job; nothing on a single one."""
+    nodes = run.hardware.nodes
+    if nodes == 1:
+        return []
+    tasks = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    return ["srun", *tasks, f"--cpus-per-task={threads}", "--kill-on-bad-exit=1"]
+
+
+def original_files(run):
+    """The original model's files as inputs, if the evaluation loads them."""
+    loads = {"original", "tuned_on_original"} & set(run.subjects)
+    return model_files(run) if loads else []
+
+
+def task_files(run):
+    """Task files as inputs."""
+    folder = run.evaluate.tasks_dir
+    return layout.local_files(folder, layout.TASK_PATTERNS) if folder else []
+
+
+def published_files(name):
+    """What a run publishes, as inputs."""
+    form, folder = RUNS[name].export.hub_form, layout.stage_dir(name, "consolidate")
+    return {
+        "adapter": [f"{folder}/adapter/{file}" for file in ADAPTER_FILES],
+        "merged": [f"{folder}/merged"],
+        "gguf": [layout.stage_dir(name, "convert_gguf")],
+    }[form]
+
+
+def published_folder(name, files):
+    """The folder that a run publishes, once a job has `published_files`."""
+    adapter = RUNS[name].export.hub_form == "adapter"
+    return subpath(files[0], parent=True) if adapter else files[0]
+
+
+def publications():
+    """The proofs that runs are published: those that name a repository."""
+    named = [name for name, run in RUNS.items() if run.export.hub_repo]
+    if not named:
+        raise WorkflowError(
+            "export.hub_repo names no repository, so there is nothing to publish. Set it to owner/name."
+        )
+    return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in named]
+
+
+# Gains that runs must reach, by run.
+REQUIRED = {
+    name: run.evaluate.model_dump(mode="json", include={"require", "require_by"})
+    for name, run in RUNS.items()
+    if run.evaluate.require
+}
+
+
+def requirements():
+    """The proof that required gains are reached, if any are required."""
+    return rules.require_gain.output if REQUIRED else []
