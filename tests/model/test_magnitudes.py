@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from workflow.lib.model.experts.gates import Gate
+from workflow.lib.model.experts.fused_experts import Gate
 from workflow.lib.model.fusion.fuse_layers import _as_fused_norm
 from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
 from workflow.lib.model.tried_classes.gated_norm_forms import as_gated_norm

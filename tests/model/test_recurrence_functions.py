@@ -17,8 +17,8 @@ from tests.support.models import quantized
 from tests.support.other_decoders import config_of
 from tests.support.plans import make_plan
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.document_states import OneByOne
 from workflow.lib.model.nf4_model import build_nf4_on_meta
+from workflow.lib.model.prepared_decoder import OneByOne
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.settings.train import LoraSettings

@@ -21,8 +21,8 @@ from workflow.lib.kernels.experts.grouped_matmul import (
     weights_product,
 )
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
-from workflow.lib.model.experts.decoded_weights import column_weights, operand, row_weights
-from workflow.lib.model.experts.gates import Gate
+from workflow.lib.model.experts.expert_matmul import column_weights, operand, row_weights
+from workflow.lib.model.experts.fused_experts import Gate
 
 EXPERTS, TOP_K = 6, 2
 Function = Callable[[torch.Tensor], torch.Tensor]

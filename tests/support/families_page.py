@@ -16,10 +16,10 @@ from workflow.lib.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
-from workflow.lib.model.document_states import separate_documents_
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.layers.expert_stacks import experts_modules
+from workflow.lib.model.prepared_decoder import separate_documents_
 from workflow.lib.system.compute_choice import automatic_attention
 
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "families.md"

@@ -4,7 +4,10 @@ Takes the place of a family's experts module as Transformers 5 has it: all exper
 parameters, the router beside them. Backward keeps x (T, hidden), the routing and up(x)
 (T * k, 2 * intermediate) alone, and no decoded weight. It is two nodes
 (`layers.split_autograd`), so recomputation of a layer makes `down` not a second time. The router's
-weights p get their gradient, which the router's input needs although the router is frozen."""
+weights p get their gradient, which the router's input needs although the router is frozen.
+
+Between the two products a family may have any function, whose gradients autograd makes; those that
+kernels know (`kernels.experts.gates`) are computed by them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from workflow.lib.kernels.experts.gates import (
+    ACTIVATIONS,
+    CLAMPED,
+    GateForm,
+    by_torch,
+    gated,
+    gated_backward_,
+    gradients_by_torch_,
+)
 from workflow.lib.kernels.experts.grouped_matmul import bias_products, route, summed_by_token
 from workflow.lib.kernels.experts.routing import Routing, Rows
 from workflow.lib.model.experts.expert_matmul import (
@@ -23,11 +35,59 @@ from workflow.lib.model.experts.expert_matmul import (
     stack_of,
     value,
 )
-from workflow.lib.model.experts.gates import Gate
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
+from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
+
+
+class Gate:
+    """The function of a family, (R, 2 f) to (R, f) or without a gate (R, f) to (R, f)."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._function, self.form = function, _form_of(function)
+
+    def product(self, up: torch.Tensor) -> torch.Tensor:
+        """Return the function of up(x), for forward."""
+        if self.form is not None and gated.takes_kernel(up, self.form):
+            return gated(up, self.form)
+        return self._function(up)
+
+    def gradients(
+        self, up: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the function's value p (R, f), the gradient of up(x), and that of the router's
+        weights (T, k) fp32, for `grad`, the gradient of p before a row's weight is multiplied.
+
+        `up` and `grad` may be written over."""
+        given = (grad, up, weights, routing.order)
+        if self.form is not None and gated_backward_.takes_kernel(*given, self.form):
+            return gated_backward_(*given, self.form)
+        return gradients_by_torch_(*given, self._function)
+
+
+def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
+    """Return what the kernels compute for the function, by trying; None for any other.
+
+    The constants of a clamped gate are those of the module whose method the function is."""
+    forms = [GateForm(name) for name in ACTIVATIONS]
+    module = getattr(function, "__self__", None)
+    alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
+    if isinstance(alpha, float) and isinstance(limit, float):
+        forms.append(GateForm(CLAMPED, alpha, limit))
+    return next((form for form in forms if _agree(function, form)), None)
+
+
+def _agree(function: Callable[[torch.Tensor], torch.Tensor], form: GateForm) -> bool:
+    """Compare a function with a form on random values of all magnitudes."""
+    up = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+    return agree(
+        lambda magnitude: function(magnitude * up),
+        lambda magnitude: by_torch(magnitude * up, form),
+        at=magnitudes(function),
+        tolerance=1e-6,
+    )
 
 
 class FusedExperts(nn.Module):

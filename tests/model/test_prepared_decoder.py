@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workflow.lib.model.document_states import OneByOne
 from workflow.lib.model.documents import documents_of, room_of
+from workflow.lib.model.prepared_decoder import OneByOne
 from workflow.lib.system.errors import UserError
 
 LENGTHS = [[9, 1, 13], [23], [2, 2, 19]]
