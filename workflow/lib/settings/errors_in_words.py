@@ -143,7 +143,7 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
 
 
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
-    """Say that a key is unknown, and which was meant: a similar one, or another section's."""
+    """Say that a key is unknown, and which was meant."""
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
     if better := RENAMED_KEYS.get(_spell(location)):
         return f"{_spell(location)}: this key is called {better} now. Rename it."
@@ -152,7 +152,13 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
         for section in model.model_fields
         if is_section(model, section) and key in _model_at(model, (section,)).model_fields
     ]
-    meant = difflib.get_close_matches(key, valid, n=1, cutoff=0.5) or elsewhere
+    short = key.removeprefix(f"{location[-2:][0]}_")  # `lora_r` of `lora`
+    meant = [
+        *([short] if short in valid else []),
+        *(name for name in valid if len(key) > 3 and key in name),
+        *elsewhere,
+        *difflib.get_close_matches(key, valid, n=1, cutoff=0.6),
+    ]
     hint = f"Did you mean {meant[0]!r}?" if meant else f"Valid keys: {', '.join(valid)}."
     shown = [part + 1 if isinstance(part, int) else part for part in location]
     named = [part for part in shown if not str(part).startswith("<")]
