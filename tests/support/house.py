@@ -13,6 +13,8 @@ from workflow.lib.step_plan.memory_options import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "workflow" / "lib"
+# What they call `saved_activations` is a term of the peak.
+TERMS = ("planning.memory.peaks", "recording.term_names")
 PAGE = ROOT / "workflow" / "docs" / "architecture.md"
 
 
@@ -27,8 +29,9 @@ def _name(file: Path) -> str:
 
 
 def knowing(option: str) -> list[str]:
+    """Return the modules that name a memory option."""
     word = re.compile(rf"\b{option}\b")
-    return [name for name, text in modules().items() if word.search(text)]
+    return [name for name, text in modules().items() if word.search(text) and name not in TERMS]
 
 
 def importers() -> Counter[str]:

@@ -57,7 +57,7 @@ class CausalLMForTraining(nn.Module):
         self,
         peft_model: nn.Module,
         *,
-        fused_loss: bool = True,
+        fused_head: bool = True,
         objective: Objective = NEXT_TOKEN,
     ) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class CausalLMForTraining(nn.Module):
         self.peft_model = peft_model
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
         module, config = causal_lm.get_output_embeddings(), causal_lm.config
-        head = output_head(module, config, fused=fused_loss)
+        head = output_head(module, config, fused=fused_head)
         self.head_loss = LinearCrossEntropy(head)
         self.adapters = share_state(peft_model)
         for layer in decoder_layers(causal_lm):

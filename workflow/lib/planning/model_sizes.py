@@ -5,11 +5,9 @@ for backward. Time, disk and traffic are counted by them; memory is recorded.
 import math
 from collections.abc import Iterable
 
-from workflow.lib.model.architecture.layer_choice import activation_offload_layers
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
 ROUNDED_BYTES = 1 + 4 / 128  # of an activation in float8: with its share of a block's scale
@@ -88,13 +86,9 @@ def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
 
     Two inputs of layers where all that are offloaded are recomputed, else about what a layer keeps.
     """
-    if not plan.offload_activations:
+    away = plan.layers(shape.num_layers).activations_on_host
+    if not away:
         return None
-    away = activation_offload_layers(
-        plan.offload_activations,
-        recomputation=plan.activation_checkpointing,
-        num_layers=shape.num_layers,
-    )
     if all(map(plan.recomputes, away)):
         elements = 2 * shape.hidden_size
     else:
@@ -104,4 +98,4 @@ def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
 
 def saved_bytes(plan: StepPlan) -> float:
     """Bytes of an activation that waits for backward."""
-    return plan.compute_bytes if plan.saved_activations == COMPUTE_DTYPE else ROUNDED_BYTES
+    return ROUNDED_BYTES if plan.rounds_activations else plan.compute_bytes

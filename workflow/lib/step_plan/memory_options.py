@@ -68,6 +68,21 @@ class MemoryOptions(BasePlan):
             spread(self.offload_layers, num_layers),
         )
 
+    @property
+    def gathers(self) -> int:
+        """How often a micro-batch gathers the weights of a layer."""
+        return 2 if self.reshard_after_forward else 1
+
+    @property
+    def rows_from_host(self) -> int:
+        """Embedding rows of a micro-batch that are looked up in host memory."""
+        return self.tokens if self.offload_embedding else 0
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether activations are rounded until backward."""
+        return self.saved_activations != COMPUTE_DTYPE
+
     def recomputes(self, layer: int) -> bool:
         """Whether backward recomputes a decoder layer."""
         return is_recomputed(self.activation_checkpointing, layer)

@@ -42,7 +42,7 @@ from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, check_saved_activations
+from workflow.lib.system.compute_choice import check_saved_activations
 
 logger = logging.getLogger("workflow")
 
@@ -177,7 +177,7 @@ def adapt_(
     adapted = inject_adapters(model, lora)
     # Before recurrent layers are divided by document, which gives them another forward.
     fused = fuse_layers_(model) if plan.fused_layers else Counter()
-    training = CausalLMForTraining(adapted, fused_loss=plan.fused_loss)
+    training = CausalLMForTraining(adapted, fused_head=plan.fused_loss)
     if plan.offload_embedding:
         assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)
@@ -209,7 +209,7 @@ def lay_out_(
         )
         if plan.offload_activations is not True:  # else what lies before and behind them too
             training.activation_offload.follow_(layers, choice.activations_on_host)
-    if plan.saved_activations != COMPUTE_DTYPE:
+    if plan.rounds_activations:
         offload = training.activation_offload
         training.rounded_activations = RoundedActivations(dtype_of(plan), offload)
         whole = [x for number, x in enumerate(layers) if number not in choice.recomputed]

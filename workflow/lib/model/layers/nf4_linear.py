@@ -125,10 +125,15 @@ class NF4Linear(nn.Linear):
         stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():
             assert 4 * stored[name].numel() >= size, f"{name} is not on the device"
+        return self._data(stored["weight"], stored["absmax"], stored.get("nested_absmax"))
+
+    def _data(
+        self, packed: torch.Tensor, absmax: torch.Tensor, nested_absmax: torch.Tensor | None
+    ) -> NF4Data:
         return NF4Data(
-            stored["weight"],
-            stored["absmax"],
-            stored.get("nested_absmax"),
+            packed,
+            absmax,
+            nested_absmax,
             code=self.quant_map,
             nested_code=self.nested_quant_map,
             offset=self.nested_offset,
@@ -140,13 +145,9 @@ class NF4Linear(nn.Linear):
     ) -> torch.Tensor:
         """Return the weights, of `shape`, that bytes (uint8) of each parameter encode; they start
         at a whole block."""
-        data = self.nf4_data()._replace(
-            packed=parts["weight"],
-            absmax=parts["absmax"],
-            nested_absmax=parts["nested_absmax"].view(torch.float32)
-            if self.spec.double_quant
-            else None,
-        )
+        double = self.spec.double_quant
+        nested = parts["nested_absmax"].view(torch.float32) if double else None
+        data = self._data(parts["weight"], parts["absmax"], nested)
         return decode(data, shape=shape, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

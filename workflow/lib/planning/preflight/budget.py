@@ -86,6 +86,6 @@ def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks
         return machine.processes_per_node * peaks.allocated_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
     stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears) // 2)  # 4 bits
-    rows = plan.tokens * shape.hidden_size * plan.compute_bytes if plan.offload_embedding else 0
+    rows = plan.rows_from_host * shape.hidden_size * plan.compute_bytes
     each = GPU_PROCESS_BYTES + peaks.host_bytes + rows
     return machine.processes_per_node * each + max(table, stack)

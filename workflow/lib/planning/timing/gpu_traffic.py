@@ -86,7 +86,7 @@ def micro_batch_traffic(shape: ModelShape, setup: StepPlan, fabric: Fabric) -> T
         return NO_TRAFFIC
     unit = shape.total(lambda layer: _gathered(layer, setup)) / shape.num_layers
     gather = ring_seconds(unit, fabric, processes=setup.shards)
-    gathers = shape.num_layers * (2 if setup.reshard_after_forward else 1)
+    gathers = shape.num_layers * setup.gathers
     vocabulary = _vocabulary_seconds(shape, setup, fabric)
     reductions = sum(
         count * _reduction_seconds(4 * layer_parameters(shape.kinds[kind], setup), setup, fabric)
@@ -131,5 +131,5 @@ def _vocabulary_seconds(shape: ModelShape, setup: StepPlan, fabric: Fabric) -> f
     back too.
     """
     rows = setup.slices * setup.tokens * shape.hidden_size
-    travels = [setup.compute_bytes, 4] + ([] if setup.offload_embedding else [setup.compute_bytes])
+    travels = [setup.compute_bytes, 4] + ([] if setup.rows_from_host else [setup.compute_bytes])
     return sum(ring_seconds(rows * n, fabric, processes=setup.slices) for n in travels)

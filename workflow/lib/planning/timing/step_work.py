@@ -6,7 +6,6 @@ Nothing here knows how fast a GPU is; `step_time` makes seconds of it.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from workflow.lib.model.architecture.layer_choice import activation_offload_layers
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.planning.model_sizes import (
     ROUNDED_BYTES,
@@ -134,7 +133,7 @@ def micro_batch_work(
     normed = shape.quantized_weights if plan.dora else 0
     recomputed_share = recomputed / layers
     made = {"passes": passes, "recomputed": recomputed_share}
-    rounding_passes = 2 * (layers - recomputed) * (plan.saved_activations != COMPUTE_DTYPE)
+    rounding_passes = 2 * (layers - recomputed) * plan.rounds_activations
     return Work(
         product_flops=t * _frozen_flops(shape, plan, grouped=False, **made)
         + t * _adapter_flops(shape, plan, passes=passes)
@@ -155,12 +154,12 @@ def micro_batch_work(
         expert_flops=t * GROUPED_TIME * _frozen_flops(shape, plan, grouped=True, **made),
         expert_weight_bytes=_decoded_bytes(shape, plan, _read_by_experts, **made),
         expert_adapter_bytes=t * plan.compute_bytes * _adapter_rows(shape, plan, passes=passes),
-        looked_up_bytes=t * shape.hidden_size * plan.compute_bytes * plan.offload_embedding,
+        looked_up_bytes=plan.rows_from_host * shape.hidden_size * plan.compute_bytes,
         rounded_bytes=rounding_passes * _rounded_bytes(shape, plan)
         + t * _rounded_for_products(shape, plan, passes=passes),
         rounding_passes=rounding_passes,
         stashed_bytes=_stashed_bytes(shape, plan),
-        hosted_layers=plan.offload_layers,
+        hosted_layers=len(plan.layers(layers).weights_on_host),
         hosted_bytes=shape.largest(lambda layer: packed_bytes(layer.linears, plan)) // plan.shards,
         layers=layers,
         eight_bits=plan.matmul_dtype != COMPUTE_DTYPE,
@@ -378,11 +377,7 @@ def _rounded_bytes(shape: ModelShape, plan: StepPlan) -> float:
 
 def _stashed_bytes(shape: ModelShape, plan: StepPlan) -> float:
     """Inputs of recomputed layers, and what the others keep."""
-    away = activation_offload_layers(
-        plan.offload_activations,
-        recomputation=plan.activation_checkpointing,
-        num_layers=shape.num_layers,
-    )
+    away = plan.layers(shape.num_layers).activations_on_host
     elements = sum(
         shape.hidden_size if plan.recomputes(x) else kept_elements(shape.layer(x), plan)
         for x in away
