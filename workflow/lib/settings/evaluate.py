@@ -16,6 +16,11 @@ ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 # pypi.org on 2026-11-23.
 LLAMA_CPP_RELEASE = "2026.10.11549"
 LLAMA_CPP_SHA256 = "c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b"
+CHECKED_BEFORE = Affects(read_by=("preflight_run", "evaluate_run"))
+TOLD = Affects(read_by=(), told=("evaluate_run",))
+OF_GGUF = Affects(read_by=("convert_gguf", "publish_run"))
+OF_IDS = Affects(read_by=("consolidate", "write_card"))
+PUBLISHED = Affects(read_by=("publish_run",))
 GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 GgufForm = Literal["merged", "adapter"]
 
@@ -38,11 +43,9 @@ class ExportConfig(Section):
     on."""
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
-    gguf: Annotated[tuple[GgufFormat, ...], Affects(read_by=("convert_gguf", "publish_run"))] = ()
+    gguf: Annotated[tuple[GgufFormat, ...], OF_GGUF] = ()
     """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp."""
-    gguf_of: Annotated[tuple[GgufForm, ...], Affects(read_by=("convert_gguf", "publish_run"))] = (
-        Field(("merged",), min_length=1)
-    )
+    gguf_of: Annotated[tuple[GgufForm, ...], OF_GGUF] = Field(("merged",), min_length=1)
     """Made into GGUF files: the merged model (`merged`), the adapter beside the original model
     (`adapter`), or both."""
     llama_cpp: Annotated[
@@ -50,25 +53,17 @@ class ExportConfig(Section):
     ] = None
     """Folder of a llama.cpp checkout with the converters, which run as you; null = those of a
     pinned release from the package index."""
-    base_id: Annotated[str | None, Affects(read_by=("consolidate", "write_card"))] = Field(
-        None, pattern=HUB_REPO
-    )
+    base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
     """Hub id (owner/name) of the model in the folder `model.source`, for `adapter_config.json` and
     the model card. Not looked up."""
-    nf4_base_id: Annotated[str | None, Affects(read_by=("consolidate", "write_card"))] = Field(
-        None, pattern=HUB_REPO
-    )
+    nf4_base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
     """Hub id of a copy of the folder below `results/base`, where Transformers cannot make this
     4-bit base. Not looked up."""
-    hub_repo: Annotated[str | None, Affects(read_by=("publish_run",))] = Field(
-        None, pattern=HUB_REPO
-    )
+    hub_repo: Annotated[str | None, PUBLISHED] = Field(None, pattern=HUB_REPO)
     """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
-    hub_form: Annotated[Literal["adapter", "merged", "gguf"], Affects(read_by=("publish_run",))] = (
-        "adapter"
-    )
+    hub_form: Annotated[Literal["adapter", "merged", "gguf"], PUBLISHED] = "adapter"
     """What is uploaded."""
-    hub_public: Annotated[bool, Affects(read_by=("publish_run",))] = False
+    hub_public: Annotated[bool, PUBLISHED] = False
     """Make a new repository public."""
 
     @model_validator(mode="after")
@@ -109,38 +104,28 @@ class EvaluateConfig(Section):
 
     affects: ClassVar = Affects("result", read_by=("evaluate_run",))
 
-    subjects: Annotated[
-        tuple[SubjectName, ...] | Literal["auto"], Affects(read_by=(), told=("evaluate_run",))
-    ] = "auto"
+    subjects: Annotated[tuple[SubjectName, ...] | Literal["auto"], TOLD] = "auto"
     """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, an
     exported merged model, the served one."""
-    served: Annotated[Served | Literal["auto"], Affects(read_by=(), told=("evaluate_run",))] = (
-        "auto"
-    )
+    served: Annotated[Served | Literal["auto"], TOLD] = "auto"
     """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
     `auto`: `merged` if exported, else `tuned`."""
-    heldout: Annotated[bool, Affects(read_by=("preflight_run", "evaluate_run"))] = True
+    heldout: Annotated[bool, CHECKED_BEFORE] = True
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
     """Held-out documents used at most; null = all."""
     bootstrap_resamples: int = Field(1000, ge=100, le=100_000)
     """Bootstrap resamples over documents for 95% intervals."""
-    tasks: Annotated[tuple[str, ...], Affects(read_by=("preflight_run", "evaluate_run"))] = (
-        "pydocs_mc",
-    )
+    tasks: Annotated[tuple[str, ...], CHECKED_BEFORE] = ("pydocs_mc",)
     """lm-evaluation-harness tasks, by name; local ones are looked up in `tasks_dir` first."""
-    tasks_dir: Annotated[str | None, Affects(read_by=("preflight_run", "evaluate_run"))] = (
-        "workflow/resources/tasks"
-    )
+    tasks_dir: Annotated[str | None, CHECKED_BEFORE] = "workflow/resources/tasks"
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
-    task_code: Annotated[bool, Affects(read_by=("preflight_run", "evaluate_run"))] = False
+    task_code: Annotated[bool, CHECKED_BEFORE] = False
     """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); it can do all
     that you can."""
     task_limit: int | None = Field(None, ge=1)
     """Items per task at most; null = all."""
-    num_fewshot: Annotated[int, Affects(read_by=("preflight_run", "evaluate_run"))] = Field(
-        0, ge=0, le=64
-    )
+    num_fewshot: Annotated[int, CHECKED_BEFORE] = Field(0, ge=0, le=64)
     """Examples before each task item."""
     apply_chat_template: bool = True
     """Wrap task items in the tokenizer's chat template."""

@@ -10,6 +10,9 @@ from workflow.lib.settings.optimizers import OptimizerName
 from workflow.lib.settings.section_base import Name, Section, Share
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
+OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
+OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
+OF_MUON = Affects(later=True, needs=("optimizer", "muon"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 
 
@@ -56,12 +59,10 @@ class QuantizeConfig(Section):
     method: Literal["absmax", "calibrated", "auto"] = "absmax"
     """absmax: as bitsandbytes. calibrated: least change of outputs on tokens of calibration (as
     GPTQ). auto: calibrated if one H200 takes at most an hour."""
-    calibration_tokens: Annotated[int, Affects(needs=("method", "calibrated", "auto"))] = Field(
-        24_576, ge=256, le=2**24
-    )
+    calibration_tokens: Annotated[int, OF_CALIBRATION] = Field(24_576, ge=256, le=2**24)
     """Training tokens that calibrate; never held-out ones."""
-    calibration_text: Annotated[str | None, Affects(needs=("method", "calibrated", "auto"))] = (
-        Field(None, min_length=1, max_length=4096)
+    calibration_text: Annotated[str | None, OF_CALIBRATION] = Field(
+        None, min_length=1, max_length=4096
     )
     """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
     training rows alone."""
@@ -152,13 +153,9 @@ class TrainConfig(Section):
     optimizer: OptimizerName = "adamw"
     """`adamw`: of torch. `adamw_8bit`: of bitsandbytes, moments in 8 bits. `muon`: Muon for
     matrices of adapters, AdamW for the rest."""
-    muon_momentum: Annotated[float, Affects(later=True, needs=("optimizer", "muon"))] = Field(
-        0.95, ge=0.0, lt=1.0
-    )
+    muon_momentum: Annotated[float, OF_MUON] = Field(0.95, ge=0.0, lt=1.0)
     """Muon's momentum (Nesterov)."""
-    muon_adjust_lr: Annotated[
-        Literal["match_rms_adamw", "original"], Affects(later=True, needs=("optimizer", "muon"))
-    ] = "match_rms_adamw"
+    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], OF_MUON] = "match_rms_adamw"
     """Muon's factor of the learning rate. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), for
     AdamW's rates. `original`: sqrt(max(1, rows / columns))."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
@@ -194,10 +191,7 @@ class TrainConfig(Section):
     )
     """Precision of matmuls with frozen weights in training. `float8`: e4m3, compute capability 8.9
     (CPUs emulate it). `auto`: float8 if possible within `max_matmul_loss_rise`."""
-    matmul_passes: Annotated[
-        Literal["both", "forward", "backward"],
-        Affects(later=True, needs=("matmul_dtype", "float8", "auto")),
-    ] = "both"
+    matmul_passes: Annotated[Literal["both", "forward", "backward"], OF_FLOAT8] = "both"
     """Passes in which `matmul_dtype` holds; `backward` alone changes the result least."""
     max_matmul_loss_rise: Annotated[
         float, Affects("none", later=True, needs=("matmul_dtype", "float8", "auto"))
