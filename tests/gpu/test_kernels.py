@@ -24,6 +24,7 @@ from tests.support.kernel_cases import (
     sums_by_token,
     sums_with_low_rank,
 )
+from tests.support.ops import IN_FLOAT8, all_ops, variants_in
 from workflow.lib.kernels.attention.flex import all_scores, flex_arguments, flex_attention
 from workflow.lib.kernels.attention.flex_masks import MaskKind, first_keys
 from workflow.lib.kernels.attention.packed import varlen_attention
@@ -38,6 +39,16 @@ def usable() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", [*all_ops()])
+def test_kernel_of_every_op_is_right_by_its_trial(name: str) -> None:
+    """Else training would do without it."""
+    dtype = torch.float8_e4m3fn if name in IN_FLOAT8 else torch.bfloat16
+    if name in IN_FLOAT8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8")
+    for variant in variants_in(name, dtype):
+        assert all_ops()[name].fault(torch.device("cuda", 0), *variant) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

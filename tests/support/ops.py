@@ -29,6 +29,13 @@ BESIDE_DTYPE: dict[str, tuple[tuple[Any, ...], ...]] = {
 }
 OF_NO_DTYPE = {"calibrated rounding", "scales of weights' rows"}
 
+IN_FLOAT8 = {
+    "columns of experts in 8 bits",
+    "decoding of NF4 to float8",
+    "rounding to float8",
+    "rows of experts in 8 bits",
+}
+
 
 def all_ops() -> dict[str, Op[Any, Any]]:
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):

@@ -2,7 +2,7 @@
 compute.
 
 A program has a block of tokens and channels in registers, and reads as many shifted blocks as there
-are taps, which lie in the cache. Offsets are int64, as in `triton_kernels`."""
+are taps, which lie in the cache. Offsets are int64, as in `elementwise`."""
 
 import triton
 import triton.language as tl

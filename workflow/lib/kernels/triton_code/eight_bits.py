@@ -2,7 +2,7 @@
 compute.
 
 Divisions are those of IEEE 754 (`div_rn`), so that the CPU's emulation gives the same bits. Offsets
-are int64, as in `triton_kernels`. Activations are multiplied by the inverse of their scale: a
+are int64, as in `elementwise`. Activations are multiplied by the inverse of their scale: a
 division of each would take as long as memory."""
 
 import triton

@@ -169,13 +169,13 @@ def drop(
     add: tl.constexpr,
     size: tl.constexpr,
 ):
-    """Drop from some groups of features of one token: `adapter_dropout` says by which draws."""
+    """Drop from some groups of features of one token: `rows.dropout` says by which draws."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * size + tl.arange(0, size)
     none = tl.zeros((size,), dtype=tl.int32)
     key = tl.load(row_keys + token // row_tokens)
     position = none + (token % row_tokens).to(tl.int32)
-    # 7: `adapter_dropout.ROUNDS`
+    # 7: `rows.dropout.ROUNDS`
     one, two, three, four = tl.philox(key, group, position, none + linear, none, 7)
     start = token * features
     _drop_some(out, x, start, 0, group, groups, features, one & 0xFFFF, threshold, add)

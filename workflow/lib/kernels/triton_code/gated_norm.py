@@ -1,6 +1,6 @@
 """GPU kernels of gated RMS norms, in Triton; `gated_norm` calls them and says what they compute.
 
-A program has whole groups in registers. Offsets are int64, as in `triton_kernels`."""
+A program has whole groups in registers. Offsets are int64, as in `elementwise`."""
 
 import triton
 import triton.language as tl

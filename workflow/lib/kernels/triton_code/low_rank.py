@@ -1,7 +1,7 @@
 """GPU kernels that add products of low rank to what they read, in Triton; `low_rank` calls them and
 says what they compute.
 
-A program has a tile of rows and columns. Offsets are int64, as in `triton_kernels`, and tiles are
+A program has a tile of rows and columns. Offsets are int64, as in `elementwise`, and tiles are
 written over by the program that has read them. Rows of gate and up begin `gate_distance` elements
 apart: they may be halves of one value."""
 

@@ -21,7 +21,7 @@ less its column sums, and what comes through the other three exponentials.
 Inputs lie in rows of tokens; s in tiles (rows, heads, chunks, 64), and states in (rows, heads,
 chunks, state width, width), so that no product has a transposed first operand: Triton 3.6 compiled
 some of those wrong. Sums are made in fp32, products of values in the type of x. Offsets are int64,
-as in `triton_kernels`."""
+as in `elementwise`."""
 
 import triton
 import triton.language as tl

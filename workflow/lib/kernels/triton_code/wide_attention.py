@@ -3,7 +3,7 @@ calls them and says what they compute.
 
 Each program has a tile of tokens with all columns of their heads, and goes through the other tokens
 in smaller tiles. Scores are scaled for powers of two, and never stored. Offsets are int64, as in
-`triton_kernels`."""
+`elementwise`."""
 
 import triton
 import triton.language as tl
