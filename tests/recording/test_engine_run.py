@@ -1,5 +1,5 @@
-"""What the engine asks of a GPU's allocator, recorded on fake tensors, lever by lever: what the
-search's closed form says of it, what it counts as, and what is left at the end.
+"""What the engine asks of a GPU's allocator, recorded on fake tensors, option by option: what it
+counts as, and what is left at the end.
 """
 
 import math

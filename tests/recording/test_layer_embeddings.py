@@ -1,5 +1,5 @@
 """Recordings of a model whose layers have embeddings of their own and share keys and values: all of
-its layers are recorded, and the closed form says what they ask for.
+its layers are recorded.
 """
 
 from pathlib import Path

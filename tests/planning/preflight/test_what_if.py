@@ -41,7 +41,7 @@ def test_what_does_not_fit_names_changes_that_would() -> None:
 def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
     tmp_path: Path,
 ) -> None:
-    """By the closed form; a recording of such a plan decides in `test_presets`."""
+    """By lines; a recording of such a plan decides in `test_presets`."""
     words = ("--gpus", "2x4090", "--rank", "8", "--estimate", "--output", str(tmp_path / "p.json"))
     answer = ask("--model", "meta-llama/Llama-3.1-70B", *words)
     assert answer.returncode == 0, answer.stderr
@@ -75,7 +75,7 @@ def test_host_memory_is_that_of_the_imagined_machine_and_told(
 
 
 def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: Path) -> None:
-    """By the closed form; a recording of the same mixture decides in `test_presets`."""
+    """By lines; a recording of the same mixture decides in `test_presets`."""
     words = ("--gpus", "4090", "--estimate", "--output", str(tmp_path / "p.json"))
     answer = ask("--model", "Qwen/Qwen3-30B-A3B", *words)
     assert answer.returncode == 0, answer.stderr

@@ -138,7 +138,8 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
             unasked.append(tried)
         else:
             options += _with_fewest_layers(question, tried, choices, unasked=False)
-    fastest_s = min((option.step_s for option in options if option.fits), default=math.inf)
+    here = (x for x in options if x.fits and not takes_host_memory(x.plan))
+    fastest_s = min((option.step_s for option in here), default=math.inf)
     for tried in unasked:
         if seconds(question, tried) * (1 + UNSURE) <= fastest_s:
             options += _with_fewest_layers(question, tried, choices, unasked=True)
