@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
+from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 
 
 class SineGradient(torch.autograd.Function):
@@ -32,7 +32,7 @@ def three_sines(x: torch.Tensor, calls: list[torch.Tensor]) -> torch.Tensor:
         calls.append(cosine)
         return x.sin().reshape(-1, 1).repeat(1, 3)
 
-    return apply_two_nodes(SineGradient, x, value=value)
+    return apply_split(SineGradient, x, value=value)
 
 
 def test_value_and_gradient_are_those_of_one_node() -> None:

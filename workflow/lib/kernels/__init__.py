@@ -1,5 +1,5 @@
 """Operations that have GPU kernels of ours, each with torch's operations for where there are none.
 
-Begin with `op`, then the package of what you look for.
-`triton_code` holds the kernels themselves, which `launch` starts; the op of a kernel says what it
-computes. It imports `system`, and knows no model."""
+Begin with `op`: an `Op` joins kernel, reference and a small case, and all ops are one table. A new
+kernel is a module with its op, and its Triton code in `triton_code`, which `launch` starts; trial,
+recordings, CPUs and tests know it from the table. It imports `system`, and knows no model."""

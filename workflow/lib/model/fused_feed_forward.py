@@ -41,7 +41,7 @@ from workflow.lib.model.layers.lora_matmul import (
     value,
     values,
 )
-from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
+from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 
 Gates = tuple[torch.Tensor, torch.Tensor]
 Factors = Sequence[torch.Tensor | None]
@@ -110,7 +110,7 @@ class FusedFeedForward(nn.Module):
             return value(down, product, low_rank([down], product))
 
         options = layers, draws, form
-        y = apply_two_nodes(_FeedForwardGradient, x, *options, *factors, *weights, value=output)
+        y = apply_split(_FeedForwardGradient, x, *options, *factors, *weights, value=output)
         if last_factor is None:
             return y
         kept = lengthened(y, last_factor)

@@ -38,7 +38,7 @@ from workflow.lib.model.experts.expert_matmul import (
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.nf4_stack import NF4Stack
-from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
+from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
 
@@ -130,7 +130,7 @@ class FusedExperts(nn.Module):
             return summed_by_token(y, routing, top_k_weights.detach())
 
         node = _ExpertsGradient
-        return apply_two_nodes(
+        return apply_split(
             node, hidden_states, top_k_weights, self, routing, *masters, value=output
         )
 

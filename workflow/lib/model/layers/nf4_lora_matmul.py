@@ -22,7 +22,7 @@ from workflow.lib.model.layers.lora_matmul import (
     value,
     values,
 )
-from workflow.lib.model.layers.split_autograd import apply_two_nodes, first_outputs
+from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -38,7 +38,7 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
         (linear,) = adapted([layer], draws)
         return value(linear, x, low)
 
-    return apply_two_nodes(NF4LoraMatMul, x, layer, draws, *layer.fused_weights(), value=product)
+    return apply_split(NF4LoraMatMul, x, layer, draws, *layer.fused_weights(), value=product)
 
 
 class NF4LoraMatMul(torch.autograd.Function):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 
-def apply_two_nodes(
+def apply_split(
     gradient: type[torch.autograd.Function], *args: Any, value: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """Return a value whose gradient is that of the node `gradient`, applied to `args`.
