@@ -9,7 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +22,7 @@ from workflow.lib.benchmark.measure import Job, together
 from workflow.lib.benchmark.prediction import prepare
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.planning.timing.calibration import recorded_plan
+from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
@@ -82,7 +84,7 @@ def test_line_has_what_a_calibration_reads(measured: dict[str, dict[str, Any]]) 
 def test_unknown_shape_is_one_message_with_the_nearest_models() -> None:
     (request,) = wanted(cases=["flash"], model="meta-llama/Llama-2-70b-hg")
     with pytest.raises(UserError, match=r"benchmark.model = .*Did you mean .*Llama-2-70b-hf"):
-        prepare(request, num_gpus=0)
+        prepare(request, num_gpus=0, recordings=cast(Any, None))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="the peer is installed")
@@ -119,22 +121,20 @@ def test_one_start_measures_neighbours_that_are_alike_and_peers_alone() -> None:
     assert len(list(benchmark_run.starts(names, together=1))) == 6
 
 
+def job_of_tokens(tokens: int) -> Job:
+    plan = SimpleNamespace(micro_batch_size=1, accumulation_steps=1)
+    return cast(Job, SimpleNamespace(plan=plan, run={"data": {"seq_len": tokens}}))
+
+
 def measured_at(speed: float) -> dict[str, Any]:
-    job = prepare(wanted(cases=["flash"], device="cpu")[0], num_gpus=0)
-    tokens = job.plan.micro_batch_size * job.run.data.seq_len
-    seen = Observed(step_s=[tokens / speed])
-    return together([seen], job_like(job.plan, job.run.model_dump(mode="json"))).as_json()
-
-
-def job_like(plan: Any, run: dict[str, Any]) -> Job:
-    return Job(
-        base="", run=run, plan=plan, documents=1, rows=1, vocab_size=1, check_bytes=False,
-        peer=None, timeout_s=1.0,
-    )  # fmt: skip
+    """What workers write of a case of this speed."""
+    return together([Observed(step_s=[1 / speed])], job_of_tokens(1)).as_json()
 
 
 def several(args: argparse.Namespace, asked: dict[str, Request]) -> Iterator[BenchmarkRow]:
-    return benchmark_run.several(args, asked, partial(prepare, num_gpus=0))
+    with recording_process() as recordings:
+        prepared = partial(prepare, num_gpus=0, recordings=recordings)
+        yield from benchmark_run.several(args, asked, prepared)
 
 
 def speed_of(row: BenchmarkRow) -> float:
@@ -180,12 +180,9 @@ def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
 
 
 def test_measurement_takes_the_largest_peaks_and_the_speed_of_all_later_steps() -> None:
-    prepared = prepare(wanted(cases=["flash"], device="cpu")[0], num_gpus=0)
-    job = job_like(prepared.plan, prepared.run.model_dump(mode="json"))
-    tokens = prepared.plan.micro_batch_size * prepared.run.data.seq_len
     one = Observed(step_s=[9.0, 5.0, 1.0], reserved_bytes=5, host_bytes=1)
     other = Observed(step_s=[9.0, 2.0, 4.0], reserved_bytes=3, host_bytes=8)
-    found = together([one, other], job)
-    assert found.tokens_per_s_per_process == tokens * 2 / 6.0
+    found = together([one, other], job_of_tokens(30))
+    assert found.tokens_per_s_per_process == 30 * 2 / 6.0
     assert (found.reserved_bytes, found.host_bytes) == (5, 8)
     assert found.reserved_bytes_by_process == [5, 3]
