@@ -28,6 +28,7 @@ OPEN_TO_RULES = (
     "planning.preflight.checks",
     "settings",
     "system",
+    "recording.recording_process.plan_recorder",
 )
 # Scripts that are no stage: the benchmark, what all command lines share, the wrapper that leases
 # GPUs, the workers of stages, and what writes documents.
@@ -38,6 +39,7 @@ NO_STAGES = {
     "finetune_worker",
     "lease_gpus",
     "write_model_descriptions",
+    "write_model_peaks",
     "write_settings_pages",
 }
 HEAVY = {"transformers", "peft", "bitsandbytes", "accelerate"}
