@@ -1,4 +1,4 @@
-"""Adapters that decoder layers gather in the compute type: what is computed of them, and the
+"""Adapters that decoder layers gather in the compute dtype: what is computed of them, and the
 float32 gradients of their masters.
 """
 
@@ -18,7 +18,7 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
-LORA = {"r": 3, "alpha": 1}  # a scale of a third: no product with it is one of bfloat16
+LORA = {"r": 3, "alpha": 1}  # a scale of a third: no matmul with it is one of bfloat16
 
 
 @pytest.fixture(scope="module")

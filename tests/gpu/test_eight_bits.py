@@ -1,4 +1,4 @@
-"""Products in 8 bits on a GPU against the CPU's, bit by bit where nothing is summed."""
+"""Matmuls in 8 bits on a GPU against the CPU's, bit by bit where nothing is summed."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def kind(request: pytest.FixtureRequest) -> str:
         pytest.skip("no GPU")
     name: str = request.param
     if torch.cuda.get_device_capability() < CAPABILITY[name]:
-        pytest.skip(f"this GPU has no products in {name}")
+        pytest.skip(f"this GPU has no matmuls in {name}")
     assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
     return name
 

@@ -16,9 +16,9 @@ from tests.training import test_optimizers as optimizers
 
 pytestmark = pytest.mark.gpu
 
-# fp32: TF32 is off by default for matrix products; sums differ in order. bf16: 8 bits of mantissa
-# in every product, and the reference rounds elsewhere (PEFT adds its update to a rounded base
-# output; ours accumulates in one product).
+# fp32: TF32 is off by default for matmuls; sums differ in order. bf16: 8 bits of mantissa
+# in every matmul, and the reference rounds elsewhere (PEFT adds its update to a rounded base
+# output; ours accumulates in one matmul).
 TOLERANCE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},

@@ -1,4 +1,4 @@
-"""Mixtures on a GPU, by grouped products, against the CPU's loop over experts."""
+"""Mixtures on a GPU, by grouped matmuls, against the CPU's loop over experts."""
 
 from pathlib import Path
 from typing import Any

@@ -81,7 +81,7 @@ def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(
 def test_activation_and_product_equal_autograd(
     activation: str, ranks: tuple[int, int, int], halves: bool
 ) -> None:
-    """Products of values up to 60 here, so off by 2^-9 of them."""
+    """Matmuls of values up to 60 here, so off by 2^-9 of them."""
     product, again, of_gate, of_up, *expected = act_and_mul_results(
         activation, ranks, halves=halves, dtype=torch.bfloat16, device="cuda"
     )

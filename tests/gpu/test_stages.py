@@ -145,7 +145,7 @@ def evaluated(folder: Path, division: str) -> dict[str, Any]:
 
 
 def test_demo_is_measured_alike_on_one_gpu_and_on_two(folder: Path, two_gpus: int) -> None:
-    """In bfloat16, whose rounding depends on the shapes of products: slices, copies, other
+    """In bfloat16, whose rounding depends on the shapes of matmuls: slices, copies, other
     batches.
     """
     one, copies, slices = (evaluated(folder, name) for name in DIVISIONS)

@@ -10,7 +10,7 @@ WIDE = 64
 
 
 def gradients(offload: ActivationOffload | None, *, strided: bool = False) -> torch.Tensor:
-    """Gradient of a product of two nodes that save the same bytes, one as a matrix and one as a
+    """Gradient of a matmul of two nodes that save the same bytes, one as a matrix and one as a
     cube.
     """
     x = torch.linspace(-1, 1, 6 * WIDE).requires_grad_()

@@ -42,7 +42,7 @@ SOME_OF_THREE = {"processes": 3, "activation_checkpointing": 2}
 FEW = {"targets": ("q_proj", "v_proj")}
 FLOAT8 = {"saved_activations": "float8"}
 FEW_NUMBERS = 64  # bytes: a scalar, the keys of a micro-batch's rows
-# And of products in 8 bits the scales of the weights' rows, made in the first forward.
+# And of matmuls in 8 bits the scales of the weights' rows, made in the first forward.
 STAY = {
     "nf4_weights",
     "nf4_scales",

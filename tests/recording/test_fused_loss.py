@@ -1,4 +1,4 @@
-"""Recordings of a loss that kernels compute: its logits are the head's product alone."""
+"""Recordings of a loss that kernels compute: its logits are the head's matmul alone."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the GPU kernels of products in 8 bits must compute: by Triton's interpreter on the CPU,
+"""What the GPU kernels of matmuls in 8 bits must compute: by Triton's interpreter on the CPU,
 compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU.
 """
 
@@ -134,7 +134,7 @@ def restored_rows(*, dtype: torch.dtype, device: str, interpreted: bool) -> Pair
 
 
 def float8_product(*, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return torch's product of rounded operands on a GPU in bf16, and the CPU's in fp32."""
+    """Return torch's matmul of rounded operands on a GPU in bf16, and the CPU's in fp32."""
     form, shape = FORMATS["float8"], (144, 192)
     data = nf4_data(shape, double_quant=True)
     scales = row_scales(data, shape, form)

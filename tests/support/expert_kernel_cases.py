@@ -45,7 +45,7 @@ def routings(num_tokens: int, *, device: str) -> tuple[Routing, Routing]:
 def products(
     *, width: int, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device: str
 ) -> Pairs:
-    """Yield products of rows and of tokens' rows, alone, with update and bias, and written into
+    """Yield matmuls of rows and of tokens' rows, alone, with update and bias, and written into
     some columns; with weights that lie along the sum, and across it.
     """
     draw = torch.Generator().manual_seed(1)
@@ -135,7 +135,7 @@ def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pa
 def float8_products(
     *, width: int, columns: int, num_tokens: int, device: str, interpreted: bool
 ) -> Pairs:
-    """Yield slices of an NF4 stack that kernels decode to float8, rows and columns, and products
+    """Yield slices of an NF4 stack that kernels decode to float8, rows and columns, and matmuls
     with them.
 
     interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write

@@ -339,7 +339,7 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
 def in_float64(model: PeftModel) -> PeftModel:
     """Return a stock model that computes in fp64, but for what its family's code casts itself."""
     base: Any = model.get_base_model()
-    base.set_experts_implementation("eager")  # grouped products have no fp64
+    base.set_experts_implementation("eager")  # grouped matmuls have no fp64
     return model.double()
 
 

@@ -99,7 +99,7 @@ def passes_behind_a_norm(
     folder: Path, *, products: str, dtype: torch.dtype, device: str
 ) -> list[list[torch.Tensor]]:
     """Return outputs and gradients of a norm with gate and up behind it in two passes: in the first
-    one the products round what they take, in the second one the norm's kernel has done so.
+    one the matmuls round what they take, in the second one the norm's kernel has done so.
     """
     types = ProductTypes(products, products)
     layers = layers_of(folder, "plain", types, dtype, device)[:2]

@@ -74,7 +74,7 @@ def exact(value: torch.Tensor, part: LowRank) -> torch.Tensor:
     return value.float() + part.scale * (part.low.float() @ part.small.float())
 
 
-# of gate, up and their product's gradient: none, less than tiles have, and more than a chunk
+# of gate, up and their matmul's gradient: none, less than tiles have, and more than a chunk
 RANKS = ((0, 0, 0), (5, 16, 8), (70, 5, 0))
 
 
@@ -183,7 +183,7 @@ def droppings(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
 def lengthenings(
     activation: str, *, halves: bool, dtype: torch.dtype, device: str
 ) -> list[torch.Tensor]:
-    """Return what backward makes of a gated product whose parts have row factors, and of a value
+    """Return what backward makes of a gated matmul whose parts have row factors, and of a value
     that has one, each followed by autograd's in fp32. halves: as in `gates`.
     """
     draw = torch.Generator().manual_seed(0)

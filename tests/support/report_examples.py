@@ -108,8 +108,8 @@ def preflight() -> dict[str, Any]:
     terms = {
         "nf4_weights": (int(2.4 * GIB), "4 bits a parameter, sharded over 2 processes"),
         "nf4_scales": (int(0.07 * GIB), "absmax per block, sharded"),
-        "embedding_and_head": (int(1.9 * GIB), "in the compute type, sharded"),
-        "norms_and_biases": (700_001, "in the compute type, sharded"),
+        "embedding_and_head": (int(1.9 * GIB), "in the compute dtype, sharded"),
+        "norms_and_biases": (700_001, "in the compute dtype, sharded"),
         "lora_weights": (int(0.08 * GIB), "adapter masters in fp32, sharded"),
         "adam_moments": (int(0.16 * GIB), "both moments in fp32, sharded"),
         "lora_gradients": (int(0.08 * GIB), "in fp32, sharded"),

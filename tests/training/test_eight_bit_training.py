@@ -33,7 +33,7 @@ RESOURCES = Path("workflow/resources")
 SEQ_LEN, ROWS, STEPS = 64, 80, 40
 DOCUMENTS = 199  # with more tokens than are needed
 KEPT = {"activation_checkpointing": False}
-# Of the held-out loss in the compute type after training, nats per token.
+# Of the held-out loss in the compute dtype after training, nats per token.
 BOUNDS = {
     ("float8", "both"): 0.015,
     ("float8", "backward"): 0.003,
@@ -79,7 +79,7 @@ def built(base: Path, config: RunConfig, world: World, *, dtype: str) -> Trainin
 
 
 def trained_losses(base: Path) -> dict[tuple[str, str], float]:
-    """Train in each way; return the held-out losses in the compute type."""
+    """Train in each way; return the held-out losses in the compute dtype."""
     torch.set_num_threads(1)
     losses, store = {}, documentation()
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -155,7 +155,7 @@ def test_check_has_both_losses_and_is_the_same_on_all_processes(gates: list[Any]
     one, other = gates
     (check,) = one["allowed"]
     assert check.passed
-    assert "nats per token in the compute type" in check.detail
+    assert "nats per token in the compute dtype" in check.detail
     plain, rounded = (float(word) for word in check.detail.split() if word[:2] in ("5.", "6."))
     assert 0 < abs(plain - rounded) < 0.05
     assert one == other
@@ -176,7 +176,7 @@ def test_rise_above_the_bound_stops_the_run_with_both_numbers(gates: list[Any]) 
 
 def test_auto_goes_on_without_8_bits_where_they_cost_too_much(gates: list[Any]) -> None:
     (check,) = gates[0]["auto"]
-    assert check.name == "products in 8 bits are off where they cost the base more than allowed"
+    assert check.name == "matmuls in 8 bits are off where they cost the base more than allowed"
     assert not gates[0]["auto", "on"]
     assert gates[0]["allowed", "on"]
 

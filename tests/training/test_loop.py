@@ -241,7 +241,7 @@ def test_fused_layers_train_the_same_run(single: dict[str, Any]) -> None:
 
 
 def test_fused_layers_keep_less_for_backward(single: dict[str, Any]) -> None:
-    """At least the activation and the product, fp32 of width 176, of the feed-forwards of both
+    """At least the activation and the matmul, fp32 of width 176, of the feed-forwards of both
     layers."""
     stock, fused = (
         single[name]["host_bytes"]

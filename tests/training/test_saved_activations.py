@@ -22,8 +22,8 @@ from workflow.lib.training.loop import Trainer, make_optimizer
 STEPS = 20
 FEW = 2
 MOST_LOSS = 0.003  # nats per token, either way: of the held-out loss after training
-# Of gradients in the second step; in float8 products weights differ by then, which these amplify.
-LEAST_COSINE = {"products too": 0.99}
+# Of gradients in the second step; in float8 matmuls weights differ by then, which these amplify.
+LEAST_COSINE = {"matmuls too": 0.99}
 STASHED = {"offload_activations": True, "offload_window_bytes": 2**16}
 KEPT = {"activation_checkpointing": False}
 # Name -> what is changed in plan, adapter and training; `LONG` are trained to the end.
@@ -35,8 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "recomputed, float8": {"saved_activations": "float8"} | STASHED,
     "not fused": KEPT | {"saved_activations": "float8", "fused_layers": False},
-    "exact, products": KEPT | {"matmul_dtype": "float8"},
-    "products too": KEPT | {"saved_activations": "float8", "matmul_dtype": "float8"},
+    "exact, matmuls": KEPT | {"matmul_dtype": "float8"},
+    "matmuls too": KEPT | {"saved_activations": "float8", "matmul_dtype": "float8"},
     "exact, dora and dropout": KEPT | {"use_dora": True, "dropout": 0.1},
     "dora and dropout": KEPT | {"use_dora": True, "dropout": 0.1, "saved_activations": "float8"},
 }
@@ -110,7 +110,7 @@ def test_training_costs_little_held_out_loss(single: dict[str, dict[str, Any]]) 
     [
         ("float8", "exact"),
         ("not fused", "exact"),
-        ("products too", "exact, products"),
+        ("matmuls too", "exact, matmuls"),
         ("dora and dropout", "exact, dora and dropout"),
     ],
 )

@@ -2,7 +2,7 @@
 
 The merged model, or the adapter beside its base (`export.gguf_of`), in each format of
 `export.gguf`: made by llama.cpp's own converters (`--llama-cpp`) and quantizer, loaded by
-llama.cpp, and held against the same model in Transformers: token ids of prompts, loss on held-out
+llama.cpp, and compared with the same model in Transformers: token ids of prompts, loss on held-out
 documents within a bound, greedy answers. Writes the folder `--output`: the files, `gguf.json` and
 `SHA256SUMS`. If a check fails, nothing is exported.
 """

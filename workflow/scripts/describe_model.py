@@ -1,7 +1,7 @@
 """Describe the base model: what its decoder layers are made of, from its own class.
 
 The class is built without weights from config.json, and run once on tokens without values. The
-description is held against the headers of the safetensors files, and the settings of the runs that
+description is compared with the headers of the safetensors files, and the settings of the runs that
 use the model against the description. Planning reads it. A model that is not covered, or files that
 do not belong together, end with exit status 1.
 """

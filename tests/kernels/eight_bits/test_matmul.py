@@ -1,4 +1,4 @@
-"""Weights and activations in 8 bits, and their products, as a CPU computes them; `tests/gpu` and
+"""Weights and activations in 8 bits, and their matmuls, as a CPU computes them; `tests/gpu` and
 Triton's interpreter (`test_kernels`) hold the kernels against these.
 """
 

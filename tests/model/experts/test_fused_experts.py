@@ -192,7 +192,7 @@ def test_cut_weights_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grouped_products_of_gpus_give_the_same(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's own grouped product, which CPUs have too; ranks are filled up to whole units."""
+    """By torch's own grouped matmul, which CPUs have too; ranks are filled up to whole units."""
     monkeypatch.setattr(expert_products, "GPUS", frozenset({"cpu"}))
     monkeypatch.setattr(grouped_products, "_torch_groups", lambda rows: True)
     monkeypatch.setattr(grouped_products, "_ranges", None)

@@ -1,4 +1,4 @@
-"""Nodes of frozen products in 8 bits, against the plain formula with rounded weights and
+"""Nodes of frozen matmuls in 8 bits, against the plain formula with rounded weights and
 activations; and what must not be in 8 bits.
 """
 
@@ -81,7 +81,7 @@ def expected_gradient(grad: torch.Tensor, layer: Layer, kind: str | None) -> tor
 def test_values_and_gradients_are_those_of_rounded_products(
     tmp_path: Path, kind: str, where: str, nodes: str, bias: bool
 ) -> None:
-    """fp32 against fp64. A and B get the gradients of exact products: only W is in 8 bits."""
+    """fp32 against fp64. A and B get the gradients of exact matmuls: only W is in 8 bits."""
     types = types_of(kind, where)
     layers = layers_of(tmp_path, types, bias=bias)
     x, grads = random(6, IN, seed=2).requires_grad_(), [random(6, OUT, seed=s) for s in (3, 4)]

@@ -191,7 +191,7 @@ def test_fused_adapter_saves_nothing_but_x_and_x_times_a(layer: Layer) -> None:
 
 
 def test_input_gradient_of_the_first_layer_is_not_computed(layer: Layer) -> None:
-    """The embedding is frozen: the first layer's x wants no gradient, and its product is saved."""
+    """The embedding is frozen: the first layer's x wants no gradient, and its matmul is saved."""
     counted = Counted(layer.base)
     fused(random(4, 13), Layer(counted, *layer.weights)).sum().backward()
     assert counted.calls == 1

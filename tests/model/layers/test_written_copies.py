@@ -51,11 +51,11 @@ def test_copy_in_another_format_is_not_taken(types: ProductTypes) -> None:
     others.asked = [FORMATS["float8"]._replace(block=64), None]
     with types.in_eight_bits(), others.in_eight_bits():
         assert taken_copy(made(Maker())[0], others) is None
-    assert taken_copy(made(Maker())[0], types) is None, "these multiply in the compute type now"
+    assert taken_copy(made(Maker())[0], types) is None, "these multiply in the compute dtype now"
 
 
 def test_maker_writes_nothing_before_a_product_has_taken_what_it_made(types: ProductTypes) -> None:
-    """And nothing where there is no kernel: the products round by themselves then."""
+    """And nothing where there is no kernel: the matmuls round by themselves then."""
     maker = Maker()
     assert maker.new_copy(random(3, 32)) is None
     tensor, _ = made(maker)

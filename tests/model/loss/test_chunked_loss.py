@@ -192,7 +192,7 @@ def test_another_document_of_the_row_has_no_influence(training: CausalLMForTrain
 
 
 def assert_rounded(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    """Twice at most, for a sum of two products; fp32 also in the sums of up to 49,159 terms."""
+    """Twice at most, for a sum of two matmuls; fp32 also in the sums of up to 49,159 terms."""
     times = 32 if ours.dtype == torch.float32 else 2
     bound = times * torch.finfo(ours.dtype).eps * exact.abs().max()
     assert (ours - exact).abs().max() < bound

@@ -24,7 +24,7 @@ from workflow.lib.training.loop import Trainer, make_optimizer
 IDENTITY = "0123456789ab-cdef01234567"
 FAR_TOO_LARGE = (
     2.0**130
-)  # products with gradients of fp32 overflow until it has been halved some times
+)  # matmuls with gradients of fp32 overflow until it has been halved some times
 
 
 @pytest.fixture(scope="module")

@@ -345,7 +345,7 @@ def test_h100_is_said_to_be_held_against_steps_there() -> None:
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GeForce RTX 4090")
     assert speed_of(machine(gpu_names=names), calibration=None).basis.endswith(
         "fitted to measurements on NVIDIA H200, scaled by data sheets to NVIDIA H100 80GB HBM3, "
-        "and held against steps there, scaled by data sheets to NVIDIA GeForce RTX 4090, "
+        "and compared with steps there, scaled by data sheets to NVIDIA GeForce RTX 4090, "
         "not measured there"
     )
 
@@ -388,7 +388,7 @@ def test_cpu_without_products_of_bfloat16_promises_nothing_for_it() -> None:
     assert wide.known
     assert "bfloat16" not in wide.basis
     assert not narrow.known
-    assert narrow.basis.startswith("unknown: this CPU has no products of bfloat16")
+    assert narrow.basis.startswith("unknown: this CPU has no matmuls of bfloat16")
 
 
 @pytest.mark.parametrize(

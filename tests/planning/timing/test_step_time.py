@@ -73,7 +73,7 @@ def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice() -
 
 
 def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:
-    """2 of 8: products 1.4 times as long as dense ones, of which recomputation spares the last; all
+    """2 of 8: matmuls 1.4 times as long as dense ones, of which recomputation spares the last; all
     of them are decoded in each pass, and read. Their adapters are bound by the rows that they read.
     """
     shape, width = llama_70b(layers=1, vocab=32000), 8 * 512

@@ -217,7 +217,7 @@ class ConversationFacts(Record):
     end_of_turn_token_ids: list[int]
     """Special tokens that end what the assistant is trained to say."""
     probes: list[Probe]
-    """What an exported tokenizer is held against."""
+    """What an exported tokenizer is compared with."""
 
 
 class Manifest(Record):

@@ -22,7 +22,7 @@ class Parity(Record):
     tolerance: Magnitude
     """The difference allowed: `relative_tolerance` times `rms_logit`."""
     relative_tolerance: float
-    """Share of `rms_logit` that is allowed in this compute type."""
+    """Share of `rms_logit` that is allowed in this compute dtype."""
     rms_logit: Magnitude
     """Root mean square of the trained logits."""
     adapter_effect: Magnitude

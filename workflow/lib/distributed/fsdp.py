@@ -10,7 +10,7 @@ gradients are summed over the groups too.
 
 FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4_linear`), and gradients
 are summed, not averaged, because the loss is already divided by the global number of trained
-tokens. Adapters are float32 masters, which decoder layers gather in the compute type: half the
+tokens. Adapters are float32 masters, which decoder layers gather in the compute dtype: half the
 bytes, and no cast at each use. Their gradients stay float32.
 """
 
@@ -102,7 +102,7 @@ def shard_(
 
 
 def _gathered_in(dtype: torch.dtype, layers: Iterable[nn.Module]) -> MixedPrecisionPolicy:
-    """Return the policy by which decoder layers gather in `dtype`, the compute type. DoRA's
+    """Return the policy by which decoder layers gather in `dtype`, the compute dtype. DoRA's
     magnitudes are used in float32, so where there are any all is gathered as it is."""
     names = (name for layer in layers for name, _ in layer.named_parameters())
     if any(".lora_magnitude_vector." in name for name in names):

@@ -361,7 +361,7 @@ def gather_layers_(
     world: World,
 ) -> PackedLayers | None:
     """Take the packed weights of decoder layers out of a meta-device model: of all where several
-    processes train it, else of those that wait in host memory. None for none."""
+    processes train it, else of those that are offloaded to host memory. None for none."""
     on_device = range(len(decoder_layers(model))) if world.size > 1 else ()
     if not on_device and not numbers_on_host:
         return None

@@ -1,4 +1,4 @@
-"""A GGUF file held against the same model in Transformers: the ids of prompts, greedy answers, and
+"""A GGUF file compared with the same model in Transformers: the ids of prompts, greedy answers, and
 the loss on held-out documents.
 """
 

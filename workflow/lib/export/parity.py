@@ -111,7 +111,7 @@ def compare_logits(
     """Compare a stock PEFT model with the record at `path`.
 
     exported: the file that PEFT has read; the values in it are to be the trained ones, and PEFT is
-    to hold them (whole modules in their compute type).
+    to hold them (whole modules in their compute dtype).
     A difference of logits far below the `adapter_effect` cannot be the base model's.
     """
     model.eval()

@@ -147,7 +147,7 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
         if isinstance(module, Linear4bit):
             module.compute_dtype = compute_dtype
             module.compute_type_is_set = True
-            # Else a bf16 checkpoint's weights are rounded to bf16 even where the products are in
+            # Else a bf16 checkpoint's weights are rounded to bf16 even where the matmuls are in
             # fp32.
             assert isinstance(module.weight, Params4bit)
             module.weight.quant_state.dtype = compute_dtype

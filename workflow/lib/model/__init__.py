@@ -1,6 +1,6 @@
 """The model that is trained: frozen NF4 weights, adapters on top, and the loss.
 
-`architecture` describes a model without torch. `layers` holds the products, norms and attention.
+`architecture` describes a model without torch. `layers` holds the matmuls, norms and attention.
 The modules here build a model of them: begin with `nf4_model`, `lora` and `training_module`.
 It imports `system` and `settings`, never `distributed`: a model does not know how it is sharded.
 """

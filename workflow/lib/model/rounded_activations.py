@@ -3,11 +3,11 @@ or on their way to host memory and back.
 
 Autograd hands what a decoder layer saves to `RoundedActivations`. A tensor x becomes bytes x' with
 a scale a in fp32 for each block of 128 neighbours in memory (64 where rows are no multiple of 128),
-and backward gets x' a in the compute type. A block never crosses the innermost dimension, so no
+and backward gets x' a in the compute dtype. A block never crosses the innermost dimension, so no
 token changes another's rounding. What several nodes save, in whatever shapes, is rounded once.
 
 Not rounded is what would cost more than it saves: other types (indices, statistics in fp32),
-tensors of less than an eighth of the hidden states' elements (low-rank products, log-sum-exp,
+tensors of less than an eighth of the hidden states' elements (low-rank matmuls, log-sum-exp,
 router scores), scores and masks, what all layers are given alike (cosine and sine), and the input
 that a layer is recomputed from, as all that it saves would be made of that. Nor are queries and
 keys (`exact_activations`): backward of attention makes its weights again from them and the

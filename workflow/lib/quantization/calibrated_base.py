@@ -168,7 +168,7 @@ def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:
 
 def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
     """Bytes that experts take besides: rows of a batch sorted by expert, in and out of both
-    products, and the scales of the larger stack."""
+    matmuls, and the scales of the larger stack."""
     if not stacks:
         return 0
     widths = sum(sum(stack.shape[1:]) for stack in stacks)

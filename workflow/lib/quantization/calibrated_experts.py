@@ -67,7 +67,7 @@ class LoadedStack:
 
 
 def loaded_stacks(experts: nn.Module) -> dict[str, LoadedStack]:
-    """Return the two stacks of an experts module, by name, the first product's first."""
+    """Return the two stacks of an experts module, by name, the first matmul's first."""
     return {
         name: LoadedStack(experts.get_parameter(name).data, bool(experts.is_transposed))
         for name in product_names(experts)
@@ -99,7 +99,7 @@ def quantize_experts(
 
 
 def _between(experts: nn.Module, number: int, states: torch.Tensor) -> torch.Tensor:
-    """Return what goes into the second product of an expert, (rows, intermediate)."""
+    """Return what goes into the second matmul of an expert, (rows, intermediate)."""
     name, stack = next(iter(loaded_stacks(experts).items()))
     bias = experts.get_parameter(f"{name}_bias")[number] if experts.has_bias else None
     up = nn.functional.linear(states, stack.part(number), bias)

@@ -1,6 +1,6 @@
 """What GPU kernels of libraries allocate besides their results.
 
-Read from torch 2.11 to 2.13, and held against peaks that GPUs have measured
+Read from torch 2.11 to 2.13, and compared with peaks that GPUs have measured
 (`tests/gpu/measurements`).
 """
 

@@ -1,4 +1,4 @@
-"""Least gains that a run must reach (`evaluate.require`), held against its evaluation."""
+"""Least gains that a run must reach (`evaluate.require`), compared with its evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """What matmuls in float8 cost the base, measured before the first step of a run that has them.
 
 Adapters change nothing yet, so the loss is the base's, and the rows of the data are as new to it as
-held-out ones are. Products in backward change no loss: `docs/numerics.md` says what they were
+held-out ones are. Matmuls in backward change no loss: `docs/numerics.md` says what they were
 measured to do.
 """
 
@@ -39,7 +39,7 @@ def check_precision(
     *,
     moved: Callable[[], None] = lambda: None,
 ) -> list[Check]:
-    """Compare the base's loss with products in 8 bits and without; return the report's check, none
+    """Compare the base's loss with matmuls in 8 bits and without; return the report's check, none
     for a run without. Calls `moved` after every row. Collective. With `auto` a rise above the bound
     switches 8 bits off; else it raises `UserError`."""
     forward, backward = training.product_types.asked
@@ -48,7 +48,7 @@ def check_precision(
     if forward is None:
         assert backward is not None
         detail = f"only gradients are in {backward.name}"
-        return [_check("products in 8 bits are in backward alone", detail)]
+        return [_check("matmuls in 8 bits are in backward alone", detail)]
     training.eval()
     plain, rounded = (
         _loss(training, store, world, precision, moved=moved)
@@ -65,12 +65,12 @@ def _judged(
     """
     bound = train.max_matmul_loss_rise
     detail = (
-        f"{plain:.4f} nats per token in the compute type, {rounded:.4f} in {form.name}; allowed is "
-        f"a rise of {bound:g}"
+        f"{plain:.4f} nats per token in the compute dtype, {rounded:.4f} in {form.name}; allowed "
+        f"is a rise of {bound:g}"
     )
     if rounded - plain <= bound:
-        logger.info("products of frozen weights in %s: %s", form.name, detail)
-        return _check("the base's loss in 8 bits is that of the compute type", detail)
+        logger.info("matmuls of frozen weights in %s: %s", form.name, detail)
+        return _check("the base's loss in 8 bits is that of the compute dtype", detail)
     if train.matmul_dtype != "auto":
         change = (
             f"Set it to {COMPUTE_DTYPE}, set train.matmul_passes to backward, or raise "
@@ -80,10 +80,8 @@ def _judged(
             "train.matmul_dtype", train.matmul_dtype, f"the base has {detail}", change
         )
     training.multiply_in_(COMPUTE_DTYPE, train.matmul_passes)
-    logger.warning(
-        "train.matmul_dtype = auto: no products in 8 bits, since the base has %s", detail
-    )
-    return _check("products in 8 bits are off where they cost the base more than allowed", detail)
+    logger.warning("train.matmul_dtype = auto: no matmuls in 8 bits, since the base has %s", detail)
+    return _check("matmuls in 8 bits are off where they cost the base more than allowed", detail)
 
 
 def _check(name: str, detail: str) -> Check:

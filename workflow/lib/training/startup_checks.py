@@ -171,7 +171,7 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
     if not difference <= FAMILY_TOLERANCE * largest:
         raise UserError(
             f"{type(model).__name__} is not supported: its logits differ by {difference:.3g} "
-            f"(of {largest:.3g}) from the product of hidden states and head, so the loss would be "
+            f"(of {largest:.3g}) from the matmul of hidden states and head, so the loss would be "
             "another model's. Choose another model.source."
         )
     return Check(

@@ -108,7 +108,7 @@ def tokenizer_facts(
 
 
 def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> ChatFacts:
-    """Return what an export has to write conversations with, and what it is held against."""
+    """Return what an export has to write conversations with, and what it is compared with."""
     return {
         "chat_template": chat_template,
         "end_of_turn_token_ids": encoder.end_of_turn_ids(),

@@ -24,7 +24,7 @@ class TokenizerFacts(TypedDict):
 
 
 class ChatFacts(TypedDict):
-    """How conversations are written, and what an export of them is held against."""
+    """How conversations are written, and what an export of them is compared with."""
 
     chat_template: str | None
     end_of_turn_token_ids: list[int]

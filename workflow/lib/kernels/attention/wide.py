@@ -2,7 +2,7 @@
 (256): Gemma 4 has some of 512, for which torch has one kernel alone, slow and without documents.
 
 Scores are never stored (as in FlashAttention 2, arXiv 2307.08691); softmax is computed in fp32,
-products in the type of the queries with sums in fp32. Backward computes the scores twice: for the
+matmuls in the type of the queries with sums in fp32. Backward computes the scores twice: for the
 gradients of queries, and for those of keys and values. So no two programs add to the same sum, and
 every run gives the same bits."""
 
@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     warps: int
-    stages: int = 1  # 2 need less shared memory where one tile is an operand of two products
+    stages: int = 1  # 2 need less shared memory where one tile is an operand of two matmuls
 
 
 OF_KEYS = Tile(16, 32, 4, 2)

@@ -35,10 +35,10 @@ CASE_SHAPE = (16, 128)
 
 
 class RoundedWeight(NamedTuple):
-    """A weight in 8 bits, as one product uses it."""
+    """A weight in 8 bits, as one matmul uses it."""
 
     values: torch.Tensor
-    """(N, K), for a product that sums over K."""
+    """(N, K), for a matmul that sums over K."""
     scales: torch.Tensor | None
     """(N,) fp32; None for ones."""
 
@@ -184,7 +184,7 @@ def product(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype) -> torch
 
 
 def _scaled_product(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """By torch's product with a scale for each row and each column. Fast accumulation: partial sums
+    """By torch's matmul with a scale for each row and each column. Fast accumulation: partial sums
     are rounded to 14 bits now and then, below the rounding of the operands."""
     columns = right.scales
     if columns is None:

@@ -72,7 +72,7 @@ def rounded(
 ) -> Rounded:
     """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits.
 
-    A row or block with NaN or infinity has the scale infinity: products with it are not finite.
+    A row or block with NaN or infinity has the scale infinity: matmuls with it are not finite.
     into: values and scales to fill; None: new ones."""
     values, scales = into or unfilled(rows.shape, form, rows.device)[:2]
     by_kernel_on_gpus(round_rows, values, scales, rows, factors, form)

@@ -1,6 +1,6 @@
 """GPU kernels of grouped matmuls, which read each row where it lies and add what belongs to it.
 
-torch's grouped product wants its rows copied into the order of the experts, knows neither bias nor
+torch's grouped matmul wants its rows copied into the order of the experts, knows neither bias nor
 a term to begin with, and writes whole tensors. Here a token's row is read by its number, a slice of
 the outputs is written where it belongs, and sums of gradients are written in fp32 as the masters
 lie. `grouped_matmul` says what is computed, and computes it without these kernels elsewhere."""
@@ -21,7 +21,7 @@ MOST_RANKS = 64  # of an adapter that a program has at a time
 
 
 class Tile(NamedTuple):
-    """How a program of a grouped product is cut."""
+    """How a program of a grouped matmul is cut."""
 
     columns: int
     depth: int
@@ -114,7 +114,7 @@ def rows_product(
 
 
 def _tile(num_columns: int, values: torch.Tensor) -> Tile:
-    """Return the tile for a product of `values` with this many outputs."""
+    """Return the tile for a matmul of `values` with this many outputs."""
     few = max(16, power_of_two(num_columns))
     if values.itemsize == 2 and few in FEW:
         return FEW[few]

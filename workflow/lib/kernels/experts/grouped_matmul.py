@@ -1,9 +1,9 @@
-"""Products of rows with the weights of the expert that each goes to.
+"""Matmuls of rows with the weights of the expert that each goes to.
 
 Rows are sorted by expert, so those of an expert are one range, and where the ranges end stays on
 the device: all shapes are known beforehand, and a GPU never waits for the host. There kernels of
-our own make all products at once (`grouped_kernels`), or torch's grouped product where they cannot
-be built. It is a loop over experts on CPUs, where a product for each expert costs no launch, and
+our own make all matmuls at once (`grouped_kernels`), or torch's grouped matmul where they cannot
+be built. It is a loop over experts on CPUs, where a matmul for each expert costs no launch, and
 rows may have any width."""
 
 import torch
@@ -17,7 +17,7 @@ from workflow.lib.system.device_types import GPUS
 
 PROGRAM_ELEMENTS = 2048
 ROW_UNIT = 8
-"""Of 16-bit values in 16 bytes: torch's grouped products ask GPUs for rows of whole units."""
+"""Of 16-bit values in 16 bytes: torch's grouped matmuls ask GPUs for rows of whole units."""
 
 
 def route(top_k_index: torch.Tensor, *, num_experts: int) -> Routing:
@@ -145,7 +145,7 @@ def weights_product(
     left: torch.Tensor, right: Rows, routing: Routing, *, scale: float, out: torch.Tensor
 ) -> torch.Tensor:
     """Fill `out` (experts, m, n) fp32 with the sum over the rows of each expert of their outer
-    products, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0.
+    matmuls, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0.
     """
     return _weights_product(out, left, right, routing, scale)
 
@@ -170,7 +170,7 @@ def _weights_by_torch(
 def _products(
     out: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, routing: Routing
 ) -> None:
-    """Fill `out` with the products of rows (R, in) without kernels of our own."""
+    """Fill `out` with the matmuls of rows (R, in) without kernels of our own."""
     transposed = weights.transpose(1, 2)
     if _torch_groups(rows):
         out.copy_(nn.functional.grouped_mm(rows, transposed, offs=routing.ends))

@@ -1,4 +1,4 @@
-"""Which rows a layer's experts compute, and how they are named in products."""
+"""Which rows a layer's experts compute, and how they are named in matmuls."""
 
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights of all experts, as one product uses them."""
+    """The weights of all experts, as one matmul uses them."""
 
     values: torch.Tensor
     """(experts, out, in), of any strides."""
@@ -57,7 +57,7 @@ class Weights(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an adapter adds to a product: scale * B l."""
+    """What an adapter adds to a matmul: scale * B l."""
 
     low: torch.Tensor
     """l (R, r)."""

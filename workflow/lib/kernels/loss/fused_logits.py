@@ -1,4 +1,4 @@
-"""The logits of a chunk of the loss on a GPU: one kernel reads the head's product for log-sum-exp,
+"""The logits of a chunk of the loss on a GPU: one kernel reads the head's matmul for log-sum-exp,
 another puts the gradient in its place. So no logit is stored, and 6 bytes move for each in 16 bits;
 torch's operations keep up to 12, in fp32, and move 36."""
 
@@ -17,7 +17,7 @@ CASE = (3, 5000)  # rows and vocabulary
 
 
 class LogitForm(NamedTuple):
-    """logit = softcap * tanh(scale * product / softcap), without the cap if it is None."""
+    """logit = softcap * tanh(scale * matmul / softcap), without the cap if it is None."""
 
     scale: float
     softcap: float | None
@@ -26,7 +26,7 @@ class LogitForm(NamedTuple):
 def _by_torch(
     product: torch.Tensor, columns: torch.Tensor, form: LogitForm
 ) -> tuple[torch.Tensor, ...]:
-    """Return log-sum-exp, the columns' logits, and the gradient with respect to the product."""
+    """Return log-sum-exp, the columns' logits, and the gradient with respect to the matmul."""
     logits, slope = product.float() * form.scale, torch.full_like(product[0, 0].float(), form.scale)
     if form.softcap is not None:
         bent = torch.tanh(logits / form.softcap)
@@ -38,7 +38,7 @@ def _by_torch(
 
 
 class FusedLogits:
-    """What the product (rows, vocab) of hidden states and head, in a 16-bit type, means for the
+    """What the matmul (rows, vocab) of hidden states and head, in a 16-bit type, means for the
     loss; it is overwritten by its gradient."""
 
     def __init__(self, product: torch.Tensor, form: LogitForm) -> None:
@@ -57,7 +57,7 @@ class FusedLogits:
 
     def slopes(self, log_sums: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Return the gradient (rows, vocab) of the sum of log_sums - chosen with respect to the
-        product, in its place; 0 where the column is `IGNORED`.
+        matmul, in its place; 0 where the column is `IGNORED`.
 
         log_sums: (rows,), over the whole vocabulary."""
         rows, vocab = self._product.shape

@@ -1,8 +1,8 @@
-"""Products with an output head of any number of rows, at the speed of one of a round number.
+"""Matmuls with an output head of any number of rows, at the speed of one of a round number.
 
-cuBLAS has fast kernels only where the sizes of a product are multiples of 8 and the rows of its
+cuBLAS has fast kernels only where the sizes of a matmul are multiples of 8 and the rows of its
 matrices begin at whole 16 bytes; for the head of Hunyuan (128,167 rows) its others take 7 times as
-long. So logits lie in aligned rows, and what is beyond a multiple of 64 is a product of its own."""
+long. So logits lie in aligned rows, and what is beyond a multiple of 64 is a matmul of its own."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def states_gradient(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(vocab: int) -> list[slice]:
-    """Return the columns of the products that one over a vocabulary is divided into."""
+    """Return the columns of the matmuls that one over a vocabulary is divided into."""
     whole = vocab // ROUND * ROUND
     parts = [slice(0, whole), slice(whole, vocab)]
     return [part for part in parts if part.stop > part.start] or [slice(0, 0)]
@@ -75,7 +75,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 class _Float32(torch.autograd.Function):
     """A matrix of a half type in fp32, whose gradient has aligned rows. A node of its own, so that
-    autograd lets go of the fp32 gradient before the product."""
+    autograd lets go of the fp32 gradient before the matmul."""
 
     @staticmethod
     def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from workflow.lib.kernels.recurrences.chunk_layout import (
     strides_of,
 )
 
-# Columns of keys, all of which a program that goes through the chunks has; products of so many more
+# Columns of keys, all of which a program that goes through the chunks has; matmuls of so many more
 # in fp32 take minutes to compile.
 MOST_KEYS = {2: 256, 4: 128}
 

@@ -7,7 +7,7 @@ learning rate b, and its query q:
 
 Within a chunk of tokens all corrections are one triangular system, so that a chunk maps the state
 that it gets to the one it leaves by one matrix: S' = M S + N. What runs from chunk to chunk is one
-product each; all else is products of all chunks at once. On a GPU kernels do so (`delta_kernels`).
+matmul each; all else is matmuls of all chunks at once. On a GPU kernels do so (`delta_kernels`).
 """
 
 from collections.abc import Callable
@@ -149,7 +149,7 @@ def states_before(matrices: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 class _Chain(torch.autograd.Function):
-    """One product a chunk in each direction."""
+    """One matmul a chunk in each direction."""
 
     @staticmethod
     def forward(ctx: Any, matrices: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

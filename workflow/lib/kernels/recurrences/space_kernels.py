@@ -170,7 +170,7 @@ class _Space(NamedTuple):
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
     ) -> None:
-        """Start a kernel of products that writes to `out`."""
+        """Start a kernel of matmuls that writes to `out`."""
         tile = self.tile(name)
         launch(
             f"state_space.{name}", (num_programs,), out, *given, tokens=self.tokens,

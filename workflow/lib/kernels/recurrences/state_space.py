@@ -6,7 +6,7 @@ exp(A d) with A < 0, input x, and B and C of its group:
     S <- exp(A d) S + d x B^T,   output S C + D x
 
 A chunk of tokens is like causal attention with decaying scores; states between chunks are one
-product with the decays between chunks. On a GPU kernels do so (`space_kernels`)."""
+matmul with the decays between chunks. On a GPU kernels do so (`space_kernels`)."""
 
 from functools import partial
 from typing import Any, NamedTuple

@@ -11,7 +11,7 @@ from workflow.lib.kernels.op import Case, Op
 from workflow.lib.kernels.rows.gating import Gating, row_distance
 
 COLUMNS, ROWS = 256, 64  # of a program that sums over rows
-GRADIENT_CHUNKS = 8  # of rows, for the products in fp32 of which a factor's gradient is the sum
+GRADIENT_CHUNKS = 8  # of rows, for the matmuls in fp32 of which a factor's gradient is the sum
 
 
 def summed_products(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

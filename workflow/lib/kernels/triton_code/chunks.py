@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """What GPU kernels of recurrences share, in Triton: where a program's chunk lies, the sums of its
-log decays, and products. How they read rows is each kernel's own: compilers make other programs of
+log decays, and matmuls. How they read rows is each kernel's own: compilers make other programs of
 other forms, and those that were tried on a GPU stay as they are."""
 
 import triton

@@ -12,7 +12,7 @@ a chunk, with sums of log decays s, keys K, queries Q, values V and learning rat
 
 Inputs lie in rows of tokens; what is between the kernels, in tiles: (rows, heads, chunks, 64,
 width), and states in (rows, heads, chunks, key width, value width). A tile behind the last token is
-zero. Sums are made in fp32, products of values in the type of u. Offsets are int64, as in
+zero. Sums are made in fp32, matmuls of values in the type of u. Offsets are int64, as in
 `elementwise`."""
 
 import triton

@@ -1,4 +1,4 @@
-"""GPU kernels of products in 8 bits, in Triton; `eight_bits.matmul` calls them and says what they
+"""GPU kernels of matmuls in 8 bits, in Triton; `eight_bits.matmul` calls them and says what they
 compute.
 
 Divisions are those of IEEE 754 (`div_rn`), so that the CPU's emulation gives the same bits. Offsets

@@ -1,6 +1,6 @@
 """GPU kernels of the loss, in Triton; `fused_logits` calls them and says what they compute.
 
-A logit is computed in fp32 from the head's product whenever it is needed, and never stored. Offsets
+A logit is computed in fp32 from the head's matmul whenever it is needed, and never stored. Offsets
 are int64, as in `elementwise`."""
 
 import triton
@@ -44,7 +44,7 @@ def logits_to_slopes(
     product, log_sums, columns, of_row, vocab, scale, cap, ignored,
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Put the loss's gradient where the head's product is; a program has a part of a row."""
+    """Put the loss's gradient where the head's matmul is; a program has a part of a row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * size + tl.arange(0, size)
     inside = place < vocab
@@ -58,7 +58,7 @@ def logits_to_slopes(
 
 @triton.jit
 def _logits(product, scale, cap, capped: tl.constexpr):
-    """Return what a product means as a logit, and the derivative."""
+    """Return what a matmul means as a logit, and the derivative."""
     value = product.to(tl.float32) * scale
     if capped:
         bent = 2.0 * tl.sigmoid(2.0 * value / cap) - 1.0  # tanh

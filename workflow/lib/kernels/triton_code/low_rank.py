@@ -1,4 +1,4 @@
-"""GPU kernels that add products of low rank to what they read, in Triton; `low_rank` calls them and
+"""GPU kernels that add matmuls of low rank to what they read, in Triton; `low_rank` calls them and
 says what they compute.
 
 A program has a tile of rows and columns. Offsets are int64, as in `elementwise`, and tiles are

@@ -19,8 +19,8 @@ The last two are sums over the heads of a group. The gradient of s has the row s
 less its column sums, and what comes through the other three exponentials.
 
 Inputs lie in rows of tokens; s in tiles (rows, heads, chunks, 64), and states in (rows, heads,
-chunks, state width, width), so that no product has a transposed first operand: Triton 3.6 compiled
-some of those wrong. Sums are made in fp32, products of values in the type of x. Offsets are int64,
+chunks, state width, width), so that no matmul has a transposed first operand: Triton 3.6 compiled
+some of those wrong. Sums are made in fp32, matmuls of values in the type of x. Offsets are int64,
 as in `elementwise`."""
 
 import triton

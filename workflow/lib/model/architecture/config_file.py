@@ -1,6 +1,6 @@
 """A model's config.json, read within bounds: what it may say before a library builds from it.
 
-A file from anywhere may say anything, so sizes are held against bounds before Transformers makes
+A file from anywhere may say anything, so sizes are compared with bounds before Transformers makes
 lists of as many entries, and what is no model of ours is refused by name.
 """
 

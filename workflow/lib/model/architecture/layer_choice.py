@@ -56,8 +56,8 @@ def spread(count: int, total: int) -> list[int]:
 def activation_offload_layers(
     wanted: bool | int, *, recomputation: Recomputation, num_layers: int
 ) -> list[int]:
-    """Return the decoder layers whose activations wait in host memory: all (True), none, or up to
-    `wanted` of them.
+    """Return the decoder layers whose activations are offloaded to host memory: all (True), none,
+    or up to `wanted` of them.
 
     First come those that are not recomputed, spread evenly and the last one last, whose backward
     follows at once.

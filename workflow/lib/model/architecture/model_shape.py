@@ -224,7 +224,7 @@ class ModelShape:
 
     @cached_property
     def plain_weights(self) -> int:
-        """Elements of embedding, head, norms and all else that stays in the compute type."""
+        """Elements of embedding, head, norms and all else that stays in the compute dtype."""
         tables = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
         tables += sum(prod(table) for _, table in self.other_tables)
         vectors = self.total(lambda layer: sum(length for _, length in layer.vectors))

@@ -1,4 +1,4 @@
-"""What a config.json says of quantization, held against the tensors that lie beside it.
+"""What a config.json says of quantization, compared with the tensors that lie beside it.
 
 A file may say null, or still say how weights were packed that are in 16 bits again: then nothing is
 packed, and the settings count as absent.

@@ -6,11 +6,11 @@ import math
 
 CHUNK_ROWS = 1024  # rows that travel, and whose logits exist, at a time
 # At most: 128 MiB in 16 bits; torch's operations have two or three copies in fp32 of 256 MiB each.
-# These are 256 rows of Gemma 3's vocabulary. Products of 128 rows are bound by reading the head: 47
+# These are 256 rows of Gemma 3's vocabulary. Matmuls of 128 rows are bound by reading the head: 47
 # ms for 4,096 rows, where 256 at a time take 26 (12B, H100, profiled, November 2026).
 CHUNK_LOGITS = 256 * 262_208
 FEWEST_ROWS = 128  # of one process in a chunk: with fewer the network's latency would count
-# of a trained head: so much of its gradient is made in the compute type before it is added in fp32
+# of a trained head: so much of its gradient is made in the compute dtype before it is added in fp32
 GRADIENT_ROWS = 8192
 # What travels grows with the number of slices, what is stored shrinks with it. A head in 8 slices
 # is small already.

@@ -1,10 +1,10 @@
-"""Products of frozen stacks of experts with LoRA adapters on top, and their gradients.
+"""Matmuls of frozen stacks of experts with LoRA adapters on top, and their gradients.
 
 y = W_e x + s B_e A_e x + b_e for a row x that goes to expert e: `lora_matmul` for stacks. The
-frozen weights are decoded slice by slice (`nf4_stack`), and the adapters' part is two products of
+frozen weights are decoded slice by slice (`nf4_stack`), and the adapters' part is two matmuls of
 rank r: no update (out, in) of an expert is ever made. A and B are fp32 masters, cast to the compute
 type; their gradients are summed in fp32 (without our kernels a GPU rounds them to 16 bits once
-for each micro-batch, which is what torch's grouped products give).
+for each micro-batch, which is what torch's grouped matmuls give).
 
 In float8 an expert's weights have one scale, which brings its largest block scale to the format's
 largest value. A linear has one for each row (`eight_bits.matmul`); but a float keeps its digits
@@ -32,7 +32,7 @@ from workflow.lib.system.device_types import GPUS
 
 
 def operand(rows: Rows, form: Format | None) -> Rows:
-    """Return rows as a product in `form` takes them."""
+    """Return rows as a matmul in `form` takes them."""
     if form is None:
         return rows
     made = rounded(rows.values, form)
@@ -71,7 +71,7 @@ def _packed(base: NF4Stack, form: Format) -> tuple[PackedStack, torch.Tensor]:
 
 
 class Adapter(NamedTuple):
-    """The adapters of all experts in the compute type, as one pass uses them."""
+    """The adapters of all experts in the compute dtype, as one pass uses them."""
 
     a: torch.Tensor
     """(experts, r, in), on GPUs with r filled up by zeros to whole `ROW_UNIT`s."""
@@ -106,7 +106,7 @@ def stack_of(layer: nn.Module, *, bias: torch.Tensor | None, dtype: torch.dtype)
 
 
 def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> torch.Tensor:
-    """Return a master by expert in the compute type; from where the layer keeps casts, if it
+    """Return a master by expert in the compute dtype; from where the layer keeps casts, if it
     does."""
     casts, key = layer.shared.casts(), (dtype, id(weight))
     if casts is not None and key in casts:

@@ -6,7 +6,7 @@ parameters, the router beside them. Backward keeps x (T, hidden), the routing an
 (`layers.split_autograd`), so recomputation of a layer makes `down` not a second time. The router's
 weights p get their gradient, which the router's input needs although the router is frozen.
 
-Between the two products a family may have any function, whose gradients autograd makes; those that
+Between the two matmuls a family may have any function, whose gradients autograd makes; those that
 kernels know (`kernels.experts.gates`) are computed by them."""
 
 from collections.abc import Callable, Mapping
@@ -100,8 +100,8 @@ class FusedExperts(nn.Module):
         biases: Mapping[str, nn.Parameter],
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """stacks: the first product's and the second's, by name; biases: (experts, out) of these
-        names; activation: what is computed between the products, with the family's gate."""
+        """stacks: the first matmul's and the second's, by name; biases: (experts, out) of these
+        names; activation: what is computed between the matmuls, with the family's gate."""
         super().__init__()
         self._names = tuple(stacks)
         for name in self._names:

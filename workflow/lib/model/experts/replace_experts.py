@@ -70,7 +70,7 @@ def _check_family(original: nn.Module, path: str) -> None:
     if not same:
         raise UserError(
             f"{type(original).__name__} ({path}) is not supported: its experts compute something "
-            "else than two products with an activation between them. Choose another model.source."
+            "else than two matmuls with an activation between them. Choose another model.source."
         )
 
 

@@ -3,11 +3,11 @@ by the family's name.
 
 A norm or feed-forward is replaced only if its class, tried on random values of all magnitudes
 (`tried_classes`), gives what the fused one gives. Fused ones keep less for backward: a norm its
-input in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. Attention
+input in the compute dtype (not an fp32 copy), a gated feed-forward two wide tensors less. Attention
 runs by the family's own code: queries, keys and values are made by one node (`shared_input`) and
 rotated by one operation (`rotary_functions`), which keeps nothing less and takes less time. Where
 one linear makes all three it is replaced, too. Recurrent layers compute their recurrence by
-products of chunks (`recurrence_functions`). The parameters keep their names. Only rounding differs.
+matmuls of chunks (`recurrence_functions`). The parameters keep their names. Only rounding differs.
 """
 
 from collections import Counter

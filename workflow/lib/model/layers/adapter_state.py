@@ -2,7 +2,7 @@
 computed once from adapters that do not change.
 
 Within a step adapters do not change. What is made of them then is made at its first use: the casts
-to the compute type, where no gathered weights come and go, and the row norms of DoRA."""
+to the compute dtype, where no gathered weights come and go, and the row norms of DoRA."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

@@ -4,10 +4,10 @@ y = f (W x + s B A x) + b with f = m / n, a factor for each row: the trained mag
 start as the row norms of W; n, the row norms of W + s B A, is a constant to autograd (sec. 4.3).
 PEFT's own layer would need the weight when adapters are injected, where ours is on meta, and the
 sum W + s B A in memory. Here its norm is expanded:
-n^2 = |W|^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T, row by row, so only a product of width r is added.
+n^2 = |W|^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T, row by row, so only a matmul of width r is added.
 
 The gradient of f is the sum over tokens of g u with u = y / f, so the value y is all that backward
-needs. It is summed in fp32: autograd alone would round it to the type of the products."""
+needs. It is summed in fp32: autograd alone would round it to the type of the matmuls."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

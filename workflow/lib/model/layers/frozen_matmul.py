@@ -1,12 +1,12 @@
-"""The one door for products of frozen NF4 weights: decoding, the type of the product, the adapter's
+"""The one door for matmuls of frozen NF4 weights: decoding, the type of the matmul, the adapter's
 part, the bias.
 
-Forward y = x W^T, and backward the gradient g W of x, are made in the compute type or in 8 bits
+Forward y = x W^T, and backward the gradient g W of x, are made in the compute dtype or in 8 bits
 (`eight_bits`), as the model's `ProductTypes` say at the moment. Frozen weights need no gradient, so
 no other product of a step is made in 8 bits.
 
-In the compute type the product is added to the adapter's part, which is rounded once more then. In
-8 bits it is the other way round: a product with scales of rows cannot add to what is there. A
+In the compute dtype the matmul is added to the adapter's part, which is rounded once more then. In
+8 bits it is the other way round: a matmul with scales of rows cannot add to what is there. A
 feed-forward adds both adapters' parts where it reads the values (`kernels.rows.low_rank`)."""
 
 from collections.abc import Callable, Iterator
@@ -24,15 +24,15 @@ from workflow.lib.model.layers.written_copies import taken_copy
 
 
 class ProductTypes:
-    """In what a model multiplies its frozen weights: in the compute type, and within the block
+    """In what a model multiplies its frozen weights: in the compute dtype, and within the block
     `in_eight_bits` as the run asks for. All linears of a model share one."""
 
     def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
-        """forward, backward: names of `eight_bits.FORMATS`; None: the compute type."""
+        """forward, backward: names of `eight_bits.FORMATS`; None: the compute dtype."""
         self.asked = [None if name is None else FORMATS[name] for name in (forward, backward)]
         """Forward and backward within the block."""
         self.forward: Format | None = None
-        """Of y = x W^T now; None: the compute type."""
+        """Of y = x W^T now; None: the compute dtype."""
         self.backward: Format | None = None
         """Of g W now."""
 
@@ -48,7 +48,7 @@ class ProductTypes:
 
 
 class FrozenWeight(Protocol):
-    """What a product asks of a linear (out, in)."""
+    """What a matmul asks of a linear (out, in)."""
 
     bias: Any
     product_types: ProductTypes
@@ -126,7 +126,7 @@ def scaled_product(
     left: torch.Tensor, right: torch.Tensor, scale: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return scale * left @ right in one operation."""
-    # torch has no scaled product without a term that is added; with beta=0 it is not even read.
+    # torch has no scaled matmul without a term that is added; with beta=0 it is not even read.
     ignored = left.new_empty(())
     return torch.addmm(ignored, left, right, beta=0, alpha=scale, out=out)
 
@@ -134,7 +134,7 @@ def scaled_product(
 def _backward_operands(
     grad: torch.Tensor, linear: FrozenWeight, form: Format
 ) -> tuple[Rounded, RoundedWeight]:
-    """Return what g W is the product of: the gradient with the rows' scales in it, and W / s,
+    """Return what g W is the matmul of: the gradient with the rows' scales in it, and W / s,
     transposed, since both have to be contiguous along what is summed over."""
     scales = _row_scales(linear, form)
     left = rounded(grad, form, factors=scales)

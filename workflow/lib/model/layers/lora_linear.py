@@ -41,7 +41,7 @@ class NF4Dora(LoraVariant):
 
 
 class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA layer on an `NF4Linear`: dequantization, product, adapter, dropout and DoRA."""
+    """PEFT's LoRA layer on an `NF4Linear`: dequantization, matmul, adapter, dropout and DoRA."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +77,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def _dropped_dora(self, x: torch.Tensor) -> torch.Tensor:
         """Return f (W d + s B A d) + W (x - d) + b for d = drop(x): PEFT drops the input of all but
-        the plain product."""
+        the plain matmul."""
         kept, base = self.lora_dropout[ADAPTER](x), self.get_base_layer()
         assert isinstance(base, NF4Linear)
         (y,) = nf4_lora_matmuls(kept, [self], draws=[None])
@@ -111,7 +111,7 @@ class FusedLoraLinear(PeftLoraLinear):
         return bool(self.lora_variant)
 
     def fused_factor(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return DoRA's m / n (out_features,) fp32, for products with W in `dtype`; None without
+        """Return DoRA's m / n (out_features,) fp32, for matmuls with W in `dtype`; None without
         DoRA."""
         if not self.has_dora():
             return None

@@ -1,10 +1,10 @@
-"""Products of frozen NF4 weights with LoRA adapters on top, of linears that share their input, and
+"""Matmuls of frozen NF4 weights with LoRA adapters on top, of linears that share their input, and
 their gradients.
 
 y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i, where d_i is a dropout (`adapter_dropout`) and f_i the
 row factor of DoRA (`dora`), 1 without it. Without dropout the A of all linears are one matrix, so x
 is read once for all adapters. `frozen_matmul` multiplies W. A and B are fp32 masters, cast to the
-compute type; their gradients are made in fp32. Gradients here are those of y / f: who has a factor
+compute dtype; their gradients are made in fp32. Gradients here are those of y / f: who has a factor
 takes it out before (`dora.lengthen_backward`)."""
 
 from collections.abc import Iterable, Sequence
@@ -146,7 +146,7 @@ def input_gradient(
 def _products_first(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
-    """The same by products that cannot add: the last is added with the adapters' part at once."""
+    """The same by matmuls that cannot add: the last is added with the adapters' part at once."""
     small = _cast([linear.a for linear in linears], linears[0], of_low.dtype)
     (first, grad), *others = zip(linears, grads, strict=True)
     of_rows = frozen_input_gradient(grad, first.base)
@@ -224,7 +224,7 @@ def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch.Tensor:
-    """Return masters one below the other in the compute type; from where `of` keeps its casts, if
+    """Return masters one below the other in the compute dtype; from where `of` keeps its casts, if
     it does."""
     key = (dtype, *map(id, weights))
     if of.casts is not None and key in of.casts:

@@ -113,7 +113,7 @@ class NF4Linear(nn.Linear):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """(out_features, in_features), for products (`frozen_matmul`)."""
+        """(out_features, in_features), for matmuls (`frozen_matmul`)."""
         return self.spec.shape
 
     def nf4_data(self) -> NF4Data:

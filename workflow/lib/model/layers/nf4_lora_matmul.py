@@ -1,4 +1,4 @@
-"""Products with frozen NF4 weights and trained adapters, as autograd nodes.
+"""Matmuls with frozen NF4 weights and trained adapters, as autograd nodes.
 
 A node keeps its input and the packed weight; it decodes the weight again in backward, and gives
 gradients to the input and to the adapter alone. With DoRA it keeps its value too, of which the
@@ -27,7 +27,7 @@ from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return W x + b + s B A d(x) for x (..., in_features), of a `FusedLoraLinear`: dequantization,
-    product and adapter in two nodes, for the reason that `split_autograd` gives.
+    matmul and adapter in two nodes, for the reason that `split_autograd` gives.
 
     With DoRA in one node, as backward needs the value."""
     if layer.has_dora():
@@ -134,7 +134,7 @@ def _gradients(
     # Before the gradient of x: what is restored of a norm's output is freed before a weight is
     # decoded.
     of_adapters = adapter_gradients(linears, flat, restored(ctx.norm, source), low, of_low)
-    # The first layer's x comes from a frozen embedding: its gradient would cost a product for
+    # The first layer's x comes from a frozen embedding: its gradient would cost a matmul for
     # nothing.
     if not ctx.needs_input_grad[0]:
         return None, of_adapters

@@ -3,7 +3,7 @@
 A stack (experts, out, in) is packed like a linear of `experts * out` rows, so whatever walks NF4
 linears (loading, sharding, offload, the check of bytes) treats it as one. A layer's stacks are the
 largest weights of a model, so they are never decoded whole where that takes more than
-`DECODED_BYTES`: a product decodes some rows, or some columns, of all experts at a time. Slices of
+`DECODED_BYTES`: a matmul decodes some rows, or some columns, of all experts at a time. Slices of
 experts would do as well, but where the tokens of an expert begin is known to the device alone."""
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from workflow.lib.model.architecture.expert_slices import DECODED_BYTES
 from workflow.lib.model.layers.nf4_linear import NF4Linear, NF4Spec
 from workflow.lib.system.errors import UserError
 
-TILE_COLUMNS = 256  # of a program of the grouped product (`kernels.experts.grouped_kernels`)
+TILE_COLUMNS = 256  # of a program of the grouped matmul (`kernels.experts.grouped_kernels`)
 
 
 class NF4Stack(NF4Linear):
-    """Frozen NF4 weights (experts, out, in): a linear of `experts * out` rows whose products are
+    """Frozen NF4 weights (experts, out, in): a linear of `experts * out` rows whose matmuls are
     made by `fused_experts`."""
 
     def __init__(self, spec: NF4Spec, *, compute_dtype: torch.dtype) -> None:
@@ -92,7 +92,7 @@ class NF4Stack(NF4Linear):
 
 def _slices(size: int, unit: int, most: float) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) that cut `size` into slices of at most `most` of it, in whole units, and
-    in whole tiles of the product if they are as wide as one: a part of a tile takes as long."""
+    in whole tiles of the matmul if they are as wide as one: a part of a tile takes as long."""
     step = max(int(size * most) // unit, 1) * unit
     if step >= TILE_COLUMNS and TILE_COLUMNS % unit == 0:
         count = -(-size // (step - step % TILE_COLUMNS))

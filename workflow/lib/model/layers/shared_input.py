@@ -2,7 +2,7 @@
 
 The first that is called computes all, and leaves the others' values on the input until they are
 called with it. So the input is read once for all their adapters, in backward it is made again once
-where it came from a norm, and its gradients are added by the products themselves."""
+where it came from a norm, and its gradients are added by the matmuls themselves."""
 
 from collections.abc import Sequence
 from typing import Any

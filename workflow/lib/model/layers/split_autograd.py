@@ -3,9 +3,9 @@ the value itself and saves nothing.
 
 Recomputation of a layer (`torch.utils.checkpoint`, non-reentrant) ends as soon as every tensor that
 backward needs is there again. If the last of them is saved by the first node of a layer's last
-linear, recomputation ends between the two nodes, and the product, which backward does not need, is
+linear, recomputation ends between the two nodes, and the matmul, which backward does not need, is
 not computed a second time. One node could not do this: it saves its tensors when its forward has
-ended, so after the product.
+ended, so after the matmul.
 
 The nodes are linked by a placeholder: a tensor of the value's shape that takes no memory. The value
 hands its gradient to the placeholder, and so to the first node."""

@@ -1,7 +1,7 @@
-"""Copies in 8 bits that a kernel writes beside the tensor that it makes, for products that take it.
+"""Copies in 8 bits that a kernel writes beside the tensor that it makes, for matmuls that take it.
 
 Rounded by itself, the tensor would be read once more. What makes a tensor cannot know what takes
-it, so a `Maker` learns that when products take its first one. They take a copy once: it lives no
+it, so a `Maker` learns that when matmuls take its first one. They take a copy once: it lives no
 longer than their operand would."""
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ COPY = "workflow_copy"  # attribute of a tensor
 
 
 class Takers(Protocol):
-    """Products of a model, which multiply in 8 bits at some times and not at others."""
+    """Matmuls of a model, which multiply in 8 bits at some times and not at others."""
 
     forward: Format | None
     """What they round to now."""
 
 
 class Maker:
-    """What makes tensors (a norm), as the products see it that take them."""
+    """What makes tensors (a norm), as the matmuls see it that take them."""
 
     def __init__(self) -> None:
         self.takers: Takers | None = None
-        """None: no product has taken a tensor yet."""
+        """None: no matmul has taken a tensor yet."""
 
     def new_copy(self, like: torch.Tensor) -> Rounded | None:
         """Return a copy to be filled for a tensor like this (..., width); None: nobody wants one,
@@ -53,7 +53,7 @@ def note(tensor: torch.Tensor, maker: Maker, copy: Rounded | None) -> None:
 
 
 def taken_copy(tensor: torch.Tensor, takers: Takers) -> Rounded | None:
-    """Return the copy in the format of these products, which take the tensor; None if there is none
+    """Return the copy in the format of these matmuls, which take the tensor; None if there is none
     or the tensor has changed since."""
     noted: _Note | None = getattr(tensor, COPY, None)
     if noted is None:

@@ -1,3 +1,3 @@
-"""The loss of a micro-batch: the output head's product, cross-entropy in chunks, and the scale of
+"""The loss of a micro-batch: the output head's matmul, cross-entropy in chunks, and the scale of
 float16.
 """

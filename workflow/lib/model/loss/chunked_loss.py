@@ -5,7 +5,7 @@ The gradient with respect to the hidden states is computed chunk by chunk in the
 of a head which is trained (`lora.modules_to_save`) is summed there, so backward needs no logits.
 Only where a trained head's gradient has slopes that are not known before (`log_probs`), backward
 computes the chunks once more. The idea is that of fused linear cross-entropy (Liger, arXiv
-2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
+2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll).
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class OutputHead:
 
     @property
     def form(self) -> LogitForm:
-        """What it makes of its product."""
+        """What it makes of its matmul."""
         return LogitForm(self.scale, self.softcap)
 
     @property
@@ -53,7 +53,7 @@ class OutputHead:
         return self.finished(self.module(hidden))
 
     def finished(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 logits that the head's product means; element by element, so of any part
+        """Return the fp32 logits that the head's matmul means; element by element, so of any part
         of it too."""
         logits = product.float()
         if self.scale != 1.0:
@@ -179,7 +179,7 @@ class LinearCrossEntropy(nn.Module):
         weights: torch.Tensor | None,
         trained: "TrainedHead | None",
     ) -> torch.Tensor:
-        """Return the gradient of hidden states for that of the head's product, `slopes`; a trained
+        """Return the gradient of hidden states for that of the head's matmul, `slopes`; a trained
         head's is added to it, of rows times their weights."""
         if trained is None:
             return states_gradient(slopes, self.weight_and_bias()[0])
@@ -190,7 +190,7 @@ class LinearCrossEntropy(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensor with respect to which a chunk's loss is differentiated, and the fp32
         logits that are computed from it. It is the hidden states if the head is frozen. If the head
-        is trained, it is the head's product: `TrainedHead.backward` goes on from there."""
+        is trained, it is the head's matmul: `TrainedHead.backward` goes on from there."""
         if trained is None:
             leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
             return leaf, self.head.finished(frozen_logits(leaf, *self.weight_and_bias()))
@@ -294,7 +294,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 class TrainedHead:
-    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute type, and their
+    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute dtype, and their
     gradients in fp32, summed over chunks of rows."""
 
     def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
@@ -303,20 +303,20 @@ class TrainedHead:
         self.gradients = [torch.zeros_like(master) for master in masters]
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the product (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a
+        """Return the matmul (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a
         gradient."""
         return head_product(hidden, self.weight, self._bias).requires_grad_()
 
     def backward(
         self, hidden: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add what the slope (rows, vocab) of a product, times the rows' weights (rows,), means for
+        """Add what the slope (rows, vocab) of a matmul, times the rows' weights (rows,), means for
         weight and bias; return the gradient of the hidden states."""
         weight, *bias = self.gradients
         if weights is not None:
             slope = slope.mul_(weights[:, None])
         slope = with_aligned_rows(slope)
-        # By pieces of the vocabulary: one product for the whole weight would be as large as the
+        # By pieces of the vocabulary: one matmul for the whole weight would be as large as the
         # head, for every chunk, before it is added in fp32.
         for start in range(0, len(weight), GRADIENT_ROWS):
             part = slice(start, start + GRADIENT_ROWS)

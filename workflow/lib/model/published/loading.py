@@ -1,4 +1,4 @@
-"""A checkpoint held against Transformers' own loading of it.
+"""A checkpoint compared with Transformers' own loading of it.
 
 The family's `from_pretrained` gets tensors without values, of the names and shapes that are stored,
 and reports what it made of them: what is missing, of another shape, or left over, by its table of

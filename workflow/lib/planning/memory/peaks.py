@@ -13,16 +13,16 @@ EXPLANATIONS = {
     "nf4_scales": "absmax per block, and its own absmax per 256 blocks; sharded",
     "nf4_tables": "code tables of every linear, replicated",
     "embedding_and_head": (
-        "embedding (unless it is on the host) and output head in the compute type, sliced"
+        "embedding (unless it is on the host) and output head in the compute dtype, sliced"
     ),
-    "norms_and_biases": "norms and biases in the compute type, sharded",
+    "norms_and_biases": "norms and biases in the compute dtype, sharded",
     "module_weights": "embedding or head that is trained whole: masters in fp32, sliced",
     "module_gradients": "gradients of embedding or head in fp32, sliced",
     "lora_weights": "adapter masters A and B in fp32, sharded",
     "adam_moments": "both moments of AdamW in fp32 or in 8 bits, sharded",
     "lora_gradients": "adapter gradients in fp32, sharded",
     "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
-    "cublas_workspace": "workspace of the matrix products",
+    "cublas_workspace": "workspace of the matmuls",
     "gathered_layer": (
         "one decoder layer gathered from all processes, or from host memory, and packed weights of "
         "the next one"
@@ -35,9 +35,9 @@ EXPLANATIONS = {
     "offloaded_activations": "activations on their way to or from host memory",
     "hidden_states": "hidden states around final norm and loss, and their gradient",
     "logits": "logits of one chunk of rows: fp32 softmax and gradients",
-    "adapter_casts": "LoRA adapters in the compute type",
+    "adapter_casts": "LoRA adapters in the compute dtype",
     "layer_workspace": "temporaries of one decoder layer",
-    "dequantized_weight": "the largest linear, dequantized for its product",
+    "dequantized_weight": "the largest linear, dequantized for its matmul",
     "gathered_gradients": (
         "one layer's adapter gradients before they are reduced, and the reduction's input"
     ),
@@ -76,7 +76,7 @@ class Peaks:
 
     def on_cpu(self, process_bytes: int) -> "Peaks":
         """Return the peaks of a process that trains on a CPU and has `process_bytes` besides:
-        products borrow no workspace there.
+        matmuls borrow no workspace there.
         """
         return Peaks(
             {

@@ -35,7 +35,7 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.gpu_models import parse_gpu
 
-CHECKS_HELP = "runs (JSON) whose settings are held against the model's config.json before any work"
+CHECKS_HELP = "runs (JSON) whose settings are compared with the model's config.json before any work"
 
 
 def read_machine(settings: HardwareConfig) -> Machine:

@@ -40,7 +40,7 @@ logger = logging.getLogger("workflow")
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen candidate, all candidates, and what it was held against; `reason` says what
+    """The chosen candidate, all candidates, and what it was compared with; `reason` says what
     decided.
     """
 

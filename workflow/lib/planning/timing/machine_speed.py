@@ -81,7 +81,7 @@ def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 
     """Return how fast a machine is; calibration: a measurements.jsonl of the benchmark, made on
     GPUs of its kinds.
 
-    compute_bytes: of the compute type; on CPUs speed depends on it.
+    compute_bytes: of the compute dtype; on CPUs speed depends on it.
 
     Raises `UserError` if that file cannot be read or says nothing of a kind of GPU that the machine
     has.
@@ -107,7 +107,7 @@ def _basis(names: list[str]) -> str:
     """Return what the shipped constants rest on."""
     basis = f"roofline with constants fitted to measurements on {FITTED_ON}"
     others = [name for name in names if name != FITTED_ON]
-    for there, words in ((True, "and held against steps there"), (False, "not measured there")):
+    for there, words in ((True, "and compared with steps there"), (False, "not measured there")):
         scaled = [name for name in others if (name in BY_GPU) == there]
         if scaled:
             basis += f", scaled by data sheets to {', '.join(scaled)}, {words}"
@@ -127,7 +127,7 @@ def _cpu_speed(*, bfloat16: bool, compute_bytes: int) -> Speed:
         return Speed((), basis)
     if not bfloat16:
         basis = (
-            "unknown: this CPU has no products of bfloat16, and how long it takes without was "
+            "unknown: this CPU has no matmuls of bfloat16, and how long it takes without was "
             "not measured"
         )
         return Speed((), basis, known=False)

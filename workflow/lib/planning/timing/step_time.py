@@ -1,6 +1,6 @@
 """Seconds of a step from shapes and a table of GPUs: a roofline over the phases of a micro-batch.
 
-A GPU's work is products + attention + dequantization + elementwise traffic, each at a share of what
+A GPU's work is matmuls + attention + dequantization + elementwise traffic, each at a share of what
 the data sheet promises. Three things run beside it, and count only for what they take longer:
 Python, which launches the kernels; traffic between GPUs; and activations on their way to the host
 and back. On PCIe the last two share the slot. Constants come from measurements (`calibration`);
@@ -21,7 +21,7 @@ class Constants:
     """What data sheets do not say. All are above 0."""
 
     product_share: float
-    """Of the data sheet's FLOP/s in matrix products, and in attention."""
+    """Of the data sheet's FLOP/s in matmuls, and in attention."""
     attention_share: float
     dequantization_share: float
     """Of the data sheet's memory bandwidth in dequantization."""
@@ -68,11 +68,11 @@ BY_GPU = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 # Of the data sheet's memory bandwidth in the loss: on an H100 log-softmax and its gradient moved
 # 1.9 TB/s of 3.35, copies beside them more (profiled, November 2026).
 LOSS_SHARE = 0.65
-# Of the data sheet's memory bandwidth at which products with experts read their weights where each
+# Of the data sheet's memory bandwidth at which matmuls with experts read their weights where each
 # has few rows: 4.2 GB in 2.1 to 2.5 ms (gpt-oss-120b, 128 rows), 2.1 GB in 1.2 (Qwen3-Next, 80), on
 # an H100 (November 2026).
 EXPERT_WEIGHTS_SHARE = 0.55
-# Of the data sheet's memory bandwidth in the products of experts' adapters: 12.2 GB in 9.7 ms in
+# Of the data sheet's memory bandwidth in the matmuls of experts' adapters: 12.2 GB in 9.7 ms in
 # the widths of Qwen3-30B-A3B on an H100 (profiled, November 2026).
 EXPERT_ADAPTER_SHARE = 0.37
 # Of Python's time for a pass of a layer without experts: so much more takes one with them. Fitted
@@ -89,7 +89,7 @@ ROUNDING_LAUNCH_S = 0.83e-3
 CPU_FLOPS = 65e9
 # In bfloat16 on a CPU that multiplies it itself: a step took 5.2 s in place of 9.4 in fp32, with
 # the same losses (AVX512-BF16, AMD EPYC, torch 2.13, November 2026). One CPU; what others do
-# without such products, nobody measured.
+# without such matmuls, nobody measured.
 CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
 # At which one token's pass reads the weights: SmolLM2-135M took 52 ms in fp32, and 89 ms with NF4
 # layers, which are decoded first (one thread, torch 2.13, November 2026).

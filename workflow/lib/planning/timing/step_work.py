@@ -24,12 +24,12 @@ from workflow.lib.system.compute_choice import COMPUTE_DTYPE, WIDEST_HEAD
 # Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
 # of 2 x 3,072 tokens of Gemma 2 27B's attention on an H200.
 FLEX_TIME = 1.3
-# Of FlashAttention's time for as many products, by our kernels for wider heads (they make the
+# Of FlashAttention's time for as many matmuls, by our kernels for wider heads (they make the
 # scores three times where it makes them twice, in tiles of 16 to 64 tokens).
 WIDE_HEAD_TIME = 3.8
-# Of a product of as many rows by one weight: so much longer takes one by experts. 20.8 ms for 9.9
+# Of a matmul of as many rows by one weight: so much longer takes one by experts. 20.8 ms for 9.9
 # TFLOP of frozen weights in the widths of Qwen3-30B-A3B, 32,768 rows, on an H100, where dense
-# products reach 663 TFLOP/s (profiled, November 2026).
+# matmuls reach 663 TFLOP/s (profiled, November 2026).
 GROUPED_TIME = 1.4
 # Elementwise work of a layer, of what a fused layer keeps (`model_sizes.kept_elements`): of a fused
 # layer, and of one that is not, which keeps twice as much. 8 layers of 70B width on 2 x H200: 21 ms
@@ -38,18 +38,18 @@ FUSED_TRAFFIC, UNFUSED_TRAFFIC = 0.6, 2.0
 # Dropout's kernel reads and writes an adapter's input (2 passes over it, forward); backward does it
 # again, and makes, reads and adds a gradient (5). Counted, not measured.
 DROPPED_TRAFFIC = 3
-# The same of a layer with experts: its products read rows where they lie and add adapters and
+# The same of a layer with experts: its matmuls read rows where they lie and add adapters and
 # biases themselves, and one kernel each way computes what is between them. 12 layers of
 # Qwen3-30B-A3B on an H100, all but the loss and the update: 18 and 14 ms with and without
 # recomputation (profiled, November 2026).
 EXPERT_TRAFFIC = 0.66
 # And of a recurrent layer, whose own code computes much between its linears.
 RECURRENT_TRAFFIC = 2.5
-# Against bf16 products, 4,096 rows of 70B and 8B widths on an H200, torch 2.11, November 2026: by a
-# prototype of float8 (1,231 to 1,338 TFLOP/s for 659 to 734), and by torch's int8 product without
+# Against bf16 matmuls, 4,096 rows of 70B and 8B widths on an H200, torch 2.11, November 2026: by a
+# prototype of float8 (1,231 to 1,338 TFLOP/s for 659 to 734), and by torch's int8 matmul without
 # scales (832 to 934). docs/time-model.md compares the engine's own.
 FLOAT8_SPEED = 1.84
-# Of a weight that is decoded: half a byte read, two written; one for a product in 8 bits.
+# Of a weight that is decoded: half a byte read, two written; one for a matmul in 8 bits.
 PACKED_BYTES, DEQUANTIZED_BYTES, EIGHT_BIT_BYTES = 0.5, 2.5, 1.5
 # Bytes that a logit moves in the loss, counted by the operations of `chunked_loss` in bf16: to fp32
 # (6), log-softmax (8), the gradient of the targets' values (4), that of log-softmax (12), back to
@@ -80,7 +80,7 @@ class Work:
     forward_share: float
     """Of all passes."""
     logit_bytes: float = 0
-    """Moved in the loss, besides the head's products."""
+    """Moved in the loss, besides the head's matmuls."""
     update_bytes: float = 0
     """Moved by the update; of a step, divided by its micro-batches."""
     pauses: float = 0
@@ -89,12 +89,12 @@ class Work:
     dropped_bytes: float = 0
     """Moved for dropout's masked inputs, and the gradients of them."""
     expert_flops: float = 0
-    """Of experts' frozen weights, as so many of dense products as take as long where each expert
+    """Of experts' frozen weights, as so many of dense matmuls as take as long where each expert
     has many rows."""
     expert_weight_bytes: float = 0
-    """Decoded weights that these products read: what bounds them where rows are few."""
+    """Decoded weights that these matmuls read: what bounds them where rows are few."""
     expert_adapter_bytes: float = 0
-    """Rows that the products of experts' adapters read: what bounds them, not FLOP."""
+    """Rows that the matmuls of experts' adapters read: what bounds them, not FLOP."""
     looked_up_bytes: int = 0
     """Embedding rows that come from host memory."""
     rounded_bytes: float = 0
@@ -299,7 +299,7 @@ def _attention_flops(shape: ModelShape, plan: StepPlan) -> float:
 
 def _elementwise_bytes(shape: ModelShape, plan: StepPlan) -> float:
     """Bytes that elementwise work of a layer grows with, on average; with eager attention also
-    scores, and their softmax in fp32 and in the compute type.
+    scores, and their softmax in fp32 and in the compute dtype.
     """
     fused = FUSED_TRAFFIC if plan.fused_layers else UNFUSED_TRAFFIC
 
@@ -336,7 +336,7 @@ def _adapted_stacks(layer: DecoderLayer, plan: StepPlan) -> list[Linear]:
 
 
 def _adapter_rows(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
-    """Elements by token that the products of experts' adapters read: inputs for x A^T in every pass
+    """Elements by token that the matmuls of experts' adapters read: inputs for x A^T in every pass
     but backward and for the gradient of A, gradients for that of x A^T and for that of B.
     """
 
