@@ -156,7 +156,7 @@ def test_what_is_read_of_a_source_and_what_is_not_is_listed(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoken = [{**row, "lang": "en", "score": n or None} for n, row in enumerate(rows(NUM_TRAIN))]
-    save_rows(stage.train, [*spoken, {"prompt": "q", "completion": "a", "weight": 0.5}])
+    save_rows(stage.train, [*spoken, {"prompt": "q", "completion": "a", "weight": -0.5}])
     caplog.set_level("INFO")
     store = stage.run(max_rejected_share=0.5, leave_out=["score", "scroe"])
     (train, _) = store.manifest["sources"]

@@ -10,11 +10,11 @@ writes the lists of `workflow/docs/families.md` anew.
 
 import json
 import os
-import re
 import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -45,6 +45,7 @@ from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.system.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "families.md"
+WIDTH = 180  # columns of the page
 MARKS = ("<!-- decoders: begin -->\n", "<!-- decoders: end -->")
 TOGETHER = 2  # processes
 MOST_S = 300.0  # of a family
@@ -252,25 +253,25 @@ def _forked(family: str, number: int, folder: Path) -> int:
         os._exit(0)
 
 
+TOLD = {
+    "as stock": f"As the stock model trains, of Transformers {transformers.__version__}",
+    "refused": "Refused",
+    "not tried": "Not tried, because no tiny model could be made",
+    "not compared": "Not compared, because its router draws experts at random",
+}
+
+
 def lists(found: Iterable[Found]) -> str:
-    by_outcome: dict[str, list[Found]] = {}
+    by_outcome: dict[str, list[str]] = {}
     for one in sorted(found, key=lambda one: one.family):
-        by_outcome.setdefault(one.outcome, []).append(one)
-    assert not {"crashed", "differs"} & by_outcome.keys(), by_outcome
-    taken = ", ".join(f"`{one.family}`" for one in by_outcome.pop("as stock"))
-    head = f"As the stock model trains, of Transformers {transformers.__version__}: {taken}.\n\n"
-    table = "| family | what became of it |\n|---|---|\n"
-    others = [one for some in by_outcome.values() for one in some]
-    return (
-        head + table + "".join(f"| `{x.family}` | {x.outcome}: {_brief(x.why)} |\n" for x in others)
+        by_outcome.setdefault(one.outcome, []).append(f"`{one.family}`")
+    assert by_outcome.keys() <= TOLD.keys(), by_outcome
+    return "\n".join(
+        textwrap.fill(f"{told}: {', '.join(by_outcome[outcome])}.", WIDTH, break_long_words=False)
+        + "\n"
+        for outcome, told in TOLD.items()
+        if outcome in by_outcome
     )
-
-
-def _brief(why: str) -> str:
-    """Return a message without its place and its advice, in one line."""
-    text = re.sub(r"^/\S+ (model_type = '\S+': )?", "", " ".join(why.split()))
-    text = re.split(r" (?:Choose|Set|Check|Give) | The files do not", text)[0]
-    return text.replace("|", "/")[:400]
 
 
 def written(page: str, found: Iterable[Found]) -> str:

@@ -46,6 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(base: Path, *, processes: int, **plan: Any) -> list[dict[str, Any]]:
     settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    plan = {"processes": processes, **plan}
     return run_distributed(train_in_process, base, settings, store, 2, plan, world_size=processes)
 
 
@@ -89,7 +90,7 @@ def alone(of_one: dict[str, dict[str, Any]]) -> dict[str, Any]:
     [
         (2, {}),
         (3, {"activation_checkpointing": 2}),
-        (2, {"processes": 2, "replicas": 2, "activation_checkpointing": True}),
+        (2, {"replicas": 2, "activation_checkpointing": True}),
     ],
     ids=str,
 )
