@@ -38,7 +38,7 @@ def test_what_does_not_fit_names_changes_that_would() -> None:
     assert "hardware.gpus = 4" in message
 
 
-def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
+def test_llama_3_70b_fits_two_cards_of_24_gb_by_what_is_offloaded(
     tmp_path: Path,
 ) -> None:
     """By lines; a recording of such a plan decides in `test_presets`."""
@@ -48,7 +48,7 @@ def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
     found = json.loads((tmp_path / "p.json").read_text())
     assert (found["verdict"], found["plan"]["processes"]) == ("fits", 2)
     assert found["host_capacity_bytes"] == 128 * GIB
-    assert found["plan"]["offload_layers"] > 0
+    assert found["plan"]["offload_layers"] or found["plan"]["offload_activations"]
     assert f"{found['plan']['offload_layers']} layers" in answer.stderr
     assert "fits" in answer.stderr
 
