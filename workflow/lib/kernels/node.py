@@ -33,7 +33,8 @@ class _KeepingInputs(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.functions = forward, backward
+        # With a backward of its own the forward goes: it may hold tensors, a norm's copy in 8 bits.
+        ctx.functions = None if backward else forward, backward
         ctx.save_for_backward(*tensors)
         output = forward(*tensors)
         return output if backward else output.detach()  # no view: a family may change it in place

@@ -20,6 +20,7 @@ from torch import nn
 
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE, NF4Data, decode, dequantize_nf4
 from workflow.lib.model.layers.frozen_matmul import ProductTypes, frozen_product
+from workflow.lib.system.device_types import GPUS
 
 STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 
@@ -108,8 +109,10 @@ class NF4Linear(nn.Linear):
 
         Must be called while the parameters are gathered (inside its layer's forward or backward).
         """
-        weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
-        return dequantize_nf4(weight, self.nf4_data())
+        device, data = self.weight.device, self.nf4_data()
+        if device.type not in GPUS:  # bitsandbytes makes the tensor itself there
+            return decode(data, shape=self.spec.shape, dtype=dtype)
+        return dequantize_nf4(torch.empty(self.spec.shape, dtype=dtype, device=device), data)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

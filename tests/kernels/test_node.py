@@ -1,0 +1,27 @@
+"""An operation as one node: what it keeps between forward and backward."""
+
+import gc
+import weakref
+from functools import partial
+
+import torch
+
+from workflow.lib.kernels.node import keeping_inputs
+
+
+def test_node_with_a_backward_of_its_own_keeps_nothing_that_its_forward_was_given() -> None:
+    """A norm's forward is given a copy in 8 bits, which must go after the forward."""
+    given = torch.ones(3)
+    gone = weakref.ref(given)
+
+    def forward(x: torch.Tensor, *, copy: torch.Tensor) -> torch.Tensor:
+        return x * copy
+
+    x = torch.ones(3, requires_grad=True)
+    y = keeping_inputs(partial(forward, copy=given), lambda grad, x: [2 * grad], x)
+    del given
+    gc.collect()
+    assert gone() is None
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
