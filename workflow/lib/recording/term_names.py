@@ -24,7 +24,7 @@ MAKERS = {
     ("_fsdp_collectives", "foreach_reduce"): "gathered_gradients",
     ("activation_offload", ""): "offloaded_activations",
     ("packed_layers", "fetch"): "gathered_layer",
-    ("lora_products", "_cast"): "adapter_casts",
+    ("lora_matmul", "_cast"): "adapter_casts",
     ("nf4_linear", "dequantize"): "dequantized_weight",
     ("nf4_stack", ""): "dequantized_weight",
     ("optimizers", "__init__"): "adam_moments",

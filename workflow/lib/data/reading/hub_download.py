@@ -176,8 +176,12 @@ def _size(path: Path) -> int | None:
 
 
 def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path:
+    """Download one file anew; raises what the hub's answer raises."""
     options: Any = {"repo_type": source.kind, "revision": commit, "local_dir": folder}
-    return Path(hf_hub_download(source.repo_id, path, **options, force_download=True))
+    try:
+        return Path(hf_hub_download(source.repo_id, path, **options, force_download=True))
+    except ValueError as error:  # "Force download failed" hides the hub's answer
+        raise error.__cause__ or error from None
 
 
 def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) -> None:
