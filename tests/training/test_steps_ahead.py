@@ -4,7 +4,6 @@ nothing but when things happen.
 
 import math
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -86,26 +85,6 @@ def test_steps_begun_ahead_are_those_taken_in_turn(base: Path, release_after: in
     for one, other in zip(ahead, in_turn, strict=True):
         assert (one["loss"], one["norm"]) == (other["loss"], other["norm"])
         assert all(torch.equal(one["weights"][n], other["weights"][n]) for n in one["weights"])
-
-
-def blocks(base: Path) -> tuple[list[tuple[float, float]], list[int]]:
-    training, passes = adapted(base, r=4), [0]
-    training.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
-    seen, after = [], []
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        trainer = made(training, world, kind=Trainer)
-        for first, until in ((0, 1), (1, STEPS)):
-            steps = trainer.steps(first_step=first, num_steps=STEPS, until=until)
-            seen += [(metrics.loss, metrics.grad_norm) for metrics in islice(steps, until - first)]
-            after.append(passes[0])
-    return seen, after
-
-
-def test_block_of_steps_begins_nothing_of_the_next_one(base: Path) -> None:
-    seen, after = run_distributed(blocks, base, world_size=1)[0]
-    assert after == [MICRO_BATCHES, STEPS * MICRO_BATCHES]
-    in_turn = run_distributed(followed, base, InTurn, None, world_size=1)[0]
-    assert seen == [(step["loss"], step["norm"]) for step in in_turn]
 
 
 def test_experts_rows_are_counted_with_the_step_that_they_belong_to(tmp_path: Path) -> None:

@@ -165,30 +165,23 @@ class Trainer:
     """What launches micro-batches as CUDA graphs; None: Python launches each kernel."""
 
     def steps(
-        self,
-        *,
-        first_step: int,
-        num_steps: int,
-        elapsed_s: float = 0.0,
-        until: int | None = None,
+        self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0
     ) -> Iterator[StepMetrics]:
         """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
-        processes. elapsed_s: seconds that earlier invocations of this run have trained. until: the
-        step before which to end; nothing of it is begun. Raises `UserError` if the loss or the
-        gradient is not finite, or the gradient is zero."""
+        processes. elapsed_s: seconds that earlier invocations of this run have trained. Raises
+        `UserError` if the loss or the gradient is not finite, or the gradient is zero."""
         self.training.train()
         self._drop_gradients()  # of a step that was begun and not finished
-        end = num_steps if until is None else until
-        batches = self._batches_ahead(range(first_step, end))
+        batches = self._batches_ahead(range(first_step, num_steps))
         ahead: StepInProgress | None = None
-        for step in range(first_step, end):
+        for step in range(first_step, num_steps):
             began = time.monotonic()
             current = ahead or self._start(step, batches)
             rate = learning_rate(self.settings, step=step, num_steps=num_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             result = self._finish_backward(current)
-            ahead = self._prefetch(range(step + 1, end), batches)
+            ahead = self._prefetch(range(step + 1, num_steps), batches)
             numbers = self._check_and_apply(current.rows, result, ahead)
             peak = peak_bytes(self.world.device)
             seconds = time.monotonic() - began
