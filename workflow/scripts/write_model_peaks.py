@@ -73,6 +73,8 @@ def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
 
 def main(args: argparse.Namespace) -> None:
     known = json.loads(gzip.decompress(SHIPPED.read_bytes())) if args.add else {}
+    if not args.add:
+        SHIPPED.unlink(missing_ok=True)  # else its recordings would be taken for those of today
     for model in args.models:
         known |= noted(model, args.gpus)
         text = json.dumps(dict(sorted(known.items())), separators=(",", ":"))
