@@ -103,6 +103,7 @@ def test_equal_settings_give_equal_keys() -> None:
         ("lora", {"modules_to_save": []}, set()),
         ("lora", {"target_modules": ["q_proj"]}, {"fingerprint"}),
         ("train", {"router_aux_loss_coef": None}, set()),
+        ("train", {"objective": "dpo"}, {"fingerprint"}),
         ("hardware", {"gpus": 0, "cpu_processes": 3}, set()),
         ("hardware", {"offload_layers": 2}, set()),
         ("tracking", {"wandb_project": "mine"}, set()),
@@ -212,7 +213,8 @@ def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited() -
         before, after = edited(name, key)
         if fingerprint(before) != fingerprint(after):
             changed.add((name, key))
-    trained = {place for place in SETTINGS if place[0] in ("data", "quantize", "lora", "train")}
+    sections = ("data", "quantize", "lora", "train", "preferences", "distill")
+    trained = {place for place in SETTINGS if place[0] in sections}
     model = {("model", k) for k in ("source", "revision", "compute_dtype", "attention_dropout")}
     assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN
 

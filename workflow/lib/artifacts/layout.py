@@ -245,7 +245,10 @@ def fingerprint(run: RunConfig) -> str:
     """
     lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
     numerics = [run.model.compute_dtype, run.model.attention_dropout]
-    return short_hash([tokens_key(run), base_key(run), lora, train, *numerics])
+    # none of supervised runs, which are older
+    others = [_plain(section, _defines_result) for section in (run.preferences, run.distill)]
+    more = others if any(others) else []
+    return short_hash([tokens_key(run), base_key(run), lora, train, *numerics, *more])
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:

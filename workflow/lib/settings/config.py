@@ -19,6 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
 from workflow.lib.settings.evaluate import EvaluateConfig, ExportConfig, ReportConfig
+from workflow.lib.settings.objectives import (
+    DistillConfig,
+    PreferencesConfig,
+    needs_of,
+    readers_of,
+)
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
 from workflow.lib.settings.tracking import TrackingConfig
@@ -38,11 +44,13 @@ __all__ = [
     "DataColumns",
     "DataConfig",
     "DataSource",
+    "DistillConfig",
     "EvaluateConfig",
     "ExportConfig",
     "HardwareConfig",
     "LoraSettings",
     "ModelConfig",
+    "PreferencesConfig",
     "QuantizeConfig",
     "ReportConfig",
     "RunConfig",
@@ -78,6 +86,10 @@ class RunConfig(Section):
     """The adapter."""
     train: TrainConfig = TrainConfig()
     """The optimization."""
+    preferences: PreferencesConfig = PreferencesConfig()
+    """Preferences: pairs and rated answers."""
+    distill: DistillConfig = DistillConfig()
+    """A teacher's predictions."""
     hardware: HardwareConfig = HardwareConfig()
     """What a run may use."""
     tracking: TrackingConfig = TrackingConfig()
@@ -274,7 +286,58 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
         name: _validate(RunConfig, merge(shared, override or {}), prefix=f"runs.{name}.")
         for name, override in config.runs.items()
     }
-    return config.report, runs
+    _check_objectives(document, config, runs)
+    return config.report, {name: _of_objective(run) for name, run in runs.items()}
+
+
+def _objective_settings(run: RunConfig) -> dict[str, tuple[Section, str]]:
+    """Return the settings of `preferences` and `distill` that are not at their defaults."""
+    sections = {"preferences": run.preferences, "distill": run.distill}
+    return {
+        f"{name}.{key}": (section, key)
+        for name, section in sections.items()
+        for key, field in type(section).model_fields.items()
+        if getattr(section, key) != field.default
+    }
+
+
+def _check_objectives(
+    document: Mapping[str, object], config: Config, runs: Mapping[str, RunConfig]
+) -> None:
+    """Raise `UserError` for settings that no objective reads: of a run its own, of all runs the
+    shared ones."""
+    lines = []
+    objectives = {run.train.objective for run in runs.values()}
+    for setting, (section, key) in _objective_settings(config).items():
+        if not objectives & {*readers_of(setting)}:
+            given = ", ".join(sorted(objectives))
+            lines.append(_unread(setting, getattr(section, key), f"no run ({given}) reads it"))
+    for name, override in config.runs.items():
+        own, objective = override or {}, runs[name].train.objective
+        for setting, (section, key) in _objective_settings(runs[name]).items():
+            section_name = setting.partition(".")[0]
+            is_own = key in (own.get(section_name) or {})
+            if is_own and setting not in needs_of(objective).settings:
+                why = f"train.objective = {objective} does not read it"
+                lines.append(_unread(f"runs.{name}.{setting}", getattr(section, key), why))
+    if lines:
+        raise UserError(f"{NOT_VALID}\n  " + "\n  ".join(lines))
+
+
+def _unread(setting: str, value: object, why: str) -> str:
+    readers = ", ".join(readers_of(".".join(setting.split(".")[-2:])))
+    return f"{setting} = {value}: {why}. Remove it, or set train.objective to {readers}."
+
+
+def _of_objective(run: RunConfig) -> RunConfig:
+    """Return a run with the shared settings that its objective does not read at their defaults."""
+    read = needs_of(run.train.objective).settings
+    update: dict[str, dict[str, Any]] = {"preferences": {}, "distill": {}}
+    for setting, (section, key) in _objective_settings(run).items():
+        if setting not in read:
+            update[setting.partition(".")[0]][key] = type(section).model_fields[key].default
+    changed = {name: getattr(run, name).model_copy(update=keys) for name, keys in update.items()}
+    return run.model_copy(update=changed)
 
 
 def _validate(model: type[SectionT], document: Mapping[str, object], *, prefix: str) -> SectionT:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from workflow.lib.settings.effects import Affects
+from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.settings.optimizers import OptimizerName
 from workflow.lib.settings.section_base import Name, Section, Share
 
@@ -139,6 +140,9 @@ class TrainConfig(Section):
 
     affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
 
+    objective: Annotated[ObjectiveName, Affects(later=True)] = "sft"
+    """What is trained: the next token (`sft`); pairs (`dpo`, `ipo`, `simpo`, `orpo`) or rated
+    answers (`kto`), see `preferences`; a teacher's predictions, see `distill`."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of adapter initialization, data order and dropout."""
     epochs: float | None = Field(3.0, gt=0.0, le=1000.0)

@@ -1,0 +1,141 @@
+"""Settings of what a step trains beside supervised training: preferences, and a teacher."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from workflow.lib.settings.effects import Affects
+from workflow.lib.settings.section_base import Section
+
+ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "distill"]
+Examples = Literal["texts", "pairs", "rated"]
+PairLoss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+]
+SMOOTHED: tuple[PairLoss, ...] = ("sigmoid", "robust", "exo_pair")
+ScoredModel = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class PreferencesConfig(Section):
+    """Training on pairs of a chosen and a rejected answer, or on rated answers (`train.objective`);
+    an objective takes the settings that name it."""
+
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"), later=True)
+
+    reference: ScoredModel = "start"
+    """Model whose log-probabilities dpo, ipo and kto compare with: `start` of the training,
+    `original`, a run's name, a folder (adapter or model), or a hub id."""
+    beta: float | None = Field(None, gt=0.0, le=100.0)
+    """Strength of the tie to the reference (ipo: tau; orpo: lambda; simpo: scale of the reward).
+    null = 0.1, simpo 2."""
+    loss_type: PairLoss = "sigmoid"
+    """dpo: loss of a pair, by TRL's names."""
+    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
+    """dpo (sigmoid, robust, exo_pair) and simpo: probability that a pair is the wrong way round."""
+    gamma: float = Field(0.5, ge=0.0, le=100.0)
+    """simpo: margin between the rewards of chosen and rejected."""
+    desirable_weight: float = Field(1.0, ge=0.0, le=1000.0)
+    """kto: weight of desirable answers in the loss."""
+    undesirable_weight: float = Field(1.0, ge=0.0, le=1000.0)
+    """kto: weight of undesirable answers."""
+    sft_weight: float = Field(0.0, ge=0.0, le=1000.0)
+    """dpo, ipo, simpo: weight of the supervised loss of chosen answers, per trained token, beside
+    that of pairs."""
+
+    @model_validator(mode="after")
+    def _smoothing_has_a_loss(self) -> "PreferencesConfig":
+        if self.label_smoothing > 0 and self.loss_type not in SMOOTHED:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing}: loss_type = {self.loss_type} has none. "
+                f"Set it to 0, or loss_type to one of {', '.join(SMOOTHED)}"
+            )
+        if self.label_smoothing == 0 and self.loss_type == "exo_pair":
+            raise ValueError(
+                "label_smoothing = 0.0: loss_type = exo_pair takes its logarithm. Set it above 0 "
+                "(0.001 as published), or take another loss_type"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_answer_counts(self) -> "PreferencesConfig":
+        if self.desirable_weight == self.undesirable_weight == 0:
+            raise ValueError(
+                "desirable_weight = 0 and undesirable_weight = 0: nothing would be trained. Set "
+                "one above 0"
+            )
+        return self
+
+
+class DistillConfig(Section):
+    """Training on what a teacher says of the training data (`train.objective: distill`): the loss
+    of a token is T^2 KL(teacher || student) + sft_weight (-log p)."""
+
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"), later=True)
+
+    teacher: ScoredModel = "original"
+    """The `original` in 16 bits, a run's name, a folder (adapter or model), or a hub id; with the
+    student's tokenizer."""
+    top_k: int = Field(32, ge=1, le=4096)
+    """The teacher's likeliest tokens that are stored of each position; all others count as one."""
+    temperature: float = Field(1.0, ge=0.01, le=100.0)
+    """T: divides the log-probabilities of these k + 1 outcomes, of teacher and student."""
+    sft_weight: float = Field(0.0, ge=0.0, le=1000.0)
+    """Weight of the supervised loss beside the teacher's."""
+
+
+class Needs(NamedTuple):
+    """What an objective asks of data, scores and settings."""
+
+    examples: Examples
+    scores_of: Literal["preferences.reference", "distill.teacher"] | None
+    """The setting that names the model whose scores it reads."""
+    settings: tuple[str, ...]
+    """All settings of `preferences` and `distill` that it reads."""
+
+
+def _preferences(*keys: str) -> tuple[str, ...]:
+    return tuple(f"preferences.{key}" for key in keys)
+
+
+NEEDS: Mapping[ObjectiveName, Needs] = {
+    "sft": Needs("texts", None, ()),
+    "dpo": Needs(
+        "pairs",
+        "preferences.reference",
+        _preferences("reference", "beta", "loss_type", "label_smoothing", "sft_weight"),
+    ),
+    "ipo": Needs("pairs", "preferences.reference", _preferences("reference", "beta", "sft_weight")),
+    "simpo": Needs("pairs", None, _preferences("beta", "label_smoothing", "gamma", "sft_weight")),
+    "orpo": Needs("pairs", None, _preferences("beta")),
+    "kto": Needs(
+        "rated",
+        "preferences.reference",
+        _preferences("reference", "beta", "desirable_weight", "undesirable_weight"),
+    ),
+    "distill": Needs(
+        "texts",
+        "distill.teacher",
+        tuple(f"distill.{key}" for key in DistillConfig.model_fields),
+    ),
+}
+
+
+def needs_of(objective: ObjectiveName) -> Needs:
+    """Return which examples an objective is trained on, whose scores it reads, and its settings."""
+    return NEEDS[objective]
+
+
+def readers_of(setting: str) -> list[ObjectiveName]:
+    """Return the objectives that read a setting of `preferences` or `distill`."""
+    return [name for name, needs in NEEDS.items() if setting in needs.settings]
