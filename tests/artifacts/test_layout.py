@@ -64,13 +64,13 @@ def run_with(section: str | None = None, **changes: Any) -> RunConfig:
     return run
 
 
-def test_run_without_trained_modules_is_the_run_that_it_was_before_there_were_such() -> None:
+def test_run_without_trained_modules_is_the_run_that_it_was_before_there_were_such():
     assert "modules_to_save" not in stage_json("finetune", run_with())
     chosen = run_with("lora", modules_to_save=["lm_head"])
     assert '"modules_to_save":["lm_head"]' in stage_json("finetune", chosen)
 
 
-def test_equal_settings_give_equal_keys() -> None:
+def test_equal_settings_give_equal_keys():
     assert {n: key(run_with()) for n, key in KEYS.items()} == {
         n: key(run_with()) for n, key in KEYS.items()
     }
@@ -88,11 +88,7 @@ def test_equal_settings_give_equal_keys() -> None:
         ("data", {"revision": "v2"}, {"dataset", "tokens", "fingerprint"}),
         ("data", {"train": "other.jsonl"}, {"dataset", "tokens", "fingerprint"}),
         ("data", {"heldout": "test.jsonl"}, {"dataset", "tokens", "fingerprint"}),
-        (
-            "data",
-            {"train": {"path": "train.jsonl", "weight": 2.0}},
-            {"tokens", "fingerprint"},
-        ),
+        ("data", {"train": {"path": "train.jsonl", "weight": 2.0}}, {"tokens", "fingerprint"}),
         ("data", {"seq_len": 131}, {"tokens", "fingerprint"}),
         ("data", {"max_rejected_share": 0.5}, set()),
         ("data", {"columns": {"prompt": "question"}}, {"tokens", "fingerprint"}),
@@ -111,14 +107,12 @@ def test_equal_settings_give_equal_keys() -> None:
         ("evaluate", {"samples": 3}, set()),
     ],
 )
-def test_setting_changes_exactly_the_keys_of_what_depends_on_it(
-    section: str, change: dict[str, Any], changed: set[str]
-) -> None:
+def test_setting_changes_exactly_the_keys_of_what_depends_on_it(section, change, changed):
     before, after = run_with(), run_with(section, **change)
     assert {name for name, key in KEYS.items() if key(before) != key(after)} == changed
 
 
-def test_measurements_that_times_are_fitted_to_count_by_their_content(tmp_path: Path) -> None:
+def test_measurements_that_times_are_fitted_to_count_by_their_content(tmp_path):
     path = tmp_path / "measurements.jsonl"
     run = run_with("hardware", calibration=str(path))
     hashes = set()
@@ -173,13 +167,10 @@ OF_THE_PLAN = {
 }
 
 
-def test_every_setting_says_what_it_affects_and_who_reads_it() -> None:
+def test_every_setting_says_what_it_affects_and_who_reads_it():
     silent = [
         f"{name}.{key}"
-        for name, section in {
-            **SECTIONS,
-            "report": ReportConfig,
-        }.items()
+        for name, section in {**SECTIONS, "report": ReportConfig}.items()
         for key in section.model_fields
         if section.affected_by(key).effect is None
         or not (section.affected_by(key).read_by or section.affected_by(key).told)
@@ -191,7 +182,7 @@ def test_every_setting_says_what_it_affects_and_who_reads_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_editing_a_setting_reruns_exactly_the_stages_that_it_names() -> None:
+def test_editing_a_setting_reruns_exactly_the_stages_that_it_names():
     wrong = []
     for name, key in SETTINGS:
         if name == "tracking":  # which `unrecorded_json` has
@@ -207,7 +198,7 @@ def test_editing_a_setting_reruns_exactly_the_stages_that_it_names() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited() -> None:
+def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited():
     changed = set()
     for name, key in SETTINGS:
         before, after = edited(name, key)
@@ -219,7 +210,7 @@ def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited() -
     assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN
 
 
-def test_setting_without_what_it_needs_affects_nothing() -> None:
+def test_setting_without_what_it_needs_affects_nothing():
     plain = run_with("train", matmul_passes="both")
     assert fingerprint(plain) == fingerprint(run_with("train", matmul_passes="backward"))
 
@@ -257,7 +248,7 @@ RECORDED = {
 
 
 @pytest.mark.parametrize(("preset", "name"), RECORDED)
-def test_finished_results_of_earlier_versions_stay_valid(preset: str, name: str) -> None:
+def test_finished_results_of_earlier_versions_stay_valid(preset, name):
     document = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
     if preset != "demo":
         of_preset = (ROOT / "workflow" / "presets" / f"{preset}.yaml").read_text(encoding="utf-8")
@@ -281,26 +272,16 @@ def test_finished_results_of_earlier_versions_stay_valid(preset: str, name: str)
         ("lora", {"r": 3}, {"preflight_run", "finetune"}),
         ("train", {"seed": 3}, {"preflight_run", "finetune"}),
         ("hardware", {"gpus": 0}, {"preflight_run"}),
-        (
-            "export",
-            {"merged": True},
-            {"consolidate", "convert_gguf", "publish_run"},
-        ),
+        ("export", {"merged": True}, {"consolidate", "convert_gguf", "publish_run"}),
         ("export", {"gguf": ("q8_0",), "gguf_of": ("adapter",)}, {"convert_gguf", "publish_run"}),
         ("tracking", {"tensorboard": False, "wandb_project": "mine"}, set()),
         ("evaluate", {"samples": 3}, {"evaluate_run"}),
         ("evaluate", {"seed": 3}, {"evaluate_run"}),
         ("evaluate", {"tasks": []}, {"preflight_run", "evaluate_run"}),
-        (
-            "evaluate",
-            {"batch_size": 3, "processes": 2, "shard": False},
-            {"evaluate_run"},
-        ),
+        ("evaluate", {"batch_size": 3, "processes": 2, "shard": False}, {"evaluate_run"}),
     ],
 )
-def test_editing_a_section_changes_only_the_stages_that_read_it(
-    section: str, change: dict[str, Any], stages: set[str]
-) -> None:
+def test_editing_a_section_changes_only_the_stages_that_read_it(section, change, stages):
     before, after = run_with(), run_with(section, **change)
     assert {s for s in STAGES if stage_json(s, before) != stage_json(s, after)} == stages
 
@@ -318,27 +299,27 @@ def test_editing_a_section_changes_only_the_stages_that_read_it(
     ],
 )
 def test_setting_that_changes_no_result_reaches_its_stage_and_runs_none_again(
-    section: str, change: dict[str, Any], stages: set[str]
-) -> None:
+    section, change, stages
+):
     before, after = run_with(), run_with(section, **change)
     changed = {s for s in STAGES if recorded_json(s, before) != recorded_json(s, after)}
     assert changed == stages
     assert any(stage_json(s, before) != stage_json(s, after) for s in STAGES)
 
 
-def test_what_is_recorded_of_defaults_is_what_stages_receive() -> None:
+def test_what_is_recorded_of_defaults_is_what_stages_receive():
     """So that results from before a key was recorded as its default stay up to date."""
     for stage in STAGES:
         assert recorded_json(stage, run_with()) == stage_json(stage, run_with())
 
 
-def test_editing_the_report_changes_no_stage_of_a_run() -> None:
+def test_editing_the_report_changes_no_stage_of_a_run():
     plain, titled = (load_config({"report": r})[1]["demo"] for r in ({}, {"title": "Other"}))
     assert [stage_json(s, plain) for s in STAGES] == [stage_json(s, titled) for s in STAGES]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stage_json_does_not_depend_on_the_order_of_keys(stage: str) -> None:
+def test_stage_json_does_not_depend_on_the_order_of_keys(stage):
     def reordered(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
@@ -352,7 +333,7 @@ def test_stage_json_does_not_depend_on_the_order_of_keys(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stage_json_loads_back_to_the_sections_of_the_stage(stage: str) -> None:
+def test_stage_json_loads_back_to_the_sections_of_the_stage(stage):
     run = run_with()
     settings = json.loads(stage_json(stage, run))
     assert settings == stage_settings(stage, run)
@@ -360,11 +341,11 @@ def test_stage_json_loads_back_to_the_sections_of_the_stage(stage: str) -> None:
     assert stage_settings(stage, run.model_copy(update=loaded)) == settings
 
 
-def test_stage_json_is_one_line_without_characters_that_yaml_would_wrap() -> None:
+def test_stage_json_is_one_line_without_characters_that_yaml_would_wrap():
     assert not set("\n\r\t ") & set(stage_json("finetune", run_with()))
 
 
-def test_base_depends_on_tokens_only_if_they_calibrate() -> None:
+def test_base_depends_on_tokens_only_if_they_calibrate():
     plain, other_rows = run_with("data", seq_len=61), run_with("data", seq_len=67)
     assert base_dir(plain) == base_dir(other_rows)
     assert calibration_tokens(plain) == []
@@ -377,7 +358,7 @@ def test_base_depends_on_tokens_only_if_they_calibrate() -> None:
     assert calibration_tokens(calibrated[0]) == files
 
 
-def test_base_waits_for_tokens_where_the_model_decides_whether_they_calibrate() -> None:
+def test_base_waits_for_tokens_where_the_model_decides_whether_they_calibrate():
     """What a hub model is like is not known while the workflow is parsed."""
     chosen, other_rows = (
         RunConfig.model_validate({"data": {"seq_len": n}, "quantize": {"method": "auto"}})
@@ -389,32 +370,32 @@ def test_base_waits_for_tokens_where_the_model_decides_whether_they_calibrate() 
     assert base_dir(chosen) == base_dir(on_gpus)
 
 
-def test_settings_of_a_calibration_change_no_base_without_one() -> None:
+def test_settings_of_a_calibration_change_no_base_without_one():
     plain, other = run_with("quantize"), run_with("quantize", calibration_tokens=4096)
     assert base_key(plain) == base_key(other)
 
 
-def test_text_that_calibrates_is_an_input() -> None:
+def test_text_that_calibrates_is_an_input():
     for method, text in (("calibrated", "mine.txt"), ("absmax", None)):
         settings = {"method": method, "calibration_text": "mine.txt"}
         assert calibration_text(RunConfig.model_validate({"quantize": settings})) == text
 
 
-def test_runs_with_equal_data_and_base_share_tokens_and_base() -> None:
+def test_runs_with_equal_data_and_base_share_tokens_and_base():
     one, other = run_with("lora", r=3), run_with("train", seed=5)
     assert tokens_dir(one) == tokens_dir(other)
     assert base_dir(one) == base_dir(other)
     assert checkpoint_dir("same", one) != checkpoint_dir("same", other)
 
 
-def test_hub_sources_get_folders_with_label_and_key() -> None:
+def test_hub_sources_get_folders_with_label_and_key():
     run = run_with()
     assert model_dir(run) == f"results/hub/model/pydocs-base-{model_key(run)}"
     assert dataset_dir(run) == f"results/hub/dataset/pydocs-{dataset_key(run)}"
     assert data_files(run) == [dataset_dir(run)]
 
 
-def test_local_sources_stay_where_they_are(tmp_path: Path) -> None:
+def test_local_sources_stay_where_they_are(tmp_path):
     files = [f"{tmp_path}/b.jsonl", f"{tmp_path}/a.csv"]
     for file in files:
         Path(file).touch()
@@ -426,7 +407,7 @@ def test_local_sources_stay_where_they_are(tmp_path: Path) -> None:
     assert data_files(run) == files
 
 
-def test_artifact_folders_are_those_of_the_design() -> None:
+def test_artifact_folders_are_those_of_the_design():
     run = run_with()
     assert tokens_dir(run) == f"results/tokens/pydocs-{tokens_key(run)}"
     assert base_dir(run) == f"results/base/pydocs-base-{base_key(run)}"
@@ -435,12 +416,12 @@ def test_artifact_folders_are_those_of_the_design() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
-def test_keys_are_twelve_hexadecimal_digits(key: Any) -> None:
+def test_keys_are_twelve_hexadecimal_digits(key):
     assert len(key(run_with())) == 12
     assert int(key(run_with()), 16) >= 0
 
 
-def test_report_receives_the_settings_that_make_the_same_runs_again() -> None:
+def test_report_receives_the_settings_that_make_the_same_runs_again():
     document = {
         "lora": {"dropout": 0.0},
         "runs": {"a": {"lora": {"r": 4}}, "b": {"train": {"seed": 7}}},

@@ -28,7 +28,7 @@ def local_run(folder: Path, **changes: dict[str, Any]) -> RunConfig:
     return only(merge(document, changes))
 
 
-def test_run_whose_paths_exist_passes(tmp_path: Path) -> None:
+def test_run_whose_paths_exist_passes(tmp_path):
     check_local_paths("demo", local_run(tmp_path))
 
 
@@ -42,7 +42,7 @@ def test_run_whose_paths_exist_passes(tmp_path: Path) -> None:
         ("evaluate", "tasks_dir"),
     ],
 )
-def test_missing_path_names_setting_run_and_change(tmp_path: Path, section: str, key: str) -> None:
+def test_missing_path_names_setting_run_and_change(tmp_path, section, key):
     run = local_run(tmp_path, **{section: {key: f"{tmp_path}/missing"}})
     with pytest.raises(UserError) as refusal:
         check_local_paths("demo", run)
@@ -52,7 +52,7 @@ def test_missing_path_names_setting_run_and_change(tmp_path: Path, section: str,
     assert "there is no such file or folder. Give a path that exists" in message
 
 
-def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path: Path) -> None:
+def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path):
     hub = {"source": "owner/data", "train": "train.jsonl", "heldout": None}
     check_local_paths("demo", local_run(tmp_path, data=hub))
 
@@ -68,9 +68,7 @@ def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path: Path) -> None:
         ("hardware", "calibration"),
     ],
 )
-def test_path_that_a_shell_would_expand_is_to_be_written_out(
-    tmp_path: Path, section: str, key: str, path: str
-) -> None:
+def test_path_that_a_shell_would_expand_is_to_be_written_out(tmp_path, section, key, path):
     run = local_run(tmp_path, **{section: {key: path}})
     with pytest.raises(
         UserError, match=rf"{section}\.{key} = .*\$NAME are not expanded in settings"
@@ -88,8 +86,8 @@ def test_path_that_a_shell_would_expand_is_to_be_written_out(
     ],
 )
 def test_local_path_as_dataset_of_the_hub_is_told_where_it_belongs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, bound: str
-) -> None:
+    tmp_path, monkeypatch, source, bound
+):
     (tmp_path / "data" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     run = local_run(tmp_path, data={"source": source, "train": "a.jsonl", "heldout": None})
@@ -98,18 +96,18 @@ def test_local_path_as_dataset_of_the_hub_is_told_where_it_belongs(
 
 
 @pytest.mark.parametrize("source", ["imdb", "owner/data-set_1.0"])
-def test_id_of_a_dataset_passes(tmp_path: Path, source: str) -> None:
+def test_id_of_a_dataset_passes(tmp_path, source):
     hub = {"source": source, "train": "train.jsonl", "heldout": None}
     check_local_paths("demo", local_run(tmp_path, data=hub))
 
 
-def test_revision_of_a_local_model_is_refused(tmp_path: Path) -> None:
+def test_revision_of_a_local_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a local directory, which has no revision"):
         check_local_paths("demo", local_run(tmp_path, model={"revision": "main"}))
 
 
 @pytest.mark.parametrize("source", ["model.gguf", "", "owner/model.gguf"])
-def test_gguf_file_as_base_model_is_told_how_to_convert_it(tmp_path: Path, source: str) -> None:
+def test_gguf_file_as_base_model_is_told_how_to_convert_it(tmp_path, source):
     folder = tmp_path / "files"
     folder.mkdir()
     (folder / "model.gguf").touch()
@@ -119,7 +117,7 @@ def test_gguf_file_as_base_model_is_told_how_to_convert_it(tmp_path: Path, sourc
         check_local_paths("demo", run)
 
 
-def test_folder_with_a_gguf_file_beside_its_weights_passes(tmp_path: Path) -> None:
+def test_folder_with_a_gguf_file_beside_its_weights_passes(tmp_path):
     run = local_run(tmp_path)
     (tmp_path / "base" / "model.gguf").touch()
     check_local_paths("demo", run)
@@ -148,9 +146,7 @@ OTHER_FOLDERS = {
 
 
 @pytest.mark.parametrize(("files", "bound"), OTHER_FOLDERS.values(), ids=OTHER_FOLDERS)
-def test_folder_that_holds_no_model_says_what_it_holds(
-    tmp_path: Path, files: list[str], bound: str
-) -> None:
+def test_folder_that_holds_no_model_says_what_it_holds(tmp_path, files, bound):
     folder = tmp_path / "other"
     folder.mkdir()
     for name in files:
@@ -161,7 +157,7 @@ def test_folder_that_holds_no_model_says_what_it_holds(
     assert bound in str(refusal.value)
 
 
-def test_weights_that_config_json_names_are_the_model(tmp_path: Path) -> None:
+def test_weights_that_config_json_names_are_the_model(tmp_path):
     run = local_run(tmp_path)
     (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "own.safetensors")
     (tmp_path / "base" / "config.json").write_text('{"transformers_weights": "own.safetensors"}')
@@ -180,9 +176,7 @@ def test_weights_that_config_json_names_are_the_model(tmp_path: Path) -> None:
         ("text", "quantize", "calibration_text"),
     ],
 )
-def test_pipe_in_the_place_of_a_file_is_refused_at_once(
-    tmp_path: Path, name: str, section: str, key: str
-) -> None:
+def test_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path, name, section, key):
     run = local_run(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -198,9 +192,7 @@ def local_document(run: RunConfig, section: str, key: str, value: Any) -> RunCon
 
 
 @pytest.mark.parametrize("name", ["<run>", "a<b", "{run}"])
-def test_characters_that_snakemake_replaces_are_refused_in_every_path(
-    tmp_path: Path, name: str
-) -> None:
+def test_characters_that_snakemake_replaces_are_refused_in_every_path(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     with pytest.raises(UserError, match="Snakemake reads"):

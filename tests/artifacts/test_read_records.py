@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path, "demo", num_steps=13)
 
 
-def test_missing_field_is_named_with_its_file(folder: Path) -> None:
+def test_missing_field_is_named_with_its_file(folder):
     path = folder / "finetune" / "summary.json"
     edit(path, lambda document: document["peak_bytes"].pop("measured"))
     with pytest.raises(
@@ -27,7 +26,7 @@ def test_missing_field_is_named_with_its_file(folder: Path) -> None:
         read_record(path, Summary)
 
 
-def test_field_of_wrong_type_is_named_with_its_value(folder: Path) -> None:
+def test_field_of_wrong_type_is_named_with_its_value(folder):
     path = folder / "preflight_run" / "preflight.json"
     edit(path, lambda document: document.update(peak_bytes="12 GiB"))
     with pytest.raises(UserError, match=r"preflight\.json: peak_bytes = '12 GiB': Input should be"):
@@ -42,9 +41,7 @@ def test_field_of_wrong_type_is_named_with_its_value(folder: Path) -> None:
     ],
     ids=["older", "newer"],
 )
-def test_plan_of_another_version_says_what_to_delete(
-    folder: Path, change: Any, problem: str
-) -> None:
+def test_plan_of_another_version_says_what_to_delete(folder, change, problem):
     path = folder / "preflight_run" / "preflight.json"
     edit(path, lambda document: change(document["plan"]))
     with pytest.raises(UserError) as error:
@@ -55,7 +52,7 @@ def test_plan_of_another_version_says_what_to_delete(
     )
 
 
-def test_many_broken_fields_are_counted_and_not_all_listed(folder: Path) -> None:
+def test_many_broken_fields_are_counted_and_not_all_listed(folder):
     path = folder / "finetune" / "summary.json"
     write_checked_json(path, {})
     with pytest.raises(UserError, match=r"the field run is missing; .*; and \d+ more\."):
@@ -63,33 +60,33 @@ def test_many_broken_fields_are_counted_and_not_all_listed(folder: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": NaN'])
-def test_file_that_is_no_json_is_refused(folder: Path, text: str) -> None:
+def test_file_that_is_no_json_is_refused(folder, text):
     path = folder / "finetune" / "summary.json"
     write_text(path, text)
     with pytest.raises(UserError, match=r"summary\.json is damaged: it is not valid JSON"):
         read_record(path, Summary)
 
 
-def test_file_that_is_not_utf8_is_refused(folder: Path) -> None:
+def test_file_that_is_not_utf8_is_refused(folder):
     path = folder / "finetune" / "summary.json"
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(UserError, match=r"summary\.json is damaged: it is not UTF-8"):
         read_record(path, Summary)
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"manifest\.json: there is no such file\. Repeat"):
         read_record(tmp_path / "manifest.json", Manifest)
 
 
-def test_empty_metrics_are_refused(folder: Path) -> None:
+def test_empty_metrics_are_refused(folder):
     path = folder / "finetune" / "metrics.jsonl"
     write_text(path, "")
     with pytest.raises(UserError, match=r"metrics\.jsonl: has no line"):
         read_steps(path)
 
 
-def test_broken_metrics_line_is_named_by_number(folder: Path) -> None:
+def test_broken_metrics_line_is_named_by_number(folder):
     path = folder / "finetune" / "metrics.jsonl"
     rows = read_lines(path)
     rows[4]["norm"] = rows[4].pop("grad_norm")
@@ -98,14 +95,14 @@ def test_broken_metrics_line_is_named_by_number(folder: Path) -> None:
         read_steps(path)
 
 
-def test_loss_that_is_not_finite_is_refused(folder: Path) -> None:
+def test_loss_that_is_not_finite_is_refused(folder):
     path = folder / "finetune" / "metrics.jsonl"
     write_text(path, path.read_text().replace('"loss": ', '"loss": NaN, "was": ', 1))
     with pytest.raises(UserError, match=r"metrics\.jsonl is damaged: .*\(line 1\)"):
         read_steps(path)
 
 
-def test_steps_that_go_back_are_refused(folder: Path) -> None:
+def test_steps_that_go_back_are_refused(folder):
     path = folder / "finetune" / "metrics.jsonl"
     rows = read_lines(path)
     write_lines(path, [*rows, rows[6]])

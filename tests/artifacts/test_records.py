@@ -14,7 +14,7 @@ def records(base: type[Record]) -> Iterator[type[Record]]:
         yield from records(record)
 
 
-def test_every_field_of_every_record_says_what_it_means() -> None:
+def test_every_field_of_every_record_says_what_it_means():
     for module in pkgutil.iter_modules(artifacts.__path__):
         importlib.import_module(f"{artifacts.__name__}.{module.name}")
     found = [

@@ -9,11 +9,7 @@ import pytest
 import yaml
 
 from workflow.lib.artifacts import settings_reference
-from workflow.lib.artifacts.settings_reference import (
-    configuration_md,
-    schema_json,
-    spell_type,
-)
+from workflow.lib.artifacts.settings_reference import configuration_md, schema_json, spell_type
 from workflow.lib.settings.config import Config, ReportConfig, RunConfig, load_config, merge
 
 CONFIG = settings_reference.ROOT / "config.yaml"
@@ -32,15 +28,15 @@ def keys(document: dict[str, Any], path: str = "") -> list[str]:
     return [key for below in nested for key in below]
 
 
-def test_table_of_settings_is_what_the_models_say() -> None:
+def test_table_of_settings_is_what_the_models_say():
     assert settings_reference.TABLE.read_text(encoding="utf-8") == configuration_md(), MEND
 
 
-def test_schema_is_what_the_models_say() -> None:
+def test_schema_is_what_the_models_say():
     assert settings_reference.SCHEMA.read_text(encoding="utf-8") == schema_json(), MEND
 
 
-def test_config_yaml_loads_to_the_defaults_and_the_overrides_of_its_runs() -> None:
+def test_config_yaml_loads_to_the_defaults_and_the_overrides_of_its_runs():
     overrides = yaml.safe_load(committed())["runs"]
     report, runs = load_config(yaml.safe_load(committed()))
     assert report == ReportConfig()
@@ -51,7 +47,7 @@ def test_config_yaml_loads_to_the_defaults_and_the_overrides_of_its_runs() -> No
     }
 
 
-def test_config_yaml_is_short_and_explains_every_setting() -> None:
+def test_config_yaml_is_short_and_explains_every_setting():
     lines = committed().splitlines()
     settings = [
         line for line in lines if line.startswith("  ") and lines.index(line) < lines.index("runs:")
@@ -60,7 +56,7 @@ def test_config_yaml_is_short_and_explains_every_setting() -> None:
     assert [line for line in settings if "#" not in line] == []
 
 
-def test_table_has_a_row_for_every_setting() -> None:
+def test_table_has_a_row_for_every_setting():
     document = Config().model_dump(mode="json")
     del document["runs"]
     rows = [line for line in configuration_md().splitlines() if line.startswith("| `")]
@@ -86,18 +82,18 @@ def test_table_has_a_row_for_every_setting() -> None:
         ({"enum": ["a", "b"], "type": "string"}, "a, b"),
     ],
 )  # fmt: skip
-def test_type_and_bounds_are_spelled_in_words(schema: dict[str, Any], words: str) -> None:
+def test_type_and_bounds_are_spelled_in_words(schema, words):
     assert spell_type(schema) == words
 
 
-def test_schema_knows_the_keys_of_a_run() -> None:
+def test_schema_knows_the_keys_of_a_run():
     schema = json.loads(schema_json())
     options = schema["properties"]["runs"]["additionalProperties"]["anyOf"]
     assert {"$ref": "#/$defs/RunConfig"} in options
     assert list(schema["$defs"]["RunConfig"]["properties"]) == list(RunConfig.model_fields)
 
 
-def test_every_reference_of_the_schema_leads_somewhere() -> None:
+def test_every_reference_of_the_schema_leads_somewhere():
     text = schema_json()
     names = set(json.loads(text)["$defs"])
     used = {part.split('"')[0] for part in text.split("#/$defs/")[1:]}

@@ -18,29 +18,29 @@ def log(folder: Path, *lines: str, name: str = "finetune/demo.log") -> Path:
     return path
 
 
-def test_last_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
+def test_last_error_of_a_log_is_the_cause(tmp_path):
     path = log(tmp_path, f"{STAMP} INFO began", f"{STAMP} ERROR data.train: no rows")
     assert failure_causes(tmp_path, since=0) == [f"{path}: data.train: no rows"]
 
 
-def test_a_log_that_ends_well_has_no_cause(tmp_path: Path) -> None:
+def test_a_log_that_ends_well_has_no_cause(tmp_path):
     log(tmp_path, f"{STAMP} ERROR first try", f"{STAMP} INFO second try worked")
     assert failure_causes(tmp_path, since=0) == []
 
 
-def test_a_traceback_is_shortened_to_its_ends(tmp_path: Path) -> None:
+def test_a_traceback_is_shortened_to_its_ends(tmp_path):
     path = log(tmp_path, f"{STAMP} ERROR failed unexpectedly", "Traceback:", "  x", "KeyError: 'a'")
     assert failure_causes(tmp_path, since=0) == [f"{path}: failed unexpectedly ... KeyError: 'a'"]
 
 
-def test_logs_of_earlier_invocations_are_left_out(tmp_path: Path) -> None:
+def test_logs_of_earlier_invocations_are_left_out(tmp_path):
     path = log(tmp_path, f"{STAMP} ERROR old")
     assert failure_causes(tmp_path, since=path.stat().st_mtime + 1) == []
     os.utime(path, (0, time.time() + 3600))  # the clock was put back since
     assert failure_causes(tmp_path, since=time.time() - 1) == []
 
 
-def test_a_stage_that_was_killed_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_stage_that_was_killed_is_told_with_its_last_words(tmp_path):
     plan = [f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO fits", f"{STAMP} DEBUG {ENDED}"]
     path = log(tmp_path, *plan, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} DEBUG step 17: loss 2.1")
     (cause,) = failure_causes(tmp_path, since=0)
@@ -48,7 +48,7 @@ def test_a_stage_that_was_killed_is_told_with_its_last_words(tmp_path: Path) -> 
     assert "Repeat the command" in cause
 
 
-def test_the_cause_on_one_machine_is_told_though_others_write_after_it(tmp_path: Path) -> None:
+def test_the_cause_on_one_machine_is_told_though_others_write_after_it(tmp_path):
     before = [f"{STAMP} ERROR of an earlier start", f"{STAMP} DEBUG {BEGUN}"]
     lost = f"{STAMP} ERROR {PeerLostError('Connection reset by peer')}"
     stopped = f"{STAMP} WARNING training was stopped by a signal"
@@ -62,12 +62,12 @@ def test_the_cause_on_one_machine_is_told_though_others_write_after_it(tmp_path:
     assert failure_causes(tmp_path, since=0) == [f"{path}: training was stopped by a signal"]
 
 
-def test_a_stage_that_ended_was_not_killed(tmp_path: Path) -> None:
+def test_a_stage_that_ended_was_not_killed(tmp_path):
     log(tmp_path, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO done", f"{STAMP} DEBUG {ENDED}")
     assert failure_causes(tmp_path, since=0) == []
 
 
-def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_path: Path) -> None:
+def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_path):
     rows, results = tmp_path / "my rows.jsonl", tmp_path / "results"
     made = results / "base" / "model.safetensors"
     made.parent.mkdir(parents=True)
@@ -80,5 +80,5 @@ def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_pa
     assert from_the_future([rows, results]) is None
 
 
-def test_a_workflow_without_logs_has_no_cause(tmp_path: Path) -> None:
+def test_a_workflow_without_logs_has_no_cause(tmp_path):
     assert failure_causes(tmp_path / "logs", since=0) == []

@@ -41,19 +41,19 @@ def run(shared_folder: Path) -> Path:
     return finished(shared_folder)
 
 
-def test_every_field_of_the_summary_is_declared(run: Path) -> None:
+def test_every_field_of_the_summary_is_declared(run):
     document = read_checked_json(run / "finetune" / "summary.json")
     assert list(undeclared(document, Summary)) == []
     assert list(undeclared(document | {"speed": 1}, Summary)) == ["Summary.speed"]
 
 
-def test_every_field_of_a_step_is_declared(run: Path) -> None:
+def test_every_field_of_a_step_is_declared(run):
     lines = read_lines(run / "finetune" / "metrics.jsonl")
     assert lines
     assert list(undeclared(lines, list[Step])) == []
 
 
-def test_every_field_of_the_manifest_is_declared(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_every_field_of_the_manifest_is_declared(tmp_path, tokenizer_folder):
     """`TokenFiles` names one file and speaks of all."""
     manifest = Stage(tmp_path, tokenizer_folder).run().manifest
     missing = {name for name in undeclared(manifest, Manifest) if "TokenFiles" not in name}

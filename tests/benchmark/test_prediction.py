@@ -41,7 +41,7 @@ def prepared(process: recordings.RecordingProcess, case: str, **sizes: Any) -> P
     return prepare(request_of(case, **sizes), num_gpus=2, recordings=process)
 
 
-def test_predicted_memory_is_that_of_the_recording(process: recordings.RecordingProcess) -> None:
+def test_predicted_memory_is_that_of_the_recording(process):
     found = prepared(process, "flash")
     assert found.predicted is not None
     record = recordings.PlanRecorder(process, found.config, found.shape, checked=False)
@@ -52,7 +52,7 @@ def test_predicted_memory_is_that_of_the_recording(process: recordings.Recording
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_recording_is_made_after_the_checks_that_the_case_makes(checked: bool) -> None:
+def test_recording_is_made_after_the_checks_that_the_case_makes(checked):
     """What cannot be recorded runs without a prediction."""
     asked: list[bool] = []
 
@@ -67,7 +67,7 @@ def test_recording_is_made_after_the_checks_that_the_case_makes(checked: bool) -
     assert found.predicted["peak_bytes"] == 0
 
 
-def test_cap_bounds_what_is_predicted_to_be_reserved(process: recordings.RecordingProcess) -> None:
+def test_cap_bounds_what_is_predicted_to_be_reserved(process):
     """Without graphs, whose memory is not given back while they are there."""
     sizes = {"model": "meta-llama/Llama-3.2-1B", "layers": 6, "micro_batch_size": 1}
     free = prepared(process, "python_launches", **sizes, check_bytes=True).predicted
@@ -81,5 +81,5 @@ def test_cap_bounds_what_is_predicted_to_be_reserved(process: recordings.Recordi
     assert capped["reserved_bytes"] <= cap * GIB < free["reserved_bytes"]
 
 
-def test_other_software_is_not_predicted(process: recordings.RecordingProcess) -> None:
+def test_other_software_is_not_predicted(process):
     assert prepared(process, "trl_fsdp2").predicted is None

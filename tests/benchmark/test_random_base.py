@@ -43,25 +43,25 @@ def stock_logits(base: Path) -> torch.Tensor:
     return logits
 
 
-def test_stock_transformers_reads_the_same_model_from_both_forms(bases: dict[str, Path]) -> None:
+def test_stock_transformers_reads_the_same_model_from_both_forms(bases):
     assert torch.equal(stock_logits(bases["ours"]), stock_logits(bases["peers"]))
 
 
-def test_peers_get_packed_weights_in_a_type_that_fsdp_shards(bases: dict[str, Path]) -> None:
+def test_peers_get_packed_weights_in_a_type_that_fsdp_shards(bases):
     model = AutoModelForCausalLM.from_pretrained(bases["peers"], dtype=torch.float32)
     weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
     assert type(weight).__name__ == "Params4bit"
     assert weight.dtype == torch.bfloat16
 
 
-def test_our_engine_loads_every_tensor(bases: dict[str, Path]) -> None:
+def test_our_engine_loads_every_tensor(bases):
     model = build_nf4_on_meta(bases["ours"], compute_dtype=torch.float32, attention="sdpa")
     materialize_(model, transformers_model=model, device=torch.device("cpu"))
     assert load_weights_(model, bases["ours"]) > 0
     assert model.get_input_embeddings().weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_rows_are_what_preflight_was_told() -> None:
+def test_rows_are_what_preflight_was_told():
     (request,) = requests(
         load_benchmark({"benchmark": {"cases": ["flash"], "seq_len": 61, "documents": 7}}),
         num_gpus=0,
@@ -75,7 +75,7 @@ def test_rows_are_what_preflight_was_told() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
-def test_random_mixture_has_its_experts_in_nf4(tmp_path: Path, family: str) -> None:
+def test_random_mixture_has_its_experts_in_nf4(tmp_path, family):
     config = read_json(tiny_mixture(family, tmp_path / "model") / "config.json")
     write_random_base(tmp_path / "base", config, QuantizeConfig())
     model = build_nf4_on_meta(tmp_path / "base", compute_dtype=torch.float32, attention="eager")

@@ -18,7 +18,7 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.model.architecture.layer_choice import Recomputation, recomputed_layers
+from workflow.lib.model.architecture.layer_choice import recomputed_layers
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
@@ -165,7 +165,7 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return run_distributed(survey, folder / "nf4", folder / "altered", world_size=PROCESSES)
 
 
-def test_slices_of_all_processes_cover_every_tensor_once(reports: list[dict[str, Any]]) -> None:
+def test_slices_of_all_processes_cover_every_tensor_once(reports):
     for name, (_, _, rows) in reports[0]["ranges"].items():
         ranges = [report["ranges"][name] for report in reports]
         edges = [0, *(stop for _, stop, _ in ranges)]
@@ -173,13 +173,13 @@ def test_slices_of_all_processes_cover_every_tensor_once(reports: list[dict[str,
         assert edges[-1] == rows, name
 
 
-def test_slices_are_those_that_fsdp_holds(reports: list[dict[str, Any]]) -> None:
+def test_slices_are_those_that_fsdp_holds(reports):
     for report in reports:
         for name, (start, stop, _) in report["ranges"].items():
             assert report["local_rows"][name] == stop - start, name
 
 
-def test_sizes_are_odd_enough_to_test_uneven_slices(reports: list[dict[str, Any]]) -> None:
+def test_sizes_are_odd_enough_to_test_uneven_slices(reports):
     uneven = [
         name for name in reports[0]["ranges"] if len({r["local_rows"][name] for r in reports}) > 1
     ]
@@ -188,9 +188,7 @@ def test_sizes_are_odd_enough_to_test_uneven_slices(reports: list[dict[str, Any]
     assert empty, "a process without a part of some tensor"
 
 
-def test_gathered_model_is_the_unsharded_one_bit_for_bit(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_gathered_model_is_the_unsharded_one_bit_for_bit(folder, reports):
     """The initial adapter too: it is the same for any number of processes."""
     single = adapted(folder / "nf4", r=4)
     expected = dict(single.named_parameters())
@@ -202,9 +200,7 @@ def test_gathered_model_is_the_unsharded_one_bit_for_bit(
     assert any(p.any() for n, p in trainable_parameters(single).items() if ".lora_A." in n)
 
 
-def test_every_process_holds_a_third_before_and_after_the_checks(
-    reports: list[dict[str, Any]],
-) -> None:
+def test_every_process_holds_a_third_before_and_after_the_checks(reports):
     for key in ("bytes", "held_after_checks"):
         totals = {report[key][1] for report in reports}
         assert len(totals) == 1
@@ -212,15 +208,13 @@ def test_every_process_holds_a_third_before_and_after_the_checks(
         assert all(held < 0.36 * total for held, total in (report[key] for report in reports))
 
 
-def test_slices_are_equal_shares_of_the_packed_tensors(reports: list[dict[str, Any]]) -> None:
+def test_slices_are_equal_shares_of_the_packed_tensors(reports):
     """Of each of the three layers, but for the rounding of the last tensor and of the slices."""
     for report in reports:
         assert -3 * 512 < report["spare_bytes"] < 3 * PROCESSES * 512
 
 
-def test_checkpoint_is_read_once_by_all_together(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_checkpoint_is_read_once_by_all_together(folder, reports):
     stored = 0
     for file in (folder / "nf4").glob("*.safetensors"):
         parts = load_file(file).items()
@@ -228,29 +222,27 @@ def test_checkpoint_is_read_once_by_all_together(
     assert sum(report["bytes_read"] for report in reports) == stored
 
 
-def test_units_are_the_layers_and_the_rest(reports: list[dict[str, Any]]) -> None:
+def test_units_are_the_layers_and_the_rest(reports):
     """Embedding and head are in none: they are sliced, and never gathered."""
     assert {report["units"] for report in reports} == {3 + 1}
 
 
-def test_intact_model_passes_the_checks(reports: list[dict[str, Any]]) -> None:
+def test_intact_model_passes_the_checks(reports):
     for report in reports:
         assert [check.passed for check in report["checks"]] == [True] * 6
         assert report["afterwards"] == []
 
 
 @pytest.mark.parametrize("name", ALTERED, ids=lambda name: ALTERED[name])
-def test_one_bit_of_one_process_is_found_by_all(reports: list[dict[str, Any]], name: str) -> None:
+def test_one_bit_of_one_process_is_found_by_all(reports, name):
     assert [report["found"][name] for report in reports] == [[name]] * PROCESSES
 
 
-def test_one_bit_of_the_checkpoint_is_found_by_all(reports: list[dict[str, Any]]) -> None:
+def test_one_bit_of_the_checkpoint_is_found_by_all(reports):
     assert [report["on_disk"] for report in reports] == [[f"{LAYER}.weight"]] * PROCESSES
 
 
-def test_altered_weights_stop_the_run_with_a_message(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_altered_weights_stop_the_run_with_a_message(folder, reports):
     for report in reports:
         assert report["message"] == (
             f"1 tensors differ from the checkpoint after gathering, first {LAYER}.weight: the "
@@ -281,7 +273,7 @@ def keep_gathered(base: Path) -> dict[str, Any]:
         return {"gathered": found, "same": same, "freed": local_bytes(training) == held}
 
 
-def test_parameters_are_listed_as_shards_or_not_at_all(folder: Path) -> None:
+def test_parameters_are_listed_as_shards_or_not_at_all(folder):
     """Gathered ones are other objects, which an optimizer does not know and nothing updates."""
     for result in run_distributed(keep_gathered, folder / "nf4", world_size=2):
         assert "layers.0.self_attn.q_proj.lora_A.weight is gathered" in result["gathered"]
@@ -289,23 +281,21 @@ def test_parameters_are_listed_as_shards_or_not_at_all(folder: Path) -> None:
         assert result["freed"]
 
 
-def test_process_group_is_left(reports: list[dict[str, Any]]) -> None:
+def test_process_group_is_left(reports):
     assert all(report["left"] for report in reports)
 
 
 @pytest.mark.parametrize(
     ("level", "chosen"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0]), (7, [0]), (0.4, [0, 2])]
 )
-def test_layers_of_a_level_are_recomputed(
-    folder: Path, level: Recomputation, chosen: list[int]
-) -> None:
+def test_layers_of_a_level_are_recomputed(folder, level, chosen):
     model = build_on_meta(folder / "original", dtype=torch.float32)
     checkpoint_activations_(model, recomputed_layers(level, 3))
     layers: Any = decoder_layers(model)
     assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
 
 
-def test_model_without_known_layers_is_refused(folder: Path) -> None:
+def test_model_without_known_layers_is_refused(folder):
     model = build_on_meta(folder / "original", dtype=torch.float32)
     assert len(decoder_layers(model)) == 3
     model._no_split_modules = None

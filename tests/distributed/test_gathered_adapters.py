@@ -72,7 +72,7 @@ def found(base: Path) -> list[dict[str, Any]]:
     return run_distributed(survey, base, world_size=2)
 
 
-def test_layers_see_adapters_in_the_compute_type(found: list[dict[str, Any]]) -> None:
+def test_layers_see_adapters_in_the_compute_type(found):
     """DoRA's magnitudes stay in float32, and with them all."""
     for result in found:
         assert result["lora"]["seen"] == {torch.bfloat16}
@@ -81,9 +81,7 @@ def test_layers_see_adapters_in_the_compute_type(found: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_gradients_are_never_rounded_to_the_compute_type(
-    found: list[dict[str, Any]], kind: str
-) -> None:
+def test_gradients_are_never_rounded_to_the_compute_type(found, kind):
     """Those of B are multiplied by the scale in float32; the other process adds zeros."""
     for result in found:
         gradients = result[kind]["gradients"]

@@ -71,9 +71,7 @@ def looks(
     return None
 
 
-def test_process_that_has_begun_fewer_collectives_is_the_one_that_hangs(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_process_that_has_begun_fewer_collectives_is_the_one_that_hangs(tmp_path, clock):
     waiting = {"collective": [57, "nccl:all_gather"], "at": "training.py:9 steps"}
     behind = {"collective": [56, "nccl:all_reduce"], "at": "batches.py:4 read"}
     verdict = looks(
@@ -88,7 +86,7 @@ def test_process_that_has_begun_fewer_collectives_is_the_one_that_hangs(
 
 
 @pytest.mark.parametrize("progress", ["number", "moves"])
-def test_process_that_goes_on_does_not_hang(tmp_path: Path, clock: Clock, progress: str) -> None:
+def test_process_that_goes_on_does_not_hang(tmp_path, clock, progress):
     """From phase to phase, or within one."""
     watch = Watch(tmp_path, ranks=range(1), size=1)
     for number in range(6):
@@ -97,7 +95,7 @@ def test_process_that_goes_on_does_not_hang(tmp_path: Path, clock: Clock, progre
         assert watch.look() is None
 
 
-def test_process_that_waits_for_one_that_works_does_not_hang(tmp_path: Path, clock: Clock) -> None:
+def test_process_that_waits_for_one_that_works_does_not_hang(tmp_path, clock):
     watch = Watch(tmp_path, ranks=range(2), size=2)
     waiting = {"waits": True, "at": "heldout.py:9 gather"}
     assert looks(watch, tmp_path, clock, beats={0: waiting, 1: {"limit_s": 60.0}}) is None
@@ -106,9 +104,7 @@ def test_process_that_waits_for_one_that_works_does_not_hang(tmp_path: Path, clo
     assert verdict.startswith("process 1 of 2 hangs in step 7")
 
 
-def test_processes_that_wait_for_another_machine_are_not_blamed(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_processes_that_wait_for_another_machine_are_not_blamed(tmp_path, clock):
     """Of a run of 4 this machine starts 2; a process that waits for its GPU may be in the same
     place, unseen."""
     watch = Watch(tmp_path, ranks=range(2), size=4)
@@ -124,8 +120,8 @@ def test_processes_that_wait_for_another_machine_are_not_blamed(
 
 
 def test_process_without_a_sign_of_life_hangs_whatever_its_phase_may_take(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, clock, monkeypatch
+):
     watch = Watch(tmp_path, ranks=range(2), size=2)
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
     beat(tmp_path, 1, phase="loading the model", limit_s=600.0, silent_s=0.25)
@@ -134,7 +130,7 @@ def test_process_without_a_sign_of_life_hangs_whatever_its_phase_may_take(
     assert verdict.startswith("process 1 of 2 hangs in loading the model")
 
 
-def test_process_that_has_ended_does_not_hang(tmp_path: Path, clock: Clock) -> None:
+def test_process_that_has_ended_does_not_hang(tmp_path, clock):
     """A cause of its own is known by then, or it left in order."""
     ended = subprocess.Popen(["true"])
     deadline = time.monotonic() + 600
@@ -147,8 +143,8 @@ def test_process_that_has_ended_does_not_hang(tmp_path: Path, clock: Clock) -> N
 
 
 def test_process_that_never_begins_is_named_when_the_others_have_waited_long_enough(
-    tmp_path: Path, clock: Clock
-) -> None:
+    tmp_path, clock
+):
     watch = Watch(tmp_path, ranks=range(2, 4), size=4)
     joining = {"phase": heartbeat.JOINING, "waits": True}
     verdict = looks(watch, tmp_path, clock, beats={2: joining})
@@ -156,16 +152,14 @@ def test_process_that_never_begins_is_named_when_the_others_have_waited_long_eno
     assert verdict.startswith("process 3 of 4 hangs before it has begun")
 
 
-def test_machine_that_slept_has_not_hung(tmp_path: Path, clock: Clock) -> None:
+def test_machine_that_slept_has_not_hung(tmp_path, clock):
     watch = Watch(tmp_path, ranks=range(3), size=3)
     beat(tmp_path, 0, limit_s=45.0)
     for clock.now_s in (1.0, 2.0, 3600.0):
         assert watch.look() is None
 
 
-def test_bound_of_a_phase_follows_from_its_bytes_and_from_the_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bound_of_a_phase_follows_from_its_bytes_and_from_the_steps(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
 
     def limit_s() -> float:
@@ -182,9 +176,7 @@ def test_bound_of_a_phase_follows_from_its_bytes_and_from_the_steps(
     assert not list(tmp_path.glob("rank-*")), "who has left holds up nobody"
 
 
-def test_evaluation_tells_what_it_loads_and_every_forward_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_tells_what_it_loads_and_every_forward_pass(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     told = []
 
@@ -207,9 +199,7 @@ def test_evaluation_tells_what_it_loads_and_every_forward_pass(
     assert told == [("loading tuned", 0), ("done", 3)]
 
 
-def test_pulse_tells_phase_line_and_limit_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pulse_tells_phase_line_and_limit_of_a_step(tmp_path, monkeypatch):
     """The first step says nothing of how long one takes: it compiles and allocates."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)

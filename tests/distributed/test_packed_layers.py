@@ -130,9 +130,7 @@ def found(request: pytest.FixtureRequest, base: Path) -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize(("level", "count"), CHANGED)
-def test_layers_on_the_host_change_no_loss_and_no_gradient(
-    found: list[dict[Any, Any]], level: bool | int, count: int
-) -> None:
+def test_layers_on_the_host_change_no_loss_and_no_gradient(found, level, count):
     for result in found:
         away, there = result[count, level], result[0, level]
         assert away["losses"] == there["losses"]
@@ -140,30 +138,26 @@ def test_layers_on_the_host_change_no_loss_and_no_gradient(
 
 
 @pytest.mark.parametrize("level", CASES)
-def test_layers_that_stay_gathered_change_no_loss_and_no_gradient(
-    found: list[dict[Any, Any]], level: bool | int
-) -> None:
+def test_layers_that_stay_gathered_change_no_loss_and_no_gradient(found, level):
     for result in found:
         stay, go = result[WHOLE, level], result[0, level]
         assert stay["losses"] == go["losses"]
         torch.testing.assert_close(stay["gradients"], go["gradients"], rtol=0, atol=0)
 
 
-def test_every_check_passes_with_layers_on_the_host(found: list[dict[Any, Any]]) -> None:
+def test_every_check_passes_with_layers_on_the_host(found):
     assert all(all(case["checks"]) for result in found for case in result.values())
 
 
 @pytest.mark.parametrize("count", CORRUPTED)
-def test_changed_byte_of_a_slice_is_found_before_the_first_step(
-    found: list[dict[Any, Any]], count: int
-) -> None:
+def test_changed_byte_of_a_slice_is_found_before_the_first_step(found, count):
     for result in found:
         changed = count or len(found) > 1  # one process gathers what is on the host alone
         message = result[count, True]["corrupted"]
         assert ("tensors differ from the checkpoint" in message) == bool(changed)
 
 
-def test_at_most_the_layer_in_use_has_its_weights(found: list[dict[Any, Any]]) -> None:
+def test_at_most_the_layer_in_use_has_its_weights(found):
     """The next one's are on their way, in a buffer that no parameter points at."""
     for result in found:
         most = {key: case["most there"] for key, case in result.items()}
@@ -173,11 +167,11 @@ def test_at_most_the_layer_in_use_has_its_weights(found: list[dict[Any, Any]]) -
         assert stay == {LAYERS if len(found) > 1 else 0}
 
 
-def test_no_layer_has_its_weights_after_a_micro_batch(found: list[dict[Any, Any]]) -> None:
+def test_no_layer_has_its_weights_after_a_micro_batch(found):
     assert all(case["left"] == 0 for result in found for case in result.values())
 
 
-def test_every_byte_is_read_once_and_kept_by_one_process(found: list[dict[Any, Any]]) -> None:
+def test_every_byte_is_read_once_and_kept_by_one_process(found):
     """A layer's host bytes are those of its packed weights, but for parts and slices rounded to 512
     bytes."""
     result = found[0]
@@ -189,7 +183,7 @@ def test_every_byte_is_read_once_and_kept_by_one_process(found: list[dict[Any, A
     )
 
 
-def test_offloaded_layers_are_spread_evenly() -> None:
+def test_offloaded_layers_are_spread_evenly():
     assert spread(2, 8) == [2, 6]
     assert spread(3, 7) == [1, 3, 5]
     assert spread(8, 8) == [*range(8)]

@@ -21,9 +21,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_launcher_and_workers_listen_on_the_loopback_interface_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_and_workers_listen_on_the_loopback_interface_alone(tmp_path, monkeypatch):
     """Workers are forked from a process that has imported their packages and listens nowhere."""
     monkeypatch.setattr(sys, "executable", preloaded_python())
     monkeypatch.setenv("HF_HUB_OFFLINE", SETTLED["HF_HUB_OFFLINE"])
@@ -34,18 +32,18 @@ def test_launcher_and_workers_listen_on_the_loopback_interface_alone(
     assert min(map(len, listening)) >= 2, "the launcher's store and the worker's gloo"
 
 
-def test_store_can_be_reached_under_no_other_address() -> None:
+def test_store_can_be_reached_under_no_other_address():
     store = loopback_store()
     mine = [c for c in psutil.Process().net_connections("inet") if c.laddr.port == store.port]
     assert {c.laddr.ip for c in mine if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
-def test_stores_have_different_ports() -> None:
+def test_stores_have_different_ports():
     one, other = loopback_store(), loopback_store()
     assert one.port != other.port
 
 
-def test_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
     use_loopback()
     assert {name: os.environ[name] for name in INTERFACE} == {

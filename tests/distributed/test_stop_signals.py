@@ -53,15 +53,13 @@ def decisions() -> list[dict[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_to_one_process_is_one_decision_of_all(
-    decisions: list[dict[int, dict[str, Any]]], number: int
-) -> None:
+def test_signal_to_one_process_is_one_decision_of_all(decisions, number):
     for process in decisions:
         no, yes = [False, False], [True, False]
         assert process[number] == {"answers": [no, no, yes, yes], "restored": True}
 
 
-def test_signal_that_is_ignored_stays_ignored() -> None:
+def test_signal_that_is_ignored_stays_ignored():
     """Under nohup a lost terminal stops nothing."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -102,16 +100,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_stopped_and_repeated_run_gives_the_weights_of_an_undisturbed_one(
-    stopped: Path, shared_folder: Path
-) -> None:
+def test_stopped_and_repeated_run_gives_the_weights_of_an_undisturbed_one(stopped, shared_folder):
     undisturbed = finished(shared_folder)
     one, other = (read_sharded_adapter(f / "finetune" / "adapter") for f in (stopped, undisturbed))
     assert one.keys() == other.keys()
     assert all((one[name] == other[name]).all() for name in one)
 
 
-def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path) -> None:
+def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped):
     assert read_checked_json(stopped / "finetune" / "summary.json")["resumed_from_steps"] == [3]
     assert [row["step"] for row in read_lines(stopped / "finetune" / "metrics.jsonl")] == [1, 3, 6]
 
@@ -135,7 +131,7 @@ def diverging(folder: Path) -> str:
     return "no error"
 
 
-def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path: Path) -> None:
+def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path):
     prepare(tmp_path, model=SMALL)
     messages = run_distributed(diverging, tmp_path, world_size=2)
     assert all(message.startswith(f"step {FEW}: loss = nan") for message in messages)
@@ -163,7 +159,7 @@ def reading_cut_tokens(folder: Path) -> str:
     return "no error"
 
 
-def test_nothing_is_saved_of_steps_that_may_have_read_a_cut_file(tmp_path: Path) -> None:
+def test_nothing_is_saved_of_steps_that_may_have_read_a_cut_file(tmp_path):
     prepare(tmp_path, model=SMALL)
     messages = run_distributed(reading_cut_tokens, tmp_path, world_size=2)
     assert all("is damaged: train.input_ids.npy" in message for message in messages)

@@ -214,9 +214,7 @@ def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_each_process_has_loss_and_gradient_of_its_own_rows(
-    found: list[dict[str, Any]], case: str
-) -> None:
+def test_each_process_has_loss_and_gradient_of_its_own_rows(found, case):
     """Against one process with the whole head, in fp64. One process has no row, one has one more
     than a chunk."""
     head = whole_head(case)
@@ -237,9 +235,7 @@ def test_each_process_has_loss_and_gradient_of_its_own_rows(
 
 @pytest.mark.parametrize("known", [True, False], ids=["known before", "of log-probabilities"])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_rows_have_slopes_of_their_own(
-    found: list[dict[str, Any]], case: str, trained: bool, known: bool
-) -> None:
+def test_rows_have_slopes_of_their_own(found, case, trained, known):
     exact = replace(whole_head(case), module=whole_head(case).module.double().requires_grad_())
     leaves = []
     for rank in range(PROCESSES):
@@ -260,25 +256,21 @@ def exact_logits(head: OutputHead, hidden: torch.Tensor) -> torch.Tensor:
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
-def test_loss_without_gradients_is_the_same(found: list[dict[str, Any]], case: str) -> None:
+def test_loss_without_gradients_is_the_same(found, case):
     for report in found:
         requires_grad, loss = report["heads"][case]["without gradients"]
         assert not requires_grad
         assert torch.equal(loss, report["heads"][case]["loss"])
 
 
-def test_logits_of_all_slices_are_those_of_the_whole_head(
-    found: list[dict[str, Any]], case: str
-) -> None:
+def test_logits_of_all_slices_are_those_of_the_whole_head(found, case):
     head = whole_head(case)
     for rank, report in enumerate(found):
         hidden, _ = rows_of(rank, len(head.module.weight))
         torch.testing.assert_close(report["heads"][case]["logits"], head.logits(hidden))
 
 
-def test_rows_of_a_sliced_embedding_are_the_tables_bit_for_bit(
-    found: list[dict[str, Any]], case: str
-) -> None:
+def test_rows_of_a_sliced_embedding_are_the_tables_bit_for_bit(found, case):
     table = whole_head(case).module.weight
     for report in found:
         result = report["heads"][case]
@@ -309,9 +301,7 @@ def expected(base: Path) -> dict[str, Any]:
     }
 
 
-def test_run_with_a_shared_vocabulary_is_that_of_one_process(
-    found: list[dict[str, Any]], expected: dict[str, Any], kind: str
-) -> None:
+def test_run_with_a_shared_vocabulary_is_that_of_one_process(found, expected, kind):
     """Though every second process trains no token of its rows."""
     for report in found:
         torch.testing.assert_close(report[kind]["loss"], expected["loss"], rtol=1e-5, atol=0)
@@ -323,7 +313,7 @@ def test_run_with_a_shared_vocabulary_is_that_of_one_process(
             assert largest > 0
 
 
-def test_no_tensor_of_a_step_is_larger_than_a_slice(found: list[dict[str, Any]], kind: str) -> None:
+def test_no_tensor_of_a_step_is_larger_than_a_slice(found, kind):
     """Neither embedding nor head is ever gathered: forward and backward make no tensor of their
     size."""
     slices = vocabulary_slices(2 if kind == "two replicas" else PROCESSES)
@@ -331,9 +321,7 @@ def test_no_tensor_of_a_step_is_larger_than_a_slice(found: list[dict[str, Any]],
         assert report[kind]["largest"] <= -(-LARGE // slices) * 80
 
 
-def test_start_up_checks_hold_and_count_all_parameters(
-    found: list[dict[str, Any]], kind: str
-) -> None:
+def test_start_up_checks_hold_and_count_all_parameters(found, kind):
     for report in found:
         assert report[kind]["checks"] == [True] * 6
         assert report[kind]["counted"] == report["on the device"]["counted"]
@@ -343,12 +331,12 @@ def test_start_up_checks_hold_and_count_all_parameters(
     ("shards", "slices"),
     [(1, 1), (2, 2), (7, 7), (8, 8), (11, 11), (16, 8), (18, 9), (26, 13), (512, 8)],
 )
-def test_more_than_8_processes_share_the_vocabulary_in_groups(shards: int, slices: int) -> None:
+def test_more_than_8_processes_share_the_vocabulary_in_groups(shards, slices):
     assert vocabulary_slices(shards) == slices
 
 
 @pytest.mark.parametrize("slices", [1, 2, 3, 8, 13])
-def test_chunk_of_all_processes_has_about_as_many_rows_as_that_of_one(slices: int) -> None:
+def test_chunk_of_all_processes_has_about_as_many_rows_as_that_of_one(slices):
     for vocab_size in (32_000, 300_000):
         alone = chunk_rows(1, vocab_size=math.ceil(vocab_size / slices))
         together = slices * chunk_rows(slices, vocab_size=vocab_size)
@@ -362,5 +350,5 @@ def test_chunk_of_all_processes_has_about_as_many_rows_as_that_of_one(slices: in
         *((262_208, 256), (262_209, 128), (2**24, 128)),  # the first is Gemma 3's
     ],
 )
-def test_logits_of_a_chunk_are_bounded_whatever_the_vocabulary(vocab_size: int, rows: int) -> None:
+def test_logits_of_a_chunk_are_bounded_whatever_the_vocabulary(vocab_size, rows):
     assert chunk_rows(1, vocab_size=vocab_size) == rows

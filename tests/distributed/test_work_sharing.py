@@ -1,5 +1,4 @@
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -139,8 +138,8 @@ def test_cpu_takes_the_number_that_is_asked_for(model):
     ],
 )
 def test_original_is_loaded_where_the_others_leave_room(
-    tmp_path: Path, division: Division, gpu_gib: list[int], host_gib: int, expected: bool
-) -> None:
+    tmp_path, division, gpu_gib, host_gib, expected
+):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(16 * 2**30)
     found = fits(

@@ -6,18 +6,18 @@ from tests.support.benchmarks_page import PAGE, newest, written
 from tests.support.measurements import all_lines
 
 
-def test_table_is_what_was_measured() -> None:
+def test_table_is_what_was_measured():
     page = PAGE.read_text(encoding="utf-8")
     assert written(page, all_lines()) == page, "`python -m tests.support.benchmarks_page` mends it"
 
 
-def test_newest_line_of_a_case_counts() -> None:
+def test_newest_line_of_a_case_counts():
     line = next(line for line in all_lines() if line["measured"])
     earlier, later = dated(line, "2026-12-01T00:00:00Z"), dated(line, "2026-12-02T00:00:00Z")
     assert newest([later, earlier]) == [later]
 
 
-def test_case_that_could_not_run_has_no_row() -> None:
+def test_case_that_could_not_run_has_no_row():
     line = next(line for line in all_lines() if line["measured"])
     assert newest([dated(line, "2026-12-01T00:00:00Z") | {"measured": None}]) == []
 

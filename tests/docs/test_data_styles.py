@@ -17,17 +17,17 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
     return SampleEncoder(tokenizer, chat_template=TEMPLATE, loss_on="completions")
 
 
-def test_page_shows_what_becomes_of_each_style() -> None:
+def test_page_shows_what_becomes_of_each_style():
     page = PAGE.read_text(encoding="utf-8")
     assert written(page) == page, "`python -m tests.support.styles_page` writes it again"
 
 
-def test_every_sample_is_on_the_page() -> None:
+def test_every_sample_is_on_the_page():
     assert {path.stem for path in SAMPLES.glob("*.jsonl")} == set(STYLES)
 
 
 @pytest.mark.parametrize("name", [name for name in STYLES if name not in REFUSED])
-def test_rows_of_a_style_have_trained_tokens(name: str, encoder: SampleEncoder) -> None:
+def test_rows_of_a_style_have_trained_tokens(name, encoder):
     rows = [row for row in read_style(name).rows if isinstance(row, Conversation)]
     assert rows
     for row in rows:
@@ -35,6 +35,6 @@ def test_rows_of_a_style_have_trained_tokens(name: str, encoder: SampleEncoder) 
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_style_that_means_no_format_is_refused(name: str) -> None:
+def test_style_that_means_no_format_is_refused(name):
     with pytest.raises(UserError, match=r"^data\.format"):
         read_style(name)

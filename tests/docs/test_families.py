@@ -8,25 +8,25 @@ from tests.support.families_page import PAGE, measured_families, written
 from tests.support.measurements import all_lines
 
 
-def test_table_is_what_the_engine_gives() -> None:
+def test_table_is_what_the_engine_gives():
     page = PAGE.read_text(encoding="utf-8")
     assert written(page) == page, "`python -m tests.support.families_page` writes it again"
 
 
-def test_measured_families_are_those_with_measurements_of_gpus() -> None:
+def test_measured_families_are_those_with_measurements_of_gpus():
     measured = measured_families(all_lines())
     assert measured <= {*FAMILIES}
     assert "llama" in measured
     assert "deepseek_v3" not in measured
 
 
-def test_family_that_only_a_peer_has_trained_on_a_gpu_is_not_called_measured() -> None:
+def test_family_that_only_a_peer_has_trained_on_a_gpu_is_not_called_measured():
     by_peer = [line for line in all_lines() if line["case"] == "qwen3_5_trl"]
     assert by_peer
     assert not measured_families(by_peer)
 
 
-def test_page_says_what_became_of_every_other_decoder() -> None:
+def test_page_says_what_became_of_every_other_decoder():
     page = PAGE.read_text(encoding="utf-8")
     lists = page.split(decoder_survey.MARKS[0])[1].split(decoder_survey.MARKS[1])[0]
     named = re.findall(r"`([^`]+)`", lists)

@@ -144,7 +144,7 @@ def output_of(project: Path, command: str) -> str:
     return re.split(r"^\++ ", after, maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def test_commands_of_the_readme_run_one_after_the_other(project: Path) -> None:
+def test_commands_of_the_readme_run_one_after_the_other(project):
     assert "rule finetune:" in output_of(project, "snakemake --cores all train")
     assert "rule render_report:" in output_of(project, "snakemake --cores all")
     assert "11,058,944, 8 experts" in output_of(
@@ -153,12 +153,12 @@ def test_commands_of_the_readme_run_one_after_the_other(project: Path) -> None:
     assert "adapter_model.safetensors: OK" in output_of(project, "sha256sum --check SHA256SUMS")
 
 
-def test_what_is_made_is_not_made_again(project: Path) -> None:
+def test_what_is_made_is_not_made_again(project):
     for command in ("snakemake --cores all --dry-run", "snakemake --cores all preflight"):
         assert "Nothing to be done" in output_of(project, command)
 
 
-def test_artifacts_of_the_readme_are_there_after_its_commands(project: Path) -> None:
+def test_artifacts_of_the_readme_are_there_after_its_commands(project):
     table = page("artifacts").split("| artifact | what it is |")[1].split("\n\n")[0]
     paths = [p for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) for p in code(row)]
     patterns = [re.sub(r"<\w+>", "*", path).rstrip("/") for path in paths if "/" in path]
@@ -167,27 +167,27 @@ def test_artifacts_of_the_readme_are_there_after_its_commands(project: Path) -> 
     assert missing == ["results/runs/*/convert_gguf"], "which needs packages of its own"
 
 
-def test_other_evaluation_settings_did_not_train_again(project: Path) -> None:
+def test_other_evaluation_settings_did_not_train_again(project):
     (command,) = [line for line in README.splitlines() if "--config evaluate" in line]
     output = output_of(project, command.replace("evaluate='{", "'evaluate={"))
     assert re.search(r"rule evaluate_run:", output)
     assert "rule finetune:" not in output
 
 
-def test_command_from_which_on_stages_are_forked_is_one_of_the_readme() -> None:
+def test_command_from_which_on_stages_are_forked_is_one_of_the_readme():
     assert README.count(FORKED_FROM) == 1
 
 
-def test_every_block_that_is_not_run_gives_a_known_reason() -> None:
+def test_every_block_that_is_not_run_gives_a_known_reason():
     reasons = {block.not_run for block in blocks()} - {None}
     assert reasons == set(REASONS)
 
 
-def test_every_reason_stands_right_before_a_block() -> None:
+def test_every_reason_stands_right_before_a_block():
     assert README.count("<!-- not run:") == sum(block.not_run is not None for block in blocks())
 
 
-def test_make_train_is_the_command_that_the_readme_says(tmp_path: Path) -> None:
+def test_make_train_is_the_command_that_the_readme_says(tmp_path):
     copy_project(tmp_path / "clone")
     shown = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "train"],
@@ -202,12 +202,12 @@ def test_make_train_is_the_command_that_the_readme_says(tmp_path: Path) -> None:
     assert "\nsnakemake --cores all train\n" in README
 
 
-def test_other_make_targets_exist() -> None:
+def test_other_make_targets_exist():
     targets = ("test", "nightly", "gpu", "lint", "format")
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, check=True)
 
 
-def test_drawn_graph_is_the_rule_graph(tmp_path: Path) -> None:
+def test_drawn_graph_is_the_rule_graph(tmp_path):
     project = copy_project(tmp_path / "clone")
     shown = subprocess.run(
         [sys.executable, "-m", "snakemake", "--rulegraph", "mermaid-js", "--cores", "1"],
@@ -227,14 +227,14 @@ def test_drawn_graph_is_the_rule_graph(tmp_path: Path) -> None:
     assert len(arrows) > 10
 
 
-def test_settings_of_the_readme_load() -> None:
+def test_settings_of_the_readme_load():
     documents = [yaml.safe_load(block.text) for block in blocks() if block.language == "yaml"]
     assert documents
     for document in documents:
         load_config(document)
 
 
-def test_pictures_are_small() -> None:
+def test_pictures_are_small():
     pictures = list((ROOT / "workflow" / "docs" / "images").glob("*.png"))
     assert pictures
     assert all(picture.stat().st_size < 300_000 for picture in pictures)
@@ -249,7 +249,7 @@ def page(name: str) -> str:
     return (ROOT / "workflow" / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_every_package_of_the_library_is_described_in_the_order_of_imports() -> None:
+def test_every_package_of_the_library_is_described_in_the_order_of_imports():
     table = page("architecture").split("\n| package | holds |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)[.`]", table, re.MULTILINE)
     listed = list(dict.fromkeys(rows))  # of some packages, their parts stand in rows of their own
@@ -262,7 +262,7 @@ def test_every_package_of_the_library_is_described_in_the_order_of_imports() -> 
     assert [levels[name] for name in listed] == sorted(levels.values())
 
 
-def test_every_page_of_the_documents_stands_in_the_readme_or_in_a_page_that_does() -> None:
+def test_every_page_of_the_documents_stands_in_the_readme_or_in_a_page_that_does():
     pages = {path.name for path in (ROOT / "workflow" / "docs").glob("*.md")}
     linked = set(re.findall(r"\]\(workflow/docs/([\w.-]+\.md)", README))
     linked |= {
@@ -271,12 +271,12 @@ def test_every_page_of_the_documents_stands_in_the_readme_or_in_a_page_that_does
     assert sorted(pages - linked) == []
 
 
-def test_seven_files_lead_into_the_code() -> None:
+def test_seven_files_lead_into_the_code():
     section = README.split("\n## Dive into the code\n")[1].split("\n## ")[0]
     assert len(re.findall(r"^\d\. \[`", section, re.MULTILINE)) == 7
 
 
-def test_links_of_every_document_lead_to_files() -> None:
+def test_links_of_every_document_lead_to_files():
     wrong = []
     for document in (Path(name) for name in tracked(".") if name.endswith(".md")):
         text = (ROOT / document).read_text(encoding="utf-8")

@@ -58,12 +58,12 @@ def predicted(case: Case) -> float:
     return chosen.tokens / sum(speed.parts(case.shape, chosen, trained_share=1.0).values())
 
 
-def test_all_rows_are_read() -> None:
+def test_all_rows_are_read():
     assert [name.split(":")[0] for name, *_ in ROWS] == list(CASES)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_row_says_what_the_model_predicts(row: tuple[str, str, str]) -> None:
+def test_row_says_what_the_model_predicts(row):
     name, _, told = row
     expected = predicted(CASES[name.split(":")[0]])
     assert float(told.replace(",", "")) == pytest.approx(expected, rel=0.005, abs=0.6)

@@ -1,6 +1,5 @@
 """What 4 bits cost, from the record of a base."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ def facts(documents: int = 4, *, stacks: int = 0) -> CalibrationFacts:
     )
 
 
-def test_differences_are_per_token_and_paired() -> None:
+def test_differences_are_per_token_and_paired():
     bits = summarize(facts())
     assert bits.original == pytest.approx(200.0 / 100)
     assert bits.absmax.loss_difference == pytest.approx(0.3)
@@ -59,20 +58,20 @@ def test_differences_are_per_token_and_paired() -> None:
     assert bits.documents == 4
 
 
-def test_linears_that_lose_most_come_first() -> None:
+def test_linears_that_lose_most_come_first():
     worst = summarize(facts()).worst
     assert [linear.path for linear in worst] == [f"layers.{n}.mlp.up_proj" for n in (7, 6, 5, 4, 3)]
     assert len(worst) == WORST
 
 
-def test_stacks_whose_median_expert_loses_most_come_first() -> None:
+def test_stacks_whose_median_expert_loses_most_come_first():
     assert summarize(facts()).worst_stacks == []
     worst = summarize(facts(stacks=7)).worst_stacks
     assert [x.path for x in worst] == [f"layers.{n}.mlp.experts.down_proj" for n in (6, 5, 4, 3, 2)]
     assert worst[0].median.calibrated == 0.012
 
 
-def test_single_document_has_no_interval() -> None:
+def test_single_document_has_no_interval():
     bits = summarize(facts(documents=1))
     assert bits.calibrated.loss_difference == pytest.approx(0.1)
     assert bits.calibrated.loss_difference_ci95 is None
@@ -84,7 +83,7 @@ def record(**changes: Any) -> dict[str, Any]:
     return sizes | settings | changes
 
 
-def test_base_that_was_not_calibrated_has_no_cost(tmp_path: Path) -> None:
+def test_base_that_was_not_calibrated_has_no_cost(tmp_path):
     assert four_bits_of(tmp_path) is None, "a base that was made elsewhere"
     write_checked_json(tmp_path / "quantization.json", record())
     assert four_bits_of(tmp_path) is None
@@ -94,7 +93,7 @@ def test_base_that_was_not_calibrated_has_no_cost(tmp_path: Path) -> None:
     assert four_bits_of(tmp_path) is None, "no held-out documents"
 
 
-def test_method_is_read_from_the_base_with_its_reason(tmp_path: Path) -> None:
+def test_method_is_read_from_the_base_with_its_reason(tmp_path):
     assert method_of(tmp_path) is None, "a base that was made elsewhere"
     for changes, told in (
         ({}, None),  # of an earlier version
@@ -105,6 +104,6 @@ def test_method_is_read_from_the_base_with_its_reason(tmp_path: Path) -> None:
         assert method_of(tmp_path) == told
 
 
-def test_cost_is_read_from_the_base(tmp_path: Path) -> None:
+def test_cost_is_read_from_the_base(tmp_path):
     write_checked_json(tmp_path / "quantization.json", record(calibration=facts().model_dump()))
     assert four_bits_of(tmp_path) == summarize(facts())

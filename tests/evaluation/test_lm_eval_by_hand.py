@@ -137,14 +137,14 @@ def mean_log_likelihood(scores: dict[str, TaskScores]) -> float:
     return -math.log(perplexity)
 
 
-def test_answers_are_as_likely_by_hand(measured: Measured) -> None:
+def test_answers_are_as_likely_by_hand(measured):
     ours = mean_log_likelihood(measured.tuned)
     by_hand = -math.log(measured.by_hand()["likelihood"]["perplexity,none"])
     assert by_hand == pytest.approx(ours, abs=TOLERANCE)
     assert abs(ours - mean_log_likelihood(measured.base)) > 20 * TOLERANCE
 
 
-def test_items_have_the_same_prompts_and_verdicts_by_hand(measured: Measured) -> None:
+def test_items_have_the_same_prompts_and_verdicts_by_hand(measured):
     ours = measured.tuned["pydocs_mc"].items["pydocs_mc", "acc"]
     base = measured.base["pydocs_mc"].items["pydocs_mc", "acc"]
     items = measured.items_by_hand()

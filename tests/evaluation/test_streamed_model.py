@@ -2,8 +2,6 @@
 each expert, and the decoder of a multimodal model, from names of its own.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,7 @@ from workflow.lib.evaluation.streamed_model import StreamedModel
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gemma3"])
-def test_streamed_model_has_the_loss_of_the_whole(tmp_path: Path, family: str) -> None:
+def test_streamed_model_has_the_loss_of_the_whole(tmp_path, family):
     folder = (tiny_family if family == "gemma3" else tiny_mixture)(family, tmp_path)
     ids = np.random.default_rng(0).integers(1, 40, size=31, dtype=np.uint32)
     mask = np.arange(31) % 3 > 0

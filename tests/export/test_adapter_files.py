@@ -60,7 +60,7 @@ def config(run: Path) -> dict[str, Any]:
     return loaded
 
 
-def test_sharded_adapter_has_every_tensor_in_fp32(adapter: dict[str, torch.Tensor]) -> None:
+def test_sharded_adapter_has_every_tensor_in_fp32(adapter):
     assert len(adapter) == 2 * 3 * 7
     assert {t.dtype for t in adapter.values()} == {torch.float32}
     assert adapter[A].shape == (3, 176)
@@ -71,7 +71,7 @@ def damaged(adapter: dict[str, torch.Tensor], **changes: torch.Tensor) -> dict[s
     return adapter | {{"a": A, "b": B}[key]: tensor for key, tensor in changes.items()}
 
 
-def test_adapter_that_is_not_finite_is_refused(adapter: dict[str, torch.Tensor]) -> None:
+def test_adapter_that_is_not_finite_is_refused(adapter):
     for value in (math.nan, math.inf):
         broken = adapter[A].clone()
         broken[2, 7] = value
@@ -83,7 +83,7 @@ def test_adapter_that_is_not_finite_is_refused(adapter: dict[str, torch.Tensor])
         )
 
 
-def test_adapter_without_effect_is_refused(adapter: dict[str, torch.Tensor]) -> None:
+def test_adapter_without_effect_is_refused(adapter):
     zeroed = {n: t * 0 if ".lora_B." in n else t for n, t in adapter.items()}
     with pytest.raises(UserError) as caught:
         check_adapter(zeroed)
@@ -93,14 +93,14 @@ def test_adapter_without_effect_is_refused(adapter: dict[str, torch.Tensor]) -> 
     check_adapter(damaged(zeroed, b=adapter[B]))  # one that is not zero will do
 
 
-def test_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
+def test_adapter_without_tensors_is_refused(tmp_path):
     write_shards(tmp_path, {})
     with pytest.raises(UserError, match=r"the sharded adapter has no tensors\. Train again\."):
         read_sharded_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "a part missing", "no index", "nothing there"])
-def test_damaged_folder_is_refused(run: Path, tmp_path: Path, damage: str) -> None:
+def test_damaged_folder_is_refused(run, tmp_path, damage):
     folder = tmp_path / "adapter"
     if damage != "nothing there":
         folder.mkdir()
@@ -127,9 +127,7 @@ def merge(run: Path, adapter: Any, config: Any, *, onto: str) -> dict[str, torch
 
 
 @pytest.mark.parametrize("onto", ["dequantized", "original"])
-def test_merged_weights_are_the_sum_by_hand(
-    run: Path, adapter: dict[str, torch.Tensor], config: dict[str, Any], onto: str
-) -> None:
+def test_merged_weights_are_the_sum_by_hand(run, adapter, config, onto):
     """W + s B A in fp32, rounded once; W as bitsandbytes quantizes it (rows are not whole
     blocks).
     """
@@ -157,8 +155,8 @@ def test_merged_weights_are_the_sum_by_hand(
 
 @torch.no_grad()
 def test_merged_model_in_stock_transformers_has_the_tuned_models_logits(
-    run: Path, adapter: dict[str, torch.Tensor], config: dict[str, Any], tmp_path: Path
-) -> None:
+    run, adapter, config, tmp_path
+):
     with CheckpointReader(run / "model") as original, CheckpointReader(run / "base") as nf4:
         tensors = merged_tensors(adapter, config, original=original, nf4=nf4, onto="original")
         size = write_merged(
@@ -178,7 +176,7 @@ def test_merged_model_in_stock_transformers_has_the_tuned_models_logits(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))
 
 
-def test_merged_config_is_the_originals_in_bf16(run: Path, tmp_path: Path) -> None:
+def test_merged_config_is_the_originals_in_bf16(run, tmp_path):
     write_merged(
         iter({"a": torch.zeros(2)}.items()), run / "model", tmp_path / "m", settings=ExportConfig()
     )
@@ -190,7 +188,7 @@ def test_merged_config_is_the_originals_in_bf16(run: Path, tmp_path: Path) -> No
     assert "quantization_config" not in written
 
 
-def test_adapter_of_another_model_is_not_merged(run: Path, adapter: Any, config: Any) -> None:
+def test_adapter_of_another_model_is_not_merged(run, adapter, config):
     foreign = adapter | {
         A.replace("layers.1", "layers.9"): adapter[A],
         B.replace("layers.1", "layers.9"): adapter[B],
@@ -205,8 +203,8 @@ def test_adapter_of_another_model_is_not_merged(run: Path, adapter: Any, config:
 
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_dequantized_weight_of_a_checkpoint_is_what_training_multiplies_with(
-    tmp_path: Path, double_quant: bool
-) -> None:
+    tmp_path, double_quant
+):
     from tests.support.models import adapted
     from workflow.lib.model.layers.nf4_linear import nf4_linears
 
@@ -226,9 +224,7 @@ def facts_of(model: Path, template: str | None) -> ConversationFacts:
     return ConversationFacts.model_validate(special | chat_facts(encoder, chat_template=template))
 
 
-def test_base_of_the_hub_is_named_by_id_and_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_of_the_hub_is_named_by_id_and_commit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_checked_json(
         tmp_path / "downloaded" / "source.json", {"repo_id": "acme/tiny", "commit": "c0ffee"}
@@ -241,12 +237,8 @@ def test_base_of_the_hub_is_named_by_id_and_commit(
 
 
 def test_adapter_on_a_local_base_loads_from_another_working_directory(
-    run: Path,
-    adapter: dict[str, torch.Tensor],
-    config: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    run, adapter, config, tmp_path, monkeypatch
+):
     monkeypatch.chdir(run)
     named = base_reference(ModelConfig(source="model"), Path("model"), export=ExportConfig())
     save_adapter(adapter, config | named, tmp_path / "adapter")
@@ -255,22 +247,20 @@ def test_adapter_on_a_local_base_loads_from_another_working_directory(
     assert tuned.get_base_model().config.vocab_size == VOCAB
 
 
-def test_folder_of_a_model_of_the_hub_is_named_by_its_id() -> None:
+def test_folder_of_a_model_of_the_hub_is_named_by_its_id():
     export = ExportConfig(base_id="acme/tiny")
     named = base_reference(ModelConfig(source="model"), Path("model"), export=export)
     assert named == {"base_model_name_or_path": "acme/tiny", "revision": None}
 
 
 @pytest.mark.parametrize("source", ["acme/tiny", "model"])
-def test_base_in_4_bits_that_is_published_is_named_before_its_original(source: str) -> None:
+def test_base_in_4_bits_that_is_published_is_named_before_its_original(source):
     settings, export = ModelConfig(source=source), ExportConfig(nf4_base_id="acme/tiny-nf4")
     named = base_reference(settings, Path("model"), export=export)
     assert named == {"base_model_name_or_path": "acme/tiny-nf4", "revision": None}
 
 
-def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(
-    run: Path, tmp_path: Path
-) -> None:
+def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(run, tmp_path):
     for path in (run / "model").glob("tokenizer*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     old = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "older"}]
@@ -285,7 +275,7 @@ def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(
     assert read_json(config)["chat_template"] == texts["chat_template.jinja"] == CHAT_TEMPLATE
 
 
-def test_template_that_writes_the_date_is_exported(run: Path, tmp_path: Path) -> None:
+def test_template_that_writes_the_date_is_exported(run, tmp_path):
     """Trained was one day for all rows; stock Transformers is told the same day for the
     comparison.
     """
@@ -296,9 +286,7 @@ def test_template_that_writes_the_date_is_exported(run: Path, tmp_path: Path) ->
     assert (tmp_path / "chat_template.jinja").read_text() == dated
 
 
-def test_conversation_is_an_error_where_neither_base_nor_training_had_a_template(
-    tmp_path: Path,
-) -> None:
+def test_conversation_is_an_error_where_neither_base_nor_training_had_a_template(tmp_path):
     tiny_tokenizer(tmp_path / "model", chat_template=False)
     facts = facts_of(tmp_path / "model", None)
     save_tokenizer(tmp_path / "model", tmp_path / "adapter", facts=facts)
@@ -318,8 +306,8 @@ def test_conversation_is_an_error_where_neither_base_nor_training_had_a_template
     ],
 )
 def test_generation_settings_are_the_bases_with_the_end_tokens_of_the_training(
-    run: Path, tmp_path: Path, settings: dict[str, Any] | None, ends: list[int]
-) -> None:
+    run, tmp_path, settings, ends
+):
     write_json(tmp_path / "config.json", {"eos_token_id": 7})
     if settings is not None:
         write_json(tmp_path / "generation_config.json", settings)

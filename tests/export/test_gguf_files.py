@@ -28,9 +28,7 @@ def merged(tmp_path: Path) -> Path:
     return folder
 
 
-def test_converter_is_given_the_template_without_what_training_reads(
-    merged: Path, tmp_path: Path
-) -> None:
+def test_converter_is_given_the_template_without_what_training_reads(merged, tmp_path):
     copy = servable_copy(GgufSource(merged, merged), tmp_path / "copy")
     text = (copy / "chat_template.jinja").read_text()
     assert "generation" not in text
@@ -39,7 +37,7 @@ def test_converter_is_given_the_template_without_what_training_reads(
     assert (merged / "chat_template.jinja").read_text() == OWN
 
 
-def test_failed_conversion_is_one_message_with_the_last_words(merged: Path, tmp_path: Path) -> None:
+def test_failed_conversion_is_one_message_with_the_last_words(merged, tmp_path):
     llama_cpp = tmp_path / "llama.cpp"
     llama_cpp.mkdir()
     (llama_cpp / CONVERTER).write_text("raise SystemExit('unknown model')")
@@ -49,9 +47,7 @@ def test_failed_conversion_is_one_message_with_the_last_words(merged: Path, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama.cpp", "merged"]
 
 
-def test_converter_is_given_the_trained_tokenizer_over_the_base_s(
-    merged: Path, tmp_path: Path
-) -> None:
+def test_converter_is_given_the_trained_tokenizer_over_the_base_s(merged, tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     write_json(base / "config.json", {"model_type": "llama"})
@@ -67,7 +63,7 @@ def test_converter_is_given_the_trained_tokenizer_over_the_base_s(
     assert read_json(base / "config.json") == {"model_type": "llama"}
 
 
-def test_scales_that_llama_cpp_does_not_know_go_into_b(tmp_path: Path) -> None:
+def test_scales_that_llama_cpp_does_not_know_go_into_b(tmp_path):
     """llama.cpp multiplies B A by lora_alpha / rank, the rank that of the tensor."""
     path = "model.layers.0.mlp.down_proj"
     config = {

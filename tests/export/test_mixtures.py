@@ -145,7 +145,7 @@ def exported(folder: Path, target: Path, **changed: Any) -> Path:
     return target
 
 
-def test_stacks_of_a_stock_model_are_those_of_the_checkpoint_bit_for_bit(folder: Path) -> None:
+def test_stacks_of_a_stock_model_are_those_of_the_checkpoint_bit_for_bit(folder):
     model = stock(folder / "nf4")
     for name, weight in decoded_weights(folder, meta(folder)).items():
         if name in expert_stacks(meta(folder)):
@@ -156,7 +156,7 @@ def test_stacks_of_a_stock_model_are_those_of_the_checkpoint_bit_for_bit(folder:
                 assert torch.equal(param[expert], weight[expert])
 
 
-def test_stacks_of_a_stock_model_stay_in_4_bits(folder: Path) -> None:
+def test_stacks_of_a_stock_model_stay_in_4_bits(folder):
     model = stock(folder / "nf4")
     logits(model)
     for path, stack in expert_stacks(meta(folder)).items():
@@ -170,15 +170,13 @@ def test_stacks_of_a_stock_model_stay_in_4_bits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-def test_stock_model_with_4_bit_stacks_computes_what_decoded_weights_do(
-    folder: Path, experts: str
-) -> None:
+def test_stock_model_with_4_bit_stacks_computes_what_decoded_weights_do(folder, experts):
     model, reference = stock(folder / "nf4"), plain(folder, onto="dequantized", adapted=False)
     model.set_experts_implementation(experts)
     torch.testing.assert_close(logits(model), logits(reference), rtol=1e-4, atol=1e-4)
 
 
-def test_exported_configuration_names_the_parameters(folder: Path, tmp_path: Path) -> None:
+def test_exported_configuration_names_the_parameters(folder, tmp_path):
     config = read_json(exported(folder, tmp_path, lora_dropout=0.1) / "adapter_config.json")
     parameters = config["target_parameters"]
     stacks = [*expert_stacks(meta(folder))]
@@ -191,7 +189,7 @@ def test_exported_configuration_names_the_parameters(folder: Path, tmp_path: Pat
     assert config["lora_dropout"] == 0.0
 
 
-def test_mixture_whose_layers_are_all_dense_names_parameters_too() -> None:
+def test_mixture_whose_layers_are_all_dense_names_parameters_too():
     """PEFT would take `gate_proj` for the experts that this model has not."""
     dense = FamilyCase("", {"mlp_only_layers": [0, 1]}, "qwen3_moe")
     with torch.device("meta"):
@@ -205,9 +203,7 @@ def test_mixture_whose_layers_are_all_dense_names_parameters_too() -> None:
     assert found["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
 
 
-def test_names_of_the_training_come_back_from_the_exported_files(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_names_of_the_training_come_back_from_the_exported_files(folder, tmp_path):
     target, model = exported(folder, tmp_path), meta(folder)
     names = stored_names(read_json(target / "adapter_config.json"))
     stored = load_file(target / ADAPTER_WEIGHTS)
@@ -215,7 +211,7 @@ def test_names_of_the_training_come_back_from_the_exported_files(
     assert any(".experts.base_layer.lora_A" in name for name in stored)
 
 
-def test_adapter_on_one_stack_of_a_layer_has_the_outermost_wrapper(folder: Path) -> None:
+def test_adapter_on_one_stack_of_a_layer_has_the_outermost_wrapper(folder):
     model = meta(folder)
     *_, path = (path for path in expert_stacks(model) if path.endswith("gate_up_proj"))
     name = f"{PREFIX}{path}.lora_A.weight"
@@ -225,9 +221,7 @@ def test_adapter_on_one_stack_of_a_layer_has_the_outermost_wrapper(folder: Path)
 
 
 @pytest.mark.parametrize("onto", ["dequantized", "original"])
-def test_merged_model_is_published_as_the_original_and_computes_the_sum(
-    folder: Path, tmp_path: Path, onto: str
-) -> None:
+def test_merged_model_is_published_as_the_original_and_computes_the_sum(folder, tmp_path, onto):
     model, adapter = meta(folder), trained_adapter(meta(folder))
     stacks = expert_stacks(model)
     source = folder / "model"
@@ -258,7 +252,7 @@ def test_merged_model_is_published_as_the_original_and_computes_the_sum(
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
 
 
-def test_wrapped_model_is_stock_pefts_own(folder: Path, tmp_path: Path) -> None:
+def test_wrapped_model_is_stock_pefts_own(folder, tmp_path):
     """Stock calls alone, as a user would make them, on the model as published."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
     tuned = PeftModel.from_pretrained(model, str(exported(folder, tmp_path)))
@@ -269,7 +263,7 @@ def test_wrapped_model_is_stock_pefts_own(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tuned), expected, rtol=1e-4, atol=2e-4)
 
 
-def test_merged_model_keeps_the_digits_of_the_bias_that_chooses_experts(tmp_path: Path) -> None:
+def test_merged_model_keeps_the_digits_of_the_bias_that_chooses_experts(tmp_path):
     source = tiny_mixture("glm4_moe", tmp_path / "model", dtype=torch.bfloat16)
     stored = load_file(source / "model.safetensors")
     (name,) = (name for name in stored if name.endswith("e_score_correction_bias"))

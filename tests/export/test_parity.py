@@ -50,7 +50,7 @@ def compare(model: Any, path: Path, exported: Path) -> dict[str, Any]:
     return compare_logits(model, path, exported=file, compute_dtype=torch.float32, device=CPU)
 
 
-def test_untouched_adapter_passes_with_all_fields(run: Path, tmp_path: Path) -> None:
+def test_untouched_adapter_passes_with_all_fields(run, tmp_path):
     parity = compare(reloaded(run, tmp_path), run / "finetune" / "parity.safetensors", tmp_path)
     assert parity.passed
     assert parity.identical_values
@@ -61,7 +61,7 @@ def test_untouched_adapter_passes_with_all_fields(run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", [1.0, 2**-12], ids=["much", "one part in four thousand"])
-def test_one_altered_value_fails(run: Path, tmp_path: Path, change: float) -> None:
+def test_one_altered_value_fails(run, tmp_path, change):
     """However small its effect on the logits: the second alteration is far below their
     tolerance.
     """
@@ -76,7 +76,7 @@ def test_one_altered_value_fails(run: Path, tmp_path: Path, change: float) -> No
         assert parity.rms_difference < parity.tolerance
 
 
-def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
+def test_same_values_put_to_other_use_fail(run, tmp_path):
     """A wrong scale, for one."""
     model = reloaded(run, tmp_path)
     for module in model.modules():
@@ -88,7 +88,7 @@ def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
     assert parity.rms_difference > parity.tolerance
 
 
-def test_value_that_peft_holds_otherwise_than_the_file_fails(run: Path, tmp_path: Path) -> None:
+def test_value_that_peft_holds_otherwise_than_the_file_fails(run, tmp_path):
     model = reloaded(run, tmp_path)
     model.get_parameter(A.replace(".weight", ".default.weight")).data[1, 5] += 2**-12
     parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
@@ -98,9 +98,7 @@ def test_value_that_peft_holds_otherwise_than_the_file_fails(run: Path, tmp_path
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["recorded", "reloaded", "both"])
-def test_logits_that_are_not_finite_fail(
-    run: Path, record: dict[str, torch.Tensor], tmp_path: Path, value: float, where: str
-) -> None:
+def test_logits_that_are_not_finite_fail(run, record, tmp_path, value, where):
     model, changed = reloaded(run, tmp_path), dict(record)
     if where != "reloaded":
         changed["logits.1"] = changed["logits.1"].clone()
@@ -112,7 +110,7 @@ def test_logits_that_are_not_finite_fail(
     assert parity.passed is False
 
 
-def test_record_has_the_last_positions_of_two_documents(record: dict[str, torch.Tensor]) -> None:
+def test_record_has_the_last_positions_of_two_documents(record):
     documents = random_store(rows=11, seq_len=23).heldout_documents()
     assert record.keys() == {"digest", "input_ids.0", "logits.0", "input_ids.1", "logits.1"}
     for number in range(2):
@@ -122,9 +120,7 @@ def test_record_has_the_last_positions_of_two_documents(record: dict[str, torch.
         assert record[f"logits.{number}"].dtype == torch.float32
 
 
-def test_record_of_one_process_is_that_of_two(
-    run: Path, record: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_record_of_one_process_is_that_of_two(run, record, tmp_path):
     training = adapted(run / "base", r=3, alpha=7.5, use_rslora=True)
     values = read_sharded_adapter(run / "finetune" / "adapter")
     with torch.no_grad():
@@ -137,9 +133,7 @@ def test_record_of_one_process_is_that_of_two(
     assert load_file(tmp_path / "parity.safetensors").keys() == record.keys()
 
 
-def test_one_logit_far_off_is_no_other_use_of_the_adapter(
-    run: Path, record: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_one_logit_far_off_is_no_other_use_of_the_adapter(run, record, tmp_path):
     """Rounding to 16 bits puts some of millions of logits far off."""
     changed = dict(record)
     changed["logits.1"] = changed["logits.1"].clone()
@@ -149,7 +143,7 @@ def test_one_logit_far_off_is_no_other_use_of_the_adapter(
     assert parity.passed
 
 
-def test_digest_depends_on_names_and_values_and_not_on_order() -> None:
+def test_digest_depends_on_names_and_values_and_not_on_order():
     one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
     digest = adapter_digest({"a": one, "b": two})
     assert digest.shape == (32,)

@@ -30,7 +30,7 @@ def share(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
-def test_shared_mixture_computes_what_the_stock_reload_does(tmp_path: Path, family: str) -> None:
+def test_shared_mixture_computes_what_the_stock_reload_does(tmp_path, family):
     tiny_mixture(family, tmp_path / "model")
     quantized(tmp_path / "model", tmp_path / "nf4")
     exported(tmp_path, tmp_path / "adapter")

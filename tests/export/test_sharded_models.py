@@ -167,9 +167,7 @@ EACH = pytest.mark.parametrize("subject", SUBJECTS)
 
 
 @EACH
-def test_losses_are_those_of_one_process(
-    alone: Measurements, measured: Measurements, subject: SubjectName
-) -> None:
+def test_losses_are_those_of_one_process(alone, measured, subject):
     """fp32 sums in another order."""
     sums, counts = zip(*measured[subject].losses, strict=True)
     expected_sums, expected_counts = zip(*alone[subject].losses, strict=True)
@@ -178,25 +176,21 @@ def test_losses_are_those_of_one_process(
 
 
 @EACH
-def test_answers_are_those_of_one_process(
-    alone: Measurements, measured: Measurements, subject: SubjectName
-) -> None:
+def test_answers_are_those_of_one_process(alone, measured, subject):
     assert measured[subject].answers == alone[subject].answers
     assert measured[subject].drawn == alone[subject].drawn
 
 
 @EACH
-def test_task_items_are_those_of_one_process(
-    alone: Measurements, measured: Measurements, subject: SubjectName
-) -> None:
+def test_task_items_are_those_of_one_process(alone, measured, subject):
     assert {task for task, _ in alone[subject].tasks.items} == {"local", "writes"}
     assert measured[subject].tasks.items == alone[subject].tasks.items
 
 
-def test_each_process_holds_half_of_a_sharded_model(together: list[Found]) -> None:
+def test_each_process_holds_half_of_a_sharded_model(together):
     assert [found.held for found in together] == pytest.approx([0.5, 0.5], abs=0.05)
 
 
-def test_adapter_without_a_tensor_is_refused_by_all(together: list[Found]) -> None:
+def test_adapter_without_a_tensor_is_refused_by_all(together):
     for found in together:
         assert "incomplete does not fit the model: of its tensors, 1 missing" in found.refusal

@@ -2,8 +2,6 @@
 their way through the layers.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("shape", [(4096, 128), (1001, 128), (9, 40), (4, 1)], ids=str)
-def test_kernel_rounds_as_the_loop_does(one_gpu: int, shape: tuple[int, int]) -> None:
+def test_kernel_rounds_as_the_loop_does(one_gpu, shape):
     assert round_columns.works_on(torch.device("cuda", 0))
     kernel, loop = columns(shape, device="cuda")
     for ours, expected in zip(kernel, loop, strict=True):
@@ -28,9 +26,7 @@ def test_kernel_rounds_as_the_loop_does(one_gpu: int, shape: tuple[int, int]) ->
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "afmoe", "jamba", "zaya"])
-def test_packed_documents_go_through_layers_as_each_alone(
-    one_gpu: int, tmp_path: Path, family: str
-) -> None:
+def test_packed_documents_go_through_layers_as_each_alone(one_gpu, tmp_path, family):
     """Packed rows attend as in training, by varlen or flex, documents alone as in stock
     Transformers, both in bf16: a few percent, where a document that sees another is off by half.
     """

@@ -1,7 +1,5 @@
 """Matmuls in 8 bits on a GPU against the CPU's, bit by bit where nothing is summed."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -34,37 +32,37 @@ def kind(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def test_weights_and_activations_are_the_cpu_s_bit_by_bit(kind: str) -> None:
+def test_weights_and_activations_are_the_cpu_s_bit_by_bit(kind):
     for one, other in weights_and_activations(FORMATS[kind], device="cuda", interpreted=False):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_norm_writes_in_8_bits_what_its_output_is_rounded_to(kind: str) -> None:
+def test_norm_writes_in_8_bits_what_its_output_is_rounded_to(kind):
     for one, other in copies_of_norms(FORMATS[kind], device="cuda", interpreted=False):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_products_that_take_a_norm_s_copy_give_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_products_that_take_a_norm_s_copy_give_the_same_bits(kind, tmp_path):
     rounding, taking = passes_behind_a_norm(
         tmp_path, products=kind, dtype=torch.bfloat16, device="cuda"
     )
     assert all(map(torch.equal, rounding, taking))
 
 
-def test_restored_rows_are_the_cpu_s_bit_by_bit(kind: str) -> None:
+def test_restored_rows_are_the_cpu_s_bit_by_bit(kind):
     for dtype in (torch.bfloat16, torch.float32):
         for one, other in restored_rows(dtype=dtype, device="cuda", interpreted=False):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_products_are_the_cpu_s(kind: str) -> None:
+def test_products_are_the_cpu_s(kind):
     """Rounded to bf16, and of sums of fewer bits (fast accumulation)."""
     one, other = float8_product(device="cuda")
     largest = float(other.abs().max())
     torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8 * largest)
 
 
-def test_node_has_the_values_and_gradients_of_the_cpu(kind: str, tmp_path: Path) -> None:
+def test_node_has_the_values_and_gradients_of_the_cpu(kind, tmp_path):
     """In bf16: a few roundings of 2^-9 of the largest."""
     results = []
     for device in ("cpu", "cuda"):

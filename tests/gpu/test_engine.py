@@ -33,15 +33,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_training_equals_a_stock_single_gpu_loop(
-    base: Path, enough_gpus: int, processes: int, dtype: torch.dtype
-) -> None:
+def test_training_equals_a_stock_single_gpu_loop(base, enough_gpus, processes, dtype):
     check_against_stock(base, processes=processes, dtype=dtype)
 
 
-def test_training_with_wide_heads_equals_a_stock_single_gpu_loop(
-    tmp_path: Path, one_gpu: int
-) -> None:
+def test_training_with_wide_heads_equals_a_stock_single_gpu_loop(tmp_path, one_gpu):
     """Heads that kernels of ours serve alone."""
     base = quantized(tiny_llama(tmp_path / "original", head_dim=320), tmp_path / "nf4")
     check_against_stock(base, processes=one_gpu, dtype=torch.bfloat16, attention="varlen")
@@ -67,9 +63,7 @@ def check_against_stock(
 
 
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_float16_with_a_scaled_loss_trains_like_float32(
-    base: Path, enough_gpus: int, processes: int
-) -> None:
+def test_float16_with_a_scaled_loss_trains_like_float32(base, enough_gpus, processes):
     """11 bits of mantissa where bfloat16 has 8; gradients arrive unscaled."""
     half, exact = (
         run_distributed(
@@ -87,7 +81,7 @@ def test_float16_with_a_scaled_loss_trains_like_float32(
 
 
 @pytest.mark.parametrize("attention", ["varlen", "flex"])
-def test_packed_attention_equals_eager(base: Path, two_gpus: int, attention: str) -> None:
+def test_packed_attention_equals_eager(base, two_gpus, attention):
     """Losses and gradients over two GPUs, two rows a micro-batch, one to four documents a row."""
     planned = plan(processes=2, micro_batch_size=2, device="cuda")
     packed, eager = (
@@ -134,7 +128,7 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
     return found
 
 
-def test_change_in_one_packed_document_reaches_no_other(base: Path, one_gpu: int) -> None:
+def test_change_in_one_packed_document_reaches_no_other(base, one_gpu):
     """By every attention that is installed. Two rows, of four documents each; the second of the
     first row changes.
     """
@@ -148,9 +142,7 @@ def test_change_in_one_packed_document_reaches_no_other(base: Path, one_gpu: int
 
 
 @pytest.mark.parametrize("recomputed", [False, 2], ids=["no layer", "every second layer"])
-def test_recomputing_fewer_layers_changes_nothing(
-    base: Path, two_gpus: int, recomputed: bool | int
-) -> None:
+def test_recomputing_fewer_layers_changes_nothing(base, two_gpus, recomputed):
     fewer, every = (
         run_distributed(
             ours,
@@ -168,9 +160,7 @@ def test_recomputing_fewer_layers_changes_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_embedding_rows_from_the_host_change_nothing(
-    base: Path, enough_gpus: int, processes: int, dtype: torch.dtype
-) -> None:
+def test_embedding_rows_from_the_host_change_nothing(base, enough_gpus, processes, dtype):
     """With two GPUs the head is in slices either way; without offload, so is the embedding. Rows
     are copied bit for bit.
     """
@@ -193,9 +183,7 @@ def test_embedding_rows_from_the_host_change_nothing(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
 @pytest.mark.parametrize("count", [1, 3])
-def test_layers_on_the_host_change_nothing(
-    base: Path, enough_gpus: int, processes: int, count: int, dtype: torch.dtype
-) -> None:
+def test_layers_on_the_host_change_nothing(base, enough_gpus, processes, count, dtype):
     """Of three. Bytes are copied, so only the order of sums that a GPU does not fix may differ."""
     away, there = (
         run_distributed(
@@ -219,9 +207,7 @@ def test_layers_on_the_host_change_nothing(
 
 
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_optimizers_equal_the_stock_ones_and_resume(
-    tmp_path: Path, base: Path, enough_gpus: int, processes: int
-) -> None:
+def test_optimizers_equal_the_stock_ones_and_resume(tmp_path, base, enough_gpus, processes):
     """Three updates against the stock ones; and runs that continue from a checkpoint."""
     found = run_distributed(optimizers.survey, base, tmp_path, "cuda", world_size=processes)[0]
     for kind, updates in found["updates"].items():
@@ -240,7 +226,7 @@ def test_optimizers_equal_the_stock_ones_and_resume(
 
 
 @pytest.mark.parametrize("kind", ["adamw_8bit"])
-def test_every_optimizer_trains_like_adamw(base: Path, two_gpus: int, kind: str) -> None:
+def test_every_optimizer_trains_like_adamw(base, two_gpus, kind):
     def trained(name: str) -> dict[str, Any]:
         config = settings()
         train = config.train.model_copy(update={"optimizer": name})
@@ -267,7 +253,7 @@ def resident_bytes(base: Path, count: int) -> int:
         return torch.cuda.memory_allocated()
 
 
-def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, one_gpu: int) -> None:
+def test_layers_on_the_host_leave_the_gpu(tmp_path, one_gpu):
     """One of four, of 13.8 million weights, is not there after a step."""
     sizes = {
         "hidden_size": 1280,
@@ -302,9 +288,7 @@ def step_memory(base: Path) -> dict[str, int]:
         return {"step": torch.cuda.max_memory_allocated() - before}
 
 
-def test_step_of_two_gpus_takes_less_memory_than_half_a_table(
-    tmp_path: Path, two_gpus: int
-) -> None:
+def test_step_of_two_gpus_takes_less_memory_than_half_a_table(tmp_path, two_gpus):
     """400,000 rows of 80 in bf16 are 61 MiB; the step has 17 tokens. Gathered, head and buffer
     would take 122 MiB.
     """
@@ -316,9 +300,7 @@ def test_step_of_two_gpus_takes_less_memory_than_half_a_table(
 
 
 @pytest.mark.parametrize("lora", [{"use_dora": True}, {"dropout": 0.3}], ids=str)
-def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(
-    base: Path, two_gpus: int, lora: dict[str, Any]
-) -> None:
+def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(base, two_gpus, lora):
     """Magnitudes too, though each process decodes its own rows alone, and the masks."""
     one, two = (
         run_distributed(
@@ -357,7 +339,7 @@ def gather_random_bytes(storage: torch.dtype) -> float:
     return float((gathered != data).float().mean())
 
 
-def test_float32_views_survive_fsdp2_on_cuda_where_bfloat16_ones_do_not(two_gpus: int) -> None:
+def test_float32_views_survive_fsdp2_on_cuda_where_bfloat16_ones_do_not(two_gpus):
     assert run_distributed(gather_random_bytes, torch.float32, world_size=2) == [0.0, 0.0]
     corrupted = run_distributed(gather_random_bytes, torch.bfloat16, world_size=2)
     # Documents why; if this fails, torch has mended pytorch#159333 and the docs want an update.

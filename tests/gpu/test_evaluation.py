@@ -1,7 +1,6 @@
 """What is measured on one GPU is measured on two: a copy of the model on each, or a slice."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,7 @@ from workflow.lib.settings.subjects import SUBJECTS
 pytestmark = pytest.mark.gpu
 
 
-def test_slices_and_copies_on_two_gpus_measure_what_one_gpu_does(
-    tmp_path: Path, two_gpus: int
-) -> None:
+def test_slices_and_copies_on_two_gpus_measure_what_one_gpu_does(tmp_path, two_gpus):
     """All subjects in float32: losses, answers, items of tasks; and each GPU holds half
     of the slices.
     """

@@ -36,7 +36,7 @@ def logits_and_gradients(base: Path, device: str, dtype: torch.dtype) -> list[to
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_mixture_in_bf16_is_as_near_to_fp32_as_on_the_cpu(family: str, tmp_path: Path) -> None:
+def test_mixture_in_bf16_is_as_near_to_fp32_as_on_the_cpu(family, tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     source = tiny_mixture(family, tmp_path / "original", **ALL[family])
@@ -57,7 +57,7 @@ def test_mixture_in_bf16_is_as_near_to_fp32_as_on_the_cpu(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_compute_what_the_loop_over_experts_does(dtype: torch.dtype) -> None:
+def test_kernels_compute_what_the_loop_over_experts_does(dtype):
     """Sizes of whole tiles and of parts, ranks of more than a program's. Sums are fp32; values are
     rounded once.
     """
@@ -80,7 +80,7 @@ def test_kernels_compute_what_the_loop_over_experts_does(dtype: torch.dtype) -> 
             )  # fmt: skip
 
 
-def test_float8_products_are_the_cpu_s() -> None:
+def test_float8_products_are_the_cpu_s():
     """Weights bit by bit; sums on the GPU have fewer bits (fast accumulation)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no GPU with float8")

@@ -2,7 +2,6 @@
 attempt is left in the allocator or in the random numbers.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +41,7 @@ WAYS = {"at the end": waiting_capture, "in forward": asking_in_forward}
 
 @pytest.mark.parametrize("when", WAYS)
 @pytest.mark.parametrize("kind", ["plain", "recomputed, dropout", "float8"])
-def test_a_run_whose_capture_fails_goes_on_as_without_graphs(
-    base: Path, one_gpu: int, kind: str, when: str
-) -> None:
+def test_a_run_whose_capture_fails_goes_on_as_without_graphs(base, one_gpu, kind, when):
     no, fails = (
         run_distributed(
             trained, base, KINDS[kind], graphed, "varlen", WAYS[when], world_size=one_gpu
@@ -57,7 +54,7 @@ def test_a_run_whose_capture_fails_goes_on_as_without_graphs(
         assert one == pytest.approx(other, rel=2e-2)
 
 
-def test_failed_capture_leaves_memory_and_random_numbers_as_they_were(one_gpu: int) -> None:
+def test_failed_capture_leaves_memory_and_random_numbers_as_they_were(one_gpu):
     """In torch 2.11 no number could be drawn after it, and no page was freed to make room."""
     run_distributed(fail_to_capture, world_size=one_gpu)
 

@@ -165,20 +165,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_graphs_are_bit_equal_to_the_same_kernels_launched_one_by_one(
-    base: Path, one_gpu: int, kind: str
-) -> None:
+def test_graphs_are_bit_equal_to_the_same_kernels_launched_one_by_one(base, one_gpu, kind):
     check_same_run(base, KINDS[kind], processes=one_gpu)
 
 
-def test_graphs_of_wide_heads_are_bit_equal_too(tmp_path: Path, one_gpu: int) -> None:
+def test_graphs_of_wide_heads_are_bit_equal_too(tmp_path, one_gpu):
     """Attention by kernels of ours, whose documents change from one replay to the next."""
     wide = quantized(tiny_llama(tmp_path / "original", head_dim=320), tmp_path / "nf4")
     check_same_run(wide, {}, processes=one_gpu)
 
 
 @pytest.mark.parametrize("kind", ON_TWO)
-def test_sharded_graphs_are_bit_equal_too(base: Path, two_gpus: int, kind: str) -> None:
+def test_sharded_graphs_are_bit_equal_too(base, two_gpus, kind):
     check_same_run(base, ON_TWO[kind], processes=two_gpus)
 
 
@@ -205,9 +203,7 @@ def check_same_run(base: Path, levers: dict[str, Any], *, processes: int) -> Non
 
 @pytest.mark.parametrize("capturing", [waiting_capture, breaking_capture])
 @pytest.mark.parametrize("kind", ["sharded", "recomputed, weights kept to backward"])
-def test_no_process_has_graphs_where_one_cannot_capture(
-    base: Path, two_gpus: int, kind: str, capturing: Callable[[], Capture]
-) -> None:
+def test_no_process_has_graphs_where_one_cannot_capture(base, two_gpus, kind, capturing):
     layout, fails = (
         run_distributed(
             trained, base, ON_TWO[kind], graphed, "varlen", capturing, world_size=two_gpus

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.attention_cases import WIDE_HEADS, WideHeads, wide_heads
+from tests.support.attention_cases import WIDE_HEADS, wide_heads
 from tests.support.kernel_cases import (
     ACTIVATIONS,
     RANKS,
@@ -28,7 +28,7 @@ from tests.support.ops import IN_FLOAT8, all_ops, variants_in
 from workflow.lib.kernels.attention.flex import all_scores, flex_arguments, flex_attention
 from workflow.lib.kernels.attention.flex_masks import MaskKind, first_keys
 from workflow.lib.kernels.attention.packed import varlen_attention
-from workflow.lib.kernels.nf4.decode import BlockStrides, dequantize_nf4
+from workflow.lib.kernels.nf4.decode import dequantize_nf4
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def usable() -> None:
 
 
 @pytest.mark.parametrize("name", [*all_ops()])
-def test_kernel_of_every_op_is_right_by_its_trial(name: str) -> None:
+def test_kernel_of_every_op_is_right_by_its_trial(name):
     """Else training would do without it."""
     dtype = torch.float8_e4m3fn if name in IN_FLOAT8 else torch.bfloat16
     if name in IN_FLOAT8 and torch.cuda.get_device_capability() < (8, 9):
@@ -54,9 +54,7 @@ def test_kernel_of_every_op_is_right_by_its_trial(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("block_size", "double_quant"), [(64, True), (64, False), (256, True)])
 @pytest.mark.parametrize("shape", [*SHAPES, (1024, 8192)], ids=str)
-def test_decoding_equals_bitsandbytes_bit_by_bit(
-    shape: tuple[int, int], block_size: int, double_quant: bool, dtype: torch.dtype
-) -> None:
+def test_decoding_equals_bitsandbytes_bit_by_bit(shape, block_size, double_quant, dtype):
     weights, expected = decoded(
         shape, block_size=block_size, double_quant=double_quant, dtype=dtype, device="cuda"
     )
@@ -65,9 +63,7 @@ def test_decoding_equals_bitsandbytes_bit_by_bit(
 
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("runs", RUNS, ids=str)
-def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(
-    runs: BlockStrides, double_quant: bool
-) -> None:
+def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(runs, double_quant):
     weights, expected = decoded(
         (1000, 320), block_size=64, double_quant=double_quant, dtype=torch.bfloat16,
         device="cuda", runs=runs,
@@ -78,9 +74,7 @@ def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("halves", [False, True], ids=["two values", "halves of one"])
-def test_activation_and_product_equal_autograd(
-    activation: str, ranks: tuple[int, int, int], halves: bool
-) -> None:
+def test_activation_and_product_equal_autograd(activation, ranks, halves):
     """Matmuls of values up to 60 here, so off by 2^-9 of them."""
     product, again, of_gate, of_up, *expected = act_and_mul_results(
         activation, ranks, halves=halves, dtype=torch.bfloat16, device="cuda"
@@ -91,27 +85,27 @@ def test_activation_and_product_equal_autograd(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_parts_of_low_rank_are_added_and_rounded_once(dtype: torch.dtype) -> None:
+def test_parts_of_low_rank_are_added_and_rounded_once(dtype):
     """Within a step of the type: fp32 may lie on either side of the middle of two values."""
     results = sums_with_low_rank(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)
 
 
-def test_rotation_equals_its_definition_and_turns_back() -> None:
+def test_rotation_equals_its_definition_and_turns_back():
     results = [x.float() for x in rotations(dtype=torch.bfloat16, device="cuda")]
     torch.testing.assert_close(results[::2], results[1::2], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_dropout_drops_what_the_cpu_drops_bit_by_bit(dtype: torch.dtype) -> None:
+def test_dropout_drops_what_the_cpu_drops_bit_by_bit(dtype):
     results = droppings(dtype=dtype, device="cuda")
     assert all(map(torch.equal, results[::2], results[1::2]))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("halves", [False, True], ids=["two values", "halves of one"])
-def test_backward_of_row_lengths_equals_autograd(activation: str, halves: bool) -> None:
+def test_backward_of_row_lengths_equals_autograd(activation, halves):
     """Of bf16, so values and gradients are off by 2^-8, and sums of 131 of them by less."""
     made = lengthenings(activation, halves=halves, dtype=torch.bfloat16, device="cuda")
     results = [x.float() for x in made]
@@ -119,14 +113,14 @@ def test_backward_of_row_lengths_equals_autograd(activation: str, halves: bool) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sums_of_a_token_s_rows_are_rounded_once(dtype: torch.dtype) -> None:
+def test_sums_of_a_token_s_rows_are_rounded_once(dtype):
     results = sums_by_token(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_norms_are_rounded_once(dtype: torch.dtype) -> None:
+def test_norms_are_rounded_once(dtype):
     """As above. Gradients of the row of zeros are a thousand times the others of an RMS norm."""
     results = norms(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
@@ -135,7 +129,7 @@ def test_norms_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])
 @pytest.mark.parametrize("width", [64, 512])
-def test_attention_stays_within_documents(lengths: tuple[int, ...], width: int) -> None:
+def test_attention_stays_within_documents(lengths, width):
     """Of documents of one length, which cuDNN takes from Hopper on, of others, and of heads that
     only our kernels serve; against each document by itself in fp32.
     """
@@ -169,7 +163,7 @@ def test_attention_stays_within_documents(lengths: tuple[int, ...], width: int) 
 
 
 @pytest.mark.parametrize("case", WIDE_HEADS, ids=str)
-def test_attention_with_wide_heads_equals_torch(case: WideHeads) -> None:
+def test_attention_with_wide_heads_equals_torch(case):
     """Twice, with the same bits."""
     results, again = (wide_heads(case, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     for ours, expected in zip(results[::2], results[1::2], strict=True):
@@ -185,7 +179,7 @@ FLEX = {
 
 
 @pytest.mark.parametrize("case", FLEX)
-def test_flex_attention_equals_all_scores(case: str) -> None:
+def test_flex_attention_equals_all_scores(case):
     """Output and gradients against fp32, of rows that are no multiple of a block."""
     told: dict[str, Any] = {k: v.cuda() if k == "s_aux" else v for k, v in FLEX[case].items()}
     draw = torch.Generator().manual_seed(0)
@@ -214,7 +208,7 @@ def test_flex_attention_equals_all_scores(case: str) -> None:
     torch.testing.assert_close(gradients, exact, rtol=3e-2, atol=3e-2)
 
 
-def test_flex_attention_serves_short_rows_of_several_lengths() -> None:
+def test_flex_attention_serves_short_rows_of_several_lengths():
     """One kernel: torch's own for rows below 128 tokens does not compile for a second length."""
     draw = torch.Generator().manual_seed(0)
     for length in (37, 100, 300, 64):

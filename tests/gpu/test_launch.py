@@ -1,7 +1,5 @@
 """The launcher beside NCCL: a process that fails or dies while the other waits for it on a GPU."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.launch_worker import NCCL
@@ -10,16 +8,13 @@ from workflow.lib.training.launch import Workers, launch_workers
 
 pytestmark = pytest.mark.gpu
 
-CAUSES = {
-    "fail in 1 beside a collective": "KeyError: 'a defect'",
-    "die in 1": "killed by SIGKILL",
-}
+CAUSES = {"fail in 1 beside a collective": "KeyError: 'a defect'", "die in 1": "killed by SIGKILL"}
 
 
 @pytest.mark.parametrize(("behaviour", "cause"), CAUSES.items(), ids=CAUSES)
 def test_process_that_fails_beside_nccl_is_named_with_its_cause(
-    tmp_path: Path, two_gpus: int, behaviour: str, cause: str
-) -> None:
+    tmp_path, two_gpus, behaviour, cause
+):
     with pytest.raises(UserError) as caught:
         launch_workers(
             Workers("tests.support.launch_worker", [NCCL + behaviour, str(tmp_path)], processes=2)

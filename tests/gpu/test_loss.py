@@ -40,7 +40,7 @@ def kernels_run() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [5, 64, 4096, 4097, VOCAB])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_sums_and_slopes_are_autograds(dtype: torch.dtype, vocab: int, form: LogitForm) -> None:
+def test_sums_and_slopes_are_autograds(dtype, vocab, form):
     draw = torch.Generator().manual_seed(vocab)
     product = (torch.randn(7, vocab, generator=draw) * 8).to("cuda", dtype)
     columns = torch.randint(vocab, (7,), generator=draw).cuda()
@@ -77,9 +77,7 @@ def squared(loss: LinearCrossEntropy, states: Any, targets: Any, weights: Any) -
 @pytest.mark.parametrize("loss_of", [summed, weighted, squared])
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_loss_and_gradients_are_those_without_kernels(
-    form: LogitForm, trains_head: bool, loss_of: Any
-) -> None:
+def test_loss_and_gradients_are_those_without_kernels(form, trains_head, loss_of):
     """Of more than a chunk, some of whose rows have no target."""
     torch.manual_seed(0)
     module = nn.Linear(HIDDEN, VOCAB, bias=False, device="cuda")
@@ -110,7 +108,7 @@ def test_loss_and_gradients_are_those_without_kernels(
         assert error < (2e-3 if loss_of is summed else 4e-3)  # rows' slopes round once more
 
 
-def test_loss_takes_the_memory_of_its_product() -> None:
+def test_loss_takes_the_memory_of_its_product():
     """Besides what its rows take."""
     module = nn.Linear(64, 65_536, bias=False, device="cuda", dtype=torch.bfloat16)
     head = OutputHead(module.requires_grad_(False), 1.0, None)

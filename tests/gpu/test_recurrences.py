@@ -19,14 +19,14 @@ def usable() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_short_convolutions_are_rounded_once(dtype: torch.dtype) -> None:
+def test_short_convolutions_are_rounded_once(dtype):
     results = convolutions(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gated_norms_are_rounded_once(dtype: torch.dtype) -> None:
+def test_gated_norms_are_rounded_once(dtype):
     """Gradients of the row of zeros are hundreds of times the others where the gate comes first."""
     results = gated_norms(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
@@ -38,7 +38,7 @@ def test_gated_norms_are_rounded_once(dtype: torch.dtype) -> None:
     [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-4)],
     ids=str,
 )
-def test_delta_rule_equals_autograds(dtype: torch.dtype, bound: float) -> None:
+def test_delta_rule_equals_autograds(dtype, bound):
     """Of 16 bits, what lies between the kernels is rounded, too."""
     assert largest_error(deltas(dtype=dtype, device="cuda")) < bound
 
@@ -48,12 +48,12 @@ def test_delta_rule_equals_autograds(dtype: torch.dtype, bound: float) -> None:
     [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-4)],
     ids=str,
 )
-def test_state_space_equals_autograds(dtype: torch.dtype, bound: float) -> None:
+def test_state_space_equals_autograds(dtype, bound):
     """As above."""
     assert largest_error(spaces(dtype=dtype, device="cuda")) < bound
 
 
-def test_delta_rule_is_captured_as_a_graph() -> None:
+def test_delta_rule_is_captured_as_a_graph():
     """And replayed with other values."""
     draw = torch.Generator(device="cuda").manual_seed(0)
 

@@ -35,9 +35,7 @@ Run = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 @pytest.mark.parametrize("rows", ["packed", "unpacked"])
 @pytest.mark.parametrize("family", [*RECURRENT, *RECURRENT_EXPERTS])
-def test_recurrent_layers_are_captured(
-    tmp_path: Path, one_gpu: int, family: str, rows: str
-) -> None:
+def test_recurrent_layers_are_captured(tmp_path, one_gpu, family, rows):
     base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "nf4")
     (found,) = run_distributed(both_ways, base, rows, world_size=one_gpu)
     assert found["off"] is None

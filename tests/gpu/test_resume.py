@@ -103,9 +103,7 @@ def adapter(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in (folder / "finetune" / "adapter").glob("*.safetensors")}
 
 
-def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(
-    tmp_path: Path, two_gpus: int
-) -> None:
+def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, two_gpus):
     inputs = prepare(tmp_path, "gpu")
     undisturbed, disturbed = (tmp_path / name for name in ("undisturbed", "disturbed"))
     subprocess.run(finetune(undisturbed, **inputs), check=True)
@@ -123,9 +121,7 @@ def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(
     assert adapter(disturbed) == adapter(undisturbed)
 
 
-def test_losses_of_4_then_2_gpus_are_those_of_4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_of_4_then_2_gpus_are_those_of_4(tmp_path, monkeypatch):
     """Stopped on four GPUs, planned anew and continued on two, in float32: sums in another
     order.
     """

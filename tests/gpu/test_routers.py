@@ -50,7 +50,7 @@ def run_on_gpu(base: Path, device: str, graphed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_graphs_make_the_run_that_python_makes(base: Path, processes: int) -> None:
+def test_graphs_make_the_run_that_python_makes(base, processes):
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     plain, graphed = (
@@ -65,7 +65,7 @@ def test_graphs_make_the_run_that_python_makes(base: Path, processes: int) -> No
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_balance_in_bf16_is_near_that_of_the_cpu_in_fp32(base: Path, processes: int) -> None:
+def test_balance_in_bf16_is_near_that_of_the_cpu_in_fp32(base, processes):
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     (exact,) = run_distributed(run_on_gpu, base, "cpu", False, world_size=1)

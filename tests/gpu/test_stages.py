@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, one_gpu: int) -> Path:
     return folder
 
 
-def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(folder: Path) -> None:
+def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(folder):
     summary, parity = (
         read_checked_json(folder / "finetune" / "summary.json"),
         read_checked_json(folder / "export" / "parity.json"),
@@ -144,7 +144,7 @@ def evaluated(folder: Path, division: str) -> dict[str, Any]:
     return found
 
 
-def test_demo_is_measured_alike_on_one_gpu_and_on_two(folder: Path, two_gpus: int) -> None:
+def test_demo_is_measured_alike_on_one_gpu_and_on_two(folder, two_gpus):
     """In bfloat16, whose rounding depends on the shapes of matmuls: slices, copies, other
     batches.
     """

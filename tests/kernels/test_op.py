@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(not INSTALLED, reason="Triton is not installed: PyTorch for CPUs needs none")
-def test_kernels_compute_what_their_references_do() -> None:
+def test_kernels_compute_what_their_references_do():
     """By Triton's interpreter, in one process."""
     from tests.support.kernel_claims import CLAIMS
 
@@ -31,7 +31,7 @@ def test_kernels_compute_what_their_references_do() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_launched_kernels_are_those_of_the_triton_code() -> None:
+def test_launched_kernels_are_those_of_the_triton_code():
     """By their names, which are text where they are launched."""
     folder = Path(kernels.__path__[0])
     defined = {
@@ -60,7 +60,7 @@ def table() -> list[str]:
 
 
 @pytest.mark.parametrize("name", table())
-def test_cpus_take_the_reference(name: str) -> None:
+def test_cpus_take_the_reference(name):
     assert not OPS[name].works_on(CPU)
 
 
@@ -73,7 +73,7 @@ def made_op(*, kernel: Any) -> Op[Any, torch.Tensor]:
 
 
 @pytest.mark.skipif(not INSTALLED, reason="without Triton no kernel is tried")
-def test_kernel_that_computes_something_else_is_at_fault() -> None:
+def test_kernel_that_computes_something_else_is_at_fault():
     assert made_op(kernel=lambda x: x.square().bfloat16()).fault(CPU) is None
     fault = made_op(kernel=lambda x: 1.1 * x.square()).fault(CPU)
     assert fault is not None
@@ -82,7 +82,7 @@ def test_kernel_that_computes_something_else_is_at_fault() -> None:
 
 
 @pytest.mark.skipif(not INSTALLED, reason="without Triton no kernel is tried")
-def test_kernel_that_cannot_be_built_is_at_fault() -> None:
+def test_kernel_that_cannot_be_built_is_at_fault():
     def kernel(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory\nRequired: 1")
 
@@ -91,7 +91,7 @@ def test_kernel_that_cannot_be_built_is_at_fault() -> None:
     assert fault.startswith("it cannot be built here (out of resource: shared memory)")
 
 
-def test_kernel_is_tried_once_and_its_fault_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_kernel_is_tried_once_and_its_fault_said_once(caplog):
     decision, tried = Decision(), []
 
     def fault() -> str:
@@ -107,9 +107,7 @@ def test_kernel_is_tried_once_and_its_fault_said_once(caplog: pytest.LogCaptureF
     ]
 
 
-def test_kernel_that_another_process_cannot_use_is_not_used(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_kernel_that_another_process_cannot_use_is_not_used(caplog):
     decision, key, other = Decision(), Key("norms", ()), Key("gates", ())
     assert decision.allows(key, CPU, lambda: None)
     with caplog.at_level(logging.WARNING, logger="workflow"):
@@ -120,7 +118,7 @@ def test_kernel_that_another_process_cannot_use_is_not_used(
 
 
 @torch.no_grad()
-def test_hooks_of_a_model_see_nothing_of_a_trial() -> None:
+def test_hooks_of_a_model_see_nothing_of_a_trial():
     seen: list[torch.Tensor] = []
 
     def packed(x: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def gradients(offload: ActivationOffload | None, *, strided: bool = False) -> to
     return x.grad
 
 
-def test_bytes_that_two_nodes_save_travel_once() -> None:
+def test_bytes_that_two_nodes_save_travel_once():
     offload = ActivationOffload(CPU, window_bytes=4096)
     assert torch.equal(gradients(offload), gradients(None))
     size = 6 * WIDE * 4
@@ -42,13 +42,13 @@ def test_bytes_that_two_nodes_save_travel_once() -> None:
     )  # of y, which sin and cos save, and of the cosine, which square saves
 
 
-def test_tensors_with_gaps_come_back_as_they_were() -> None:
+def test_tensors_with_gaps_come_back_as_they_were():
     offload = ActivationOffload(CPU, window_bytes=4096)
     assert torch.equal(gradients(offload, strided=True), gradients(None, strided=True))
     assert offload.host_bytes > 0
 
 
-def test_buffers_are_used_again_by_the_next_pass() -> None:
+def test_buffers_are_used_again_by_the_next_pass():
     offload = ActivationOffload(CPU, window_bytes=4096)
     gradients(offload)
     host_bytes = offload.host_bytes
@@ -56,7 +56,7 @@ def test_buffers_are_used_again_by_the_next_pass() -> None:
     assert offload.host_bytes == host_bytes
 
 
-def test_a_tensor_changed_in_place_before_backward_is_an_error() -> None:
+def test_a_tensor_changed_in_place_before_backward_is_an_error():
     offload = ActivationOffload(CPU, window_bytes=4096)
     x, other = torch.ones(WIDE, requires_grad=True), torch.linspace(0, 1, WIDE)
     with offload.forward():

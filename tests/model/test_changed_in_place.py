@@ -53,9 +53,7 @@ def gradients(training: Any, loss: torch.Tensor | None = None) -> dict[str, torc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_of_all_nodes_may_be_changed_in_place(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_of_all_nodes_may_be_changed_in_place(family, tmp_path, monkeypatch):
     """Of those that have memory of their own: no placeholder has."""
     base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "nf4")
     training, changed = training_of(base), set()
@@ -80,7 +78,7 @@ def test_values_of_all_nodes_may_be_changed_in_place(
     assert len(changed) >= 3
 
 
-def test_gradient_of_doras_magnitudes_is_that_of_clipped_values(tmp_path: Path) -> None:
+def test_gradient_of_doras_magnitudes_is_that_of_clipped_values(tmp_path):
     """OLMo's, whose nodes keep values; by linears that give clipped values to a model without."""
     config = AutoConfig.for_model("olmo", **(SIZES | {"clip_qkv": 0.5}))
     base = quantized(tiny_model(config, tmp_path / "original"), tmp_path / "nf4")
@@ -103,8 +101,6 @@ def test_gradient_of_doras_magnitudes_is_that_of_clipped_values(tmp_path: Path) 
         ("qwen3_next", "Qwen3NextDecoderLayer", False),
     ],
 )
-def test_changes_in_place_are_found_in_a_familys_code(
-    family: str, kind: str, expected: bool
-) -> None:
+def test_changes_in_place_are_found_in_a_familys_code(family, kind, expected):
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     assert changes_in_place(getattr(module, kind)) is expected

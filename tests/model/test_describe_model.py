@@ -78,14 +78,14 @@ def built(family: str) -> PreTrainedModel:
     return model
 
 
-def test_layers_that_differ_are_kinds_of_their_own_in_their_order() -> None:
+def test_layers_that_differ_are_kinds_of_their_own_in_their_order():
     shape = described("gemma2")
     assert [shape.layer(n).attention for n in range(4)] == ["sliding", "full"] * 2
     assert shape.attention_masks == 2
     assert described("llama").order == (0, 0, 0, 0)
 
 
-def test_layer_with_wider_heads_is_a_kind_of_its_own() -> None:
+def test_layer_with_wider_heads_is_a_kind_of_its_own():
     shape = described("gemma4_text", global_head_dim=32)
     assert [shape.layer(n).head_dim for n in range(4)] == [16, 32, 16, 32]
     assert [shape.layer(n).query_width for n in range(4)] == [80, 160, 80, 160]
@@ -100,7 +100,7 @@ LAYER_EMBEDDINGS = {
 }
 
 
-def test_tables_and_linears_beside_the_layers_are_described() -> None:
+def test_tables_and_linears_beside_the_layers_are_described():
     """Of a decoder whose layers have embeddings of their own, and share keys and values."""
     shape = described("gemma4_text", **LAYER_EMBEDDINGS)
     config = AutoConfig.for_model(
@@ -117,7 +117,7 @@ def test_tables_and_linears_beside_the_layers_are_described() -> None:
     assert shape_of_document(json.loads(json.dumps(shape.document()))) == shape
 
 
-def test_decoder_of_a_multimodal_checkpoint_is_described(tmp_path: Path) -> None:
+def test_decoder_of_a_multimodal_checkpoint_is_described(tmp_path):
     folder = tiny_family("gemma3", tmp_path)
     shape = describe_folder(folder)
     assert shape.embedding == "model.language_model.embed_tokens"
@@ -179,14 +179,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(
     ("config", "parts"), REFUSED, ids=[str(config["model_type"]) for config, _ in REFUSED]
 )
-def test_what_is_not_covered_is_refused_by_name(config: dict[str, Any], parts: list[str]) -> None:
+def test_what_is_not_covered_is_refused_by_name(config, parts):
     with pytest.raises(UserError) as caught:
         describe_config(config, origin=Path("config.json"))
     for part in ("config.json", *parts):
         assert part in str(caught.value)
 
 
-def test_checkpoint_under_other_names_is_described_if_it_is_whole(tmp_path: Path) -> None:
+def test_checkpoint_under_other_names_is_described_if_it_is_whole(tmp_path):
     """Checkpoints of `hy_v3` name shared experts otherwise than Transformers names the modules."""
     tiny_model(tiny_config("hy_v3"), tmp_path)
     path = tmp_path / "model.safetensors"
@@ -199,7 +199,7 @@ def test_checkpoint_under_other_names_is_described_if_it_is_whole(tmp_path: Path
         describe_folder(tmp_path)
 
 
-def test_infinity_is_read_however_it_is_written(tmp_path: Path) -> None:
+def test_infinity_is_read_however_it_is_written(tmp_path):
     """Transformers 5 writes an object in its place, and Python a word that is no JSON."""
     config = SIZES | {
         "model_type": "granitemoehybrid",

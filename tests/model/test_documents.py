@@ -30,7 +30,7 @@ def rows_of(*shape: int) -> torch.Tensor:
 
 
 @shapes
-def test_rows_are_put_together_as_they_were(room: tuple[int, ...]) -> None:
+def test_rows_are_put_together_as_they_were(room):
     x = rows_of(3, 23, 2)
     apart = documents(room)
     parts = apart.apart(x)
@@ -42,7 +42,7 @@ def test_rows_are_put_together_as_they_were(room: tuple[int, ...]) -> None:
 
 
 @shapes
-def test_each_document_begins_a_row_and_goes_on_to_its_end(room: tuple[int, ...]) -> None:
+def test_each_document_begins_a_row_and_goes_on_to_its_end(room):
     tokens = torch.arange(69).view(3, 23)
     rows = [row for part in documents(room).apart(tokens) for row in part.tolist()]
     expected = [part.tolist() for part in tokens.flatten().split(LENGTHS)]
@@ -51,14 +51,14 @@ def test_each_document_begins_a_row_and_goes_on_to_its_end(room: tuple[int, ...]
 
 
 @shapes
-def test_starts_are_those_of_the_rows(room: tuple[int, ...]) -> None:
+def test_starts_are_those_of_the_rows(room):
     apart = documents(room)
     parts = apart.apart(torch.arange(69).view(3, 23))
     for part, starts in zip(parts, apart.starts(torch.device("cpu")), strict=True):
         assert part[:, 0].tolist() == starts.tolist()
 
 
-def test_room_gives_other_rows_the_same_shapes() -> None:
+def test_room_gives_other_rows_the_same_shapes():
     one, other = documents(ROOM), documents(ROOM, OTHERS)
     assert one.shapes == other.shapes
     assert one.places is not None
@@ -67,7 +67,7 @@ def test_room_gives_other_rows_the_same_shapes() -> None:
     assert not torch.equal(one.places, other.places)
 
 
-def test_room_is_a_few_rows_more_than_what_is_needed() -> None:
+def test_room_is_a_few_rows_more_than_what_is_needed():
     """The k-th longest document of any rows has a row of the length that it needs."""
     assert room_of(LENGTHS, longest=LONGEST) == (7, 6, 4, 4, 2)
     assert documents(ROOM).shapes == ((2, 23), (2, 16), (1, 8), (1, 4), (1, 2))
@@ -76,7 +76,7 @@ def test_room_is_a_few_rows_more_than_what_is_needed() -> None:
         documents(ROOM, [[17, 6], [23], [23]])
 
 
-def test_documents_of_one_length_are_not_copied() -> None:
+def test_documents_of_one_length_are_not_copied():
     apart = documents_of([23, 23, 23])
     assert apart.are_rows((3, 23, 5))
     assert not documents_of([69]).are_rows((3, 23, 5))
@@ -86,14 +86,14 @@ def test_documents_of_one_length_are_not_copied() -> None:
     assert part.data_ptr() == x.data_ptr() == apart.together([part], x.shape[:2]).data_ptr()
 
 
-def test_fewer_than_half_of_the_places_are_filled_up() -> None:
+def test_fewer_than_half_of_the_places_are_filled_up():
     lengths = [*[1] * 5, 2, 2, 5, 9, 20, 3, 4, 7, 12]
     apart = documents_of(lengths)
     assert sum(count * length for count, length in apart.shapes) < 2 * sum(lengths)
     assert len(apart.shapes) <= (23).bit_length()
 
 
-def test_moved_documents_are_the_same() -> None:
+def test_moved_documents_are_the_same():
     apart = documents(())
     assert apart.each(lambda x: x) == replace(apart)
     assert documents_of([23, 23]).each(torch.clone) == documents_of([23, 23])

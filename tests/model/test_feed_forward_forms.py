@@ -29,7 +29,7 @@ CASES = FAMILIES | {"seed_oss": FamilyCase("dropout of the output", {"residual_d
 
 
 @pytest.mark.parametrize("family", FORMS)
-def test_form_is_that_of_the_family(family: str) -> None:
+def test_form_is_that_of_the_family(family):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[family].config(family))
     state = torch.get_rng_state()
@@ -53,7 +53,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("wide", [80, 48], ids=["wider", "as wide as the model"])
-def test_linears_are_told_apart_by_what_they_do(wide: int) -> None:
+def test_linears_are_told_apart_by_what_they_do(wide):
     assert feed_forward_form(Gated(wide=wide)) == Form(("first", "second"), "out", "silu")
 
 
@@ -89,11 +89,11 @@ class UpFirst(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [ExactGelu, Optional, Residual, DroppedGate, UpFirst])
-def test_what_computes_a_little_else_is_left_alone(kind: type[nn.Module]) -> None:
+def test_what_computes_a_little_else_is_left_alone(kind):
     assert feed_forward_form(kind()) is None
 
 
-def test_output_is_dropped_in_training_alone() -> None:
+def test_output_is_dropped_in_training_alone():
     module = Gated()
     fused = FusedFeedForward(module, form=Form(("first", "second"), "out", "silu", dropout=0.5))
     x = torch.randn(200, 48)

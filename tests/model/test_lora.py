@@ -51,7 +51,7 @@ def stock(base: Path, **lora: Any) -> PeftModel:
 
 
 @pytest.mark.parametrize("targets", ["all-linear", TARGETS], ids=["all", "two"])
-def test_names_and_shapes_are_those_of_stock_peft(base: Path, targets: Any) -> None:
+def test_names_and_shapes_are_those_of_stock_peft(base, targets):
     ours = trainable_parameters(adapted(base, r=3, target_modules=targets))
     listed = targets if isinstance(targets, str) else list(targets)
     theirs = get_peft_model_state_dict(stock(base, r=3, target_modules=listed))
@@ -61,14 +61,14 @@ def test_names_and_shapes_are_those_of_stock_peft(base: Path, targets: Any) -> N
     assert len(ours) == 2 * 3 * (7 if targets == "all-linear" else 2)
 
 
-def test_only_adapters_are_trained_in_fp32(base: Path) -> None:
+def test_only_adapters_are_trained_in_fp32(base):
     training = adapted(base, r=3)
     trained = [(n, p.dtype) for n, p in training.named_parameters() if p.requires_grad]
     assert all(".lora_A." in name or ".lora_B." in name for name, _ in trained)
     assert {dtype for _, dtype in trained} == {torch.float32}
 
 
-def test_initial_values_are_those_of_peft_in_distribution(base: Path) -> None:
+def test_initial_values_are_those_of_peft_in_distribution(base):
     """A uniform in +-1/sqrt(in_features), so of variance 1/(3 in_features); B zero."""
     for name, param in trainable_parameters(adapted(base, r=16)).items():
         if ".lora_B." in name:
@@ -81,7 +81,7 @@ def test_initial_values_are_those_of_peft_in_distribution(base: Path) -> None:
         assert float(param.square().mean()) == pytest.approx(bound**2 / 3, rel=0.1)
 
 
-def test_initial_values_depend_on_the_seed_and_differ_between_layers(base: Path) -> None:
+def test_initial_values_depend_on_the_seed_and_differ_between_layers(base):
     training = adapted(base, r=3)
 
     def draw(seed: int) -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_initial_values_depend_on_the_seed_and_differ_between_layers(base: Path)
     assert len({tuple(t.flatten().tolist()) for t in same_shape}) == len(same_shape)
 
 
-def test_target_that_is_no_linear_layer_is_refused(base: Path) -> None:
+def test_target_that_is_no_linear_layer_is_refused(base):
     model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
     with pytest.raises(UserError) as caught:
         inject_adapters(model, LoraSettings(target_modules=("q_proj", "qkv_proj")))
@@ -108,7 +108,7 @@ def test_target_that_is_no_linear_layer_is_refused(base: Path) -> None:
     assert message.endswith("all-linear.")
 
 
-def test_expression_means_linears_even_if_it_matches_other_modules(base: Path) -> None:
+def test_expression_means_linears_even_if_it_matches_other_modules(base):
     training = adapted(base, r=3, target_modules=r"model\.layers\.1\.mlp\..*")
     names = {n for n, m in training.named_modules() if isinstance(m, FusedLoraLinear)}
     assert {name.rpartition("layers.")[2] for name in names} == {
@@ -119,7 +119,7 @@ def test_expression_means_linears_even_if_it_matches_other_modules(base: Path) -
 
 
 @pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
-def test_scale_is_alpha_over_r_or_its_root(base: Path, use_rslora: bool, scale: float) -> None:
+def test_scale_is_alpha_over_r_or_its_root(base, use_rslora, scale):
     training = adapted(base, r=4, alpha=8, use_rslora=use_rslora)
     layers = [m for m in training.modules() if isinstance(m, FusedLoraLinear)]
     assert len(layers) == 21
@@ -152,7 +152,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
-def test_dropout_is_a_function_of_the_rows_keys(base: Path, fused_calls: list[None]) -> None:
+def test_dropout_is_a_function_of_the_rows_keys(base, fused_calls):
     training = randomized(adapted(base, r=3, dropout=0.5)).train()
 
     def loss(*keys: int) -> float:
@@ -170,13 +170,13 @@ def test_dropout_is_a_function_of_the_rows_keys(base: Path, fused_calls: list[No
     assert len(fused_calls) == 3 * 21
 
 
-def test_dropout_is_off_in_evaluation_which_is_fused(base: Path, fused_calls: list[None]) -> None:
+def test_dropout_is_off_in_evaluation_which_is_fused(base, fused_calls):
     with_dropout = logits(randomized(adapted(base, r=3, dropout=0.5)).eval())
     assert torch.equal(with_dropout, logits(randomized(adapted(base, r=3))))
     assert len(fused_calls) == 2 * 21
 
 
-def test_disabled_adapter_gives_the_base_models_logits(base: Path) -> None:
+def test_disabled_adapter_gives_the_base_models_logits(base):
     training = randomized(adapted(base, r=3))
     with training.peft_model.disable_adapter():
         off = logits(training)
@@ -186,7 +186,7 @@ def test_disabled_adapter_gives_the_base_models_logits(base: Path) -> None:
     assert not torch.allclose(off, logits(training), atol=0.1)
 
 
-def test_settings_reach_peft() -> None:
+def test_settings_reach_peft():
     config = lora_config(LoraSettings(r=5, alpha=10, dropout=0.1), linears=["a.q_proj"])
     assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (5, 10, 0.1, "none")
     assert config.target_modules == "all-linear"
@@ -207,7 +207,7 @@ class MadeZeros(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_backward_makes_no_gradients_for_what_needs_none(base: Path, fused: bool) -> None:
+def test_backward_makes_no_gradients_for_what_needs_none(base, fused):
     training = adapted(base, r=3)
     if fused:
         fuse_layers_(training.peft_model.get_base_model())  # type: ignore[operator]

@@ -95,13 +95,13 @@ def clamped_convolution(
 
 @limits
 @pytest.mark.parametrize("by_config", [False, True], ids=["attribute", "config"])
-def test_clamped_feed_forward_stays_the_familys(limit: float, by_config: bool) -> None:
+def test_clamped_feed_forward_stays_the_familys(limit, by_config):
     assert feed_forward_form(FeedForward(limit, by_config=by_config)) is None
     assert feed_forward_form(FeedForward(NO_LIMIT, by_config=by_config)) is not None
 
 
 @limits
-def test_clamped_norms_stay_the_familys(limit: float) -> None:
+def test_clamped_norms_stay_the_familys(limit):
     assert _as_fused_norm(Norm(limit)) is None
     assert as_gated_norm(GatedNorm(limit)) is None
     assert _as_fused_norm(Norm(NO_LIMIT)) is not None
@@ -109,19 +109,19 @@ def test_clamped_norms_stay_the_familys(limit: float) -> None:
 
 
 @limits
-def test_clamped_gate_of_experts_stays_the_familys(limit: float) -> None:
+def test_clamped_gate_of_experts_stays_the_familys(limit):
     assert Gate(Experts(limit).gated).form is None
     assert Gate(Experts(NO_LIMIT).gated).form is not None
 
 
-def test_clamped_functions_stay_the_familys() -> None:
+def test_clamped_functions_stay_the_familys():
     assert rotary_form(turned) is not None
     assert rotary_form(turned_and_clamped) is None
     assert _ours_of(short_convolution) is not None
     assert _ours_of(clamped_convolution) is None
 
 
-def test_values_are_tried_around_every_number_of_module_config_and_code() -> None:
+def test_values_are_tried_around_every_number_of_module_config_and_code():
     module: Any = FeedForward(7.25, by_config=True)
     module.scale = 0.3
     found = magnitudes(module)

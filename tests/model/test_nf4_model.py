@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, tiny_llama
@@ -52,21 +47,19 @@ def loaded(folder: Path) -> PreTrainedModel:
     return model
 
 
-def test_building_takes_no_memory(folder: Path) -> None:
+def test_building_takes_no_memory(folder):
     model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.bfloat16, attention="sdpa")
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
 
 
-def test_every_linear_but_the_head_is_nf4_and_nothing_is_trainable(loaded: PreTrainedModel) -> None:
+def test_every_linear_but_the_head_is_nf4_and_nothing_is_trainable(loaded):
     linears = dict(nf4_linears(loaded))
     assert len(linears) == 3 * 7
     assert not isinstance(loaded.lm_head, NF4Linear)
     assert not any(p.requires_grad for p in loaded.parameters())
 
 
-def test_rotary_table_is_that_of_a_normally_built_model(
-    folder: Path, loaded: PreTrainedModel
-) -> None:
+def test_rotary_table_is_that_of_a_normally_built_model(folder, loaded):
     """It is in no checkpoint; scaled as Llama 3.1 does, so that a default table would show."""
     config = LlamaConfig.from_pretrained(folder / "original")
     normal = LlamaForCausalLM(config).model.rotary_emb
@@ -75,7 +68,7 @@ def test_rotary_table_is_that_of_a_normally_built_model(
     assert not torch.allclose(normal.inv_freq, plain)
 
 
-def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
+def test_tied_weights_stay_one_tensor(tmp_path):
     base = quantized(tiny_llama(tmp_path / "original", tied=True), tmp_path / "nf4")
     training = adapted(base)
     model = training.peft_model.get_base_model()
@@ -86,9 +79,7 @@ def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
     )
 
 
-def test_bytes_read_are_those_of_the_checkpoint_without_code_tables(
-    folder: Path, loaded: PreTrainedModel
-) -> None:
+def test_bytes_read_are_those_of_the_checkpoint_without_code_tables(folder, loaded):
     stored = {}
     for file in (folder / "nf4").glob("*.safetensors"):
         stored |= load_file(file)
@@ -110,7 +101,7 @@ class OddRotary(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
-def test_buffer_that_nobody_computes_is_refused(folder: Path, dtype: torch.dtype) -> None:
+def test_buffer_that_nobody_computes_is_refused(folder, dtype):
     """It would hold whatever was in memory."""
     model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
     model.model.odd = OddRotary(dtype)
@@ -123,7 +114,7 @@ def test_buffer_that_nobody_computes_is_refused(folder: Path, dtype: torch.dtype
     )
 
 
-def test_stored_buffer_that_the_checkpoint_lacks_is_refused(folder: Path) -> None:
+def test_stored_buffer_that_the_checkpoint_lacks_is_refused(folder):
     model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
     model.model.register_buffer("layer_scalar", torch.ones(1, device="meta"))
     materialize_(model, transformers_model=model, device=CPU)
@@ -131,7 +122,7 @@ def test_stored_buffer_that_the_checkpoint_lacks_is_refused(folder: Path) -> Non
         load_weights_(model, folder / "nf4")
 
 
-def test_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_that_lacks_a_tensor_is_refused(folder, tmp_path):
     broken = tmp_path / "nf4"
     broken.mkdir()
     tensors = {}
@@ -144,7 +135,7 @@ def test_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Path)
         adapted(broken)
 
 
-def test_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
     tiny_llama(tmp_path / "wide", intermediate_size=96)
     for file in (folder / "nf4").iterdir():
         if file.name != "config.json":
@@ -161,9 +152,7 @@ def test_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text", ['{"model_type": "no_such_model"}', "{}", "{", '{"model_type": "vit"}'], ids=str
 )
-def test_config_that_describes_no_causal_language_model_is_refused(
-    tmp_path: Path, text: str
-) -> None:
+def test_config_that_describes_no_causal_language_model_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as caught:
         build_on_meta(tmp_path, dtype=torch.float32)
@@ -173,7 +162,7 @@ def test_config_that_describes_no_causal_language_model_is_refused(
     assert str(caught.value).endswith("Check model.source and model.attention.")
 
 
-def test_attention_that_the_family_has_not_is_refused(tmp_path: Path) -> None:
+def test_attention_that_the_family_has_not_is_refused(tmp_path):
     AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
     with pytest.raises(
         UserError,
@@ -190,9 +179,7 @@ def test_attention_that_the_family_has_not_is_refused(tmp_path: Path) -> None:
         ("ernie4_5_moe", "model.layers.1.mlp.gate.weight"),
     ],
 )
-def test_what_chooses_experts_keeps_the_precision_that_its_family_asks_for(
-    family: str, name: str, tmp_path: Path
-) -> None:
+def test_what_chooses_experts_keeps_the_precision_that_its_family_asks_for(family, name, tmp_path):
     base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "nf4")
     model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
     materialize_(model, transformers_model=model, device=torch.device("cpu"))

@@ -35,7 +35,7 @@ def summed_by_hand(x: torch.Tensor, lengths: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("room", [(), ROOM], ids=["exact", "room"])
-def test_every_document_is_summed_from_its_own_beginning(room: tuple[int, ...]) -> None:
+def test_every_document_is_summed_from_its_own_beginning(room):
     x = torch.randn(3, 23, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
     layer = Separated()
     layer.documents = documents_of(ALL, room=room, longest=23)
@@ -48,7 +48,7 @@ def test_every_document_is_summed_from_its_own_beginning(room: tuple[int, ...]) 
     torch.testing.assert_close(ours, theirs)
 
 
-def test_no_shape_depends_on_what_only_the_device_knows() -> None:
+def test_no_shape_depends_on_what_only_the_device_knows():
     """Fake tensors have no values, so nothing can be asked of them."""
     layer, documents = Separated(), documents_of(ALL, room=ROOM, longest=23)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -58,7 +58,7 @@ def test_no_shape_depends_on_what_only_the_device_knows() -> None:
     assert x.grad is not None
 
 
-def test_what_belongs_to_the_tokens_is_divided_as_they_are() -> None:
+def test_what_belongs_to_the_tokens_is_divided_as_they_are():
     """One mask for all rows, too, as rotary tables are."""
     x, mask = torch.ones(3, 23, 1), torch.arange(23.0)[None]
     layer = Separated()
@@ -67,7 +67,7 @@ def test_what_belongs_to_the_tokens_is_divided_as_they_are() -> None:
     torch.testing.assert_close(layer(hidden_states=x, mask=mask), expected)
 
 
-def test_rows_of_one_document_each_are_handed_on_as_they_are() -> None:
+def test_rows_of_one_document_each_are_handed_on_as_they_are():
     """With all that comes with them, as what cannot be divided."""
     layer = Separated()
     layer.documents = documents_of([23] * 3)
@@ -77,7 +77,7 @@ def test_rows_of_one_document_each_are_handed_on_as_they_are() -> None:
     torch.testing.assert_close(layer(x), x.cumsum(dim=1))
 
 
-def test_argument_that_cannot_be_divided_is_refused() -> None:
+def test_argument_that_cannot_be_divided_is_refused():
     layer = Separated()
     layer.documents = documents_of(ALL)
     with pytest.raises(UserError) as caught:

@@ -40,7 +40,7 @@ def gradients(layers: list[Layer], calls: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("time", [1, 2], ids="time {}".format)
-def test_layer_that_draws_has_the_gradient_of_one_that_is_not_recomputed(time: int) -> None:
+def test_layer_that_draws_has_the_gradient_of_one_that_is_not_recomputed(time):
     """Another layer draws after it; in the first forward, and when it is known that they draw."""
     layers = [Layer(0.5), Layer(0.5)]
     calls: list[Any] = [Recomputed(), Recomputed()]
@@ -51,7 +51,7 @@ def test_layer_that_draws_has_the_gradient_of_one_that_is_not_recomputed(time: i
     torch.testing.assert_close(found, kept, rtol=0, atol=0)
 
 
-def test_state_is_kept_until_a_layer_was_seen_not_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_kept_until_a_layer_was_seen_not_to_draw(monkeypatch):
     call, layer = Recomputed(), Layer(0.0)
     set_back: list[Any] = []
     monkeypatch.setattr(torch.random, "set_rng_state", set_back.append)

@@ -4,7 +4,6 @@ models learn: `tests/training/test_families.py`.
 
 import functools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ def nodes_behind(output: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", CALLED)
-def test_layers_call_ours_and_compute_the_same(family: str) -> None:
+def test_layers_call_ours_and_compute_the_same(family):
     ours, stock = (frozen(recurrent_layer(family)) for _ in "os")
     assert recur_by_ours_(ours)
     x = torch.randn(2, 150, 48, requires_grad=True)
@@ -79,7 +78,7 @@ def test_layers_call_ours_and_compute_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CALLED)
-def test_layers_of_the_model_that_is_trained_call_ours(family: str, tmp_path: Path) -> None:
+def test_layers_of_the_model_that_is_trained_call_ours(family, tmp_path):
     """They are divided by document, too, which must come after."""
     base = quantized(tiny_family(family, tmp_path / "model"), tmp_path / "base")
     model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
@@ -94,14 +93,14 @@ def test_layers_of_the_model_that_is_trained_call_ours(family: str, tmp_path: Pa
     assert called["causal_conv1d_fn"].__module__ == recur_by_ours_.__module__
 
 
-def test_convolution_that_is_trained_is_the_familys() -> None:
+def test_convolution_that_is_trained_is_the_familys():
     layer = recurrent_layer("lfm2")
     assert recur_by_ours_(layer)
     x = torch.randn(2, 9, 48, requires_grad=True)
     assert OURS not in nodes_behind(layer(x))
 
 
-def test_call_that_begins_with_a_state_is_the_familys() -> None:
+def test_call_that_begins_with_a_state_is_the_familys():
     ours, stock = (recurrent_layer("qwen3_5_text") for _ in "os")
     recur_by_ours_(ours)
     called, family = (
@@ -118,9 +117,7 @@ def test_call_that_begins_with_a_state_is_the_familys() -> None:
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h"])
-def test_no_package_computes_a_whole_layer_without_its_adapters(
-    family: str,
-) -> None:
+def test_no_package_computes_a_whole_layer_without_its_adapters(family):
     """As the function of `mamba_ssm` would, to which Transformers' function goes if it is
     installed.
     """
@@ -151,7 +148,7 @@ class CallsAnother(nn.Module):
         return delta_like(x, x, x, g, g)[0]
 
 
-def test_function_that_computes_something_else_is_left_alone() -> None:
+def test_function_that_computes_something_else_is_left_alone():
     module = CallsAnother()
     assert not recur_by_ours_(module)
     assert type(module) is CallsAnother
@@ -180,7 +177,7 @@ def tripled_of(function: Any) -> Any:
     return (lambda x: 3 * x) if function is doubled else None
 
 
-def test_decorators_of_a_forward_still_run_around_ours() -> None:
+def test_decorators_of_a_forward_still_run_around_ours():
     module = Decorated()
     assert call_ours_(module, tripled_of)
     assert module(torch.ones(1)) == 3

@@ -1,7 +1,6 @@
 """Dropout in recurrent layers, whose linears are given documents in place of rows."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.training.batches import stored_batch
 
 
-def test_rows_of_documents_meet_the_same_dropout_together_and_alone(tmp_path: Path) -> None:
+def test_rows_of_documents_meet_the_same_dropout_together_and_alone(tmp_path):
     base = quantized(tiny_family("lfm2", tmp_path / "original"), tmp_path / "nf4")
     training = adapted(base, r=3, dropout=0.4).train()
     generator = torch.Generator().manual_seed(0)

@@ -10,11 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from workflow.lib.kernels.exact_activations import is_exact
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.tried_classes.rotary_functions import (
-    Form,
-    rotary_form,
-    rotate_by_kernel_,
-)
+from workflow.lib.model.tried_classes.rotary_functions import Form, rotary_form, rotate_by_kernel_
 
 
 def rotated_half(x: torch.Tensor) -> torch.Tensor:
@@ -22,7 +18,7 @@ def rotated_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def test_a_function_that_rotates_by_a_table_of_two_halves_is_known() -> None:
+def test_a_function_that_rotates_by_a_table_of_two_halves_is_known():
     def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
         cos, sin = cos[:, None], sin[:, None]
         return q * cos + rotated_half(q) * sin, k * cos + rotated_half(k) * sin
@@ -30,14 +26,14 @@ def test_a_function_that_rotates_by_a_table_of_two_halves_is_known() -> None:
     assert rotary_form(rotate) == Form(tensors=2, axis=1, neighbours=False, table="halves")
 
 
-def test_a_function_that_does_more_than_rotate_is_not_known() -> None:
+def test_a_function_that_does_more_than_rotate_is_not_known():
     def scaled(x: Any, cos: Any, sin: Any) -> Any:
         return 1.1 * (x * cos[:, None] + rotated_half(x) * sin[:, None])
 
     assert rotary_form(scaled) is None
 
 
-def test_a_function_that_rotates_the_last_part_of_heads_is_not_known() -> None:
+def test_a_function_that_rotates_the_last_part_of_heads_is_not_known():
     """Of whole heads it does what ours does, which rotates the first part."""
 
     def last_part(x: Any, cos: Any, sin: Any) -> Any:
@@ -47,7 +43,7 @@ def test_a_function_that_rotates_the_last_part_of_heads_is_not_known() -> None:
     assert rotary_form(last_part) is None
 
 
-def test_a_function_of_whole_heads_is_not_called_for_parts_of_them() -> None:
+def test_a_function_of_whole_heads_is_not_called_for_parts_of_them():
     """Llama's class fails with such a table: so has it to fail with ours."""
     module = attention("llama")
     rotate_by_kernel_(module)
@@ -82,7 +78,7 @@ def nodes_of_ours(module: Any) -> int:
     return sum(node.name() == "_RotaryBackward" for node in seen)
 
 
-def test_the_module_calls_our_operation_and_its_class_does_not() -> None:
+def test_the_module_calls_our_operation_and_its_class_does_not():
     ours, stock = attention("olmo3"), attention("olmo3")
     assert rotate_by_kernel_(ours)
     assert nodes_of_ours(ours) == 1
@@ -90,7 +86,7 @@ def test_the_module_calls_our_operation_and_its_class_does_not() -> None:
     assert type(ours).__module__ == type(stock).__module__  # where the check looks for eager
 
 
-def test_a_function_that_gets_another_kind_of_table_is_the_familys() -> None:
+def test_a_function_that_gets_another_kind_of_table_is_the_familys():
     module, stock = attention("olmo3"), attention("olmo3")
     rotate_by_kernel_(module)
     rotating, family = (
@@ -103,7 +99,7 @@ def test_a_function_that_gets_another_kind_of_table_is_the_familys() -> None:
     torch.testing.assert_close(found, family(query, key, angles[0], angles[1], unsqueeze_dim=0))
 
 
-def test_rotated_heads_are_never_rounded() -> None:
+def test_rotated_heads_are_never_rounded():
     """Whatever attention follows: some tell it by themselves."""
     module = attention("olmo3")
     rotate_by_kernel_(module)
@@ -113,7 +109,7 @@ def test_rotated_heads_are_never_rounded() -> None:
     assert all(map(is_exact, made))
 
 
-def test_attention_without_such_a_function_is_left_alone() -> None:
+def test_attention_without_such_a_function_is_left_alone():
     module = attention("olmo3").o_proj
     assert not rotate_by_kernel_(module)
     assert type(module) is torch.nn.Linear

@@ -62,14 +62,14 @@ def run(
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_backward_gets_the_values_times_their_scales(offload: bool) -> None:
+def test_backward_gets_the_values_times_their_scales(offload):
     gradient, *_ = run(torch.square, offload=offload)
     x = hidden_states()
     assert torch.equal(gradient, 2 * expected(x))
     assert not torch.equal(gradient, 2 * x)
 
 
-def test_restored_values_are_within_a_sixteenth_and_their_zeros_stay() -> None:
+def test_restored_values_are_within_a_sixteenth_and_their_zeros_stay():
     """e4m3 has 3 bits of mantissa: half a step is 1 / 16 of the value at most."""
     x = hidden_states().detach()
     x[2] = 0
@@ -80,7 +80,7 @@ def test_restored_values_are_within_a_sixteenth_and_their_zeros_stay() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_comes_back_so_and_leaves_other_blocks_alone(bad: float) -> None:
+def test_what_is_not_finite_comes_back_so_and_leaves_other_blocks_alone(bad):
     x = hidden_states().detach()
     clean = expected(x)
     x[1, 3] = bad
@@ -91,12 +91,12 @@ def test_what_is_not_finite_comes_back_so_and_leaves_other_blocks_alone(bad: flo
 
 
 @pytest.mark.parametrize(("width", "block"), [(192, 64), (40, 128), (384, 128)])
-def test_no_scale_crosses_a_row(width: int, block: int) -> None:
+def test_no_scale_crosses_a_row(width, block):
     gradient, *_ = run(torch.square, width=width)
     assert torch.equal(gradient, 2 * expected(hidden_states(width), block=block))
 
 
-def test_two_nodes_that_save_the_same_bytes_share_a_copy() -> None:
+def test_two_nodes_that_save_the_same_bytes_share_a_copy():
     """One as a matrix and one as a cube; it takes 1 byte an element and 4 for 128."""
 
     def compute(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_two_nodes_that_save_the_same_bytes_share_a_copy() -> None:
             assert stash.host_bytes == TOKENS * (WIDTH + 4 * WIDTH // 128)
 
 
-def test_changed_memory_is_rounded_anew() -> None:
+def test_changed_memory_is_rounded_anew():
     def compute(x: torch.Tensor) -> torch.Tensor:
         y = x.detach().clone()
         first = x * y
@@ -125,7 +125,7 @@ def test_changed_memory_is_rounded_anew() -> None:
     torch.testing.assert_close(gradient, expected(x) + expected(x + 1))
 
 
-def test_what_is_small_or_alike_for_all_layers_or_repeated_stays() -> None:
+def test_what_is_small_or_alike_for_all_layers_or_repeated_stays():
     cosine = torch.linspace(-1, 1, TOKENS * WIDTH).view(TOKENS, WIDTH)
     repeated = torch.zeros(1, 4, TOKENS, WIDTH)
     low = torch.linspace(-1, 1, TOKENS * (WIDTH // 8 - 1)).view(TOKENS, -1)
@@ -140,7 +140,7 @@ def test_what_is_small_or_alike_for_all_layers_or_repeated_stays() -> None:
     torch.testing.assert_close(gradient, cosine, rtol=0, atol=1e-2)
 
 
-def test_views_of_what_is_kept_exact_stay() -> None:
+def test_views_of_what_is_kept_exact_stay():
     def compute(x: torch.Tensor) -> torch.Tensor:
         query = x * 2
         keep_exact(query)
@@ -150,7 +150,7 @@ def test_views_of_what_is_kept_exact_stay() -> None:
     assert torch.equal(gradient, 8 * hidden_states())
 
 
-def test_nothing_between_layers_is_rounded() -> None:
+def test_nothing_between_layers_is_rounded():
     """That may be the input of a layer that is recomputed."""
     layer, x = Layer(lambda x: x + 1), hidden_states()
     rounding = RoundedActivations(torch.float32, None)

@@ -36,7 +36,7 @@ def single(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("write", [single, sharded])
-def test_every_tensor_is_read_whole_from_one_file_or_many(tmp_path: Path, write: object) -> None:
+def test_every_tensor_is_read_whole_from_one_file_or_many(tmp_path, write):
     assert callable(write)
     with CheckpointReader(write(tmp_path / "model")) as reader:
         assert reader.names() == sorted(TENSORS)
@@ -51,7 +51,7 @@ def test_every_tensor_is_read_whole_from_one_file_or_many(tmp_path: Path, write:
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 11), (3, 4), (9, 11), (10, 99), (4, 4), (11, 11), (7, 2)]
 )
-def test_rows_are_those_of_a_slice(tmp_path: Path, start: int, stop: int) -> None:
+def test_rows_are_those_of_a_slice(tmp_path, start, stop):
     with CheckpointReader(single(tmp_path / "model")) as reader:
         rows = reader.rows("a.weight", start, stop)
         assert rows.shape[1:] == (7,), "empty slices keep their width"
@@ -65,7 +65,7 @@ def refused(folder: Path, *, tensor: str = "a.weight") -> str:
     return str(caught.value)
 
 
-def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+def test_folder_without_safetensors_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     message = refused(tmp_path)
     assert message.startswith(
@@ -74,7 +74,7 @@ def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     assert "model.source" in message
 
 
-def test_index_that_names_an_absent_file_is_refused(tmp_path: Path) -> None:
+def test_index_that_names_an_absent_file_is_refused(tmp_path):
     folder = sharded(tmp_path / "model")
     (folder / "two.safetensors").unlink()
     assert refused(folder) == (
@@ -83,7 +83,7 @@ def test_index_that_names_an_absent_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "null"])
-def test_broken_index_is_refused(tmp_path: Path, text: str) -> None:
+def test_broken_index_is_refused(tmp_path, text):
     folder = sharded(tmp_path / "model")
     (folder / INDEX).write_text(text)
     message = refused(folder)
@@ -93,7 +93,7 @@ def test_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     )
 
 
-def test_index_of_other_files_is_refused(tmp_path: Path) -> None:
+def test_index_of_other_files_is_refused(tmp_path):
     folder = sharded(tmp_path / "model")
     save_file({"scale": TENSORS["scale"]}, folder / "two.safetensors")
     assert refused(folder, tensor="scale") == (
@@ -114,7 +114,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("damage", BREAKS.values(), ids=BREAKS)
-def test_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path, damage: object) -> None:
+def test_file_that_is_no_whole_safetensors_file_is_refused(tmp_path, damage):
     assert callable(damage)
     path = single(tmp_path / "model") / SINGLE
     path.write_bytes(damage(path.read_bytes()))
@@ -125,7 +125,7 @@ def test_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path, damag
     assert refused(path.parent).endswith(f"Delete the folder {path.parent}; it is made again.")
 
 
-def test_absent_tensor_is_refused_by_name(tmp_path: Path) -> None:
+def test_absent_tensor_is_refused_by_name(tmp_path):
     folder = single(tmp_path / "model")
     assert refused(folder, tensor="c.weight") == (
         f"{folder} has no tensor 'c.weight': it is not a checkpoint of this model. "

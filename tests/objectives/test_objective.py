@@ -153,9 +153,7 @@ def found(request: pytest.FixtureRequest, base: Path, alone: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("head", HEADS)
-def test_step_has_the_loss_and_the_gradients_of_a_dense_reference(
-    found: dict[str, Any], alone: dict[str, Any], head: str, name: str
-) -> None:
+def test_step_has_the_loss_and_the_gradients_of_a_dense_reference(found, alone, head, name):
     loss, expected = alone[f"{head}, {name}, dense"]
     forms = [key for key in found if key.startswith(f"{head}, {name}, ") and "dense" not in key]
     assert len(forms) == 2
@@ -170,7 +168,7 @@ def test_step_has_the_loss_and_the_gradients_of_a_dense_reference(
             )
 
 
-def test_weights_that_are_all_equal_change_nothing() -> None:
+def test_weights_that_are_all_equal_change_nothing():
     """A gradient three times as large is divided by a sum of weights three times as large."""
     tripled, plain = two_documents_a_row(weights=3), two_documents_a_row(weights=None)
     assert (NEXT_TOKEN.sizes(tripled) == 3 * NEXT_TOKEN.sizes(plain)).all()

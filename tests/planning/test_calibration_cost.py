@@ -7,7 +7,7 @@ import pytest
 from workflow.lib.planning.calibration_cost import Shape, chosen_method, rounding_seconds
 
 
-def test_columns_and_weights_of_linears_and_experts_are_counted() -> None:
+def test_columns_and_weights_of_linears_and_experts_are_counted():
     columns = 5 + 11 + 8 * 64
     weights = 7 * 5 + 3 * 11 + 8 * 96 * 64
     expected = columns * 10e-6 + weights * 7e-9
@@ -35,9 +35,7 @@ QWEN_30B, GPT_OSS = mixture(layer(2048, 768, 32, 4), 128), mixture(layer(2880, 2
     [(LLAMA_8B, 2.07), (LLAMA_70B, 7.88), (QWEN_30B, 7.92), (GPT_OSS, 6.63)],
     ids=["Llama 3 8B", "Llama 3 70B", "Qwen3-30B-A3B", "gpt-oss-20b"],
 )
-def test_time_of_a_layer_is_within_a_fifth_of_what_was_measured(
-    shapes: list[Shape], measured_s: float
-) -> None:
+def test_time_of_a_layer_is_within_a_fifth_of_what_was_measured(shapes, measured_s):
     """One H200, 24,576 tokens of calibration, 2026-11-25; two constants are fitted to these."""
     assert rounding_seconds(shapes) == pytest.approx(measured_s, rel=0.2)
 
@@ -53,9 +51,7 @@ def test_time_of_a_layer_is_within_a_fifth_of_what_was_measured(
     ],
     ids=["Llama 3 8B", "Llama 3 70B", "Qwen3-30B-A3B", "Llama 3 405B", "1T in 384 experts"],
 )
-def test_auto_calibrates_what_one_gpu_does_in_an_hour(
-    shapes: list[Shape], method: str, minutes: str
-) -> None:
+def test_auto_calibrates_what_one_gpu_does_in_an_hour(shapes, method, minutes):
     chosen, reason = chosen_method("auto", shapes)
     assert chosen == method
     assert reason is not None
@@ -64,5 +60,5 @@ def test_auto_calibrates_what_one_gpu_does_in_an_hour(
 
 
 @pytest.mark.parametrize("method", ["absmax", "calibrated"])
-def test_method_that_is_named_is_taken_whatever_it_costs(method: str) -> None:
+def test_method_that_is_named_is_taken_whatever_it_costs(method):
     assert chosen_method(method, [(10**6, 10**6, 10**6)]) == (method, None)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from workflow.lib.system.errors import UserError
         ({"gpus": "auto"}, False, "hardware.gpus = 'auto' .run demo.: the GPUs of a cluster"),
     ],
 )
-def test_settings_that_do_not_suit_where_jobs_run_are_refused(settings, here, said) -> None:
+def test_settings_that_do_not_suit_where_jobs_run_are_refused(settings, here, said):
     hardware = HardwareConfig.model_validate(settings)
     with pytest.raises(UserError, match=said):
         check_place("demo", hardware, here=here, elsewhere=not here)

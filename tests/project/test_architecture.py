@@ -75,7 +75,7 @@ def library_closure(path: Path) -> set[Path]:
     return reached
 
 
-def test_package_has_a_manual_and_nothing_else_in_its_init_and_at_most_twenty_modules() -> None:
+def test_package_has_a_manual_and_nothing_else_in_its_init_and_at_most_twenty_modules():
     """Code there would run with every import of a module of the package."""
     wrong = []
     for package in PACKAGES:
@@ -86,7 +86,7 @@ def test_package_has_a_manual_and_nothing_else_in_its_init_and_at_most_twenty_mo
     assert wrong == []
 
 
-def test_every_package_is_under_a_contract_of_import_linter() -> None:
+def test_every_package_is_under_a_contract_of_import_linter():
     document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = document["tool"]["importlinter"]["contracts"]
     (order,) = (c["layers"] for c in contracts if "workflow.scripts" in c.get("layers", ()))
@@ -95,7 +95,7 @@ def test_every_package_is_under_a_contract_of_import_linter() -> None:
     assert rooms <= named
 
 
-def test_launcher_of_training_needs_none_of_the_packages_of_its_workers() -> None:
+def test_launcher_of_training_needs_none_of_the_packages_of_its_workers():
     """They take seconds to import, and the workers wait for the launcher."""
     script = ROOT / "workflow" / "scripts" / "finetune.py"
     files = library_closure(script) | {script}
@@ -104,7 +104,7 @@ def test_launcher_of_training_needs_none_of_the_packages_of_its_workers() -> Non
     assert not loaded & HEAVY
 
 
-def test_scripts_leave_collectives_to_the_library_and_import_no_other_stage() -> None:
+def test_scripts_leave_collectives_to_the_library_and_import_no_other_stage():
     """What a worker shares with its stage is the command line."""
     allowed = ("torch.distributed.elastic", "workflow.scripts.command")
     wrong = {
@@ -117,7 +117,7 @@ def test_scripts_leave_collectives_to_the_library_and_import_no_other_stage() ->
     assert wrong == {}
 
 
-def test_rules_import_only_the_open_part_of_the_library() -> None:
+def test_rules_import_only_the_open_part_of_the_library():
     for path in RULES:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"^\s*import workflow\b", text, re.MULTILINE), "hides Snakemake's own"
@@ -128,18 +128,18 @@ def test_rules_import_only_the_open_part_of_the_library() -> None:
         assert text.count("from workflow") == len(found)
 
 
-def test_every_stage_has_a_script_and_a_test_of_its_name() -> None:
+def test_every_stage_has_a_script_and_a_test_of_its_name():
     expected = [
         f"{folder}{s}.py" for s in STAGES for folder in ("workflow/scripts/", "tests/stages/test_")
     ]
     assert [name for name in expected if not (ROOT / name).exists()] == []
 
 
-def test_every_script_is_a_stage() -> None:
+def test_every_script_is_a_stage():
     assert len(STAGES) > 15
     assert {path.stem for path in SCRIPTS} - NO_STAGES == set(STAGES)
 
 
-def test_snakemake_finds_the_default_profile_beside_the_snakefile() -> None:
+def test_snakemake_finds_the_default_profile_beside_the_snakefile():
     """A checkout without symbolic links would lose `rerun-incomplete` and `nolock` in silence."""
     assert (ROOT / "profiles" / "default" / "config.yaml").is_file()

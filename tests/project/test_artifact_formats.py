@@ -33,7 +33,7 @@ OTHERS_FORMATS = {
 
 
 @pytest.mark.parametrize("function", OTHERS_FORMATS)
-def test_plain_json_is_only_for_files_of_other_packages(function: str) -> None:
+def test_plain_json_is_only_for_files_of_other_packages(function):
     calling = {
         path.relative_to(ROOT).as_posix()
         for path in ROOT.rglob("*.py")

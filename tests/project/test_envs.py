@@ -42,17 +42,17 @@ def pins() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", render().KINDS)
-def test_conda_environment_is_what_the_script_writes(kind: str) -> None:
+def test_conda_environment_is_what_the_script_writes(kind):
     written = (ENVS / f"{kind}.yaml").read_text(encoding="utf-8")
     assert written == render().conda_environment(kind), "`python envs/render.py` writes it again"
 
 
-def test_every_conda_environment_is_written_by_the_script() -> None:
+def test_every_conda_environment_is_written_by_the_script():
     assert {path.stem for path in ENVS.glob("*.yaml")} == set(render().KINDS)
 
 
 @pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.name)
-def test_every_requirement_has_one_version(path: Path) -> None:
+def test_every_requirement_has_one_version(path):
     names = [line.partition("==") for line in lines(path)]
     loose = [name for name, pinned, _ in names if not pinned and normalized(name) not in pins()]
     assert loose == []
@@ -61,16 +61,16 @@ def test_every_requirement_has_one_version(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in REQUIREMENTS if path.name != "flash-attn.txt"], ids=lambda p: p.name
 )
-def test_pip_reads_the_pins_with_every_list(path: Path) -> None:
+def test_pip_reads_the_pins_with_every_list(path):
     assert "-c pins.txt" in path.read_text(encoding="utf-8").splitlines()
 
 
-def test_every_pin_is_one_exact_version_of_a_package_that_is_pinned_once() -> None:
+def test_every_pin_is_one_exact_version_of_a_package_that_is_pinned_once():
     assert len(pins()) == len(lines(ENVS / "pins.txt"))
     assert [p for p in lines(ENVS / "pins.txt") if not re.fullmatch(r"[\w.-]+==[\w.!]+", p)] == []
 
 
-def test_every_package_that_the_workflow_imports_is_pinned() -> None:
+def test_every_package_that_the_workflow_imports_is_pinned():
     root = ENVS.parent / "workflow"
     sources = [*root.glob("lib/**/*.py"), *root.glob("scripts/*.py")]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
@@ -88,7 +88,7 @@ def test_every_package_that_the_workflow_imports_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])
-def test_container_installs_the_lists_with_their_pins_and_names_no_version(name: str) -> None:
+def test_container_installs_the_lists_with_their_pins_and_names_no_version(name):
     text = (ENVS / name).read_text(encoding="utf-8")
     for kind in render().KINDS:
         assert f"-r /opt/workflow/envs/{kind}.txt" in text
@@ -97,7 +97,7 @@ def test_container_installs_the_lists_with_their_pins_and_names_no_version(name:
     assert f"python:{python.partition('=')[2]}-slim" in text
 
 
-def test_stages_run_in_the_image_that_the_definition_builds() -> None:
+def test_stages_run_in_the_image_that_the_definition_builds():
     common = (ENVS.parent / "workflow" / "rules" / "common.smk").read_text(encoding="utf-8")
     assert 'SOURCES / "envs" / "workflow.sif"' in common
     assert (
@@ -106,7 +106,7 @@ def test_stages_run_in_the_image_that_the_definition_builds() -> None:
     )
 
 
-def test_audit_reads_every_pin() -> None:
+def test_audit_reads_every_pin():
     recipe = (ENVS.parent / "Makefile").read_text().split("\naudit:")[1].split("\n\n")[0]
     assert "-r envs/pins.txt" in recipe
     assert "--strict" in recipe, "a pin that cannot be asked about is no pass"
@@ -117,7 +117,7 @@ def test_audit_reads_every_pin() -> None:
 @pytest.mark.skipif(
     not (Path(sys.prefix) / ".installed").exists(), reason="not the environment of `make install`"
 )
-def test_installed_versions_are_the_pinned_ones() -> None:
+def test_installed_versions_are_the_pinned_ones():
     installed = {
         normalized(package.metadata["Name"]): package.version.partition("+")[0]
         for package in importlib.metadata.distributions()
@@ -127,7 +127,7 @@ def test_installed_versions_are_the_pinned_ones() -> None:
     assert len(both) > 50
 
 
-def test_hooks_before_a_commit_are_the_commands_of_make_lint() -> None:
+def test_hooks_before_a_commit_are_the_commands_of_make_lint():
     root = ENVS.parent
     hooks = yaml.safe_load((root / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     recipe = (root / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]

@@ -27,7 +27,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @torch.no_grad()
-def test_mixture_begins_with_the_logits_of_the_base_and_uses_all_experts(made: Path) -> None:
+def test_mixture_begins_with_the_logits_of_the_base_and_uses_all_experts(made):
     base, mixture = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for path in (upcycle_base.BASE, made)
@@ -43,7 +43,7 @@ def test_mixture_begins_with_the_logits_of_the_base_and_uses_all_experts(made: P
     assert all(len(layer.unique()) == upcycle_base.NUM_EXPERTS for layer in chosen)
 
 
-def test_preset_trains_what_the_command_makes(made: Path) -> None:
+def test_preset_trains_what_the_command_makes(made):
     assert "python workflow/resources/upcycle_base.py\n" in PRESET.read_text()
     ((name, run),) = load_config(yaml.safe_load(PRESET.read_text()))[1].items()
     assert run.model.source == str(made)

@@ -8,14 +8,14 @@ from workflow.lib.quantization.beside import Beside, Watched, beside_of
 HIDDEN, CHOSEN, WEIGHTS = torch.ones(1, 3, 2), torch.arange(3), torch.zeros(1, 3, 3)
 
 
-def test_what_was_kept_as_tensors_is_the_same_again() -> None:
+def test_what_was_kept_as_tensors_is_the_same_again():
     keys = {"shared_kv_states": {"full_attention": (HIDDEN, -HIDDEN), "sliding": (2 * HIDDEN,)}}
     for beside in (Beside(), Beside((None, CHOSEN)), Beside((), keys)):
         again = beside_of(beside.tensors())
         assert str(again) == str(beside)
 
 
-def test_of_an_output_is_kept_what_the_layer_behind_gets() -> None:
+def test_of_an_output_is_kept_what_the_layer_behind_gets():
     watched = Watched(((HIDDEN,), {}))
     behind = (HIDDEN,), {"prev_topk_indices": CHOSEN}
     kept = watched.handed_on((HIDDEN, WEIGHTS, CHOSEN), Beside(), behind)
@@ -24,7 +24,7 @@ def test_of_an_output_is_kept_what_the_layer_behind_gets() -> None:
     assert torch.equal(kept.others[1], CHOSEN)  # type: ignore[arg-type]
 
 
-def test_keys_that_a_layer_shares_reach_the_layers_behind_it() -> None:
+def test_keys_that_a_layer_shares_reach_the_layers_behind_it():
     first, later = KVSharingDict(), KVSharingDict()
     watched = Watched(((HIDDEN,), {"shared_kv_states": first}))
     first["full"] = (HIDDEN, -HIDDEN)

@@ -101,9 +101,7 @@ def losses(model: torch.nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", by_kind(dict.fromkeys((*KINDS, *FAMILIES)), KINDS))
-def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(tmp_path, monkeypatch, name):
     original, target = folder_of(name, tmp_path / "original"), tmp_path / "calibrated"
     kill_before_last_layer(original, target, monkeypatch)
     recorded = calibrate(original, target)
@@ -134,9 +132,7 @@ def kill_before_last_layer(original: Path, target: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", KINDS[:2])
-def test_calibration_that_was_killed_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_calibration_that_was_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
     original = folder_of(name, tmp_path / "original")
     calibrate(original, tmp_path / "whole")
     kill_before_last_layer(original, tmp_path / "resumed", monkeypatch)
@@ -157,13 +153,13 @@ def layer() -> nn.Module:
         return nn.ModuleDict({"up": nn.Linear(96, 160), "down": nn.Linear(160, 96, bias=False)})
 
 
-def test_bytes_of_a_small_layer_by_hand() -> None:
+def test_bytes_of_a_small_layer_by_hand():
     weights = 4 * (96 * 160 * 2 + 160)
     expected = 4 * (3 * 160**2 + 7 * 96 * 160) + 5 * weights // 2 + 3 * 4 * BATCH_TOKENS * 160
     assert layer_bytes(layer()) == expected
 
 
-def test_scores_count_where_they_are_more_than_the_matrices() -> None:
+def test_scores_count_where_they_are_more_than_the_matrices():
     """Attention has ended before a linear is rounded."""
     matrices = 4 * (3 * 160**2 + 7 * 96 * 160)
     assert layer_bytes(layer(), scores=matrices // 8) == layer_bytes(layer())
@@ -171,9 +167,7 @@ def test_scores_count_where_they_are_more_than_the_matrices() -> None:
 
 
 @pytest.mark.parametrize("enough", [True, False])
-def test_too_little_memory_is_told_with_both_numbers(
-    enough: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_told_with_both_numbers(enough, monkeypatch):
     free = layer_bytes(layer()) - (0 if enough else 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     if enough:
@@ -183,14 +177,12 @@ def test_too_little_memory_is_told_with_both_numbers(
         check_gpu_memory([layer()], GPU)
 
 
-def test_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_is_not_asked(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace())
     check_gpu_memory([layer()], torch.device("cpu"))
 
 
-def test_experts_of_a_layer_are_counted_once_and_their_originals_on_the_host(
-    tmp_path: Path,
-) -> None:
+def test_experts_of_a_layer_are_counted_once_and_their_originals_on_the_host(tmp_path):
     model = build_on_meta(tiny_mixture("qwen3_moe", tmp_path), dtype=torch.bfloat16)
     layer = model.model.layers[0]
     in_stacks = 2 * 11 * (96 * 64 + 64 * 48)

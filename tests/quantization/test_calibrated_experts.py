@@ -51,7 +51,7 @@ def rounded(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 # Gated; transposed, with biases and a gate of its own.
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_expert_is_rounded_as_a_linear_that_sees_its_tokens(family: str, tmp_path: Path) -> None:
+def test_expert_is_rounded_as_a_linear_that_sees_its_tokens(family, tmp_path):
     experts = experts_of(family, tmp_path)
     tokens = tokens_for(experts, count=1500)
     before = {name: stack.expert(2) for name, stack in loaded_stacks(experts).items()}
@@ -68,7 +68,7 @@ def test_expert_is_rounded_as_a_linear_that_sees_its_tokens(family: str, tmp_pat
     assert {errors.fewest_tokens for errors in found.values()} == {least}
 
 
-def test_tokens_of_an_expert_alone_calibrate_it_where_there_are_enough() -> None:
+def test_tokens_of_an_expert_alone_calibrate_it_where_there_are_enough():
     states = torch.arange(12.0).view(12, 1)
     chosen = torch.tensor([[0, 1], [1, 2], [0, 2]]).repeat(4, 1)
     (rows,) = ExpertTokens(states, chosen).of(0, in_features=32)
@@ -79,14 +79,14 @@ def test_tokens_of_an_expert_alone_calibrate_it_where_there_are_enough() -> None
     ("in_features", "expected"),
     [(40, [9, 0, 1, 2, 3, 4, 5, 6, 7, 8]), (16, [9, 0, 3, 6]), (99, [9, *range(9)])],
 )
-def test_tokens_of_other_experts_fill_up_evenly(in_features: int, expected: list[int]) -> None:
+def test_tokens_of_other_experts_fill_up_evenly(in_features, expected):
     states, chosen = torch.arange(10.0).view(10, 1), torch.zeros(10, 1, dtype=torch.int64)
     chosen[9] = 1
     (rows,) = ExpertTokens(states, chosen).of(1, in_features=in_features)
     assert rows.flatten().tolist() == expected
 
 
-def test_expert_without_any_token_is_calibrated_by_those_of_others(tmp_path: Path) -> None:
+def test_expert_without_any_token_is_calibrated_by_those_of_others(tmp_path):
     experts = experts_of("mixtral", tmp_path)
     tokens = tokens_for(experts, count=300)
     tokens.chosen[tokens.chosen == 2] = 1
@@ -98,7 +98,7 @@ def test_expert_without_any_token_is_calibrated_by_those_of_others(tmp_path: Pat
     torch.testing.assert_close(ours, rounded(weight, spread))
 
 
-def test_only_tokens_that_count_calibrate(tmp_path: Path) -> None:
+def test_only_tokens_that_count_calibrate(tmp_path):
     experts = experts_of("mixtral", tmp_path)
     states, chosen = torch.randn(6, 64), torch.tensor([[0, 1]]).repeat(6, 1)
     counted = torch.tensor([[True, False, True], [True, True, False]])
@@ -108,9 +108,7 @@ def test_only_tokens_that_count_calibrate(tmp_path: Path) -> None:
     assert found.chosen.shape == (10, 2)
 
 
-def test_tokens_go_through_an_expert_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_go_through_an_expert_in_parts(tmp_path, monkeypatch):
     whole, parts = (experts_of("qwen3_moe", tmp_path / name) for name in ("whole", "parts"))
     tokens = tokens_for(whole, count=900)
     _, one = (packed for _, packed, _ in quantize_experts(whole, tokens, PLAIN, path="e"))
@@ -120,9 +118,7 @@ def test_tokens_go_through_an_expert_in_parts(
     assert same.float().mean() > 0.98, "sums in another order"
 
 
-def test_no_more_than_one_expert_is_rounded_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_one_expert_is_rounded_at_a_time(tmp_path, monkeypatch):
     experts, shapes = experts_of("qwen3_moe", tmp_path), set()
     whole = calibrated_experts.codes_with_feedback
 

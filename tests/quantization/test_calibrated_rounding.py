@@ -67,7 +67,7 @@ def all_scales(rounded: Rounded, *, block_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("block_size", [64, 128])
-def test_codes_are_those_of_a_plain_implementation(shape: tuple[int, int], block_size: int) -> None:
+def test_codes_are_those_of_a_plain_implementation(shape, block_size):
     weight, correlation = random_weight(shape), random_correlation(shape[1])
     settings = QuantizeConfig(block_size=block_size)
     rounded = round_calibrated(weight, error_feedback(correlation, what="w"), settings)
@@ -83,9 +83,7 @@ def test_codes_are_those_of_a_plain_implementation(shape: tuple[int, int], block
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_uncorrelated_inputs_give_searched_scales_and_nearest_codes(
-    shape: tuple[int, int], double_quant: bool
-) -> None:
+def test_uncorrelated_inputs_give_searched_scales_and_nearest_codes(shape, double_quant):
     weight, settings = random_weight(shape), QuantizeConfig(double_quant=double_quant)
     rounded = round_calibrated(weight, error_feedback(torch.eye(shape[1]), what="w"), settings)
     searched = searched_scales(weight, torch.ones(shape[1]), block_size=64)
@@ -98,7 +96,7 @@ def test_uncorrelated_inputs_give_searched_scales_and_nearest_codes(
     torch.testing.assert_close(ours, nearest, rtol=0, atol=1e-7)
 
 
-def test_scale_of_a_block_is_the_best_of_all_shares() -> None:
+def test_scale_of_a_block_is_the_best_of_all_shares():
     weight, importance = random_weight((7, 64)), torch.rand(64)
     scales = searched_scales(weight, importance, block_size=64)
     table, largest = code_table(CPU), weight.abs().amax(1)
@@ -115,7 +113,7 @@ def test_scale_of_a_block_is_the_best_of_all_shares() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_feedback_lowers_the_weighted_error(shape: tuple[int, int]) -> None:
+def test_feedback_lowers_the_weighted_error(shape):
     weight, correlation = random_weight(shape), random_correlation(shape[1])
     settings = QuantizeConfig()
     feedback = error_feedback(correlation, what="w")
@@ -127,7 +125,7 @@ def test_feedback_lowers_the_weighted_error(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_stored_bytes_are_those_of_bitsandbytes(shape: tuple[int, int], double_quant: bool) -> None:
+def test_stored_bytes_are_those_of_bitsandbytes(shape, double_quant):
     weight, settings = random_weight(shape), QuantizeConfig(double_quant=double_quant)
     parts = packed(round_absmax(weight, settings), settings, shape)
     bytes_of, state = quantize_4bit(
@@ -143,9 +141,7 @@ def test_stored_bytes_are_those_of_bitsandbytes(shape: tuple[int, int], double_q
 
 @pytest.mark.parametrize("shape", [(48, 128), (16, 64)], ids=str)
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_bitsandbytes_decodes_the_calibrated_weight_bit_by_bit(
-    shape: tuple[int, int], double_quant: bool
-) -> None:
+def test_bitsandbytes_decodes_the_calibrated_weight_bit_by_bit(shape, double_quant):
     weight, settings = random_weight(shape), QuantizeConfig(double_quant=double_quant)
     feedback = error_feedback(random_correlation(shape[1]), what="w")
     rounded = round_calibrated(weight, feedback, settings)
@@ -168,7 +164,7 @@ def packed(
     )
 
 
-def test_inputs_that_are_always_zero_leave_their_columns_alone() -> None:
+def test_inputs_that_are_always_zero_leave_their_columns_alone():
     correlation = random_correlation(64)
     correlation[[3, 17]] = 0
     correlation[:, [3, 17]] = 0
@@ -180,7 +176,7 @@ def test_inputs_that_are_always_zero_leave_their_columns_alone() -> None:
     torch.testing.assert_close(ours, nearest, rtol=0, atol=1e-6)
 
 
-def test_fewer_inputs_than_columns_are_enough() -> None:
+def test_fewer_inputs_than_columns_are_enough():
     """The correlation is singular: damping makes it invertible."""
     correlation = random_correlation(128, inputs=20)
     feedback = error_feedback(correlation, what="w")
@@ -191,7 +187,7 @@ def test_fewer_inputs_than_columns_are_enough() -> None:
     torch.testing.assert_close(identity @ damped, torch.eye(128).double(), rtol=0, atol=1e-2)
 
 
-def test_more_damping_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_damping_is_told(caplog):
     """Not positive definite by 5% of its mean: 2% does not suffice in any type."""
     correlation = torch.eye(8)
     correlation[0, 0] = -0.05
@@ -201,7 +197,7 @@ def test_more_damping_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "0.1 of its diagonal's mean" in caplog.text
 
 
-def test_zero_weights_stay_zero() -> None:
+def test_zero_weights_stay_zero():
     weight, settings = torch.zeros(4, 64), QuantizeConfig(double_quant=False)
     rounded = round_calibrated(weight, error_feedback(random_correlation(64), what="w"), settings)
     assert not decode(rounded, block_size=64).any()

@@ -24,16 +24,14 @@ CPU = torch.device("cpu")
         (512, 8, 16),
     ],
 )
-def test_rows_go_through_together_by_their_tokens_and_scores(
-    width: int, eager_heads: int, rows: int
-) -> None:
+def test_rows_go_through_together_by_their_tokens_and_scores(width, eager_heads, rows):
     assert rows_at_once(width, eager_heads=eager_heads) == rows
 
 
 @pytest.mark.parametrize(("eager_heads", "longest"), [(0, 90), (4, 50)])
 def test_measured_documents_are_cut_where_all_scores_would_be_too_many(
-    eager_heads: int, longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    eager_heads, longest, monkeypatch
+):
     monkeypatch.setattr(calibration_rows, "SCORES", 4 * 50**2)
     documents = [(np.arange(length), np.arange(length) > 3) for length in (90, 7, 51)]
     store = SimpleNamespace(heldout_documents=lambda: documents)

@@ -10,7 +10,7 @@ LENGTHS = [3, 9, 2, 6]
 COUNTED = torch.arange(20).view(2, 10) % 3 > 0
 
 
-def test_tokens_that_count_are_the_same_apart_and_together() -> None:
+def test_tokens_that_count_are_the_same_apart_and_together():
     documents = documents_of(LENGTHS)
     counted = counted_tokens(COUNTED, documents)
     whole = counted.of(TOKENS, call=0)
@@ -21,7 +21,7 @@ def test_tokens_that_count_are_the_same_apart_and_together() -> None:
     assert torch.equal(torch.cat(apart).flatten().sort().values, whole.flatten())
 
 
-def test_what_fills_up_a_document_does_not_count() -> None:
+def test_what_fills_up_a_document_does_not_count():
     documents = documents_of(LENGTHS)
     counted = counted_tokens(None, documents)
     parts = documents.apart(TOKENS.view(2, 10, 1))
@@ -30,7 +30,7 @@ def test_what_fills_up_a_document_does_not_count() -> None:
     assert torch.cat(apart).flatten().sort().values.tolist() == TOKENS.flatten().tolist()
 
 
-def test_documents_of_one_length_count_as_the_rows_do() -> None:
+def test_documents_of_one_length_count_as_the_rows_do():
     counted = counted_tokens(COUNTED, documents_of([5] * 4))
     assert (
         counted.of(TOKENS, call=0).flatten().tolist() == COUNTED.flatten().nonzero()[:, 0].tolist()

@@ -88,9 +88,7 @@ def through_all_layers(stream: LayerStream, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", by_kind((*FAMILIES, *OTHERS), ORDINARY))
-def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(
-    tmp_path: Path, name: str
-) -> None:
+def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(tmp_path, name):
     """Rounding in float32 is a ten-thousandth of the largest logit and less on any processor; a
     document that sees another changes them by a tenth and more.
     """
@@ -113,7 +111,7 @@ def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(
 
 
 @torch.no_grad()
-def test_same_rows_go_through_two_models_that_share_keys_without_a_mix_up(tmp_path: Path) -> None:
+def test_same_rows_go_through_two_models_that_share_keys_without_a_mix_up(tmp_path):
     """Gemma 4's later layers attend to keys of earlier ones, which wait beside hidden states."""
     folder = folder_of("gemma4_text", tmp_path)
     ids = torch.randint(3, VOCAB, (1, 11), generator=torch.Generator().manual_seed(0))
@@ -133,7 +131,7 @@ def test_same_rows_go_through_two_models_that_share_keys_without_a_mix_up(tmp_pa
 
 
 @torch.no_grad()
-def test_layer_can_be_run_as_often_as_it_is_asked_for(tmp_path: Path) -> None:
+def test_layer_can_be_run_as_often_as_it_is_asked_for(tmp_path):
     """Zaya's layers get states of the router of the layer before, and return theirs."""
     folder = folder_of("zaya", tmp_path)
     ids = torch.randint(3, VOCAB, (1, 11), generator=torch.Generator().manual_seed(0))
@@ -150,9 +148,7 @@ def test_layer_can_be_run_as_often_as_it_is_asked_for(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_family_that_hands_on_more_than_is_followed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_family_that_hands_on_more_than_is_followed_is_refused(tmp_path, monkeypatch):
     """A decoder that adds up what its layers return, and gives it to the next."""
     folder = tiny_llama(tmp_path)
     with CheckpointReader(folder) as reader:
@@ -172,14 +168,14 @@ def test_family_that_hands_on_more_than_is_followed_is_refused(
 
 
 @pytest.mark.parametrize(("family", "heads"), [("gemma2", 3), ("qwen3", 0)])
-def test_heads_that_make_all_scores_are_told(tmp_path: Path, family: str, heads: int) -> None:
+def test_heads_that_make_all_scores_are_told(tmp_path, family, heads):
     folder = folder_of(family, tmp_path)
     with CheckpointReader(folder) as reader:
         stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
     assert stream.eager_heads == heads
 
 
-def test_no_more_than_one_layer_has_weights(tmp_path: Path) -> None:
+def test_no_more_than_one_layer_has_weights(tmp_path):
     folder = tiny_llama(tmp_path)
 
     def on_the_device(stream: LayerStream) -> list[int]:

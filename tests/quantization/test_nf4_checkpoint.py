@@ -4,7 +4,6 @@ refused.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,9 +41,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"double_quant": False}], ids=str)
-def test_checkpoint_is_the_one_that_transformers_makes(
-    original: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_checkpoint_is_the_one_that_transformers_makes(original, tmp_path, settings):
     """Same tensors, byte for byte: packed weights, scales, code tables, packed state, and what is
     copied. Block size 64 is all it knows.
     """
@@ -67,9 +64,7 @@ def test_checkpoint_is_the_one_that_transformers_makes(
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_stock_transformers_loads_the_checkpoint_whole_and_packed(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_stock_transformers_loads_the_checkpoint_whole_and_packed(tmp_path, tied):
     source = tiny_llama(tmp_path / "original", tied=tied)
     base = quantized(source, tmp_path / "nf4")
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -84,7 +79,7 @@ def test_stock_transformers_loads_the_checkpoint_whole_and_packed(
     assert ("lm_head.weight" in tensors(base)) is not tied
 
 
-def test_everything_but_the_linears_is_copied_bit_for_bit(original: Path, tmp_path: Path) -> None:
+def test_everything_but_the_linears_is_copied_bit_for_bit(original, tmp_path):
     ours, source = tensors(quantized(original, tmp_path / "nf4")), tensors(original)
     unquantized = {name: t for name, t in source.items() if name.split(".")[-2] not in LINEARS}
     assert len(unquantized) == 2 + 2 * 3 + 1  # embedding, head; two norms a layer; the last norm
@@ -94,7 +89,7 @@ def test_everything_but_the_linears_is_copied_bit_for_bit(original: Path, tmp_pa
     )
 
 
-def test_no_source_tensor_is_lost(original: Path, tmp_path: Path) -> None:
+def test_no_source_tensor_is_lost(original, tmp_path):
     assert tensors(original).keys() <= tensors(quantized(original, tmp_path / "nf4")).keys()
 
 
@@ -107,7 +102,7 @@ class TestShards:
         writer.close()
         return writer
 
-    def test_files_are_cut_before_they_exceed_the_size(self, tmp_path: Path) -> None:
+    def test_files_are_cut_before_they_exceed_the_size(self, tmp_path):
         writer = self.write(tmp_path, [60, 40, 1, 250, 99], shard_bytes=100)
         assert writer.total_bytes == 450
         files = sorted(tmp_path.glob("*.safetensors"))
@@ -116,7 +111,7 @@ class TestShards:
         ]
         assert [sorted(load_file(f)) for f in files] == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
 
-    def test_index_names_the_file_of_every_tensor_and_the_total(self, tmp_path: Path) -> None:
+    def test_index_names_the_file_of_every_tensor_and_the_total(self, tmp_path):
         self.write(tmp_path, [60, 41, 7], shard_bytes=100)
         index = json.loads((tmp_path / INDEX).read_text())
         assert index["metadata"] == {"total_size": 108}
@@ -124,11 +119,11 @@ class TestShards:
             assert name in load_file(tmp_path / file)
         assert sorted(index["weight_map"]) == ["t0", "t1", "t2"]
 
-    def test_no_temporary_name_stays(self, tmp_path: Path) -> None:
+    def test_no_temporary_name_stays(self, tmp_path):
         self.write(tmp_path, [60, 60], shard_bytes=100)
         assert len(list(tmp_path.iterdir())) == 3
 
-    def test_what_waits_never_exceeds_a_shard_or_one_tensor(self, tmp_path: Path) -> None:
+    def test_what_waits_never_exceeds_a_shard_or_one_tensor(self, tmp_path):
         """The memory of quantization and merging: a shard, or a tensor larger than it, and the next
         tensor.
         """
@@ -141,7 +136,7 @@ class TestShards:
             assert waiting <= max(100, size)
         writer.close()
 
-    def test_checkpoint_of_many_shards_is_whole(self, original: Path, tmp_path: Path) -> None:
+    def test_checkpoint_of_many_shards_is_whole(self, original, tmp_path):
         base = quantized(original, tmp_path / "nf4")
         assert len(list(base.glob("*.safetensors"))) > 2
 
@@ -166,14 +161,14 @@ def rewritten(folder: Path, change: dict[str, torch.Tensor | None]) -> Path:
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def test_checkpoint_without_a_tensor_of_the_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_a_tensor_of_the_model_is_refused(tmp_path):
     message = refusal(rewritten(tmp_path / "model", {Q_PROJ: None, "model.norm.weight": None}))
     assert f"model: the checkpoint has no tensor {Q_PROJ}, nor 1 more that" in message
     assert message.endswith("check model.source.")
 
 
 @pytest.mark.parametrize("name", [Q_PROJ, "model.embed_tokens.weight"])
-def test_tensor_of_another_shape_is_refused(tmp_path: Path, name: str) -> None:
+def test_tensor_of_another_shape_is_refused(tmp_path, name):
     expected = (VOCAB, 80) if "embed" in name else (80, 80)
     message = refusal(rewritten(tmp_path / "model", {name: torch.zeros(VOCAB + 6, 80)}))
     assert message.endswith(
@@ -183,9 +178,7 @@ def test_tensor_of_another_shape_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "shown"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
-def test_weight_that_is_quantized_already_is_refused(
-    tmp_path: Path, dtype: torch.dtype, shown: str
-) -> None:
+def test_weight_that_is_quantized_already_is_refused(tmp_path, dtype, shown):
     message = refusal(rewritten(tmp_path / "model", {Q_PROJ: torch.zeros(80, 80).to(dtype)}))
     assert message.endswith(
         f"{Q_PROJ} is stored as {shown}: the model is quantized already, in a format that is not "
@@ -193,7 +186,7 @@ def test_weight_that_is_quantized_already_is_refused(
     )
 
 
-def test_model_without_a_linear_layer_is_refused(tmp_path: Path) -> None:
+def test_model_without_a_linear_layer_is_refused(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=2)).save_pretrained(
@@ -205,7 +198,7 @@ def test_model_without_a_linear_layer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{"], ids=["absent", "broken"])
-def test_unreadable_config_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_unreadable_config_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(
@@ -214,7 +207,7 @@ def test_unreadable_config_is_refused(tmp_path: Path, text: str | None) -> None:
         read_model_config(tmp_path)
 
 
-def test_config_keeps_the_original_and_adds_the_quantization() -> None:
+def test_config_keeps_the_original_and_adds_the_quantization():
     config = nf4_config(
         {"model_type": "llama", "vocab_size": 7}, QuantizeConfig(double_quant=False)
     )
@@ -224,7 +217,7 @@ def test_config_keeps_the_original_and_adds_the_quantization() -> None:
     assert added.bnb_4bit_use_double_quant is False
 
 
-def test_companions_are_copied_and_weights_are_not(tmp_path: Path) -> None:
+def test_companions_are_copied_and_weights_are_not(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     names = (
         "tokenizer.json",

@@ -43,9 +43,7 @@ def stock_stacks(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("settings", [{}, {"double_quant": False, "block_size": 128}], ids=str)
 @pytest.mark.parametrize("family", MIXTURES)
-def test_stack_has_the_codes_and_scales_of_bitsandbytes_for_the_whole(
-    tmp_path: Path, family: str, settings: dict[str, Any]
-) -> None:
+def test_stack_has_the_codes_and_scales_of_bitsandbytes_for_the_whole(tmp_path, family, settings):
     config = QuantizeConfig(**settings)
     source = tiny_mixture(family, tmp_path / "model")
     ours = stored(quantized(source, tmp_path / "nf4", **settings))
@@ -66,7 +64,7 @@ def test_stack_has_the_codes_and_scales_of_bitsandbytes_for_the_whole(
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_stack_decodes_to_the_experts_in_their_order(tmp_path: Path, family: str) -> None:
+def test_stack_decodes_to_the_experts_in_their_order(tmp_path, family):
     source = tiny_mixture(family, tmp_path / "model")
     ours = stored(quantized(source, tmp_path / "nf4"))
     for path, weights in stock_stacks(source).items():
@@ -84,7 +82,7 @@ def test_stack_decodes_to_the_experts_in_their_order(tmp_path: Path, family: str
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_biases_routers_and_norms_are_copied_bit_for_bit(tmp_path: Path, family: str) -> None:
+def test_biases_routers_and_norms_are_copied_bit_for_bit(tmp_path, family):
     source = tiny_mixture(family, tmp_path / "model")
     ours = stored(quantized(source, tmp_path / "nf4"))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -99,9 +97,7 @@ def test_biases_routers_and_norms_are_copied_bit_for_bit(tmp_path: Path, family:
         assert torch.equal(ours[name], tensor), name
 
 
-def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(tmp_path, monkeypatch):
     """All of a stack in 16 bits never lie in memory, neither of the files nor on the device."""
     source = tiny_mixture("qwen3_moe", tmp_path / "model")
     model = build_on_meta(source, dtype=torch.float32)
@@ -141,7 +137,7 @@ def refusal(folder: Path) -> str:
         ("mlp.experts.3.", "has 10 tensors mlp.experts.*."),
     ],
 )
-def test_checkpoint_with_missing_experts_is_refused(tmp_path: Path, lost: str, told: str) -> None:
+def test_checkpoint_with_missing_experts_is_refused(tmp_path, lost, told):
     folder = tiny_mixture("qwen3_moe", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if f"layers.1.{lost}" not in name}
@@ -153,7 +149,7 @@ def test_checkpoint_with_missing_experts_is_refused(tmp_path: Path, lost: str, t
     assert message.endswith("check model.source.")
 
 
-def test_experts_in_a_module_of_another_kind_are_refused() -> None:
+def test_experts_in_a_module_of_another_kind_are_refused():
     from transformers import JetMoeConfig
 
     config = JetMoeConfig(
@@ -168,7 +164,7 @@ def test_experts_in_a_module_of_another_kind_are_refused() -> None:
     )
 
 
-def test_expert_that_would_begin_within_a_block_is_refused(tmp_path: Path) -> None:
+def test_expert_that_would_begin_within_a_block_is_refused(tmp_path):
     stacks = expert_stacks(build_on_meta(tiny_mixture("mixtral", tmp_path), dtype=torch.float32))
     check_blocks(stacks, QuantizeConfig(block_size=512))
     odd = {path: type(s)((3, 5, 64), False) for path, s in stacks.items()}

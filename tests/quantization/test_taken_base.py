@@ -58,7 +58,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
         return {name: reader.tensor(name) for name in reader.names()}
 
 
-def test_bytes_of_a_published_base_are_those_of_the_run(published: Path, tmp_path: Path) -> None:
+def test_bytes_of_a_published_base_are_those_of_the_run(published, tmp_path):
     base = quantize(published, tmp_path / "base")
     found, expected = stored(base), stored(published)
     assert found.keys() == expected.keys()
@@ -73,7 +73,7 @@ def test_bytes_of_a_published_base_are_those_of_the_run(published: Path, tmp_pat
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
-def test_published_base_is_read_as_the_weights_that_it_decodes_to(published: Path) -> None:
+def test_published_base_is_read_as_the_weights_that_it_decodes_to(published):
     shape = describe_folder(published)
     assert (shape.source_dtype, shape.left_tensors) == ("BF16", 0)
     stock = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
@@ -94,13 +94,13 @@ def test_published_base_is_read_as_the_weights_that_it_decodes_to(published: Pat
     ],
 )
 def test_settings_that_the_published_base_has_not_are_refused(
-    published: Path, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+    published, tmp_path, settings, message
+):
     with pytest.raises(UserError, match=message):
         quantize(published, tmp_path / "base", **settings)
 
 
-def test_base_of_which_some_linears_are_in_16_bits_is_refused(source: Path, tmp_path: Path) -> None:
+def test_base_of_which_some_linears_are_in_16_bits_is_refused(source, tmp_path):
     skipped = ["lm_head", "model.layers.1.mlp.down_proj"]
     model = in_nf4(source, tmp_path / "model", dtype=torch.bfloat16, llm_int8_skip_modules=skipped)
     with pytest.raises(UserError, match=r"1 of 21 linears are not \(model\.layers\.1\.mlp\.down_p"):
@@ -108,7 +108,7 @@ def test_base_of_which_some_linears_are_in_16_bits_is_refused(source: Path, tmp_
 
 
 @pytest.mark.parametrize("kind", ["fp4", "int8"])
-def test_other_types_of_bitsandbytes_are_refused(source: Path, tmp_path: Path, kind: str) -> None:
+def test_other_types_of_bitsandbytes_are_refused(source, tmp_path, kind):
     settings = {"load_in_4bit": False, "load_in_8bit": True}
     if kind == "fp4":
         settings = {"bnb_4bit_quant_type": "fp4"}  # type: ignore[dict-item]
@@ -117,7 +117,7 @@ def test_other_types_of_bitsandbytes_are_refused(source: Path, tmp_path: Path, k
         describe_folder(model)
 
 
-def test_mixture_in_nf4_is_refused(tmp_path: Path) -> None:
+def test_mixture_in_nf4_is_refused(tmp_path):
     source = tiny_mixture("mixtral", tmp_path / "source", dtype=torch.bfloat16)
     model = in_nf4(source, tmp_path / "model", dtype=torch.bfloat16)
     with pytest.raises(UserError, match=r"in NF4 already, and has experts \(model\.layers\.0"):

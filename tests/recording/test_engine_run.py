@@ -113,7 +113,7 @@ def tapes(process: RecordingProcess) -> Tapes:
     ],
     ids=str,
 )
-def test_every_tensor_is_released_but_those_that_stay(tapes: Tapes, levers: dict[str, Any]) -> None:
+def test_every_tensor_is_released_but_those_that_stay(tapes, levers):
     """And each has a term that is explained."""
     asked = chosen(**levers)
     tape = tapes.of(asked)
@@ -126,7 +126,7 @@ def test_every_tensor_is_released_but_those_that_stay(tapes: Tapes, levers: dict
     assert {tape.terms[x] for x in there} <= stay
 
 
-def test_what_is_offloaded_is_page_locked_memory_of_the_host(tapes: Tapes) -> None:
+def test_what_is_offloaded_is_page_locked_memory_of_the_host(tapes):
     """The input of each layer and what is saved behind them; packed weights of layers."""
     inputs = replay(tapes.of(chosen(**ALONE | OFFLOADED))).peaks.host_bytes
     row = 2 * 4096 * LLAMA["hidden_size"]  # bf16, 2 rows of 2,048 tokens
@@ -147,14 +147,14 @@ def left(tape: Tape) -> set[int]:
     return there
 
 
-def test_tensors_are_named_by_the_code_that_makes_them(tapes: Tapes) -> None:
+def test_tensors_are_named_by_the_code_that_makes_them(tapes):
     """With each of them in one of two recordings."""
     recorded = (WITH_TABLES, GRAPHS | OFFLOADED)
     assert {*MAKERS.values()} <= {term for x in recorded for term in tapes.of(chosen(**x)).terms}
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_captured_micro_batch_takes_memory_of_its_own(tapes: Tapes, accumulates: bool) -> None:
+def test_captured_micro_batch_takes_memory_of_its_own(tapes, accumulates):
     """It is the second one; its activations are all in a pool of their own, and none is left."""
     asked = chosen(**ALONE | KEPT | GRAPHS, accumulation_steps=2 if accumulates else 1)
     tape = tapes.of(asked)
@@ -169,7 +169,7 @@ def test_captured_micro_batch_takes_memory_of_its_own(tapes: Tapes, accumulates:
     assert not {tape.terms[x] for x in left(tape)} & {"saved_activations", "adapter_casts"}
 
 
-def test_recording_is_the_same_each_time(tapes: Tapes) -> None:
+def test_recording_is_the_same_each_time(tapes):
     """Down to the order of events: nothing in it is left to how threads take turns."""
     asked = chosen(**SOME_OF_THREE)
     first, second = tapes.of(asked), tapes.made(asked)

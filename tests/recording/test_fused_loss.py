@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import Replay, replay
-from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.step_plan.plan import StepPlan
 
 # The loss decides on the peak.
@@ -37,9 +35,7 @@ LOGITS = 1024 * 32_768  # of a chunk
     ],
     ids=["one process", "two processes", "capped", "trained head"],
 )
-def test_kernels_spare_the_logits_in_fp32(
-    process: RecordingProcess, config: dict[str, Any], levers: dict[str, Any], spared: int
-) -> None:
+def test_kernels_spare_the_logits_in_fp32(process, config, levers, spared):
     """spared: bytes a logit of a chunk, of which each of two processes has a half."""
     shape = describe_config(config, origin=Path("model"))
     stored = setup(seq_len=2048, fused_layers=True, targets=shape.linear_names, **levers)

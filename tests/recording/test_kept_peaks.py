@@ -15,7 +15,7 @@ from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.what_if import settings_of
 from workflow.lib.recording.kept_peaks import keep_peaks, known_peaks, shipped_key
 from workflow.lib.recording.kept_tapes import folder
-from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
+from workflow.lib.recording.recording_process import PlanRecorder
 from workflow.lib.system.gpu_models import BY_NAME
 
 PEAKS = Peaks({"forward": {"logits": 7}}, host_bytes=5)
@@ -27,7 +27,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_peaks_are_known_of_the_plan_that_they_were_kept_of_alone() -> None:
+def test_peaks_are_known_of_the_plan_that_they_were_kept_of_alone():
     keep_peaks(CONFIG, setup(), PEAKS, checked=True)
     assert known_peaks(CONFIG, setup(), checked=True) == PEAKS
     assert known_peaks(CONFIG, setup(), checked=False) is None
@@ -35,14 +35,14 @@ def test_peaks_are_known_of_the_plan_that_they_were_kept_of_alone() -> None:
     assert known_peaks(CONFIG | {"hidden_size": 8}, setup(), checked=True) is None
 
 
-def test_damaged_file_is_as_if_it_were_not_there() -> None:
+def test_damaged_file_is_as_if_it_were_not_there():
     keep_peaks(CONFIG, setup(), PEAKS, checked=True)
     (file,) = folder().iterdir()
     file.write_text(json.dumps([1])[:-1])
     assert known_peaks(CONFIG, setup(), checked=True) is None
 
 
-def test_shipped_key_is_another_for_every_value_that_is_no_default() -> None:
+def test_shipped_key_is_another_for_every_value_that_is_no_default():
     plan = setup()
     others = [
         replace(plan, **x)
@@ -55,7 +55,7 @@ def test_shipped_key_is_another_for_every_value_that_is_no_default() -> None:
     assert len({shipped_key(CONFIG, x) for x in (plan, *others)}) == 4
 
 
-def test_shipped_peaks_are_what_the_engine_asks_for_today(process: RecordingProcess) -> None:
+def test_shipped_peaks_are_what_the_engine_asks_for_today(process):
     """Otherwise run `python -m workflow.scripts.write_model_peaks`."""
     model = "Qwen/Qwen3-0.6B"
     config, shape = known_config(model), known_shape(model)

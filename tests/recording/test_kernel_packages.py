@@ -39,7 +39,7 @@ def package_of_kernels(folder: Path) -> None:
     (inner / "__init__.py").write_text(KERNEL)
 
 
-def test_recurrent_model_is_described_and_recorded_without_the_kernels(tmp_path: Path) -> None:
+def test_recurrent_model_is_described_and_recorded_without_the_kernels(tmp_path):
     package_of_kernels(tmp_path / "site")
     write_json(tmp_path / "config.json", config_of("qwen3_5_text"))
     found = subprocess.run(

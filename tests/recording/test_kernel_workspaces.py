@@ -9,10 +9,9 @@ from tests.recording.test_engine_run import LLAMA
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.kernel_workspaces import DOCUMENT_PADDING, workspaces
-from workflow.lib.recording.recording_process import RecordingProcess
 
 
-def test_backward_of_attention_takes_what_an_h200_allocated() -> None:
+def test_backward_of_attention_takes_what_an_h200_allocated():
     """4,096 tokens, 4 heads of 64 columns, 2 of keys, 152 documents, by an allocator's history."""
     query, key = (torch.empty(4096, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
     starts = torch.zeros(153, dtype=torch.int32)
@@ -21,7 +20,7 @@ def test_backward_of_attention_takes_what_an_h200_allocated() -> None:
     assert sorted(found) == [376_832, 2_097_152, 2_097_152, 24_117_248]
 
 
-def test_packed_documents_have_padding_in_the_recording(process: RecordingProcess) -> None:
+def test_packed_documents_have_padding_in_the_recording(process):
     """Where attention's backward is the peak: 2 rows of 8 documents each in place of one."""
     narrow = {"hidden_size": 256, "num_attention_heads": 16, "head_dim": 128}
     config = LLAMA | narrow | {"num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 320}

@@ -1,6 +1,6 @@
 """Results of fake operations that are made like known ones: they are what torch makes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -58,9 +58,7 @@ def operands() -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_result_is_as_torch_makes_it(
-    func: Any, names: Sequence[str], rest: Sequence[Any], options: Mapping[str, Any]
-) -> None:
+def test_result_is_as_torch_makes_it(func, names, rest, options):
     """Its shape, its type, and whose memory it has."""
     with (mode := FakeTensorMode()):
         results = KnownResults(mode)
@@ -88,21 +86,21 @@ def given(word: Any, there: Mapping[str, torch.Tensor]) -> Any:
     return word
 
 
-def test_every_result_has_memory_of_its_own() -> None:
+def test_every_result_has_memory_of_its_own():
     with (mode := FakeTensorMode()):
         results, x = KnownResults(mode), torch.empty(5)
         made = [results.call(aten.empty_like.default, (x,), {}) for _ in range(TIMES)]
         assert len({*memory([x, *made])}) == TIMES + 1
 
 
-def test_numbers_that_are_equal_but_of_other_types_are_told_apart() -> None:
+def test_numbers_that_are_equal_but_of_other_types_are_told_apart():
     with (mode := FakeTensorMode()):
         results, x = KnownResults(mode), torch.empty(5, dtype=torch.int64)
         made = [results.call(aten.mul.Tensor, (x, number), {}).dtype for number in (1, 1.0) * 2]
     assert made == [torch.int64, torch.float32] * 2
 
 
-def test_shape_that_values_decide_is_left_to_torch() -> None:
+def test_shape_that_values_decide_is_left_to_torch():
     with (mode := FakeTensorMode()):
         results, x = KnownResults(mode), torch.empty(5)
         for _ in range(TIMES):
@@ -110,7 +108,7 @@ def test_shape_that_values_decide_is_left_to_torch() -> None:
                 results.call(aten.nonzero.default, (x,), {})
 
 
-def test_number_that_the_host_knows_stays_known() -> None:
+def test_number_that_the_host_knows_stays_known():
     """As of `torch.tensor(3)`."""
     with (mode := FakeTensorMode()):
         results, three = KnownResults(mode), torch.tensor(3)

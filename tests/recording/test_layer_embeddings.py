@@ -3,7 +3,6 @@ its layers are recorded.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.some_layers import layer_kinds
 
 # Gemma 4 E2B with fewer layers, half of which share keys, and fewer tokens.
@@ -46,9 +44,7 @@ MOST = 0.3  # above: what layers that are not plain keep is an upper bound
 @pytest.mark.parametrize(
     "levers", [{"processes": 1}, {}, {"cuda_graphs": True, "accumulation_steps": 2}], ids=str
 )
-def test_embeddings_of_layers_are_cut_over_processes(
-    process: RecordingProcess, levers: dict[str, Any]
-) -> None:
+def test_embeddings_of_layers_are_cut_over_processes(process, levers):
     shape = describe_config(CONFIG, origin=Path("model"))
     asked = setup(targets=shape.linear_names, fused_layers=True, **levers)
     tape = process.record(CONFIG, asked, checked=False)
@@ -60,9 +56,7 @@ def test_embeddings_of_layers_are_cut_over_processes(
 @pytest.mark.parametrize(
     ("shared", "width", "kinds"), [(12, 256, 24), (12, 0, 24), (0, 256, 24), (0, 0, 2)]
 )
-def test_layers_that_take_something_of_others_stand_for_themselves(
-    shared: int, width: int, kinds: int
-) -> None:
+def test_layers_that_take_something_of_others_stand_for_themselves(shared, width, kinds):
     changes = {
         "num_hidden_layers": 24,
         "layer_types": CONFIG["layer_types"] * 4,

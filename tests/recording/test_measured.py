@@ -3,7 +3,6 @@
 import pytest
 
 from tests.support.measurements import all_lines, counts, measured_lines, row
-from workflow.lib.recording.recording_process import RecordingProcess
 
 COUNTED = [line for line in all_lines() if counts(line)]
 LINES = {(line["case"], line["versions"]["commit"]): line for line in COUNTED}
@@ -26,9 +25,7 @@ LARGEST_ALLOCATED_ERROR, LARGEST_RESERVED_ERROR = 0.001, 0.015
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind))
-def test_recorded_memory_is_what_was_measured(
-    process: RecordingProcess, kind: tuple[str, str]
-) -> None:
+def test_recorded_memory_is_what_was_measured(process, kind):
     found = row(LINES[kind], process)
     assert abs(found.allocated_error) < LARGEST_ALLOCATED_ERROR
     assert abs(found.reserved_error) < LARGEST_RESERVED_ERROR
@@ -42,9 +39,7 @@ FUSED_LOSS = {
 
 
 @pytest.mark.parametrize(("case", "error"), [("smollm3_fused", 0.001), ("gemma3_fused", 0.004)])
-def test_recorded_memory_with_a_loss_by_kernels_is_what_was_measured(
-    process: RecordingProcess, case: str, error: float
-) -> None:
+def test_recorded_memory_with_a_loss_by_kernels_is_what_was_measured(process, case, error):
     found = row(FUSED_LOSS[case], process)
     assert found.plan.fused_loss
     assert abs(found.allocated_error) < error

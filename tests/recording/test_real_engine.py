@@ -133,7 +133,7 @@ def allocated(
     return peaks
 
 
-def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders: tuple[Path, Path]) -> None:
+def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders):
     """With recomputation its graph would hold hidden states until the next one has its loss."""
     _, base = folders
     training = adapted_in_bf16(base, every=1)
@@ -176,9 +176,7 @@ def peak(tape: Tape) -> int:
      {"every": 1, "dora": True, "dropout": 0.1}],
     ids=str,
 )  # fmt: skip
-def test_peak_above_the_weights_is_that_of_the_engine(
-    process: RecordingProcess, folders: tuple[Path, Path], lever: dict[str, Any]
-) -> None:
+def test_peak_above_the_weights_is_that_of_the_engine(process, folders, lever):
     """Fused layers are left out: they compute in place, by kernels that a CPU has not."""
     source, base = folders
     wanted = {"targets": SEVEN, "dora": False} | lever
@@ -201,9 +199,7 @@ def gemma(
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
-def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(
-    process: RecordingProcess, gemma: tuple[Path, Path], every: int
-) -> None:
+def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(process, gemma, every):
     source, base = gemma
     chosen = setup(
         processes=1,
@@ -222,9 +218,7 @@ def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(
 @pytest.mark.parametrize(
     "modules", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")], ids=str
 )
-def test_peak_with_trained_modules_is_that_of_the_engine(
-    process: RecordingProcess, wide: tuple[Path, Path], modules: tuple[str, ...]
-) -> None:
+def test_peak_with_trained_modules_is_that_of_the_engine(process, wide, modules):
     """Of one micro-batch, and of two."""
     source, base = wide
     one, two = (

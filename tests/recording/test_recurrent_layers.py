@@ -8,13 +8,10 @@ from tests.support.families import RECURRENT
 from tests.support.other_decoders import config_of
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE
-from workflow.lib.recording.recording_process import RecordingProcess
 
 
 @pytest.mark.parametrize("family", [*RECURRENT, "lfm2_moe"])
-def test_captured_micro_batch_of_recurrent_layers_is_recorded(
-    process: RecordingProcess, family: str
-) -> None:
+def test_captured_micro_batch_of_recurrent_layers_is_recorded(process, family):
     levers = setup(
         seq_len=128, micro_batch_size=2, processes=1, targets=("q_proj",), cuda_graphs=True
     )

@@ -13,7 +13,6 @@ from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.engine_run import record
 from workflow.lib.recording.layer_tape import LayerTape
-from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
 from workflow.lib.recording.some_layers import representatives
 
@@ -56,13 +55,7 @@ def large(tape: Tape) -> Counter[int]:
     ],
     ids=["kept gathered", "some recomputed, some on the host", "offloaded", "windows by turns"],
 )  # fmt: skip
-def test_repeated_layers_ask_for_what_all_layers_ask(
-    process: RecordingProcess,
-    config: dict[str, Any],
-    layers: int,
-    levers: dict[str, Any],
-    window_bytes: int | None,
-) -> None:
+def test_repeated_layers_ask_for_what_all_layers_ask(process, config, layers, levers, window_bytes):
     chosen = setup(seq_len=128, fused_layers=True, offload_window_bytes=window_bytes, **levers)
     config = config | {"num_hidden_layers": layers}
     some, every = (process.record(config, chosen, whole=whole) for whole in (False, True))
@@ -87,13 +80,13 @@ def refusals(cases: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def test_layers_that_are_recorded_first_stand_for_all() -> None:
+def test_layers_that_are_recorded_first_stand_for_all():
     """Else a recording takes twice as long."""
     cases = [{"processes": 1}, {"processes": 2}, {"processes": 4, "replicas": 2}]
     assert run_distributed(refusals, cases, world_size=1) == [[]]
 
 
-def test_what_torch_refuses_is_told_in_words(process: RecordingProcess) -> None:
+def test_what_torch_refuses_is_told_in_words(process):
     """Here, to divide 8 heads among 3 groups."""
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 3, "mamba_d_state": 16}
     hybrid = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}
@@ -103,9 +96,7 @@ def test_what_torch_refuses_is_told_in_words(process: RecordingProcess) -> None:
         process.record(config, chosen)
 
 
-def test_replay_of_a_recording_of_126_layers_is_a_few_million_calls(
-    process: RecordingProcess,
-) -> None:
+def test_replay_of_a_recording_of_126_layers_is_a_few_million_calls(process):
     chosen = setup(
         seq_len=128, fused_layers=True, offload_activations=True, offload_window_bytes=131072
     )
@@ -113,7 +104,7 @@ def test_replay_of_a_recording_of_126_layers_is_a_few_million_calls(
     assert num_calls(lambda: replay(tape)) < 8_000_000
 
 
-def test_few_layers_stand_for_all() -> None:
+def test_few_layers_stand_for_all():
     assert len(representatives(["same"] * 126, reach=2)) == 6
     by_turns = representatives(["window", "full"] * 40, reach=2)
     assert by_turns == [0, 1, 2, 75, 76, 77, 78, 79]
@@ -121,11 +112,11 @@ def test_few_layers_stand_for_all() -> None:
     assert dense_first == [0, 1, 2, 55, 56, 57, 58, 59, 60]
 
 
-def test_layers_that_are_all_different_stand_for_themselves() -> None:
+def test_layers_that_are_all_different_stand_for_themselves():
     assert representatives([*range(9)], reach=2) == [*range(9)]
 
 
-def test_layers_that_are_alike_and_ask_for_different_things_are_not_repeated() -> None:
+def test_layers_that_are_alike_and_ask_for_different_things_are_not_repeated():
     tape = LayerTape()
     for layer in range(6):
         tape.layer = layer
@@ -134,7 +125,7 @@ def test_layers_that_are_alike_and_ask_for_different_things_are_not_repeated() -
         repeated(tape, ["same"] * 6, ["same"] * 9, reach=2)
 
 
-def test_release_names_the_tensor_of_the_layer_as_far_away() -> None:
+def test_release_names_the_tensor_of_the_layer_as_far_away():
     tape = LayerTape()
     tape.follows_tensors = False
     before = -1

@@ -62,9 +62,7 @@ def term(tape: Tape, name: str) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_masters_and_moments_of_routers_are_cut_over_processes(
-    recorded: Callable[[StepPlan], Tape], processes: int
-) -> None:
+def test_masters_and_moments_of_routers_are_cut_over_processes(recorded, processes):
     frozen, trained = (chosen(processes=processes, **x) for x in ({}, TRAINED))
     tapes = [recorded(levers) for levers in (frozen, trained)]
     for name, copies in (("lora_weights", 1), ("adam_moments", 2)):
@@ -74,9 +72,7 @@ def test_masters_and_moments_of_routers_are_cut_over_processes(
 
 
 @pytest.mark.parametrize("every", [True, False])
-def test_balance_keeps_a_layers_logits_at_most(
-    recorded: Callable[[StepPlan], Tape], every: bool
-) -> None:
+def test_balance_keeps_a_layers_logits_at_most(recorded, every):
     plain, balanced = (
         replay(recorded(chosen(activation_checkpointing=every, **TRAINED, **levers)))
         for levers in ({}, BALANCED)

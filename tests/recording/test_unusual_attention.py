@@ -6,13 +6,12 @@ import pytest
 
 from tests.support.other_decoders import config_of
 from tests.support.preflight_examples import setup
-from workflow.lib.recording.recording_process import RecordingProcess
 
 LIMIT = 128
 
 
 @pytest.mark.parametrize("seq_len", [LIMIT // 2, 2 * LIMIT])
-def test_model_with_longrope_is_recorded(process: RecordingProcess, seq_len: int) -> None:
+def test_model_with_longrope_is_recorded(process, seq_len):
     config = config_of("phi3")
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     rope = {
@@ -29,9 +28,7 @@ def test_model_with_longrope_is_recorded(process: RecordingProcess, seq_len: int
 
 
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
-def test_model_whose_family_drops_attention_weights_is_recorded(
-    process: RecordingProcess, attention: str
-) -> None:
+def test_model_whose_family_drops_attention_weights_is_recorded(process, attention):
     config = config_of("seed_oss") | {"attention_dropout": 0.1}
     levers = setup(
         seq_len=64, micro_batch_size=2, processes=1, targets=("o_proj",),

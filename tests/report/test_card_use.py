@@ -1,6 +1,5 @@
 """Which adapters vLLM and SGLang take by their published rules, and what the card says of it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,17 +23,17 @@ PLAIN: dict[str, Any] = {"r": 24, "lora_alpha": 32.0, "bias": "none", "use_dora"
         ({"r": 1024}, "its rank 1024 is above 512"),
     ],
 )
-def test_adapter_that_is_not_served_is_told_why(change: dict[str, Any], reason: str) -> None:
+def test_adapter_that_is_not_served_is_told_why(change, reason):
     (found,) = obstacles(PLAIN | change)
     assert reason in found
 
 
-def test_patterns_that_change_nothing_are_no_obstacle() -> None:
+def test_patterns_that_change_nothing_are_no_obstacle():
     same = {"rank_pattern": {"q_proj": 24}, "alpha_pattern": {}, "modules_to_save": None}
     assert obstacles(PLAIN | same) == []
 
 
-def test_commands_name_base_adapter_and_a_rank_that_vllm_has(tmp_path: Path) -> None:
+def test_commands_name_base_adapter_and_a_rank_that_vllm_has(tmp_path):
     inputs = read(write_run(tmp_path, "demo", num_steps=3), adapter_config=PLAIN)
     text = serving_section(inputs)
     assert (
@@ -46,7 +45,7 @@ def test_commands_name_base_adapter_and_a_rank_that_vllm_has(tmp_path: Path) -> 
     assert "neither was run here" in text
 
 
-def test_adapter_that_is_not_served_is_to_be_merged(tmp_path: Path) -> None:
+def test_adapter_that_is_not_served_is_to_be_merged(tmp_path):
     inputs = read(
         write_run(tmp_path, "demo", num_steps=3), adapter_config=PLAIN | {"use_dora": True}
     )
@@ -55,7 +54,7 @@ def test_adapter_that_is_not_served_is_to_be_merged(tmp_path: Path) -> None:
     assert "export.merged: true" in text
 
 
-def test_merged_model_is_served_as_it_is(tmp_path: Path) -> None:
+def test_merged_model_is_served_as_it_is(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(folder / "evaluate_run" / "tuned.json", lambda d: d.update(served=False))
     add_subject(folder, "merged", loss=1.5, served=True)

@@ -27,7 +27,7 @@ def runs(tmp_path: Path) -> list[Run]:
     return read(tmp_path, "demo", "other")
 
 
-def test_csv_has_one_line_a_run_with_unrounded_numbers(runs: list[Run]) -> None:
+def test_csv_has_one_line_a_run_with_unrounded_numbers(runs):
     rows = list(csv.DictReader(io.StringIO(comparison_csv(runs))))
     assert [row["run"] for row in rows] == ["demo", "other"]
     assert float(rows[0]["tuned_heldout_loss"]) == 1.5123456789
@@ -38,7 +38,7 @@ def test_csv_has_one_line_a_run_with_unrounded_numbers(runs: list[Run]) -> None:
     assert float(rows[0]["pydocs_mc.acc.difference"]) == 0.3618
 
 
-def test_columns_of_the_base_say_that_it_is_the_quantized_one(runs: list[Run]) -> None:
+def test_columns_of_the_base_say_that_it_is_the_quantized_one(runs):
     (row, _) = csv.DictReader(io.StringIO(comparison_csv(runs)))
     assert float(row["nf4_base_heldout_loss"]) == 2.9876543211
     assert float(row["nf4_base_perplexity"]) == 19.8391
@@ -47,7 +47,7 @@ def test_columns_of_the_base_say_that_it_is_the_quantized_one(runs: list[Run]) -
     assert not [name for name in row if re.search(r"(?<!nf4_)\bbase", name) or ".base" in name]
 
 
-def test_cost_of_4_bits_is_a_column_of_its_own(tmp_path: Path) -> None:
+def test_cost_of_4_bits_is_a_column_of_its_own(tmp_path):
     for name in ("demo", "other"):
         write_run(tmp_path, name, num_steps=3)
     add_original(tmp_path / "runs" / "demo", loss=2.5)
@@ -62,22 +62,22 @@ def test_cost_of_4_bits_is_a_column_of_its_own(tmp_path: Path) -> None:
     assert "+0.4877" in "".join(cells.text)
 
 
-def test_value_that_a_run_lacks_is_an_empty_cell(runs: list[Run]) -> None:
+def test_value_that_a_run_lacks_is_an_empty_cell(runs):
     rows = list(csv.DictReader(io.StringIO(comparison_csv(runs))))
     assert rows[1]["pydocs_mc.acc.served"] == ""
     assert rows[0]["train.max_steps"] == ""
 
 
-def test_text_that_a_spreadsheet_would_run_is_made_text(runs: list[Run]) -> None:
+def test_text_that_a_spreadsheet_would_run_is_made_text(runs):
     rows = list(csv.DictReader(io.StringIO(comparison_csv(runs))))
     assert rows[1]["model.source"] == "'=1+1"
 
 
-def test_differing_settings_are_marked(runs: list[Run]) -> None:
+def test_differing_settings_are_marked(runs):
     different = {column.name for column in setting_columns(runs) if column.differs}
     assert different == {"data", "model.source", "lora.r", "train.learning_rate"}
 
 
-def test_columns_hold_a_value_for_every_run(runs: list[Run]) -> None:
+def test_columns_hold_a_value_for_every_run(runs):
     columns = [*setting_columns(runs), *result_columns(runs)]
     assert {len(column.values) for column in columns} == {2}

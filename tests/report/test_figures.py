@@ -31,56 +31,56 @@ def all_figures(runs: list[Run]) -> list[Figure]:
     return [*curve_figures(runs), heldout, memory_figure(runs)]
 
 
-def test_every_figure_is_valid_plotly(runs: list[Run]) -> None:
+def test_every_figure_is_valid_plotly(runs):
     for figure in all_figures(runs):
         go.Figure({"data": figure.data, "layout": figure.layout})  # raises on unknown properties
 
 
-def test_every_axis_of_numbers_has_a_title(runs: list[Run]) -> None:
+def test_every_axis_of_numbers_has_a_title(runs):
     for figure in all_figures(runs):
         axes = {name: figure.layout[name] for name in ("xaxis", "yaxis")}
         numeric = {name for name, axis in axes.items() if axis.get("type") != "category"}
         assert all(axes[name]["title"]["text"] for name in numeric), figure.key
 
 
-def test_curves_hold_the_logged_values(runs: list[Run]) -> None:
+def test_curves_hold_the_logged_values(runs):
     loss = curve_figures(runs)[0]
     assert loss.data[1]["x"] == [step.step for step in runs[1].steps]
     assert loss.data[1]["y"] == [step.loss for step in runs[1].steps]
 
 
-def test_terms_stack_up_to_the_predicted_peak(runs: list[Run]) -> None:
+def test_terms_stack_up_to_the_predicted_peak(runs):
     figure = memory_figure(runs)
     stacked = sum(trace["x"][0] for trace in figure.data if trace["type"] == "bar")
     # sums of eleven doubles near 20: relative rounding of a few 1e-16 each
     assert stacked * 2**30 == pytest.approx(runs[0].preflight.peak_bytes, rel=1e-14)
 
 
-def test_largest_term_stands_first(runs: list[Run]) -> None:
+def test_largest_term_stands_first(runs):
     assert [key.text for key in memory_figure(runs).legend][:3] == [
         *("layer_inputs", "logits", "nf4_weights")
     ]
 
 
-def test_measured_peak_is_drawn_over_the_prediction(runs: list[Run]) -> None:
+def test_measured_peak_is_drawn_over_the_prediction(runs):
     (mark,) = [trace for trace in memory_figure(runs).data if trace["name"] == "measured peak"]
     assert mark["x"][0] * 2**30 == runs[0].summary.peak_bytes.measured
 
 
-def test_every_term_of_a_run_looks_different(runs: list[Run]) -> None:
+def test_every_term_of_a_run_looks_different(runs):
     looks = [(key.color, key.pattern) for key in memory_figure(runs).legend]
     assert len(looks) == len(runs[0].preflight.terms) > NUM_COLORS
     assert len(set(looks)) == len(looks)
 
 
-def test_style_sheet_has_every_color_and_hatch_that_figures_name(runs: list[Run]) -> None:
+def test_style_sheet_has_every_color_and_hatch_that_figures_name(runs):
     style = (TEMPLATES / "style.css").read_text()
     colors = {trace["meta"] for figure in all_figures(runs) for trace in figure.data}
     assert all(f"--{color}:" in style for color in colors)
     assert all(f".hatch-{number} " in style for number in range(1, len(PATTERNS)))
 
 
-def test_plotly_takes_no_markup_from_a_name(tmp_path: Path) -> None:
+def test_plotly_takes_no_markup_from_a_name(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(folder / "preflight_run" / "preflight.json", lambda d: d["terms"][0].update(name=HOSTILE))
     runs = read(tmp_path, "demo")
@@ -91,14 +91,14 @@ def test_plotly_takes_no_markup_from_a_name(tmp_path: Path) -> None:
     assert name.startswith("&lt;script&gt;")
 
 
-def test_heldout_loss_of_the_base_is_labelled_as_that_of_the_quantized_one(runs: list[Run]) -> None:
+def test_heldout_loss_of_the_base_is_labelled_as_that_of_the_quantized_one(runs):
     figure = heldout_figure(runs)
     assert figure is not None
     assert [trace["name"] for trace in figure.data] == ["NF4 base", "tuned"]
     assert figure.title == "Held-out loss: NF4 base, tuned"
 
 
-def test_no_heldout_figure_without_heldout_loss(tmp_path: Path) -> None:
+def test_no_heldout_figure_without_heldout_loss(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     for subject in ("base", "tuned"):
         edit(folder / "evaluate_run" / f"{subject}.json", lambda d: d.update(heldout=None))
@@ -106,7 +106,7 @@ def test_no_heldout_figure_without_heldout_loss(tmp_path: Path) -> None:
     assert heldout_figure(runs) is None
 
 
-def test_heldout_loss_while_training_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+def test_heldout_loss_while_training_is_drawn_where_it_was_measured(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=9)
     path = folder / "finetune" / "metrics.jsonl"
     rows = [
@@ -119,5 +119,5 @@ def test_heldout_loss_while_training_is_drawn_where_it_was_measured(tmp_path: Pa
     assert (figure.data[0]["x"], figure.data[0]["y"]) == ([4, 8], [2.6, 2.2])
 
 
-def test_no_curve_of_a_heldout_loss_that_was_not_measured(runs: list[Run]) -> None:
+def test_no_curve_of_a_heldout_loss_that_was_not_measured(runs):
     assert "heldout_loss" not in [figure.key for figure in curve_figures(runs)]

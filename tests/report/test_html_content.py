@@ -1,7 +1,5 @@
 """What a page shows of its runs: numbers, samples, data, plans and cost, and what it leaves out."""
 
-from pathlib import Path
-
 from tests.evaluation.test_four_bits import facts as calibration_facts
 from tests.support.report_examples import add_original, add_subject, edit, write_run
 from tests.support.report_pages import Page, change_evaluations, read, rendered
@@ -10,7 +8,7 @@ from workflow.lib.report.html_page import render_page
 from workflow.lib.settings.config import ReportConfig
 
 
-def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
+def test_numbers_shown_are_those_of_the_files(tmp_path):
     write_run(tmp_path, "demo", num_steps=13)
     (run,) = read(tmp_path, "demo")
     numbers = Page(rendered(tmp_path, "demo")).numbers
@@ -32,14 +30,14 @@ def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
     assert shown <= numbers
 
 
-def test_what_was_read_of_each_file_is_shown(tmp_path: Path) -> None:
+def test_what_was_read_of_each_file_is_shown(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     text = "".join(Page(rendered(tmp_path, "demo")).text)
     assert "prompt_completionprompt, completionlang (2,001), id (message) (40,123)" in text
     assert "empty completion (5), not an object (1)" in text
 
 
-def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
+def test_run_without_tasks_and_samples_renders(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     change_evaluations(folder, lambda d: d.update(tasks={}, samples=[]))
     edit(
@@ -50,7 +48,7 @@ def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
     assert "No sample was generated" in text
 
 
-def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path: Path) -> None:
+def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     plain = "".join(Page(rendered(tmp_path, "demo")).text)
     assert "The model before its quantization was not measured." in plain
@@ -67,7 +65,7 @@ def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path: Path) -
         assert shown in text, shown
 
 
-def test_how_the_base_was_quantized_is_shown_with_the_reason(tmp_path: Path) -> None:
+def test_how_the_base_was_quantized_is_shown_with_the_reason(tmp_path):
     base = write_run(tmp_path, "demo", num_steps=3) / "evaluate_run" / "base.json"
     edit(base, lambda d: d.update(quantized_by="absmax (it would take 73 minutes)"))
     assert "Quantizedabsmax (it would take 73 minutes)" in "".join(
@@ -75,7 +73,7 @@ def test_how_the_base_was_quantized_is_shown_with_the_reason(tmp_path: Path) -> 
     )
 
 
-def test_experts_that_lose_most_are_shown(tmp_path: Path) -> None:
+def test_experts_that_lose_most_are_shown(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     base = folder / "evaluate_run" / "base.json"
     edit(base, lambda d: d.update(four_bits=summarize(calibration_facts()).model_dump(mode="json")))
@@ -87,7 +85,7 @@ def test_experts_that_lose_most_are_shown(tmp_path: Path) -> None:
         assert shown in text, shown
 
 
-def test_run_without_heldout_loss_renders(tmp_path: Path) -> None:
+def test_run_without_heldout_loss_renders(tmp_path):
     for name in ("demo", "other"):
         folder = write_run(tmp_path, name, num_steps=3)
         change_evaluations(folder, lambda d: d.update(heldout=None))
@@ -100,7 +98,7 @@ def test_run_without_heldout_loss_renders(tmp_path: Path) -> None:
     assert "Held-out loss was not measured" in rendered(tmp_path, "demo", "other")
 
 
-def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path: Path) -> None:
+def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(
         folder / "preflight_run" / "preflight.json",
@@ -109,27 +107,27 @@ def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path: Path) -> None:
     assert "no prediction" in rendered(tmp_path, "demo")
 
 
-def test_trained_text_alone_is_marked(tmp_path: Path) -> None:
+def test_trained_text_alone_is_marked(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     page = rendered(tmp_path, "demo")
     assert "&lt;assistant&gt;\n<mark>Return the first item of x.</mark></pre>" in page
 
 
-def test_max_samples_limits_the_samples_and_says_so(tmp_path: Path) -> None:
+def test_max_samples_limits_the_samples_and_says_so(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     page = rendered(tmp_path, "demo", max_samples=1)
     assert page.count('<details class="sample"') == 1
     assert "1 of 3 samples shown" in page
 
 
-def test_cost_is_in_gpu_hours(tmp_path: Path) -> None:
+def test_cost_is_in_gpu_hours(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     # 4021.7 s on two GPUs
     assert 2 * 4021.7 / 3600 in Page(rendered(tmp_path, "demo")).numbers
     assert "GPU hours" in rendered(tmp_path, "demo")
 
 
-def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path: Path) -> None:
+def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     rows = [row.split("</tr>")[0] for row in rendered(tmp_path, "demo").split("<tr>")]
     (tried,) = [row for row in rows if "3.10 GiB too much" in row]
@@ -138,7 +136,7 @@ def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path: Path) 
     assert '<data value="0.7">70.0 %</data>' in tried
 
 
-def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
+def test_facts_of_the_data_are_shown(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     page = Page(rendered(tmp_path, "demo"))
     # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the
@@ -148,7 +146,7 @@ def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
     assert repeating in "".join(page.text)
 
 
-def test_heldout_loss_of_every_source_is_shown(tmp_path: Path) -> None:
+def test_heldout_loss_of_every_source_is_shown(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     part = {"loss_ci95": None, "perplexity": 3.5, "documents": 7, "trained_tokens": 71}
     change_evaluations(
@@ -162,7 +160,7 @@ def test_heldout_loss_of_every_source_is_shown(tmp_path: Path) -> None:
     assert "Held-out loss by source" in "".join(page.text)
 
 
-def test_p_value_of_a_task_is_shown_with_its_test(tmp_path: Path) -> None:
+def test_p_value_of_a_task_is_shown_with_its_test(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     found = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11}
     edit(
@@ -174,7 +172,7 @@ def test_p_value_of_a_task_is_shown_with_its_test(tmp_path: Path) -> None:
     assert "exact McNemar" in "".join(page.text)
 
 
-def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path: Path) -> None:
+def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     assert "Every form of the model" not in rendered(tmp_path, "demo")
     add_original(folder, loss=2.5)
@@ -187,7 +185,7 @@ def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path: Path) ->
     assert "Merged: one model with the adapter in its weights, in 16 bits." in text
 
 
-def test_drawn_answers_stand_below_the_greedy_ones(tmp_path: Path) -> None:
+def test_drawn_answers_stand_below_the_greedy_ones(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     assert "drawn" not in "".join(Page(rendered(tmp_path, "demo")).text)
     for subject in ("base", "tuned"):

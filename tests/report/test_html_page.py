@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> str:
 UNLABELLED_BASE = re.compile(r"(?<!NF4 )(?<!disk: )\bbase\b(?! model)(?!-8b)", re.IGNORECASE)
 
 
-def test_every_mention_of_the_base_says_that_it_is_the_quantized_one(tmp_path: Path) -> None:
+def test_every_mention_of_the_base_says_that_it_is_the_quantized_one(tmp_path):
     for name in ("demo", "other"):
         folder = write_run(tmp_path, name, num_steps=13)
         sources = {"qa": {"loss": 1.5, "loss_ci95": None, "perplexity": 4.5, "documents": 1}}
@@ -66,11 +65,11 @@ def test_every_mention_of_the_base_says_that_it_is_the_quantized_one(tmp_path: P
     assert "The model before its quantization was not measured" in text
 
 
-def test_every_element_is_closed_in_order(two_runs: str) -> None:
+def test_every_element_is_closed_in_order(two_runs):
     assert Page(two_runs).open == []
 
 
-def test_hostile_text_adds_no_element(two_runs: str, tmp_path: Path) -> None:
+def test_hostile_text_adds_no_element(two_runs, tmp_path):
     names = {tag for tag, _ in Page(two_runs).elements}
     write_run(tmp_path, "demo", num_steps=13)
     write_run(tmp_path, "other", num_steps=13)
@@ -78,17 +77,17 @@ def test_hostile_text_adds_no_element(two_runs: str, tmp_path: Path) -> None:
     assert sum(tag == "script" for tag, _ in Page(two_runs).elements) == 3
 
 
-def test_hostile_text_is_shown_as_text(two_runs: str) -> None:
+def test_hostile_text_is_shown_as_text(two_runs):
     text = "".join(Page(two_runs).text)
     # title, heading, model, two answers, prompt, reference, check, reason, term, and more
     assert text.count(visible(HOSTILE)) > 20
 
 
-def test_no_acting_character_reaches_the_page(two_runs: str) -> None:
+def test_no_acting_character_reaches_the_page(two_runs):
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", "".join(Page(two_runs).text))
 
 
-def test_page_names_no_network_address(two_runs: str) -> None:
+def test_page_names_no_network_address(two_runs):
     addresses = [
         address for name in sorted(ADDRESSES) for address in Page(two_runs).attributes(name)
     ]
@@ -99,7 +98,7 @@ def test_page_names_no_network_address(two_runs: str) -> None:
     assert "@import" not in style
 
 
-def test_policy_allows_the_two_scripts_and_no_request(two_runs: str) -> None:
+def test_policy_allows_the_two_scripts_and_no_request(two_runs):
     page = Page(two_runs)
     (policy,) = [value for value in page.attributes("content") if "default-src" in value]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -112,7 +111,7 @@ def test_policy_allows_the_two_scripts_and_no_request(two_runs: str) -> None:
     assert set(digests) == allowed
 
 
-def test_figure_data_is_json_that_cannot_close_its_element(two_runs: str) -> None:
+def test_figure_data_is_json_that_cannot_close_its_element(two_runs):
     island = Page(two_runs).scripts[0]
     assert set(json.loads(island)) == {
         *("heldout", "loss", "grad_norm", "learning_rate", "tokens_per_s"),
@@ -121,11 +120,11 @@ def test_figure_data_is_json_that_cannot_close_its_element(two_runs: str) -> Non
     assert "<" not in island
 
 
-def test_plotly_is_there_once(two_runs: str) -> None:
+def test_plotly_is_there_once(two_runs):
     assert len(re.findall(r"\* plotly\.js v\d", two_runs)) == 1
 
 
-def test_every_reference_inside_the_page_has_its_target(two_runs: str) -> None:
+def test_every_reference_inside_the_page_has_its_target(two_runs):
     page = Page(two_runs)
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
@@ -133,7 +132,7 @@ def test_every_reference_inside_the_page_has_its_target(two_runs: str) -> None:
     assert wanted | set(page.attributes("aria-labelledby")) <= set(ids)
 
 
-def test_tables_have_captions_and_headers_have_scopes(two_runs: str) -> None:
+def test_tables_have_captions_and_headers_have_scopes(two_runs):
     elements = Page(two_runs).elements
     assert sum(tag == "table" for tag, _ in elements) == sum(
         tag == "caption" for tag, _ in elements
@@ -141,14 +140,14 @@ def test_tables_have_captions_and_headers_have_scopes(two_runs: str) -> None:
     assert all("scope" in attrs for tag, attrs in elements if tag == "th")
 
 
-def test_command_that_makes_the_page_again_is_shown_with_its_settings(two_runs: str) -> None:
+def test_command_that_makes_the_page_again_is_shown_with_its_settings(two_runs):
     assert "--replace-workflow-config --configfile settings.json</code>" in two_runs
     text = "".join(Page(two_runs).text)
     document = json.loads(text[text.index('{\n  "report"') : text.index("}\n}\n") + 3])
     assert document["runs"] == {name: {"lora": {"r": 16}} for name in ("demo", "hostile")}
 
 
-def test_page_names_the_one_commit_that_made_everything(two_runs: str, tmp_path: Path) -> None:
+def test_page_names_the_one_commit_that_made_everything(two_runs, tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     at = "At commit <code>0123456789abcdef0123456789abcdef01234567</code>"
     assert at in rendered(tmp_path, "demo")
@@ -156,5 +155,5 @@ def test_page_names_the_one_commit_that_made_everything(two_runs: str, tmp_path:
     assert "At the same state of the workflow" in rendered(tmp_path, "demo")
 
 
-def test_run_without_gate_shows_none(two_runs: str) -> None:
+def test_run_without_gate_shows_none(two_runs):
     assert "<dt>Required</dt>" not in two_runs

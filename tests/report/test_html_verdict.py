@@ -20,9 +20,7 @@ from workflow.lib.settings.config import ReportConfig
         ([-0.3, -0.1], "Held-out loss is higher than the NF4 base's"),
     ],
 )
-def test_verdict_follows_the_interval_of_the_difference(
-    tmp_path: Path, ends: list[float], words: str
-) -> None:
+def test_verdict_follows_the_interval_of_the_difference(tmp_path, ends, words):
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(
         folder / "evaluate_run" / "tuned.json",
@@ -31,13 +29,13 @@ def test_verdict_follows_the_interval_of_the_difference(
     assert f"<h3>{words}</h3>" in rendered(tmp_path, "demo")
 
 
-def test_failed_check_is_counted_in_the_verdict(tmp_path: Path) -> None:
+def test_failed_check_is_counted_in_the_verdict(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(folder / "consolidate" / "parity.json", lambda d: d.update(passed=False))
     assert "1 of 5 failed" in rendered(tmp_path, "demo")
 
 
-def test_page_says_where_activations_were_rounded(tmp_path: Path) -> None:
+def test_page_says_where_activations_were_rounded(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     words = "activations waited for backward in float8"
     assert words not in rendered(tmp_path, "demo")
@@ -48,7 +46,7 @@ def test_page_says_where_activations_were_rounded(tmp_path: Path) -> None:
     assert words in rendered(tmp_path, "demo")
 
 
-def test_different_heldout_documents_forbid_a_comparison(tmp_path: Path) -> None:
+def test_different_heldout_documents_forbid_a_comparison(tmp_path):
     for name in ("demo", "other"):
         write_run(tmp_path, name, num_steps=3)
     edit(
@@ -65,7 +63,7 @@ def better(root: Path, name: str, loss: float) -> Path:
     return folder
 
 
-def test_best_run_of_a_sweep_comes_first(tmp_path: Path) -> None:
+def test_best_run_of_a_sweep_comes_first(tmp_path):
     for name, loss in (("one", 1.7), ("two", 1.2), ("three", 1.5)):
         better(tmp_path, name, loss)
     page = rendered(tmp_path, "one", "two", "three")
@@ -74,7 +72,7 @@ def test_best_run_of_a_sweep_comes_first(tmp_path: Path) -> None:
     assert "The other 2 runs in the same detail" in rest
 
 
-def test_every_form_is_open_for_the_best_run_alone(tmp_path: Path) -> None:
+def test_every_form_is_open_for_the_best_run_alone(tmp_path):
     names = ("one", "two", "three")
     for name, loss in zip(names, (1.7, 1.2, 1.5), strict=True):
         add_original(better(tmp_path, name, loss), loss=2.5)
@@ -84,7 +82,7 @@ def test_every_form_is_open_for_the_best_run_alone(tmp_path: Path) -> None:
     assert alone.endswith(" open")
 
 
-def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path: Path) -> None:
+def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path):
     for name, loss in (("one", 1.2), ("two", 1.7)):
         better(tmp_path, name, loss)
     edit(
@@ -104,9 +102,7 @@ def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path: Path) -
         ([-0.2, 0.1], True, "1 without a clear change, 1 not judged"),
     ],
 )
-def test_verdict_says_what_became_of_the_tasks(
-    tmp_path: Path, ends: list[float], upwards: bool, words: str
-) -> None:
+def test_verdict_says_what_became_of_the_tasks(tmp_path, ends, upwards, words):
     folder = write_run(tmp_path, "demo", num_steps=3)
 
     def change(document: Any) -> None:
@@ -134,9 +130,7 @@ def with_gate(root: Path, require: dict[str, float], *, by: str = "estimate") ->
     ("least", "by", "found"),
     [(1.4, "estimate", "reached"), (1.4, "interval", "missed"), (1.5, "estimate", "missed")],
 )
-def test_gate_is_in_the_verdict_as_its_stage_will_judge(
-    tmp_path: Path, least: float, by: str, found: str
-) -> None:
+def test_gate_is_in_the_verdict_as_its_stage_will_judge(tmp_path, least, by, found):
     text = with_gate(tmp_path, {"heldout_loss": least}, by=by)
     asked = (
         f"{found} heldout_loss gained +1.4753 [+1.3711, +1.5802] over the NF4 base; at least "
@@ -146,13 +140,13 @@ def test_gate_is_in_the_verdict_as_its_stage_will_judge(
     assert ("The required gain is missed: the workflow ends" in text) is (found == "missed")
 
 
-def test_gate_that_cannot_be_judged_says_why(tmp_path: Path) -> None:
+def test_gate_that_cannot_be_judged_says_why(tmp_path):
     text = with_gate(tmp_path, {"pydocs_mc/f1": 0.1})
     assert "The required gain cannot be judged" in text
     assert "pydocs_mc/f1': it is not measured. Known: pydocs_mc/acc" in text
 
 
-def test_verdict_says_why_cuda_graphs_were_off(tmp_path: Path) -> None:
+def test_verdict_says_why_cuda_graphs_were_off(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     assert "CUDA graphs" not in rendered(tmp_path, "demo")
     reason = {"graphs_off": "operation not permitted"}

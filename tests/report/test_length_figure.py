@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tokens" / "demo-data" / "manifest.json"
 
 
-def test_every_split_is_drawn_in_shares_of_its_documents(path: Path) -> None:
+def test_every_split_is_drawn_in_shares_of_its_documents(path):
     figure = length_figure(read_record(path, Manifest), number=1)
     assert figure is not None
     go.Figure({"data": figure.data, "layout": figure.layout})  # raises on unknown properties
@@ -26,7 +26,7 @@ def test_every_split_is_drawn_in_shares_of_its_documents(path: Path) -> None:
     assert figure.data[0]["customdata"][1] == "65 to 128 tokens: 802"
 
 
-def test_manifest_without_lengths_has_no_figure(path: Path) -> None:
+def test_manifest_without_lengths_has_no_figure(path):
     for split in ("train", "heldout"):
         edit(path, lambda d, s=split: d["splits"][s].pop("length_histogram"))
     assert length_figure(read_record(path, Manifest), number=1) is None

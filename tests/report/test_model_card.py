@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path, "demo", num_steps=3)
 
 
-def test_metadata_is_read_back_by_the_hubs_own_parser(run: Path, tmp_path: Path) -> None:
+def test_metadata_is_read_back_by_the_hubs_own_parser(run, tmp_path):
     (tmp_path / "README.md").write_text(model_card(read(run)))
     data = ModelCard.load(tmp_path / "README.md").data
     found = {key: value for key, value in data.to_dict().items() if key != "model-index"}
@@ -89,22 +89,18 @@ def validated(card: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["from the hub", "local"])
-def test_huggingface_hubs_own_validation_accepts_the_card(
-    run: Path, tmp_path: Path, named: bool
-) -> None:
+def test_huggingface_hubs_own_validation_accepts_the_card(run, tmp_path, named):
     changes = {} if named else {"model_id": None, "dataset_id": None}
     done = validated(model_card(read(run, **changes)), tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_huggingface_hubs_own_validation_refuses_a_folder_as_data_set(
-    run: Path, tmp_path: Path
-) -> None:
+def test_huggingface_hubs_own_validation_refuses_a_folder_as_data_set(run, tmp_path):
     done = validated(model_card(read(run, dataset_id="/data/questions.jsonl")), tmp_path)
     assert "\"datasets\" with value '/data/questions.jsonl' is not valid" in done.stderr
 
 
-def test_results_are_in_the_hubs_terms_unrounded(run: Path) -> None:
+def test_results_are_in_the_hubs_terms_unrounded(run):
     data = ModelCard(model_card(read(run))).data
     results = {(r.dataset_type, r.metric_type): r.metric_value for r in data.eval_results}
     assert data.model_name == "demo"
@@ -116,7 +112,7 @@ def test_results_are_in_the_hubs_terms_unrounded(run: Path) -> None:
     }
 
 
-def test_local_base_and_data_are_described_and_not_linked(run: Path) -> None:
+def test_local_base_and_data_are_described_and_not_linked(run):
     text = model_card(read(run, model_id=None, dataset_id=None))
     assert not {"base_model", "base_model_relation", "datasets"} & set(
         ModelCard(text).data.to_dict()
@@ -124,7 +120,7 @@ def test_local_base_and_data_are_described_and_not_linked(run: Path) -> None:
     assert "| Base model | <code>base-8b</code>, NF4 with bitsandbytes |" in text
 
 
-def test_no_path_of_the_machine_is_published(run: Path) -> None:
+def test_no_path_of_the_machine_is_published(run):
     edit(
         run / "finetune" / "summary.json",
         lambda d: d["settings"]["model"].update(source="/home/alice/models/x"),
@@ -159,11 +155,11 @@ def test_no_path_of_the_machine_is_published(run: Path) -> None:
         "        bnb_4bit_use_double_quant=True,",
     ],
 )
-def test_card_states_the_runs_facts(run: Path, line: str) -> None:
+def test_card_states_the_runs_facts(run, line):
     assert line in model_card(read(run)).splitlines()
 
 
-def test_card_names_modules_that_were_trained_whole(run: Path) -> None:
+def test_card_names_modules_that_were_trained_whole(run):
     edit(
         run / "finetune" / "summary.json",
         lambda d: d["settings"]["lora"].update(modules_to_save=["embed_tokens", "lm_head"]),
@@ -182,7 +178,7 @@ def test_card_names_modules_that_were_trained_whole(run: Path) -> None:
         ([-0.3, -0.1], "is higher than"),
     ],
 )
-def test_first_sentence_follows_the_interval(run: Path, ends: list[float], words: str) -> None:
+def test_first_sentence_follows_the_interval(run, ends, words):
     edit(
         run / "evaluate_run" / "tuned.json",
         lambda d: d["comparisons"]["base"].update(loss_difference_ci95=ends),
@@ -211,9 +207,7 @@ GAIN, LOSS, NEITHER = [0.033, 0.2], [-0.2, -0.033], [-0.02, 0.04]
         (GAIN, LOSS, None, {r"acc, pydocs\_mc acc\_norm": UNJUDGED}),
     ],
 )
-def test_each_metric_of_a_task_is_told_by_its_own_interval(
-    run: Path, acc: Any, acc_norm: Any, upwards: bool | None, told: dict[str, str]
-) -> None:
+def test_each_metric_of_a_task_is_told_by_its_own_interval(run, acc, acc_norm, upwards, told):
     def change(document: dict[str, Any]) -> None:
         for metric, ends in (("acc", acc), ("acc_norm", acc_norm)):
             document["comparisons"]["base"]["tasks"]["pydocs_mc"][metric].update(
@@ -260,9 +254,7 @@ def used(card: str, **replaced: Path) -> dict[str, Any]:
     ],
     ids=["usual", "single", "wide", "multimodal", "experts", "original in NF4"],
 )
-def test_card_loads_what_was_evaluated(
-    run: Path, tmp_path: Path, family: str, quantize: dict[str, Any]
-) -> None:
+def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     """Bit for bit: the NF4 weights, the types, and the adapter; so are the logits. Rows are whole
     blocks: others stock packages misread.
     """
@@ -301,7 +293,7 @@ def test_card_loads_what_was_evaluated(
     assert loaded["tokenizer"].chat_template == CHAT_TEMPLATE
 
 
-def test_run_that_measured_nothing_says_so(run: Path) -> None:
+def test_run_that_measured_nothing_says_so(run):
     for subject in ("base", "tuned"):
         edit(run / "evaluate_run" / f"{subject}.json", lambda d: d.update(heldout=None, tasks={}))
     nothing = {"loss_difference": None, "loss_difference_ci95": None, "p_value": None, "tasks": {}}
@@ -311,7 +303,7 @@ def test_run_that_measured_nothing_says_so(run: Path) -> None:
     assert "model-index" not in ModelCard(text).data.to_dict()
 
 
-def test_hostile_text_is_neither_markup_nor_metadata(run: Path) -> None:
+def test_hostile_text_is_neither_markup_nor_metadata(run):
     hostile = f"{HOSTILE} | [a](http://x.example) **b**\n---\nlicense: mit\n# c"
     edit(
         run / "finetune" / "summary.json",
@@ -335,7 +327,7 @@ def test_hostile_text_is_neither_markup_nor_metadata(run: Path) -> None:
     assert page.count("<h1>") == 1
 
 
-def test_cost_of_4_bits_is_that_of_the_report_by_evaluation_or_calibration(run: Path) -> None:
+def test_cost_of_4_bits_is_that_of_the_report_by_evaluation_or_calibration(run):
     assert "What 4 bits cost was not measured." in model_card(read(run))
     bits = summarize(calibration_facts()).model_dump(mode="json")
     edit(run / "evaluate_run" / "base.json", lambda d: d.update(four_bits=bits))

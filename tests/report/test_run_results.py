@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path, "demo", num_steps=13)
 
 
-def test_values_are_those_of_the_files(tmp_path: Path, folder: Path) -> None:
+def test_values_are_those_of_the_files(tmp_path, folder):
     (run,) = read(tmp_path, "demo")
     tuned = read_checked_json(folder / "evaluate_run" / "tuned.json")
     served = run.measured.served.heldout
@@ -28,7 +27,7 @@ def test_values_are_those_of_the_files(tmp_path: Path, folder: Path) -> None:
     )
 
 
-def test_samples_stand_reference_beside_served(tmp_path: Path, folder: Path) -> None:
+def test_samples_stand_reference_beside_served(tmp_path, folder):
     (run,) = read(tmp_path, "demo")
     base, tuned = (
         read_json(folder / "evaluate_run" / f"{subject}.json")["samples"]
@@ -39,18 +38,15 @@ def test_samples_stand_reference_beside_served(tmp_path: Path, folder: Path) -> 
     ]
 
 
-def test_scores_pair_every_metric_with_its_difference(tmp_path: Path, folder: Path) -> None:
+def test_scores_pair_every_metric_with_its_difference(tmp_path, folder):
     (run,) = read(tmp_path, "demo")
     assert [
         (s.metric, s.before.value, s.after.value, s.difference.difference)
         for s in run.measured.scores
-    ] == [
-        ("acc", 0.2519, 0.6137, 0.3618),
-        ("acc_norm", 0.2777, 0.6331, 0.3554),
-    ]
+    ] == [("acc", 0.2519, 0.6137, 0.3618), ("acc_norm", 0.2777, 0.6331, 0.3554)]
 
 
-def test_checks_hold_preflight_training_and_parity(tmp_path: Path, folder: Path) -> None:
+def test_checks_hold_preflight_training_and_parity(tmp_path, folder):
     edit(folder / "consolidate" / "parity.json", lambda d: d.update(passed=False))
     edit(folder / "preflight_run" / "preflight.json", lambda d: d.update(verdict="does_not_fit"))
     (run,) = read(tmp_path, "demo")
@@ -58,7 +54,7 @@ def test_checks_hold_preflight_training_and_parity(tmp_path: Path, folder: Path)
     assert [check.name[:12] for check in run.failed_checks] == ["Preflight: t", "The exported"]
 
 
-def test_runs_keep_the_order_of_the_command_line(tmp_path: Path) -> None:
+def test_runs_keep_the_order_of_the_command_line(tmp_path):
     for name in ("b", "a"):
         write_run(tmp_path, name, num_steps=3)
     assert [run.name for run in read(tmp_path, "b", "a")] == ["b", "a"]
@@ -114,9 +110,7 @@ def _swapped(document: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_files_of_different_runs_are_refused(
-    tmp_path: Path, folder: Path, file: str, change: Callable[[Any], None], message: str
-) -> None:
+def test_files_of_different_runs_are_refused(tmp_path, folder, file, change, message):
     edit(folder / file, change)
     with pytest.raises(UserError, match=message):
         read(tmp_path, "demo")

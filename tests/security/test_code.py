@@ -36,7 +36,7 @@ SAID = {
 }
 
 
-def test_loaders_are_told_to_run_no_code() -> None:
+def test_loaders_are_told_to_run_no_code():
     assert len(SOURCES) > 150
     wrong, seen = [], set()
     for path in SOURCES:
@@ -51,7 +51,7 @@ def test_loaders_are_told_to_run_no_code() -> None:
     assert len(seen) == 3
 
 
-def test_no_stage_lets_packages_fetch_compiled_code_from_a_hub(tmp_path: Path) -> None:
+def test_no_stage_lets_packages_fetch_compiled_code_from_a_hub(tmp_path):
     """The package by which they do so, `kernels`, is not there for them even if it is installed."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("raise SystemExit('kernels was imported')")
@@ -80,7 +80,7 @@ class Bomb:
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "model.pt", "weights.pth", "consolidated.00.ckpt"]
 )
-def test_base_in_a_pickle_is_refused_and_not_read(tmp_path: Path, name: str) -> None:
+def test_base_in_a_pickle_is_refused_and_not_read(tmp_path, name):
     target = tmp_path / "here"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / name).write_bytes(pickle.dumps(Bomb(target)))
@@ -92,7 +92,7 @@ def test_base_in_a_pickle_is_refused_and_not_read(tmp_path: Path, name: str) -> 
     assert not target.exists()
 
 
-def test_pickle_under_a_safetensors_name_is_refused_and_not_read(tmp_path: Path) -> None:
+def test_pickle_under_a_safetensors_name_is_refused_and_not_read(tmp_path):
     target = tmp_path / "here"
     torch.save(Bomb(target), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
@@ -103,7 +103,7 @@ def test_pickle_under_a_safetensors_name_is_refused_and_not_read(tmp_path: Path)
     assert not target.exists()
 
 
-def test_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+def test_index_that_leads_out_of_its_folder_is_refused(tmp_path):
     tiny_llama(tmp_path)
     folder = tmp_path / "model"
     folder.mkdir()
@@ -135,7 +135,7 @@ def custom_model(folder: Path, target: Path) -> Path:
     return folder
 
 
-def test_model_with_code_of_its_own_is_refused_and_its_code_not_run(tmp_path: Path) -> None:
+def test_model_with_code_of_its_own_is_refused_and_its_code_not_run(tmp_path):
     target = tmp_path / "here"
     folder = custom_model(tmp_path / "model", target)
     with pytest.raises(UserError, match=r"code of the model's own repository.*never run"):
@@ -145,7 +145,7 @@ def test_model_with_code_of_its_own_is_refused_and_its_code_not_run(tmp_path: Pa
     assert not target.exists()
 
 
-def test_tokenizer_with_code_of_its_own_is_never_run(tmp_path: Path) -> None:
+def test_tokenizer_with_code_of_its_own_is_never_run(tmp_path):
     target = tmp_path / "here"
     folder = custom_model(tmp_path / "model", target)
     with pytest.raises(UserError, match=r"code of the model's repository, which is never run"):

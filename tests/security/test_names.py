@@ -101,7 +101,7 @@ def hostile_project(root: Path) -> Project:
     return project
 
 
-def test_stages_work_with_hostile_names_and_run_nothing_of_them(hostile_folder: Path) -> None:
+def test_stages_work_with_hostile_names_and_run_nothing_of_them(hostile_folder):
     project = hostile_project(hostile_folder / "project")
     done = project.snakemake("preflight")
     assert done.status == 0, done.output
@@ -109,7 +109,7 @@ def test_stages_work_with_hostile_names_and_run_nothing_of_them(hostile_folder: 
     assert pwned(hostile_folder) == []
 
 
-def test_hub_id_and_revision_are_data_to_every_shell(hostile_folder: Path) -> None:
+def test_hub_id_and_revision_are_data_to_every_shell(hostile_folder):
     project = make_project(hostile_folder / "hub")
     hostile = {"source": "$(touch pwned);`touch pwned`/a b'c\"", "revision": "--help;touch pwned"}
     project.edit({"model": hostile})
@@ -126,7 +126,7 @@ def refusal(document: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_names_and_labels_that_are_no_plain_names_are_refused() -> None:
+def test_names_and_labels_that_are_no_plain_names_are_refused():
     for name in REFUSED_RUN_NAMES:
         assert "runs: the name" in refusal({"runs": {name: {}}})
         for section in ("model", "data"):

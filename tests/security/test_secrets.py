@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.canaries import CANARIES
-from tests.support.workflow_project import Project
 from workflow.scripts.command import run, stage_parser
 
 
@@ -17,9 +16,7 @@ def files(folder: Path) -> Iterator[Path]:
     yield from (path for path in folder.rglob("*") if path.is_file())
 
 
-def test_whole_workflow_leaves_no_secret_in_any_file_or_on_the_terminal(
-    finished_project: Project,
-) -> None:
+def test_whole_workflow_leaves_no_secret_in_any_file_or_on_the_terminal(finished_project):
     places = list(files(finished_project.root.parent))
     names = {path.relative_to(finished_project.root.parent).parts[0] for path in places}
     assert {"terminal.txt", "finished"} <= names
@@ -32,16 +29,14 @@ def test_whole_workflow_leaves_no_secret_in_any_file_or_on_the_terminal(
     assert found == {}
 
 
-def test_whole_workflow_leaves_nothing_that_others_may_write(finished_project: Project) -> None:
+def test_whole_workflow_leaves_nothing_that_others_may_write(finished_project):
     root = finished_project.root
     places = [path for part in ("results", "logs") for path in (root / part).rglob("*")]
     assert len(places) > 50
     assert [path for path in places if path.lstat().st_mode & stat.S_IWOTH] == []
 
 
-def test_traceback_of_a_defect_masks_the_secrets_it_quotes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_traceback_of_a_defect_masks_the_secrets_it_quotes(tmp_path, monkeypatch, capsys):
     secret = CANARIES["HF_TOKEN"]
     monkeypatch.setenv("HF_TOKEN", secret)
     log = tmp_path / "stage.log"

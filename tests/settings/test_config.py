@@ -1,8 +1,6 @@
 """Settings: defaults, descriptions, and overrides by runs."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -29,31 +27,31 @@ def fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str | 
             yield from fields(field.annotation, f"{path}{name}.")
 
 
-def test_empty_document_gives_the_demo_run_with_all_defaults() -> None:
+def test_empty_document_gives_the_demo_run_with_all_defaults():
     report, runs = load_config({})
     assert report == Config().report
     assert runs == {"demo": RunConfig()}
 
 
-def test_written_out_defaults_load_to_the_defaults() -> None:
+def test_written_out_defaults_load_to_the_defaults():
     assert only(RunConfig().model_dump(mode="json")) == RunConfig()
 
 
 @pytest.mark.parametrize("section", [name for name in Config.model_fields if name != "runs"])
-def test_section_with_nothing_below_it_means_its_defaults(section: str) -> None:
+def test_section_with_nothing_below_it_means_its_defaults(section):
     assert load_config({section: None}) == load_config({})
     assert only({"data": {"columns": None}}) == RunConfig()
 
 
-def test_every_setting_is_described() -> None:
+def test_every_setting_is_described():
     assert [path for path, said in fields(Config) if said is None or len(said) <= 10] == []
 
 
-def test_schema_refuses_unknown_keys_too() -> None:
+def test_schema_refuses_unknown_keys_too():
     assert json_schema()["additionalProperties"] is False
 
 
-def test_source_takes_over_what_it_does_not_set() -> None:
+def test_source_takes_over_what_it_does_not_set():
     sources = ["a", {"path": "b", "format": "text", "columns": {"text": "body"}}]
     data = only({"data": {"train": sources, "file_type": "json", "format": "alpaca"}}).data
     first, second = data.train_sources
@@ -63,15 +61,15 @@ def test_source_takes_over_what_it_does_not_set() -> None:
     assert second.columns.text == "body"
 
 
-def test_max_steps_alone_is_accepted() -> None:
+def test_max_steps_alone_is_accepted():
     assert only({"train": {"epochs": None, "max_steps": 7}}).train.max_steps == 7
 
 
-def test_number_that_yaml_reads_as_text_is_accepted() -> None:
+def test_number_that_yaml_reads_as_text_is_accepted():
     assert only({"train": {"learning_rate": "2e-4"}}).train.learning_rate == 2e-4
 
 
-def test_run_overrides_single_keys_and_keeps_the_shared_ones() -> None:
+def test_run_overrides_single_keys_and_keeps_the_shared_ones():
     document = {
         "lora": {"r": 8, "alpha": 11.0},
         "runs": {"small": {"lora": {"r": 3}}, "shared": None},
@@ -80,16 +78,16 @@ def test_run_overrides_single_keys_and_keeps_the_shared_ones() -> None:
     assert [(run.lora.r, run.lora.alpha) for run in runs.values()] == [(3, 11.0), (8, 11.0)]
 
 
-def test_run_with_an_empty_section_keeps_the_shared_one() -> None:
+def test_run_with_an_empty_section_keeps_the_shared_one():
     assert only({"lora": {"r": 3}, "runs": {"a": {"lora": None}}}).lora.r == 3
 
 
-def test_run_can_set_a_shared_value_to_null() -> None:
+def test_run_can_set_a_shared_value_to_null():
     run = only({"train": {"epochs": 2}, "runs": {"a": {"train": {"epochs": None, "max_steps": 5}}}})
     assert (run.train.epochs, run.train.max_steps) == (None, 5)
 
 
-def test_merge_replaces_lists_and_leaves_its_inputs_alone() -> None:
+def test_merge_replaces_lists_and_leaves_its_inputs_alone():
     base = {"a": {"list": [1, 2], "kept": 1}}
     override = {"a": {"list": [3]}}
     assert merge(base, override) == {"a": {"list": [3], "kept": 1}}
@@ -112,24 +110,22 @@ def test_merge_replaces_lists_and_leaves_its_inputs_alone() -> None:
         ("meta-llama/Llama-3.1-8B", True),
     ],
 )
-def test_hub_id_is_owner_and_name(source: str, is_id: bool) -> None:
+def test_hub_id_is_owner_and_name(source, is_id):
     assert is_hub_id(source) is is_id
 
 
-def test_existing_folder_of_two_parts_is_no_hub_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_existing_folder_of_two_parts_is_no_hub_id(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("owner/name")
 
 
-def test_every_section_class_is_frozen_and_refuses_unknown_keys() -> None:
+def test_every_section_class_is_frozen_and_refuses_unknown_keys():
     assert Section.model_config["frozen"]
     assert Section.model_config["extra"] == "forbid"
 
 
-def test_keys_of_the_users_own_are_ignored_at_the_top_level_alone() -> None:
+def test_keys_of_the_users_own_are_ignored_at_the_top_level_alone():
     _, runs = load_config({"x-fast": {"anything": 1}, "runs": {"a": {}}})
     assert runs == {"a": RunConfig()}
     for document in ({"train": {"x-fast": 1}}, {"runs": {"a": {"x-fast": 1}}}):
@@ -137,14 +133,14 @@ def test_keys_of_the_users_own_are_ignored_at_the_top_level_alone() -> None:
             load_config(document)
 
 
-def test_base_in_a_folder_has_the_id_that_it_is_given() -> None:
+def test_base_in_a_folder_has_the_id_that_it_is_given():
     document = {"model": {"source": "workflow/resources/base"}, "export": {"base_id": "acme/tiny"}}
     assert load_config(document)[1]["demo"].base_id == "acme/tiny"
     assert load_config({"model": {"source": "acme/tiny"}})[1]["demo"].base_id == "acme/tiny"
     assert load_config({"model": {"source": "./tiny"}})[1]["demo"].base_id is None
 
 
-def test_base_of_the_hub_has_no_second_id() -> None:
+def test_base_of_the_hub_has_no_second_id():
     document = {"model": {"source": "acme/tiny"}, "export": {"base_id": "acme/other"}}
     with pytest.raises(UserError, match=r"export\.base_id = acme/other: the base is of the hub"):
         load_config(document)
@@ -163,13 +159,11 @@ def test_base_of_the_hub_has_no_second_id() -> None:
         ({"data": {"columns": {"labels": "input_ids"}}}, "input_ids is read from this"),
     ],
 )
-def test_what_could_never_work_is_refused_with_the_settings(
-    document: dict[str, Any], said: str
-) -> None:
+def test_what_could_never_work_is_refused_with_the_settings(document, said):
     with pytest.raises(UserError) as refusal:
         load_config(document)
     assert said in str(refusal.value)
 
 
-def test_roles_of_different_formats_may_share_a_column() -> None:
+def test_roles_of_different_formats_may_share_a_column():
     load_config({"data": {"columns": {"prompt": "text", "instruction": "text"}}})

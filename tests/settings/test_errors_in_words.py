@@ -1,7 +1,5 @@
 """Messages about wrong settings: one line each, that a person can act on."""
 
-from typing import Any
-
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -30,9 +28,7 @@ from workflow.lib.system.errors import UserError
         ),
     ],
 )
-def test_unknown_key_is_answered_with_the_nearest_one_or_all(
-    document: dict[str, Any], key: str, answer: str
-) -> None:
+def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answer):
     assert message(document) == [f"{key}: there is no such key. {answer}"]
 
 
@@ -49,12 +45,7 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(
         ("train", "micro_batch_size", "x", "must be a whole number or 'auto'"),
         ("train", "activation_checkpointing", "maybe", "must be true, false, auto or a number"),
         ("evaluate", "shard", "maybe", "must be true, false or auto"),
-        (
-            "train",
-            "activation_checkpointing",
-            [2],
-            "must be true or false or a number or 'auto'",
-        ),
+        ("train", "activation_checkpointing", [2], "must be true or false or a number or 'auto'"),
         ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
         ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
         ("hardware", "offload_embedding", "yes", "must be true, false or auto"),
@@ -80,9 +71,7 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(
         ),
     ],
 )
-def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
-    section: str, key: str, value: object, bound: str
-) -> None:
+def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(section, key, value, bound):
     assert message({section: {key: value}}) == [
         f"{section}.{key} = {value!r}: {bound}. Change it in config.yaml."
     ]
@@ -110,25 +99,23 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
         ("data", "heldout", {"path": "a", "weight": 2}, "heldout gives 'a' a weight"),
     ],
 )
-def test_value_that_does_not_fit_its_section_names_section_and_bound(
-    section: str, key: str, value: object, bound: str
-) -> None:
+def test_value_that_does_not_fit_its_section_names_section_and_bound(section, key, value, bound):
     (line,) = message({section: {key: value}})
     assert line.startswith(f"{section}: ")
     assert bound in line
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_mistakes_are_reported_at_once():
     assert len(message({"train": {"seed": -1, "typo": 1}, "lora": {"r": 0}})) == 3
 
 
 @pytest.mark.parametrize("length", [{"epochs": None}, {"epochs": 1.0, "max_steps": 7}])
-def test_exactly_one_of_epochs_and_max_steps_is_demanded(length: dict[str, Any]) -> None:
+def test_exactly_one_of_epochs_and_max_steps_is_demanded(length):
     (line,) = message({"train": length})
     assert "exactly one sets the length. Set the other to null." in line
 
 
-def test_key_that_yaml_reads_as_a_number_is_refused() -> None:
+def test_key_that_yaml_reads_as_a_number_is_refused():
     assert message({"train": {7: 1}}) == ["train.7: a key must be text. Change it in config.yaml."]
 
 
@@ -154,11 +141,11 @@ def test_key_that_yaml_reads_as_a_number_is_refused() -> None:
         ),
     ],
 )
-def test_mistake_in_a_run_is_named_by_the_path_in_the_file(runs: object, line: str) -> None:
+def test_mistake_in_a_run_is_named_by_the_path_in_the_file(runs, line):
     assert message({"runs": runs}) == [line]
 
 
-def test_setting_that_must_be_given_is_named_without_a_value() -> None:
+def test_setting_that_must_be_given_is_named_without_a_value():
     """No setting is of this kind yet."""
 
     class Inner(BaseModel):
@@ -174,20 +161,20 @@ def test_setting_that_must_be_given_is_named_without_a_value() -> None:
 
 
 @pytest.mark.parametrize("name", [False, True, 1.5, 7])
-def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name: Any) -> None:
+def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name):
     with pytest.raises(
         UserError, match=rf"runs: the name {name!r} must be text\. Put it in quotes"
     ):
         load_config({"runs": {name: {}}})
 
 
-def test_runs_that_a_file_system_may_take_for_one_are_refused() -> None:
+def test_runs_that_a_file_system_may_take_for_one_are_refused():
     with pytest.raises(UserError, match="runs: 'wide' and 'Wide' differ in case alone"):
         load_config({"runs": {"wide": {}, "other": {}, "Wide": {}}})
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
-def test_key_of_an_earlier_version_is_answered_with_the_one_of_today(old: str, new: str) -> None:
+def test_key_of_an_earlier_version_is_answered_with_the_one_of_today(old, new):
     section, key = old.split(".")
     assert message({section: {key: 1}}) == [f"{old}: this key is called {new} now. Rename it."]
     fields = type(getattr(RunConfig(), new.split(".")[0])).model_fields
@@ -196,9 +183,7 @@ def test_key_of_an_earlier_version_is_answered_with_the_one_of_today(old: str, n
 
 
 @pytest.mark.parametrize(("place", "better"), REPLACED_VALUES.items())
-def test_value_of_an_earlier_version_is_answered_with_one_of_today(
-    place: tuple[str, str], better: str
-) -> None:
+def test_value_of_an_earlier_version_is_answered_with_one_of_today(place, better):
     name, value = place
     section, key = name.split(".")
     assert message({section: {key: value}}) == [

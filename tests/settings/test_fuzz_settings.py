@@ -24,10 +24,7 @@ DOCUMENT = Config().model_dump(mode="json") | {
 Place = tuple[str, ...]
 
 EDITED = settings(
-    max_examples=200,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -118,9 +115,7 @@ def read_and_use(document: Any) -> None:
 
 @EDITED
 @given(EDITS)
-def test_no_edit_of_the_real_settings_ends_in_a_traceback(
-    edits: list[tuple[Place, str, Any]],
-) -> None:
+def test_no_edit_of_the_real_settings_ends_in_a_traceback(edits):
     read_and_use(edited(edits))
 
 
@@ -158,19 +153,19 @@ ENDLESS["data"] = ENDLESS  # as a YAML anchor can make it
     ],
     ids=range(16),
 )
-def test_document_that_once_ended_in_a_traceback_does_not(document: dict[Any, Any]) -> None:
+def test_document_that_once_ended_in_a_traceback_does_not(document):
     read_and_use(document)
 
 
 @EDITED
 @given(st.dictionaries(KEYS, JUNK, max_size=4))
-def test_no_document_ends_in_a_traceback(document: dict[Any, Any]) -> None:
+def test_no_document_ends_in_a_traceback(document):
     read_and_use(document)
 
 
 @EDITED
 @given(st.dictionaries(st.sampled_from(["model", "data", "train", "runs", "x"]), JUNK, max_size=4))
-def test_no_override_of_a_run_ends_in_a_traceback(override: dict[Any, Any]) -> None:
+def test_no_override_of_a_run_ends_in_a_traceback(override):
     read_and_use({"runs": {"demo": override}})
 
 
@@ -186,12 +181,12 @@ def test_no_override_of_a_run_ends_in_a_traceback(override: dict[Any, Any]) -> N
         ("hardware", "gpu_memory_gib"),
     ],
 )
-def test_true_is_no_number(section: str, key: str, value: bool) -> None:
+def test_true_is_no_number(section, key, value):
     with pytest.raises(UserError, match=rf"{section}\.{key} = {value}: must be a number, not true"):
         load_config({section: {key: value}})
 
 
 @pytest.mark.parametrize("value", [1, 0, 1.0, "yes", "true", "off"])
-def test_number_or_text_is_not_true(value: object) -> None:
+def test_number_or_text_is_not_true(value):
     with pytest.raises(UserError, match=r"data\.packing = .*: must be true or false"):
         load_config({"data": {"packing": value}})

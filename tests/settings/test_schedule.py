@@ -30,13 +30,11 @@ def rates(num_steps: int, **settings: object) -> list[float]:
         (2.5, 1009, 13, 195),  # 2522.5 rows
     ],
 )
-def test_length_is_enough_steps_for_the_epochs(
-    epochs: float, rows: int, batch: int, steps: int
-) -> None:
+def test_length_is_enough_steps_for_the_epochs(epochs, rows, batch, steps):
     assert total_steps(train(epochs=epochs, global_batch_size=batch), num_rows=rows) == steps
 
 
-def test_max_steps_is_the_length_whatever_the_rows() -> None:
+def test_max_steps_is_the_length_whatever_the_rows():
     assert total_steps(train(epochs=None, max_steps=7), num_rows=3) == 7
 
 
@@ -53,22 +51,18 @@ RATES = [
 
 
 @pytest.mark.parametrize(("schedule", "warmup", "floor", "expected"), RATES)
-def test_rate_of_every_step_is_that_by_hand(
-    schedule: str, warmup: float, floor: float, expected: list[float]
-) -> None:
+def test_rate_of_every_step_is_that_by_hand(schedule, warmup, floor, expected):
     found = rates(len(expected), lr_schedule=schedule, warmup_share=warmup, min_lr_share=floor)
     assert found == pytest.approx(expected)
 
 
-def test_warm_up_of_seven_of_a_hundred_steps_ends_at_the_seventh() -> None:
+def test_warm_up_of_seven_of_a_hundred_steps_ends_at_the_seventh():
     assert rates(100, warmup_share=0.07).index(1.0) == 6
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 101])
-def test_rate_stays_within_zero_and_peak_and_reaches_the_peak(
-    schedule: str, num_steps: int
-) -> None:
+def test_rate_stays_within_zero_and_peak_and_reaches_the_peak(schedule, num_steps):
     values = rates(num_steps, lr_schedule=schedule, warmup_share=0.03)
     assert min(values) >= 0
     assert max(values) == 1  # 0.03 of any length is at least one step, which ends at the peak
@@ -83,34 +77,34 @@ def order(num_rows: int, batch: int, steps: range, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_rows", "batch"), [(7, 3), (12, 4), (3, 7), (1, 5), (101, 13)])
-def test_each_epoch_visits_each_row_once(num_rows: int, batch: int) -> None:
+def test_each_epoch_visits_each_row_once(num_rows, batch):
     rows = order(num_rows, batch, range(math.ceil(5 * num_rows / batch)))
     for epoch in range(5):
         assert sorted(rows[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
 
 
-def test_rows_of_a_resumed_run_are_those_of_the_uninterrupted_one() -> None:
+def test_rows_of_a_resumed_run_are_those_of_the_uninterrupted_one():
     whole = order(11, 4, range(9))
     assert order(11, 4, range(5, 9)) == whole[20:]
 
 
-def test_order_of_rows_does_not_depend_on_the_batch_size() -> None:
+def test_order_of_rows_does_not_depend_on_the_batch_size():
     assert order(11, 4, range(3)) == order(11, 3, range(4)) == order(11, 12, range(1))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own():
     rows = order(101, 101, range(2))
     assert rows[:101] != rows[101:]
     assert rows[:101] != order(101, 101, range(1), seed=1)
 
 
-def test_rows_are_indices_of_the_batch_size() -> None:
+def test_rows_are_indices_of_the_batch_size():
     rows = step_rows(num_rows=7, global_batch_size=5, seed=0, step=3)
     assert rows.shape == (5,)
     assert rows.dtype == np.int64
 
 
-def test_order_is_that_of_numpys_pcg64_on_seed_and_epoch() -> None:
+def test_order_is_that_of_numpys_pcg64_on_seed_and_epoch():
     """A checkpoint resumed by another version must see the same data: the generator is part of the
     format.
     """

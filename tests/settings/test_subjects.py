@@ -26,9 +26,7 @@ def run_with(**sections: Any) -> RunConfig:
         ({"evaluate": {"subjects": ["tuned", "base"]}}, ("base", "tuned"), "tuned"),
     ],
 )
-def test_what_is_served_is_among_the_measured(
-    sections: dict[str, Any], subjects: tuple[str, ...], served: str
-) -> None:
+def test_what_is_served_is_among_the_measured(sections, subjects, served):
     run = run_with(**sections)
     assert (run.subjects, run.served) == (subjects, served)
 
@@ -43,11 +41,11 @@ def test_what_is_served_is_among_the_measured(
         ({"evaluate": {"subjects": ["orginal"]}}, "entry 1 must be 'original', 'base'"),
     ],
 )
-def test_subjects_that_do_not_suit_are_refused(sections: dict[str, Any], message: str) -> None:
+def test_subjects_that_do_not_suit_are_refused(sections, message):
     with pytest.raises(UserError, match=message):
         run_with(**sections)
 
 
-def test_shared_settings_may_name_what_a_run_exports() -> None:
+def test_shared_settings_may_name_what_a_run_exports():
     document = {"evaluate": {"served": "merged"}, "runs": {"a": {"export": {"merged": True}}}}
     assert load_config(document)[1]["a"].served == "merged"

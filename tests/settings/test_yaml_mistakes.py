@@ -1,7 +1,6 @@
 """Files that are not YAML, or not what their author thinks: named with file and line."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -32,9 +31,7 @@ NO_SETTINGS = {
 
 
 @pytest.mark.parametrize(("text", "line", "said"), NO_SETTINGS.values(), ids=NO_SETTINGS)
-def test_mistake_of_yaml_is_named_with_file_and_line(
-    tmp_path: Path, text: str, line: int, said: str
-) -> None:
+def test_mistake_of_yaml_is_named_with_file_and_line(tmp_path, text, line, said):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -43,14 +40,14 @@ def test_mistake_of_yaml_is_named_with_file_and_line(
     assert said in str(caught.value)
 
 
-def test_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"mine\.yaml: it is no UTF-8 text"):
         check_yaml(path)
 
 
-def test_anchors_merged_keys_and_the_same_key_elsewhere_are_no_mistakes(tmp_path: Path) -> None:
+def test_anchors_merged_keys_and_the_same_key_elsewhere_are_no_mistakes(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(
         "x-fast: &fast {train: {seed: 1}}\nruns:\n  a: *fast\n  b:\n    <<: *fast\n    lora: {r: "
@@ -66,22 +63,20 @@ def test_anchors_merged_keys_and_the_same_key_elsewhere_are_no_mistakes(tmp_path
         "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '1'] * 9)}]\n" for n in range(9)),
     ],
 )
-def test_aliases_without_end_are_refused_before_anything_walks_them(
-    tmp_path: Path, text: str
-) -> None:
+def test_aliases_without_end_are_refused_before_anything_walks_them(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=r"mine\.yaml: it cannot be read as YAML"):
         check_yaml(path)
 
 
-def test_pipe_is_refused_at_once(tmp_path: Path) -> None:
+def test_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "mine.yaml")
     with pytest.raises(UserError, match=r"mine\.yaml: it is a pipe"):
         check_yaml(tmp_path / "mine.yaml")
 
 
-def test_date_that_is_none_is_one_message(tmp_path: Path) -> None:
+def test_date_that_is_none_is_one_message(tmp_path):
     (tmp_path / "mine.yaml").write_text("data: 2024-99-99\n")
     with pytest.raises(UserError, match=r"mine\.yaml: it cannot be read as YAML"):
         check_yaml(tmp_path / "mine.yaml")

@@ -8,7 +8,6 @@ import json
 import subprocess
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -54,7 +53,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return {row["case"]: row for row in read_lines(folder / "lines.jsonl")}
 
 
-def test_measured_case_has_speed_losses_and_peaks(measured: dict[str, dict[str, Any]]) -> None:
+def test_measured_case_has_speed_losses_and_peaks(measured):
     found = measured["flash"]["measured"]
     assert measured["flash"]["status"] == "measured"
     assert len(found["losses"]) == len(found["grad_norms"]) == len(found["step_s"]) == STEPS
@@ -66,29 +65,27 @@ def test_measured_case_has_speed_losses_and_peaks(measured: dict[str, dict[str, 
     assert all(check["passed"] for check in found["checks"])
 
 
-def test_case_that_cannot_run_is_a_line_with_its_cause(
-    measured: dict[str, dict[str, Any]],
-) -> None:
+def test_case_that_cannot_run_is_a_line_with_its_cause(measured):
     row = measured["ddp"]
     assert row["status"] == "failed"
     assert "shard_size = 1: a model is sharded over at least 2 processes" in row["cause"]
 
 
-def test_line_has_what_a_calibration_reads(measured: dict[str, dict[str, Any]]) -> None:
+def test_line_has_what_a_calibration_reads(measured):
     row = measured["flash"]
     assert shape_of_document(row["shape"]).num_layers > 0
     assert recorded_plan(row).seq_len == SEQ_LEN
     assert row["predicted"]["peak_bytes"] > 0
 
 
-def test_unknown_shape_is_one_message_with_the_nearest_models() -> None:
+def test_unknown_shape_is_one_message_with_the_nearest_models():
     (request,) = wanted(cases=["flash"], model="meta-llama/Llama-2-70b-hg")
     with pytest.raises(UserError, match=r"benchmark.model = .*Did you mean .*Llama-2-70b-hf"):
         prepare(request, num_gpus=0, recordings=cast(Any, None))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="the peer is installed")
-def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> None:
+def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path):
     output = tmp_path / "measurements.jsonl"
     benchmark_run.main(
         benchmark_run.parser().parse_args(["--cases", "trl_fsdp2", "--output", str(output)])
@@ -98,9 +95,7 @@ def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> Non
     assert row["cause"].startswith("not installed: trl")
 
 
-def test_finished_case_is_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_case_is_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: UserError(" ".join(ready)))
     output = tmp_path / "lines.jsonl"
     sizes = json.dumps({"benchmark": {"device": "cpu"}})
@@ -112,7 +107,7 @@ def test_finished_case_is_not_measured_again(
     assert [row["status"] for row in read_lines(output)] == ["measured", "failed"]
 
 
-def test_one_start_measures_neighbours_that_are_alike_and_peers_alone() -> None:
+def test_one_start_measures_neighbours_that_are_alike_and_peers_alone():
     found = wanted(
         cases=["flash", "sdpa", "hsdp", "batch_1", "trl_ddp", "trl_fsdp2"], processes=[2]
     )
@@ -142,9 +137,7 @@ def speed_of(row: BenchmarkRow) -> float:
     return row.measured.tokens_per_s_per_process
 
 
-def test_case_after_one_that_fails_is_measured_in_another_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_case_after_one_that_fails_is_measured_in_another_start(tmp_path, monkeypatch):
     """Workers that stop in the second of three cases have measured the first; the third gets a
     start of its own.
     """
@@ -167,8 +160,8 @@ def test_case_after_one_that_fails_is_measured_in_another_start(
 
 
 def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: UserError(" ".join(ready)))
     args = argparse.Namespace(output=tmp_path / "measurements.jsonl")
     benchmark_run.kept_folder(args).mkdir()
@@ -179,7 +172,7 @@ def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
     assert rows["sdpa"].cause == "sdpa", "it alone is started"
 
 
-def test_measurement_takes_the_largest_peaks_and_the_speed_of_all_later_steps() -> None:
+def test_measurement_takes_the_largest_peaks_and_the_speed_of_all_later_steps():
     one = Observed(step_s=[9.0, 5.0, 1.0], reserved_bytes=5, host_bytes=1)
     other = Observed(step_s=[9.0, 2.0, 4.0], reserved_bytes=3, host_bytes=8)
     found = together([one, other], job_of_tokens(30))

@@ -36,12 +36,12 @@ def check(model: Path) -> Path:
     return output
 
 
-def test_model_that_can_be_converted_passes_and_leaves_nothing_else(model: Path) -> None:
+def test_model_that_can_be_converted_passes_and_leaves_nothing_else(model):
     assert read_json(check(model))["provenance"]
     assert sorted(path.name for path in model.parent.iterdir()) == ["check.json", "model"]
 
 
-def test_tokenizer_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
+def test_tokenizer_that_llama_cpp_does_not_know_is_refused(model):
     (model / "tokenizer.model").unlink()
     tiny_tokenizer(model)
     with (
@@ -51,7 +51,7 @@ def test_tokenizer_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
         check(model)
 
 
-def test_class_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
+def test_class_that_llama_cpp_does_not_know_is_refused(model):
     config = read_json(model / "config.json")
     write_json(model / "config.json", config | {"architectures": ["OfTomorrowForCausalLM"]})
     with (
@@ -61,7 +61,7 @@ def test_class_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
         check(model)
 
 
-def test_check_comes_before_the_training_and_never_repeats_it(tmp_path: Path) -> None:
+def test_check_comes_before_the_training_and_never_repeats_it(tmp_path):
     project = make_project(tmp_path / "project")
     assert "check_gguf" not in project.planned("train")
     (project.root / "llama.cpp").mkdir()

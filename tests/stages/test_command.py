@@ -67,11 +67,11 @@ def interrupted(args: argparse.Namespace) -> None:
     ("main", "status"),
     [(succeed, 0), (mistake, 1), (defect, 1), (full_disk, 1), (interrupted, 130)],
 )
-def test_exit_status(monkeypatch: pytest.MonkeyPatch, main: object, status: int) -> None:
+def test_exit_status(monkeypatch, main, status):
     assert outcome(main, monkeypatch) == status
 
 
-def test_interrupt_that_is_told_twice_interrupts_once() -> None:
+def test_interrupt_that_is_told_twice_interrupts_once():
     """By the terminal and by Snakemake: what a stage tidies up is not cut."""
     before = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -82,18 +82,14 @@ def test_interrupt_that_is_told_twice_interrupts_once() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_full_disk_is_one_message_without_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_full_disk_is_one_message_without_traceback(monkeypatch, capsys):
     outcome(full_disk, monkeypatch)
     said = capsys.readouterr().err
     assert said.startswith("the disk is full (train.input_ids.npy).")
     assert "Traceback" not in said
 
 
-def test_second_process_may_not_write_the_same_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_second_process_may_not_write_the_same_output(monkeypatch, capsys, tmp_path):
     """One that outlived a killed Snakemake, say."""
     from workflow.scripts import command
 
@@ -108,9 +104,7 @@ def test_second_process_may_not_write_the_same_output(
         pass
 
 
-def test_mistake_is_one_message_without_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_mistake_is_one_message_without_traceback(monkeypatch, capsys, tmp_path):
     outcome(mistake, monkeypatch, "--log", str(tmp_path / "log"))
     assert capsys.readouterr().err == "train.epochs = 0: must be above 0. Raise it.\n"
     written = (tmp_path / "log").read_text()
@@ -121,9 +115,7 @@ def test_mistake_is_one_message_without_traceback(
     )
 
 
-def test_quoted_name_cannot_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_quoted_name_cannot_steer_the_terminal(monkeypatch, capsys, tmp_path):
     def quote(args: argparse.Namespace) -> None:
         raise UserError("no such file: a\x1b]0;title\x07\x9b2Jb\r")
 
@@ -132,9 +124,7 @@ def test_quoted_name_cannot_steer_the_terminal(
         assert r"no such file: a\x1b]0;title\x07\x9b2Jb\x0d" in text
 
 
-def test_defect_has_its_traceback_on_terminal_and_in_the_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_defect_has_its_traceback_on_terminal_and_in_the_log(monkeypatch, capsys, tmp_path):
     outcome(defect, monkeypatch, "--log", str(tmp_path / "log"))
     for text in (capsys.readouterr().err, (tmp_path / "log").read_text()):
         assert "stage failed unexpectedly" in text
@@ -142,9 +132,7 @@ def test_defect_has_its_traceback_on_terminal_and_in_the_log(
         assert text.endswith("KeyError: 'missing'\n")
 
 
-def test_log_has_details_that_the_terminal_has_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_log_has_details_that_the_terminal_has_not(monkeypatch, capsys, tmp_path):
     log = tmp_path / "logs" / "stage" / "demo.log"
     outcome(succeed, monkeypatch, "--log", str(log))
     captured = capsys.readouterr()
@@ -157,7 +145,7 @@ def test_log_has_details_that_the_terminal_has_not(
     ]
 
 
-def test_log_is_appended_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_log_is_appended_to(monkeypatch, tmp_path):
     """All workers of a run write to one file."""
     (tmp_path / "log").write_text("earlier\n")
     outcome(succeed, monkeypatch, "--log", str(tmp_path / "log"))
@@ -171,12 +159,7 @@ def test_log_is_appended_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (["--config", "{"], "argument --config: invalid loads value: '{'"),
     ],
 )
-def test_wrong_command_line_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
-) -> None:
+def test_wrong_command_line_is_explained(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", ["stage", *options])
     with pytest.raises(SystemExit) as caught:
         run(succeed, stage_parser("What it does."))
@@ -191,12 +174,12 @@ STAGES = sorted(
 )
 
 
-def test_stages_are_found() -> None:
+def test_stages_are_found():
     assert {"finetune", "consolidate", "quantize_base"} <= set(STAGES)
 
 
 @pytest.mark.parametrize("stage", ["download_source", "render_report", "finetune"])
-def test_every_stage_explains_itself(stage: str) -> None:
+def test_every_stage_explains_itself(stage):
     command = [sys.executable, "-m", f"workflow.scripts.{stage}", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0
@@ -204,7 +187,7 @@ def test_every_stage_explains_itself(stage: str) -> None:
     assert "--log" in done.stdout
 
 
-def test_no_stage_imports_the_compiler_that_a_package_asks_for() -> None:
+def test_no_stage_imports_the_compiler_that_a_package_asks_for():
     """A fifth of the time that a stage takes to start."""
     look = (
         "import workflow.scripts, bitsandbytes, sys; print('torch._inductor.compile_fx' in "
@@ -218,7 +201,7 @@ def test_no_stage_imports_the_compiler_that_a_package_asks_for() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def test_garbage_is_looked_for_when_a_stage_works_and_not_while_it_is_imported() -> None:
+def test_garbage_is_looked_for_when_a_stage_works_and_not_while_it_is_imported():
     """The import is what `python -m` makes of a stage before it finds its module."""
     look = (
         "import gc, sys; sys.argv = ['-m']; import workflow.scripts; found = [gc.isenabled()]\n"
@@ -231,7 +214,7 @@ def test_garbage_is_looked_for_when_a_stage_works_and_not_while_it_is_imported()
     assert done.stdout == "[False, True]\n", done.stderr
 
 
-def test_ctrl_c_during_the_imports_ends_a_stage_without_traceback() -> None:
+def test_ctrl_c_during_the_imports_ends_a_stage_without_traceback():
     stage = [sys.executable, "-X", "importtime", "-m", "workflow.scripts.quantize_base", "--help"]
     process = subprocess.Popen(
         stage,

@@ -22,12 +22,7 @@ from workflow.lib.data.encoding.probes import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import (
-    file_sha256,
-    read_checked_json,
-    read_json,
-    write_checked_json,
-)
+from workflow.lib.system.files import file_sha256, read_checked_json, read_json, write_checked_json
 from workflow.scripts.consolidate import main
 
 # Of one's own: another form than the base's template, and a turn ends with another token than eos.
@@ -79,7 +74,7 @@ def consolidated(run: Path, output: Path, *, manifest: Path, **export: Any) -> P
     return output
 
 
-def test_folder_has_what_the_design_promises_and_nothing_temporary(output: Path) -> None:
+def test_folder_has_what_the_design_promises_and_nothing_temporary(output):
     assert {p.name for p in output.iterdir()} == {"adapter", "parity.json", "merged"}
     names = {"adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"}
     names |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -88,7 +83,7 @@ def test_folder_has_what_the_design_promises_and_nothing_temporary(output: Path)
     assert [p.name for p in output.parent.iterdir()] == ["consolidate"]
 
 
-def test_parity_is_recorded_as_passed(output: Path) -> None:
+def test_parity_is_recorded_as_passed(output):
     parity = read_checked_json(output / "parity.json")
     assert parity["passed"]
     assert parity["identical_values"]
@@ -96,9 +91,7 @@ def test_parity_is_recorded_as_passed(output: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["adapter", "merged"])
-def test_export_writes_conversations_in_the_template_of_the_training(
-    run: Path, output: Path, folder: str
-) -> None:
+def test_export_writes_conversations_in_the_template_of_the_training(run, output, folder):
     tokenizer = AutoTokenizer.from_pretrained(output / folder)
     base = AutoTokenizer.from_pretrained(run / "model")
     ids = tokenizer.apply_chat_template(PROBE.messages)["input_ids"]
@@ -108,19 +101,17 @@ def test_export_writes_conversations_in_the_template_of_the_training(
 
 
 @pytest.mark.parametrize("folder", ["adapter", "merged"])
-def test_generation_ends_at_the_end_of_turn_of_the_template(output: Path, folder: str) -> None:
+def test_generation_ends_at_the_end_of_turn_of_the_template(output, folder):
     assert GenerationConfig.from_pretrained(output / folder).eos_token_id == [EOS, END_OF_TURN]
 
 
-def test_tokenizer_does_not_tell_how_it_was_loaded(run: Path, output: Path) -> None:
+def test_tokenizer_does_not_tell_how_it_was_loaded(run, output):
     text = (output / "adapter" / "tokenizer_config.json").read_text()
     assert not [word for word in (str(run), "is_local", "local_files_only") if word in text]
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_export_that_writes_a_conversation_otherwise_is_refused(
-    run: Path, tmp_path: Path, merged: bool
-) -> None:
+def test_export_that_writes_a_conversation_otherwise_is_refused(run, tmp_path, merged):
     manifest = write_manifest(run, tmp_path / "manifest.json", chat_template=OWN_TEMPLATE)
     content = read_checked_json(manifest)
     content["probes"][-1]["ids"][4] += 1
@@ -132,7 +123,7 @@ def test_export_that_writes_a_conversation_otherwise_is_refused(
     assert not (tmp_path / "consolidate").exists()
 
 
-def test_run_without_a_chat_template_keeps_that_of_the_base(run: Path, tmp_path: Path) -> None:
+def test_run_without_a_chat_template_keeps_that_of_the_base(run, tmp_path):
     manifest = write_manifest(run, tmp_path / "manifest.json", chat_template=None)
     output = consolidated(run, tmp_path / "consolidate", manifest=manifest)
     exported, base = (
@@ -141,7 +132,7 @@ def test_run_without_a_chat_template_keeps_that_of_the_base(run: Path, tmp_path:
     assert exported.chat_template == base.chat_template
 
 
-def test_tokens_of_an_earlier_version_are_one_message(run: Path, tmp_path: Path) -> None:
+def test_tokens_of_an_earlier_version_are_one_message(run, tmp_path):
     manifest = write_manifest(run, tmp_path / "manifest.json")
     content = read_checked_json(manifest)
     del content["probes"]
@@ -150,14 +141,14 @@ def test_tokens_of_an_earlier_version_are_one_message(run: Path, tmp_path: Path)
         consolidated(run, tmp_path / "consolidate", manifest=manifest)
 
 
-def test_adapter_names_the_users_base_model_by_its_absolute_path(output: Path) -> None:
+def test_adapter_names_the_users_base_model_by_its_absolute_path(output):
     config = read_json(output / "adapter" / "adapter_config.json")
     assert config["base_model_name_or_path"] == str(Path(CONFIG.model.source).absolute())
     assert config["revision"] is None
 
 
 @pytest.mark.parametrize("folder", ["adapter", "merged"])
-def test_checksums_cover_every_file(output: Path, folder: str) -> None:
+def test_checksums_cover_every_file(output, folder):
     lines = (output / folder / "SHA256SUMS").read_text().splitlines()
     listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
     present = {p.name for p in (output / folder).iterdir()} - {"SHA256SUMS"}
@@ -165,7 +156,7 @@ def test_checksums_cover_every_file(output: Path, folder: str) -> None:
     assert all(file_sha256(output / folder / name) == digest for name, digest in listed.items())
 
 
-def test_exported_adapter_is_the_sharded_one(run: Path, output: Path) -> None:
+def test_exported_adapter_is_the_sharded_one(run, output):
     exported = load_file(output / "adapter" / "adapter_model.safetensors")
     trained = read_sharded_adapter(run / "finetune" / "adapter")
     assert exported.keys() == trained.keys()
@@ -173,7 +164,7 @@ def test_exported_adapter_is_the_sharded_one(run: Path, output: Path) -> None:
 
 
 @torch.no_grad()
-def test_merged_model_predicts_as_the_adapter_on_the_original(run: Path, output: Path) -> None:
+def test_merged_model_predicts_as_the_adapter_on_the_original(run, output):
     merged = AutoModelForCausalLM.from_pretrained(output / "merged", dtype=torch.float32)
     original = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
     tuned = PeftModel.from_pretrained(original, str(output / "adapter"))
@@ -182,7 +173,7 @@ def test_merged_model_predicts_as_the_adapter_on_the_original(run: Path, output:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))  # bf16
 
 
-def test_one_value_altered_after_training_exports_nothing(run: Path, tmp_path: Path) -> None:
+def test_one_value_altered_after_training_exports_nothing(run, tmp_path):
     """By the command line, as Snakemake calls it: status 1, and the reason on terminal and in the
     log.
     """
@@ -230,7 +221,7 @@ def refused(run: Path, folder: Path, **export: Any) -> str:
     return str(caught.value)
 
 
-def test_damaged_base_exports_nothing(run: Path, tmp_path: Path) -> None:
+def test_damaged_base_exports_nothing(run, tmp_path):
     """A bit of the head changes the logits: the message would blame the adapter."""
     base = shutil.copytree(run / "base", tmp_path / "base")
     path = flip_tensor(base, "lm_head.weight")
@@ -241,7 +232,7 @@ def test_damaged_base_exports_nothing(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_damaged_download_is_not_merged_onto(run: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_download_is_not_merged_onto(run, tmp_path, name):
     model = recorded_as_download(shutil.copytree(run / "model", tmp_path / "model"))
     flip(model / name, -2)
     message = refused(run, tmp_path, merged=True, merge_onto="original")

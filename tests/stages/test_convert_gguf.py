@@ -15,13 +15,7 @@ from tests.support.workflow_project import Project, make_project
 from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.evaluation.gguf_checks import (
-    BOUNDS,
-    Loaded,
-    Reference,
-    check_prompts,
-    compared,
-)
+from workflow.lib.evaluation.gguf_checks import BOUNDS, Loaded, Reference, check_prompts, compared
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
@@ -35,12 +29,12 @@ from workflow.scripts.convert_gguf import main
         ({"gguf": ["q2_k"], "merged": True}, r"entry 1 must be 'f32', .* or 'q4_k_m'"),
     ],
 )
-def test_what_it_needs_is_said_with_the_settings(export: dict[str, Any], message: str) -> None:
+def test_what_it_needs_is_said_with_the_settings(export, message):
     with pytest.raises(UserError, match=message):
         load_config({"export": export})
 
 
-def test_adapter_as_gguf_needs_no_merged_model() -> None:
+def test_adapter_as_gguf_needs_no_merged_model():
     assert load_config({"export": {"gguf": ["q8_0"], "gguf_of": ["adapter"]}})
 
 
@@ -48,7 +42,7 @@ def test_adapter_as_gguf_needs_no_merged_model() -> None:
     ("lora", "named"),
     [({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")],
 )
-def test_adapter_that_gguf_cannot_hold_is_refused(lora: dict[str, Any], named: str) -> None:
+def test_adapter_that_gguf_cannot_hold_is_refused(lora, named):
     export = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
     with pytest.raises(UserError, match=rf"a GGUF adapter has no lora\.{named}\."):
         load_config({"export": export, "lora": lora})
@@ -62,20 +56,20 @@ def project(tmp_path: Path) -> Project:
     return made
 
 
-def test_folder_without_the_converter_is_refused_before_anything_runs(project: Project) -> None:
+def test_folder_without_the_converter_is_refused_before_anything_runs(project):
     done = project.snakemake("--dry-run", "all")
     assert done.status == 1
     assert f"export.llama_cpp = 'llama.cpp/{CONVERTER}' (run demo): there is no" in done.output
 
 
-def test_files_are_planned_after_the_merged_model(project: Project) -> None:
+def test_files_are_planned_after_the_merged_model(project):
     (project.root / "llama.cpp" / CONVERTER).write_text("")
     planned = project.planned("train")
     assert planned["convert_gguf"] == 1
     assert "download_converter" not in planned
 
 
-def test_converters_are_downloaded_where_no_checkout_is_named(project: Project) -> None:
+def test_converters_are_downloaded_where_no_checkout_is_named(project):
     project.edit({"export": {"llama_cpp": None}})
     assert project.planned("train")["download_converter"] == 1
 
@@ -109,26 +103,26 @@ def compare(log_p: float, path: Path) -> GgufFile:
     return compared(Loaded(server, "merged", "q8_0", path), EXPECTED, vocab_size=11, prompts=3)
 
 
-def test_loss_within_the_bound_is_recorded(tmp_path: Path) -> None:
+def test_loss_within_the_bound_is_recorded(tmp_path):
     found = compare(-0.52, tmp_path / "x.gguf")
     assert (found.loss, found.reference_loss, found.bytes) == (0.52, 0.5, 4)
     assert found.same_most_likely == 0.5
 
 
 @pytest.mark.parametrize("log_p", [-0.56, -0.44, float("nan")])
-def test_loss_beyond_the_bound_is_refused(tmp_path: Path, log_p: float) -> None:
+def test_loss_beyond_the_bound_is_refused(tmp_path, log_p):
     with pytest.raises(UserError, match=r"export\.gguf = q8_0: .* may differ by 0\.03"):
         compare(log_p, tmp_path / "x.gguf")
 
 
-def test_bounds_are_those_of_the_documents() -> None:
+def test_bounds_are_those_of_the_documents():
     page = (Path(__file__).parents[2] / "workflow/docs/evaluation.md").read_text()
     rows = re.findall(r"^\| ([\w, ]+) \| ([\d.]+) \|", page, re.MULTILINE)
     told = {name: float(bound) for names, bound in rows for name in names.split(", ")}
     assert told == BOUNDS
 
 
-def test_prompt_with_other_ids_is_refused() -> None:
+def test_prompt_with_other_ids_is_refused():
     server: Any = Server()
 
     class Tokenizer:
@@ -175,12 +169,12 @@ def served(shared_folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["merged", "adapter"])
-def test_llama_cpp_serves_what_was_trained(served: Path, form: str) -> None:
+def test_llama_cpp_serves_what_was_trained(served, form):
     """The adapter has two ranks and scales that llama.cpp does not know."""
     check_served(served, form)
 
 
-def test_llama_cpp_serves_a_mixture_of_experts(tmp_path: Path) -> None:
+def test_llama_cpp_serves_a_mixture_of_experts(tmp_path):
     llama_cpp = converters()
     prepare_mixture(tmp_path, "mixtral")
     write_gguf(tmp_path, ["merged"], llama_cpp=llama_cpp)

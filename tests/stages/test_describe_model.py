@@ -24,7 +24,7 @@ def describe(folder: Path, **runs: Any) -> subprocess.CompletedProcess[str]:
     return forked_stage("describe_model", *options, *output)
 
 
-def test_description_is_that_of_the_folder_and_says_of_which_config_it_is(tmp_path: Path) -> None:
+def test_description_is_that_of_the_folder_and_says_of_which_config_it_is(tmp_path):
     done = describe(write_checkpoint(tmp_path), demo={"data": {"seq_len": 128}})
     assert done.returncode == 0, done.stderr
     shape = read_shape(tmp_path / "made" / "description.json")
@@ -43,7 +43,7 @@ def refused(folder: Path, *parts: str, **runs: Any) -> None:
     assert not (folder / "made" / "description.json").exists()
 
 
-def test_run_whose_settings_do_not_suit_the_model_is_refused(tmp_path: Path) -> None:
+def test_run_whose_settings_do_not_suit_the_model_is_refused(tmp_path):
     long = {"data": {"seq_len": 131}}
     refused(
         write_checkpoint(tmp_path),
@@ -53,12 +53,12 @@ def test_run_whose_settings_do_not_suit_the_model_is_refused(tmp_path: Path) -> 
     )
 
 
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(tmp_path):
     folder = write_checkpoint(tmp_path, config=TINY | {"intermediate_size": 48})
     refused(folder, "mlp.down_proj.weight has shape [30, 46]", "config.json says [30, 48]")
 
 
-def test_model_that_is_not_covered_is_refused(tmp_path: Path) -> None:
+def test_model_that_is_not_covered_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path, config=TINY | {"model_type": "t5"})
     refused(folder, "model_type = 't5' is an encoder-decoder")
 
@@ -89,14 +89,12 @@ NAMING = (
         ),
     ],
 )
-def test_adapter_that_a_mixture_cannot_have_is_refused(
-    tmp_path: Path, lora: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_adapter_that_a_mixture_cannot_have_is_refused(tmp_path, lora, parts):
     run = {"data": {"seq_len": 64}, "lora": lora}
     refused(tiny_mixture("qwen3_moe", tmp_path), "run mix: ", *parts, mix=run)
 
 
-def test_balance_of_routers_is_refused_for_a_family_that_has_none(tmp_path: Path) -> None:
+def test_balance_of_routers_is_refused_for_a_family_that_has_none(tmp_path):
     run = {"data": {"seq_len": 64}, "train": {"router_aux_loss_coef": 0.01}}
     refused(
         tiny_mixture("glm4_moe", tmp_path),
@@ -105,7 +103,7 @@ def test_balance_of_routers_is_refused_for_a_family_that_has_none(tmp_path: Path
     )
 
 
-def test_router_named_as_another_module_ends_is_refused(tmp_path: Path) -> None:
+def test_router_named_as_another_module_ends_is_refused(tmp_path):
     run = {"data": {"seq_len": 64}, "lora": {"modules_to_save": ["gate"]}}
     refused(
         tiny_mixture("qwen2_moe", tmp_path),
@@ -114,7 +112,7 @@ def test_router_named_as_another_module_ends_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_checkpoint_without_some_experts_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_some_experts_is_refused(tmp_path):
     file = tiny_mixture("qwen3_moe", tmp_path) / "model.safetensors"
     tensors = load_file(file)
     rest = {name: x for name, x in tensors.items() if "layers.1.mlp.experts.7." not in name}
@@ -122,7 +120,7 @@ def test_checkpoint_without_some_experts_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "has 10 tensors mlp.experts.*.down_proj.weight", "says 11 experts")
 
 
-def test_packed_format_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_packed_format_that_cannot_be_read_is_refused(tmp_path):
     path = tiny_mixture("mixtral", tmp_path) / "config.json"
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(8, 8, dtype=torch.int32)

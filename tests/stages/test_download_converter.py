@@ -24,11 +24,11 @@ from workflow.scripts.download_converter import main
 INSIDE = "xllamacpp-1.0/thirdparty/llama.cpp"
 
 
-def test_converters_are_of_the_release_that_checks_their_files() -> None:
+def test_converters_are_of_the_release_that_checks_their_files():
     assert pins()["xllamacpp"] == LLAMA_CPP_RELEASE
 
 
-def test_downloaded_converters_run() -> None:
+def test_downloaded_converters_run():
     folder = converters()
     for script in (CONVERTER, ADAPTER_CONVERTER):
         done = subprocess.run(
@@ -66,19 +66,19 @@ def download(output: Path, *, release: str = "1.0", sha256: str) -> None:
     main(argparse.Namespace(config=config, output=output))
 
 
-def test_only_the_converters_are_taken(index: Path, tmp_path: Path) -> None:
+def test_only_the_converters_are_taken(index, tmp_path):
     output = tmp_path / "llama_cpp" / "1.0"
     download(output, sha256=file_sha256(index / "xllamacpp-1.0.tar.gz"))
     assert [path.name for path in output.iterdir()] == [CONVERTER]
     assert [path.name for path in output.parent.iterdir()] == ["1.0"]
 
 
-def test_another_file_of_the_same_name_is_refused(index: Path, tmp_path: Path) -> None:
+def test_another_file_of_the_same_name_is_refused(index, tmp_path):
     with pytest.raises(UserError, match=f"and must have {LLAMA_CPP_SHA256}"):
         download(tmp_path / "llama_cpp", sha256=LLAMA_CPP_SHA256)
     assert not (tmp_path / "llama_cpp").exists()
 
 
-def test_index_without_it_is_told_with_pips_last_words(index: Path, tmp_path: Path) -> None:
+def test_index_without_it_is_told_with_pips_last_words(index, tmp_path):
     with pytest.raises(UserError, match=r"xllamacpp==2\.0.*\n.*No matching.*\nRun this stage"):
         download(tmp_path / "llama_cpp", release="2.0", sha256="")

@@ -88,7 +88,7 @@ def manifest(folder: Path) -> dict[str, Any]:
     return value
 
 
-def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_path: Path) -> None:
+def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_path):
     """No code and no pickle is even requested; the token goes to the hub and nowhere else."""
     repo = HubRepo(MODEL | JUNK)
     with start_hub({"owner/name": repo}) as endpoint:
@@ -115,9 +115,7 @@ def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_pat
     assert TOKEN.encode() not in written
 
 
-def test_commit_whose_branch_moved_is_there_and_a_single_file_comes_before_shards(
-    tmp_path: Path,
-) -> None:
+def test_commit_whose_branch_moved_is_there_and_a_single_file_comes_before_shards(tmp_path):
     repo = HubRepo(MODEL | SMALL)
     old = repo.branches["main"]
     repo.commit(SMALL | {"config.json": b'{"new": 1}'})
@@ -128,7 +126,7 @@ def test_commit_whose_branch_moved_is_there_and_a_single_file_comes_before_shard
     assert weights == ["model.safetensors"]
 
 
-def test_branch_is_asked_once_and_everything_else_by_its_commit(tmp_path: Path) -> None:
+def test_branch_is_asked_once_and_everything_else_by_its_commit(tmp_path):
     repo = HubRepo(SMALL)
     commit = repo.commit(SMALL | {"config.json": b'{"b": 1}'}, branch="feature/x")
     with start_hub({"owner/name": repo}) as endpoint:
@@ -139,7 +137,7 @@ def test_branch_is_asked_once_and_everything_else_by_its_commit(tmp_path: Path) 
     assert all(f"/{commit}" in path for path in after)
 
 
-def test_dataset_download_takes_named_files_folders_and_globs(tmp_path: Path) -> None:
+def test_dataset_download_takes_named_files_folders_and_globs(tmp_path):
     names = (
         "train.jsonl",
         "data/a.parquet",
@@ -165,7 +163,7 @@ def test_dataset_download_takes_named_files_folders_and_globs(tmp_path: Path) ->
     ]
 
 
-def test_gated_repository_says_accept_the_licence_and_set_the_token(tmp_path: Path) -> None:
+def test_gated_repository_says_accept_the_licence_and_set_the_token(tmp_path):
     repo = HubRepo(SMALL)
     repo.gated = True
     with start_hub({"owner/name": repo}) as endpoint:
@@ -176,7 +174,7 @@ def test_gated_repository_says_accept_the_licence_and_set_the_token(tmp_path: Pa
     )
 
 
-def test_refused_token_says_check_it(tmp_path: Path) -> None:
+def test_refused_token_says_check_it(tmp_path):
     repo = HubRepo(SMALL)
     repo.bad_token = True
     with start_hub({"owner/name": repo}) as endpoint:
@@ -202,8 +200,8 @@ def test_refused_token_says_check_it(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_name_is_said_to_be_neither_folder_nor_hub_id(
-    tmp_path: Path, kind: str, repo_id: str, change: str, offline: bool, said: str
-) -> None:
+    tmp_path, kind, repo_id, change, offline, said
+):
     environment = {"HF_HUB_OFFLINE": "1"} if offline else {}
     with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
         message = refusal(
@@ -220,7 +218,7 @@ def test_unknown_name_is_said_to_be_neither_folder_nor_hub_id(
     assert change in message
 
 
-def test_unknown_revision_names_the_revision_setting(tmp_path: Path) -> None:
+def test_unknown_revision_names_the_revision_setting(tmp_path):
     with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
         message = refusal(endpoint, tmp_path / "out", revision="v2")
     assert message == (
@@ -229,9 +227,7 @@ def test_unknown_revision_names_the_revision_setting(tmp_path: Path) -> None:
     )
 
 
-def test_setting_that_cannot_work_with_the_model_is_refused_before_its_weights_come(
-    tmp_path: Path,
-) -> None:
+def test_setting_that_cannot_work_with_the_model_is_refused_before_its_weights_come(tmp_path):
     """With settings that work, at the bound itself, workflow/test_hub_run.py downloads one."""
     repo = HubRepo(MODEL | {"config.json": json.dumps(TINY).encode()})
     runs = {"long": {"data": {"seq_len": 131}}}
@@ -244,7 +240,7 @@ def test_setting_that_cannot_work_with_the_model_is_refused_before_its_weights_c
     assert repo.downloads() == ["config.json"]
 
 
-def test_missing_dataset_file_lists_near_names(tmp_path: Path) -> None:
+def test_missing_dataset_file_lists_near_names(tmp_path):
     files = {"data/train.jsonl": b"{}", "data/test.jsonl": b"{}", "README.md": b""}
     with start_hub({"owner/name": HubRepo(files, kind="dataset")}) as endpoint:
         message = refusal(endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl"])
@@ -252,7 +248,7 @@ def test_missing_dataset_file_lists_near_names(tmp_path: Path) -> None:
     assert "near names are data/train.jsonl, data/test.jsonl" in message
 
 
-def test_model_without_safetensors_says_what_was_found(tmp_path: Path) -> None:
+def test_model_without_safetensors_says_what_was_found(tmp_path):
     files = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"pickle"}
     with start_hub({"owner/name": HubRepo(files)}) as endpoint:
         message = refusal(endpoint, tmp_path / "out")
@@ -261,7 +257,7 @@ def test_model_without_safetensors_says_what_was_found(tmp_path: Path) -> None:
     assert "Convert them with `save_pretrained` of Transformers" in message
 
 
-def test_download_larger_than_the_disk_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_download_larger_than_the_disk_is_refused_before_it_starts(tmp_path):
     repo = HubRepo(SMALL)
     repo.listed_size["model.safetensors"] = 2**60
     with start_hub({"owner/name": repo}) as endpoint:
@@ -271,7 +267,7 @@ def test_download_larger_than_the_disk_is_refused_before_it_starts(tmp_path: Pat
 
 
 @pytest.mark.parametrize("path", ["model.safetensors", "config.json"])
-def test_damaged_file_is_refused_removed_and_fetched_again(tmp_path: Path, path: str) -> None:
+def test_damaged_file_is_refused_removed_and_fetched_again(tmp_path, path):
     repo = HubRepo(SMALL)
     repo.served[path] = bytes(len(SMALL[path]))  # of right size: only a checksum can tell
     with start_hub({"owner/name": repo}) as endpoint:
@@ -282,7 +278,7 @@ def test_damaged_file_is_refused_removed_and_fetched_again(tmp_path: Path, path:
     assert (tmp_path / "out" / path).read_bytes() == SMALL[path]
 
 
-def test_repeated_command_fetches_only_what_the_broken_one_lacked(tmp_path: Path) -> None:
+def test_repeated_command_fetches_only_what_the_broken_one_lacked(tmp_path):
     repo = HubRepo(MODEL)
     repo.down.add("model-00002-of-00002.safetensors")
     with start_hub({"owner/name": repo}) as endpoint:
@@ -297,7 +293,7 @@ def test_repeated_command_fetches_only_what_the_broken_one_lacked(tmp_path: Path
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_branch_that_moved_between_two_attempts_leaves_no_old_file(tmp_path: Path) -> None:
+def test_branch_that_moved_between_two_attempts_leaves_no_old_file(tmp_path):
     repo = HubRepo(SMALL | {"vocab.txt": b"old", "merges.txt": b"old"})
     repo.down.add("vocab.txt")  # the last one: all others are there when it fails
     with start_hub({"owner/name": repo}) as endpoint:
@@ -310,7 +306,7 @@ def test_branch_that_moved_between_two_attempts_leaves_no_old_file(tmp_path: Pat
     assert "merges.txt" not in downloaded
 
 
-def test_unreachable_hub_says_check_the_network(tmp_path: Path) -> None:
+def test_unreachable_hub_says_check_the_network(tmp_path):
     with reserved_ports(1) as (port,):  # nobody listens there
         message = refusal(f"http://127.0.0.1:{port}", tmp_path / "out")
     assert "check the network, HF_ENDPOINT if you set it, and repeat the command" in message
@@ -324,8 +320,8 @@ def test_unreachable_hub_says_check_the_network(tmp_path: Path) -> None:
     ],
 )
 def test_mistyped_folder_is_told_to_be_none_before_the_network_is_blamed(
-    tmp_path: Path, kind: str, setting: str, change: str
-) -> None:
+    tmp_path, kind, setting, change
+):
     with reserved_ports(1) as (port,):
         endpoint = f"http://127.0.0.1:{port}"
         message = refusal(endpoint, tmp_path / "out", repo_id="models/my-model", kind=kind)
@@ -337,7 +333,7 @@ def test_mistyped_folder_is_told_to_be_none_before_the_network_is_blamed(
     assert f"if it is a folder of yours, {change}" in message
 
 
-def test_existing_output_is_not_touched(tmp_path: Path) -> None:
+def test_existing_output_is_not_touched(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:

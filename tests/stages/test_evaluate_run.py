@@ -17,11 +17,7 @@ from tests.support.tiny_export import (
 from tests.system.test_checksums import flip, flip_tensor
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import EvaluateConfig
-from workflow.lib.system.files import (
-    canonical_json,
-    read_json,
-    write_checksums,
-)
+from workflow.lib.system.files import canonical_json, read_json, write_checksums
 
 MEASURED = ["original", "base", "tuned", "merged"]
 

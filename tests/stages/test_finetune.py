@@ -58,9 +58,7 @@ DAMAGES = {  # all of which open as before, and train to the end
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_one_bit_of_base_or_tokens_stops_all_processes_before_the_model_is_loaded(
-    prepared: Path, damage: str
-) -> None:
+def test_one_bit_of_base_or_tokens_stops_all_processes_before_the_model_is_loaded(prepared, damage):
     path = DAMAGES[damage](prepared)
     messages = run_distributed(refused_training, prepared, world_size=2)
     assert set(messages) == {
@@ -71,7 +69,7 @@ def test_one_bit_of_base_or_tokens_stops_all_processes_before_the_model_is_loade
     assert list((prepared / "checkpoints").glob("*/step-*")) == []
 
 
-def test_summary_tells_that_the_files_were_compared_with_their_record(prepared: Path) -> None:
+def test_summary_tells_that_the_files_were_compared_with_their_record(prepared):
     run_distributed(finetune, arguments(prepared), world_size=2)
     first, *others = read_checked_json(prepared / "finetune" / "summary.json")["checks"]
     files = [*(prepared / "base").glob("*[!S]"), *(prepared / "tokens").glob("*.npy")]

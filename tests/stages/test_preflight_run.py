@@ -81,13 +81,13 @@ def refused(stage: Stage, *parts: str, **sections: Any) -> None:
     assert not stage.output.exists()
 
 
-def test_run_that_fits_writes_the_document(stage: Stage) -> None:
+def test_run_that_fits_writes_the_document(stage):
     assert stage.run().returncode == 0
     assert set(stage.document()) == DOCUMENT_KEYS
     assert stage.document()["verdict"] == "fits"
 
 
-def test_document_is_the_same_twice_but_for_the_machine(stage: Stage) -> None:
+def test_document_is_the_same_twice_but_for_the_machine(stage):
     stage.run()
     first = stage.document()
     stage.run()
@@ -98,18 +98,18 @@ def test_document_is_the_same_twice_but_for_the_machine(stage: Stage) -> None:
     }
 
 
-def test_disk_counts_checkpoints_one_more_than_are_kept(stage: Stage) -> None:
+def test_disk_counts_checkpoints_one_more_than_are_kept(stage):
     stage.run(train={"global_batch_size": 12, "keep_checkpoints": 4}, lora={"r": 3})
     adapter = 4 * 3 * 3 * ((30 + 30) * 2 + (30 + 10) * 2 + (30 + 46) * 3)
     assert stage.document()["disk_bytes"]["checkpoints"] == 5 * 3 * adapter
 
 
-def test_disk_counts_the_tokens_as_they_lie_there(stage: Stage) -> None:
+def test_disk_counts_the_tokens_as_they_lie_there(stage):
     stage.run()
     assert stage.document()["disk_bytes"]["tokens"] == 37 * 61 * 9 + 307 * 5
 
 
-def test_manifest_without_rows_is_refused(stage: Stage) -> None:
+def test_manifest_without_rows_is_refused(stage):
     empty = manifest()
     empty["splits"]["train"]["packed_rows"] = 0
     write_checked_json(stage.tokens, empty)

@@ -35,7 +35,7 @@ def shown(manifest: Path, *, terminal: bool) -> str:
     return file.getvalue()
 
 
-def test_three_documents_of_each_source_are_shown_with_their_rows(manifest: Path) -> None:
+def test_three_documents_of_each_source_are_shown_with_their_rows(manifest):
     titles = [line for line in shown(manifest, terminal=False).splitlines() if ": row " in line]
     assert [title.split(" of ")[0] for title in titles] == [
         "first: row 1",
@@ -45,19 +45,19 @@ def test_three_documents_of_each_source_are_shown_with_their_rows(manifest: Path
     ]
 
 
-def test_trained_text_is_coloured_on_a_terminal_and_bracketed_elsewhere(manifest: Path) -> None:
+def test_trained_text_is_coloured_on_a_terminal_and_bracketed_elsewhere(manifest):
     assert "\x1b[1;32mThe answer is 0." in shown(manifest, terminal=True)
     plain = shown(manifest, terminal=False)
     assert "\u27e6The answer is 0." in plain
     assert "\x1b" not in plain
 
 
-def test_control_characters_of_the_data_are_spelled_out(manifest: Path) -> None:
+def test_control_characters_of_the_data_are_spelled_out(manifest):
     text = shown(manifest, terminal=True)
     assert "a\\x1b[31m\nb" in text
 
 
-def test_counts_are_told_too(manifest: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_are_told_too(manifest, caplog):
     parser = stage_parser("")
     parser.add_argument("--manifests", type=Path, nargs="+")
     with caplog.at_level("INFO", logger="workflow"):

@@ -67,9 +67,7 @@ def files_of(repo: HubRepo) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_adapter_and_card_are_in_a_repository_that_is_private_unless_asked(
-    run: Path, public: bool
-) -> None:
+def test_adapter_and_card_are_in_a_repository_that_is_private_unless_asked(run, public):
     repos: dict[str, HubRepo] = {}
     with start_hub(repos) as endpoint:
         done = publish(run, endpoint, hub_public=public)
@@ -81,7 +79,7 @@ def test_adapter_and_card_are_in_a_repository_that_is_private_unless_asked(
     assert published["commit_url"].endswith(repos["acme/demo"].branches["main"])
 
 
-def test_repeated_upload_goes_to_the_same_repository(run: Path) -> None:
+def test_repeated_upload_goes_to_the_same_repository(run):
     repos: dict[str, HubRepo] = {}
     with start_hub(repos) as endpoint:
         publish(run, endpoint)
@@ -91,7 +89,7 @@ def test_repeated_upload_goes_to_the_same_repository(run: Path) -> None:
     assert files_of(repos["acme/demo"])["README.md"].endswith(b"Better.\n")
 
 
-def test_upload_that_broke_off_goes_on_with_the_files_that_are_missing(run: Path) -> None:
+def test_upload_that_broke_off_goes_on_with_the_files_that_are_missing(run):
     adapter = run / "consolidate" / "adapter"
     first, second = adapter / "adapter_model.safetensors", adapter / "more.safetensors"
     second.write_bytes(b"other weights")
@@ -115,7 +113,7 @@ def test_upload_that_broke_off_goes_on_with_the_files_that_are_missing(run: Path
     assert files_of(repo) == {path.name: path.read_bytes() for path in adapter.iterdir()}
 
 
-def test_card_of_a_merged_model_says_that_it_is_one(run: Path) -> None:
+def test_card_of_a_merged_model_says_that_it_is_one(run):
     repos: dict[str, HubRepo] = {}
     with start_hub(repos) as endpoint:
         done = publish(run, endpoint, merged=True, hub_form="merged")
@@ -165,9 +163,7 @@ def damage_weights(run: Path) -> None:
         (damage_weights, "adapter_model.safetensors is damaged"),
     ],
 )
-def test_what_must_not_be_published_is_refused_before_the_hub_is_asked(
-    run: Path, spoil: Any, message: str
-) -> None:
+def test_what_must_not_be_published_is_refused_before_the_hub_is_asked(run, spoil, message):
     spoil(run)
     repos: dict[str, HubRepo] = {}
     with start_hub(repos) as endpoint:
@@ -179,7 +175,7 @@ def test_what_must_not_be_published_is_refused_before_the_hub_is_asked(
     assert not (run / "publish_run" / "published.json").exists()
 
 
-def test_token_that_may_not_write_is_one_message(run: Path) -> None:
+def test_token_that_may_not_write_is_one_message(run):
     with start_hub({}) as endpoint:
         done = publish(run, endpoint, token="hf_other")
     assert done.returncode == 1
@@ -187,7 +183,7 @@ def test_token_that_may_not_write_is_one_message(run: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_publishing_is_planned_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_publishing_is_planned_only_where_it_is_asked_for(tmp_path):
     project = make_project(tmp_path / "project")
     refused = project.snakemake("--dry-run", "publish")
     assert refused.status == 1

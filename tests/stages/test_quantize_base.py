@@ -49,14 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_base_loads_with_stock_transformers(folder: Path) -> None:
+def test_base_loads_with_stock_transformers(folder):
     model = load_base(
         folder / "base", device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
     )
     assert model(torch.tensor([[5, 3, 7]])).logits.isfinite().all()
 
 
-def test_base_brings_tokenizer_and_checksums_and_nothing_stale(folder: Path) -> None:
+def test_base_brings_tokenizer_and_checksums_and_nothing_stale(folder):
     names = {p.name for p in (folder / "base").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "config.json", "quantization.json"} <= names
     assert "stale" not in names
@@ -66,7 +66,7 @@ def test_base_brings_tokenizer_and_checksums_and_nothing_stale(folder: Path) -> 
     assert all(file_sha256(folder / "base" / name) == digest for name, digest in listed.items())
 
 
-def test_record_counts_what_was_quantized(folder: Path) -> None:
+def test_record_counts_what_was_quantized(folder):
     record = read_checked_json(folder / "base" / "quantization.json")
     per_layer = 2 * 80 * 80 + 2 * 16 * 80 + 3 * 176 * 80
     assert record["quantized_linears"] == 3 * 7
@@ -77,7 +77,7 @@ def test_record_counts_what_was_quantized(folder: Path) -> None:
     assert "calibration" not in record
 
 
-def test_mistaken_source_leaves_no_base_and_one_message(folder: Path, tmp_path: Path) -> None:
+def test_mistaken_source_leaves_no_base_and_one_message(folder, tmp_path):
     model = shutil.copytree(folder / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     said = refused(model, tmp_path / "base")
@@ -85,9 +85,7 @@ def test_mistaken_source_leaves_no_base_and_one_message(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_damaged_download_leaves_no_base_and_is_named(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_damaged_download_leaves_no_base_and_is_named(folder, tmp_path, name):
     model = recorded_as_download(shutil.copytree(folder / "model", tmp_path / "model"))
     flip(model / name, -2)
     said = refused(model, tmp_path / "base")

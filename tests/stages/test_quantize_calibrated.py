@@ -53,7 +53,7 @@ def base(folder: Path) -> Path:
     return quantize(folder, folder / "base")
 
 
-def test_every_linear_is_better_than_absmax_for_its_inputs(base: Path) -> None:
+def test_every_linear_is_better_than_absmax_for_its_inputs(base):
     linears = read_checked_json(base / "quantization.json")["calibration"]["linears"]
     assert len(linears) == LAYERS * 7
     for path, errors in linears.items():
@@ -63,15 +63,8 @@ def test_every_linear_is_better_than_absmax_for_its_inputs(base: Path) -> None:
 
 @pytest.mark.parametrize(("minutes", "method"), [(60, "calibrated"), (0, "absmax")])
 def test_auto_decides_by_the_model_and_says_why(
-    folder: Path,
-    base: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    *,
-    minutes: int,
-    method: str,
-) -> None:
+    folder, base, tmp_path, monkeypatch, caplog, *, minutes, method
+):
     caplog.set_level("INFO", "workflow")
     monkeypatch.setattr(calibration_cost, "AFFORDABLE_MIN", minutes)
     chosen = quantize(folder, tmp_path / "base", method="auto")
@@ -89,7 +82,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-def test_files_are_those_of_the_model_and_no_others(folder: Path, base: Path) -> None:
+def test_files_are_those_of_the_model_and_no_others(folder, base):
     names = {path.name for path in base.iterdir()}
     assert {name for name in names if name.endswith(".safetensors")} == {
         f"model-{number:05d}-of-00004.safetensors" for number in range(1, LAYERS + 2)
@@ -105,12 +98,8 @@ class Killed(BaseException):
 
 
 def test_stage_that_was_killed_goes_on_to_the_same_bytes(
-    folder: Path,
-    base: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    folder, base, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(resumable, "STATE_S", -1.0)  # after every layer
     whole = Calibration.quantize
 
@@ -131,12 +120,7 @@ def test_stage_that_was_killed_goes_on_to_the_same_bytes(
         assert file_sha256(again / path.name) == file_sha256(path), path.name
 
 
-def test_unfinished_work_for_other_settings_is_not_continued(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unfinished_work_for_other_settings_is_not_continued(folder, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(resumable, "STATE_S", -1.0)
     caplog.set_level("INFO", "workflow")
     with monkeypatch.context() as patch:
@@ -154,7 +138,7 @@ def kill(*_: object) -> None:
     raise Killed
 
 
-def test_half_of_the_tokens_are_of_a_text_of_ones_own(folder: Path, tmp_path: Path) -> None:
+def test_half_of_the_tokens_are_of_a_text_of_ones_own(folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("One two three four, said the five of them. " * 400)
     base = quantize(folder, tmp_path / "base", calibration_text=str(text))
@@ -162,9 +146,7 @@ def test_half_of_the_tokens_are_of_a_text_of_ones_own(folder: Path, tmp_path: Pa
     assert math.isclose(tokens, 1024, rel_tol=0.2)
 
 
-def test_more_tokens_than_there_are_are_told(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_tokens_than_there_are_are_told(folder, tmp_path, caplog):
     rows = TokenStore.open(folder / "tokens").num_rows
     base = quantize(folder, tmp_path / "base", calibration_tokens=100_000)
     assert f"and there are {rows}: all calibrate" in caplog.text
@@ -184,9 +166,7 @@ def bad_text(folder: Path, content: bytes) -> dict[str, Any]:
     ],
     ids=["binary", "short"],
 )
-def test_text_that_cannot_calibrate_is_refused(
-    folder: Path, tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_text_that_cannot_calibrate_is_refused(folder, tmp_path, content, message):
     with pytest.raises(UserError, match=f"quantize.calibration_text = .*{message}"):
         quantize(folder, tmp_path / "base", **bad_text(tmp_path, content))
     assert not (tmp_path / "base").exists()
@@ -195,9 +175,7 @@ def test_text_that_cannot_calibrate_is_refused(
 @pytest.mark.parametrize(
     ("name", "place"), [("mlp.gate_proj", "[0, 5]"), ("input_layernorm", "[5]")]
 )
-def test_value_that_is_no_finite_number_is_named(
-    folder: Path, tmp_path: Path, name: str, place: str
-) -> None:
+def test_value_that_is_no_finite_number_is_named(folder, tmp_path, name, place):
     tensors = load_file(folder / "model" / "model.safetensors")
     tensors[f"model.layers.1.{name}.weight"].view(-1)[5] = torch.nan
     model = shutil.copytree(folder / "model", tmp_path / "model")
@@ -207,7 +185,7 @@ def test_value_that_is_no_finite_number_is_named(
         quantize(folder, tmp_path / "base", model=model)
 
 
-def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_damaged_tokens_are_refused(folder, tmp_path):
     tokens = shutil.copytree(folder / "tokens", tmp_path / "tokens")
     data = bytearray((tokens / "train.input_ids.npy").read_bytes())
     data[-4] ^= 1

@@ -40,7 +40,7 @@ def base(tokens: Path) -> Path:
     return quantize(tokens, tokens / "base", model=tokens / "qwen3_moe")
 
 
-def test_stacks_are_better_than_absmax_for_their_inputs(base: Path) -> None:
+def test_stacks_are_better_than_absmax_for_their_inputs(base):
     record = read_checked_json(base / "quantization.json")
     stacks = record["calibration"]["stacks"]
     assert record["quantized_stacks"] == len(stacks) == 4
@@ -51,7 +51,7 @@ def test_stacks_are_better_than_absmax_for_their_inputs(base: Path) -> None:
         assert 0 <= errors["worst_expert"] < 11
 
 
-def test_routers_stay_as_they_are(base: Path, tokens: Path) -> None:
+def test_routers_stay_as_they_are(base, tokens):
     ours: dict[str, torch.Tensor] = {}
     for path in base.glob("*.safetensors"):
         ours |= load_file(path)
@@ -62,9 +62,7 @@ def test_routers_stay_as_they_are(base: Path, tokens: Path) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_experts_that_few_tokens_reach_are_told(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_few_tokens_reach_are_told(tokens, tmp_path, monkeypatch):
     """256 tokens, of which each goes to 2 of 11 experts: 47 for one, and the weights have 64 and 48
     inputs.
     """
@@ -79,9 +77,7 @@ def test_experts_that_few_tokens_reach_are_told(
 
 
 @pytest.mark.parametrize("settings", [{"double_quant": False}, {"block_size": 128}], ids=str)
-def test_stock_packages_decode_what_the_errors_were_measured_on(
-    settings: dict[str, Any], tokens: Path, tmp_path: Path
-) -> None:
+def test_stock_packages_decode_what_the_errors_were_measured_on(settings, tokens, tmp_path):
     model = tokens / "qwen3_moe"
     base = quantize(tokens, tmp_path / "base", model=model, **settings)
     record = read_checked_json(base / "quantization.json")["calibration"]
@@ -103,7 +99,7 @@ def stacked(decoded: dict[str, torch.Tensor], stock: Any, path: str) -> torch.Te
     return value.detach().float()
 
 
-def test_expert_with_values_that_are_not_finite_is_named(tokens: Path, tmp_path: Path) -> None:
+def test_expert_with_values_that_are_not_finite_is_named(tokens, tmp_path):
     model = mixture("qwen3_moe", tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.experts.7.down_proj.weight"].view(-1)[5] = torch.nan

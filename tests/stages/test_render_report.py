@@ -18,10 +18,7 @@ NUM_FIGURES = 9  # held-out loss, five curves, memory, lengths of two data sets
 
 
 # Of all runs: one gain is reached, the other missed.
-EVALUATE = {
-    "sample_temperature": 0.7,
-    "require": {"heldout_loss": 1.0, "pydocs_mc/acc": 0.5},
-}
+EVALUATE = {"sample_temperature": 0.7, "require": {"heldout_loss": 1.0, "pydocs_mc/acc": 0.5}}
 
 
 def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_stage_writes_page_table_and_log(root: Path) -> None:
+def test_stage_writes_page_table_and_log(root):
     assert (root / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert len((root / "table.csv").read_text().splitlines()) == 3
     assert (
@@ -64,7 +61,7 @@ def test_stage_writes_page_table_and_log(root: Path) -> None:
     )
 
 
-def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path: Path) -> None:
+def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(folder / "consolidate" / "parity.json", lambda d: d.pop("tolerance"))
     done = render(tmp_path, "demo")
@@ -74,14 +71,14 @@ def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_folders_that_are_none_are_refused(tmp_path):
     options = ["--config", '{"report": {}, "runs": {}}', "--runs", '[{"folder": "a"}]']
     done = forked_stage("render_report", *options, "--output", "x", "--comparison", "y")
     assert done.returncode == 2
     assert "argument --runs: invalid run_folders value" in done.stderr
 
 
-def test_report_needs_no_torch() -> None:
+def test_report_needs_no_torch():
     code = "import sys, workflow.scripts.render_report; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -109,16 +106,14 @@ def either(request: pytest.FixtureRequest) -> Visit:
 
 
 @needs_chromium
-def test_browser_draws_every_figure_in_silence_and_asks_for_nothing(
-    root: Path, either: Visit
-) -> None:
+def test_browser_draws_every_figure_in_silence_and_asks_for_nothing(root, either):
     assert either.page.locator(".plot .plot-container").count() == NUM_FIGURES
     assert (either.console, either.dialogs) == ([], [])
     assert either.requests == [(root / "report.html").as_uri()]
 
 
 @needs_chromium
-def test_browser_paints_curves_from_the_style_sheet(light: Visit, dark_phone: Visit) -> None:
+def test_browser_paints_curves_from_the_style_sheet(light, dark_phone):
     """--series-1 of style.css."""
     for found, color in ((light, "rgb(31, 95, 191)"), (dark_phone, "rgb(130, 177, 255)")):
         line = found.page.locator("[data-figure=loss] .js-line").first
@@ -126,21 +121,21 @@ def test_browser_paints_curves_from_the_style_sheet(light: Visit, dark_phone: Vi
 
 
 @needs_chromium
-def test_drawn_losses_are_those_of_the_file(root: Path, light: Visit) -> None:
+def test_drawn_losses_are_those_of_the_file(root, light):
     drawn = light.page.evaluate("document.querySelector('[data-figure=loss]').data[0].y")
     steps = read_lines(root / "runs" / "demo" / "finetune" / "metrics.jsonl")
     assert drawn == [step["loss"] for step in steps]
 
 
 @needs_chromium
-def test_phone_never_scrolls_sideways(dark_phone: Visit) -> None:
+def test_phone_never_scrolls_sideways(dark_phone):
     unfolded = "document.querySelectorAll('details').forEach((box) => { box.open = true })"
     dark_phone.page.evaluate(unfolded)
     assert dark_phone.page.evaluate("document.documentElement.scrollWidth") == 360
 
 
 @needs_chromium
-def test_accessibility_audit_finds_nothing(either: Visit) -> None:
+def test_accessibility_audit_finds_nothing(either):
     """All rules of axe-core, contrast among them."""
     audit = Axe().run(either.page)
     assert audit.response["violations"] == [], audit.generate_report()
@@ -148,7 +143,7 @@ def test_accessibility_audit_finds_nothing(either: Visit) -> None:
 
 
 @needs_chromium
-def test_heading_sorts_by_number_and_by_keyboard(light: Visit) -> None:
+def test_heading_sorts_by_number_and_by_keyboard(light):
     heading = light.page.locator("#comparison-numbers thead th", has_text="learning rate")
     runs = light.page.locator("#comparison-numbers tbody th .run")
     heading.locator("button").focus()
@@ -160,7 +155,7 @@ def test_heading_sorts_by_number_and_by_keyboard(light: Visit) -> None:
 
 
 @needs_chromium
-def test_link_to_a_folded_part_opens_it(light: Visit) -> None:
+def test_link_to_a_folded_part_opens_it(light):
     box = light.page.locator("#checks-demo details")
     assert box.get_attribute("open") is None
     light.page.evaluate("location.hash = 'checks-demo'")
@@ -168,7 +163,7 @@ def test_link_to_a_folded_part_opens_it(light: Visit) -> None:
 
 
 @needs_chromium
-def test_first_stop_of_the_keyboard_skips_to_the_results(light: Visit) -> None:
+def test_first_stop_of_the_keyboard_skips_to_the_results(light):
     light.page.evaluate("location.hash = ''")
     light.page.reload()
     light.page.keyboard.press("Tab")
@@ -177,9 +172,7 @@ def test_first_stop_of_the_keyboard_skips_to_the_results(light: Visit) -> None:
 
 
 @needs_chromium
-def test_browser_would_report_a_blocked_script(
-    root: Path, browser: Browser, tmp_path: Path
-) -> None:
+def test_browser_would_report_a_blocked_script(root, browser, tmp_path):
     page = (root / "report.html").read_text(encoding="utf-8")
     injected = tmp_path / "injected.html"
     injected.write_text(
@@ -211,9 +204,7 @@ PAPER_WIDTH = 700  # pixels between the margins of A4
 
 
 @needs_chromium
-def test_page_prints_dark_on_white_unfolded_and_within_the_paper(
-    browser: Browser, root: Path
-) -> None:
+def test_page_prints_dark_on_white_unfolded_and_within_the_paper(browser, root):
     """Also for a reader in dark mode."""
     page = visit(browser, root / "report.html", scheme="dark").page
     page.set_viewport_size({"width": PAPER_WIDTH, "height": 990})

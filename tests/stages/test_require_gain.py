@@ -129,7 +129,7 @@ def missed(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) 
     return Missed(project, project.snakemake("all"))
 
 
-def test_missed_requirement_fails_the_workflow_and_keeps_what_is_made(missed: Missed) -> None:
+def test_missed_requirement_fails_the_workflow_and_keeps_what_is_made(missed):
     project, done = missed.project, missed.done
     assert done.status == 1
     stages = {
@@ -148,7 +148,7 @@ def test_missed_requirement_fails_the_workflow_and_keeps_what_is_made(missed: Mi
     assert end.count("evaluate.require is not met. demo: heldout_loss gained") == 1
 
 
-def test_requirement_is_judged_after_the_report_is_made(missed: Missed) -> None:
+def test_requirement_is_judged_after_the_report_is_made(missed):
     """Snakemake starts nothing after a failure, so what is still to be made would be lost."""
     output = missed.done.output
     assert output.index("(Rule: render_report)") < output.index("rule require_gain:")

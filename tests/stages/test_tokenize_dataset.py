@@ -36,24 +36,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -
     return stage
 
 
-def test_packed_documents_are_the_tokenizers_own_ids(finished: Stage) -> None:
+def test_packed_documents_are_the_tokenizers_own_ids(finished):
     packed = documents_of(TokenStore.open(finished.output))
     assert sorted(packed) == sorted(tuple(expected_ids(finished, row)) for row in rows(NUM_TRAIN))
 
 
-def test_heldout_documents_are_the_tokenizers_own_ids_in_file_order(finished: Stage) -> None:
+def test_heldout_documents_are_the_tokenizers_own_ids_in_file_order(finished):
     read = [ids.tolist() for ids, _ in TokenStore.open(finished.output).heldout_documents()]
     assert read == [expected_ids(finished, row) for row in rows(NUM_HELDOUT, start=1000)]
 
 
-def test_every_document_has_a_trained_token_and_its_first_is_none(finished: Stage) -> None:
+def test_every_document_has_a_trained_token_and_its_first_is_none(finished):
     store = TokenStore.open(finished.output)
     masks = [*documents_of(store).values(), *(m.tolist() for _, m in store.heldout_documents())]
     assert len(masks) == NUM_TRAIN + NUM_HELDOUT
     assert all(any(mask) and not mask[0] for mask in masks)
 
 
-def test_changing_one_document_leaves_the_others_as_they_were(stage: Stage) -> None:
+def test_changing_one_document_leaves_the_others_as_they_were(stage):
     before = documents_of(stage.run())
     changed = rows(NUM_TRAIN)
     changed[20]["completion"] = "Something else, and longer than it was."
@@ -63,7 +63,7 @@ def test_changing_one_document_leaves_the_others_as_they_were(stage: Stage) -> N
     assert all(before[ids] == after[ids] for ids in before.keys() & after.keys())
 
 
-def test_changing_a_word_for_one_of_equal_length_changes_its_places_alone(stage: Stage) -> None:
+def test_changing_a_word_for_one_of_equal_length_changes_its_places_alone(stage):
     first = stage.run()
     ids, positions = np.array(first.input_ids), np.array(first.position_ids)
     changed = rows(NUM_TRAIN)
@@ -74,7 +74,7 @@ def test_changing_a_word_for_one_of_equal_length_changes_its_places_alone(stage:
     assert np.array_equal(second.position_ids, positions)
 
 
-def test_two_runs_write_the_same_bytes(stage: Stage) -> None:
+def test_two_runs_write_the_same_bytes(stage):
     digests = [
         [file_sha256(stage.run().manifest and stage.output / name) for name in ARRAYS]
         for _ in range(2)
@@ -82,14 +82,14 @@ def test_two_runs_write_the_same_bytes(stage: Stage) -> None:
     assert digests[0] == digests[1]
 
 
-def test_seed_changes_the_order_of_rows_and_nothing_else(stage: Stage) -> None:
+def test_seed_changes_the_order_of_rows_and_nothing_else(stage):
     first = np.array(stage.run(seed=0).input_ids)
     second = np.array(stage.run(seed=1).input_ids)
     assert not np.array_equal(first, second)
     assert sorted(first.tolist()) == sorted(second.tolist())
 
 
-def test_manifest_counts_what_the_arrays_hold(finished: Stage) -> None:
+def test_manifest_counts_what_the_arrays_hold(finished):
     store = TokenStore.open(finished.output)
     train = store.manifest["splits"]["train"]
     documents = documents_of(store)
@@ -106,13 +106,13 @@ def test_manifest_counts_what_the_arrays_hold(finished: Stage) -> None:
     assert store.manifest["splits"]["heldout"]["documents"] == NUM_HELDOUT
 
 
-def test_manifest_names_every_file_with_its_digest(finished: Stage) -> None:
+def test_manifest_names_every_file_with_its_digest(finished):
     files = TokenStore.open(finished.output).manifest["files"]
     present = {path.name for path in finished.output.iterdir()} - {"manifest.json"}
     assert files == {name: file_sha256(finished.output / name) for name in present}
 
 
-def test_samples_show_what_is_trained(finished: Stage) -> None:
+def test_samples_show_what_is_trained(finished):
     samples = TokenStore.open(finished.output).manifest["samples"]
     assert len(samples) == 3
     assert samples[0] == [
@@ -121,14 +121,14 @@ def test_samples_show_what_is_trained(finished: Stage) -> None:
     ]
 
 
-def test_without_packing_each_document_has_a_padded_row(stage: Stage) -> None:
+def test_without_packing_each_document_has_a_padded_row(stage):
     store = stage.run(packing=False)
     assert store.num_rows == NUM_TRAIN
     assert all(np.count_nonzero(row == 0) <= 2 for row in store.position_ids)
     assert len(documents_of(store)) == NUM_TRAIN
 
 
-def test_format_text_needs_no_chat_template(stage: Stage) -> None:
+def test_format_text_needs_no_chat_template(stage):
     stage.tokenizer = stage.folder / "bare"
     tiny_tokenizer(stage.tokenizer, chat_template=False)
     stage.heldout = None
@@ -140,21 +140,21 @@ def test_format_text_needs_no_chat_template(stage: Stage) -> None:
     assert store.manifest["end_of_turn_token_ids"] == []
 
 
-def test_conversations_without_chat_template_stop(stage: Stage) -> None:
+def test_conversations_without_chat_template_stop(stage):
     stage.tokenizer = stage.folder / "bare"
     tiny_tokenizer(stage.tokenizer, chat_template=False)
     with pytest.raises(UserError, match=r"data\.chat_template = None: .* the tokenizer has none"):
         stage.run()
 
 
-def test_chat_template_file_replaces_the_tokenizers(stage: Stage) -> None:
+def test_chat_template_file_replaces_the_tokenizers(stage):
     path = stage.folder / "template.jinja"
     path.write_text(CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}Hello"))
     (sample, *_) = stage.run(chat_template=str(path)).manifest["samples"]
     assert sample[0][0].startswith("<|begin|>Hello<|user|>")
 
 
-def test_manifest_holds_the_template_and_conversations_as_they_are_trained(stage: Stage) -> None:
+def test_manifest_holds_the_template_and_conversations_as_they_are_trained(stage):
     own = CHAT_TEMPLATE.replace("+ eos_token", "+ '<|user|>'")
     path = stage.folder / "own.jinja"
     path.write_text(own)
@@ -167,7 +167,7 @@ def test_manifest_holds_the_template_and_conversations_as_they_are_trained(stage
     assert chat["ids"] == expected
 
 
-def test_without_pad_token_rows_are_filled_with_eos_that_is_never_trained(stage: Stage) -> None:
+def test_without_pad_token_rows_are_filled_with_eos_that_is_never_trained(stage):
     stage.tokenizer = stage.folder / "no-pad"
     tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
     store = stage.run(packing=False)
@@ -176,7 +176,7 @@ def test_without_pad_token_rows_are_filled_with_eos_that_is_never_trained(stage:
     assert len(documents_of(store)) == NUM_TRAIN
 
 
-def test_tokenizer_without_eos_stops(stage: Stage) -> None:
+def test_tokenizer_without_eos_stops(stage):
     stage.tokenizer = stage.folder / "no-eos"
     tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
     tokenizer.eos_token = None
@@ -185,13 +185,13 @@ def test_tokenizer_without_eos_stops(stage: Stage) -> None:
         stage.run()
 
 
-def test_folder_without_tokenizer_stops(stage: Stage) -> None:
+def test_folder_without_tokenizer_stops(stage):
     stage.tokenizer = stage.folder
     with pytest.raises(UserError, match=r"model\.source = .* holds no tokenizer that loads"):
         stage.run()
 
 
-def test_model_of_absurd_size_stops_before_its_tokenizer_is_built(stage: Stage) -> None:
+def test_model_of_absurd_size_stops_before_its_tokenizer_is_built(stage):
     stage.tokenizer = stage.folder / "absurd"
     tiny_tokenizer(stage.tokenizer)
     config = {"model_type": "qwen3", "num_hidden_layers": 10**9}
@@ -200,7 +200,7 @@ def test_model_of_absurd_size_stops_before_its_tokenizer_is_built(stage: Stage) 
         stage.run()
 
 
-def test_without_a_pad_token_no_padding_is_trained_and_every_end_is(stage: Stage) -> None:
+def test_without_a_pad_token_no_padding_is_trained_and_every_end_is(stage):
     stage.tokenizer = stage.folder / "unpadded"
     eos = tiny_tokenizer(stage.tokenizer, pad=False).eos_token_id
     store = stage.run(packing=False)
@@ -214,7 +214,7 @@ def test_without_a_pad_token_no_padding_is_trained_and_every_end_is(stage: Stage
     assert not store.loss_mask[:, -1].any()
 
 
-def test_source_of_weight_two_is_trained_twice_and_of_one_half_half(stage: Stage) -> None:
+def test_source_of_weight_two_is_trained_twice_and_of_one_half_half(stage):
     twice = save_rows(stage.folder / "twice.jsonl", rows(10, start=100))
     half = save_rows(stage.folder / "half.jsonl", rows(10, start=200))
     sources = [
@@ -231,14 +231,14 @@ def test_source_of_weight_two_is_trained_twice_and_of_one_half_half(stage: Stage
     assert shown == [("twice", 2.0), ("half", 0.5)]
 
 
-def test_sources_of_different_formats_are_trained_together(stage: Stage) -> None:
+def test_sources_of_different_formats_are_trained_together(stage):
     (stage.folder / "book.txt").write_text("A plain text.")
     store = stage.run(train=[str(stage.train), str(stage.folder / "book.txt")])
     assert store.manifest["format"] == "prompt_completion, text"
     assert store.manifest["splits"]["train"]["documents"] == NUM_TRAIN + 1
 
 
-def test_manifest_shows_lengths_and_shares(stage: Stage) -> None:
+def test_manifest_shows_lengths_and_shares(stage):
     save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
     manifest = stage.run().manifest
     train = manifest["splits"]["train"]
@@ -252,7 +252,7 @@ def test_manifest_shows_lengths_and_shares(stage: Stage) -> None:
     assert (first["token_share"], second["token_share"], second["split"]) == (1.0, 1.0, "heldout")
 
 
-def test_demo_fills_its_rows_to_99_percent(tmp_path: Path) -> None:
+def test_demo_fills_its_rows_to_99_percent(tmp_path):
     """By the settings of config.yaml, on the data and with the tokenizer that come with it:
     99.5%.
     """
@@ -278,12 +278,12 @@ def downloaded(stage: Stage) -> Stage:
 NAMES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # in the dataset
 
 
-def test_sound_download_is_tokenized(downloaded: Stage) -> None:
+def test_sound_download_is_tokenized(downloaded):
     assert len(documents_of(downloaded.run(**NAMES))) == NUM_TRAIN
 
 
 @pytest.mark.parametrize("name", ["hub-data/train.jsonl", "hub-model/tokenizer.json"])
-def test_damaged_download_is_named_and_not_tokenized(downloaded: Stage, name: str) -> None:
+def test_damaged_download_is_named_and_not_tokenized(downloaded, name):
     path = downloaded.folder / name
     path.write_text(path.read_text().replace("a", "b", 1))
     with pytest.raises(UserError, match=f"^{path} is damaged: it does not have the SHA-256"):
@@ -291,7 +291,7 @@ def test_damaged_download_is_named_and_not_tokenized(downloaded: Stage, name: st
     assert not downloaded.output.exists()
 
 
-def test_weights_of_rows_are_stored_beside_the_same_tokens(stage: Stage) -> None:
+def test_weights_of_rows_are_stored_beside_the_same_tokens(stage):
     plain = stage.run()
     expected = documents_of(plain)
     assert plain.weights is None

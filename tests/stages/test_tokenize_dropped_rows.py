@@ -13,7 +13,6 @@ from tests.support.tokenizing import (
     LONG,
     NUM_TRAIN,
     SEQ_LEN,
-    Stage,
     documents_of,
     expected_ids,
     rows,
@@ -24,7 +23,7 @@ from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
 
 
-def test_bad_rows_are_listed_by_line_and_counted(stage: Stage) -> None:
+def test_bad_rows_are_listed_by_line_and_counted(stage):
     bad = ["{broken", "[1]", {"prompt": "q"}, {"prompt": "q", "completion": ""}]
     save_rows(stage.train, [*rows(2), *bad, *rows(100, start=2)])
     store = stage.run(max_rejected_share=0.04)
@@ -42,7 +41,7 @@ def test_bad_rows_are_listed_by_line_and_counted(stage: Stage) -> None:
     assert (train["rows_read"], train["rows_kept"], train["rows_dropped"]) == (106, 102, 4)
 
 
-def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage: Stage) -> None:
+def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage):
     save_rows(stage.train, [*rows(20), "{broken"])
     with pytest.raises(UserError) as caught:
         stage.run()
@@ -54,7 +53,7 @@ def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage:
     assert not stage.output.exists()
 
 
-def test_file_that_is_not_utf8_is_told_how_to_convert_it(stage: Stage) -> None:
+def test_file_that_is_not_utf8_is_told_how_to_convert_it(stage):
     text = "prompt;completion\nWie groß?;Größer\n"
     stage.train = stage.folder / "train.csv"
     stage.train.write_text(text, encoding="cp1252")
@@ -62,9 +61,7 @@ def test_file_that_is_not_utf8_is_told_how_to_convert_it(stage: Stage) -> None:
         stage.run()
 
 
-def test_log_says_where_dropped_rows_are_listed(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_says_where_dropped_rows_are_listed(stage, caplog):
     with caplog.at_level("INFO", logger="workflow"):
         stage.run()
         assert "rejects.jsonl" not in caplog.text
@@ -73,7 +70,7 @@ def test_log_says_where_dropped_rows_are_listed(
     assert f"dropped rows, with line and reason: {stage.output / 'rejects.jsonl'}" in caplog.text
 
 
-def test_the_list_beside_the_output_goes_once_the_run_succeeds(stage: Stage) -> None:
+def test_the_list_beside_the_output_goes_once_the_run_succeeds(stage):
     save_rows(stage.train, ["{broken"])
     with pytest.raises(UserError):
         stage.run()
@@ -82,7 +79,7 @@ def test_the_list_beside_the_output_goes_once_the_run_succeeds(stage: Stage) -> 
     assert not stage.rejects.exists()
 
 
-def test_failure_leaves_a_finished_folder_alone_and_nothing_half_done(stage: Stage) -> None:
+def test_failure_leaves_a_finished_folder_alone_and_nothing_half_done(stage):
     stage.run()
     save_rows(stage.train, ["{broken"])
     with pytest.raises(UserError):
@@ -94,7 +91,7 @@ def test_failure_leaves_a_finished_folder_alone_and_nothing_half_done(stage: Sta
 LONG_PROMPT = {"prompt": "long " * SEQ_LEN, "completion": "a"}
 
 
-def test_overlong_row_is_cut_at_the_end_and_listed(stage: Stage) -> None:
+def test_overlong_row_is_cut_at_the_end_and_listed(stage):
     save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
     store = stage.run()
     full = expected_ids(stage, LONG)
@@ -105,14 +102,14 @@ def test_overlong_row_is_cut_at_the_end_and_listed(stage: Stage) -> None:
     assert (line["row"], line["tokens"]) == (NUM_TRAIN + 1, len(full))
 
 
-def test_overlong_row_that_is_dropped_counts_but_stops_nothing(stage: Stage) -> None:
+def test_overlong_row_that_is_dropped_counts_but_stops_nothing(stage):
     save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
     store = stage.run(overlong="drop", max_rejected_share=0.0)
     assert store.manifest["dropped_by_reason"] == {"overlong": 1}
     assert store.manifest["splits"]["train"]["rows_dropped"] == 1
 
 
-def test_overlong_row_that_is_split_becomes_several_documents(stage: Stage) -> None:
+def test_overlong_row_that_is_split_becomes_several_documents(stage):
     save_rows(stage.train, [*rows(NUM_TRAIN), LONG, LONG_PROMPT])
     store = stage.run(overlong="split")
     full = expected_ids(stage, LONG)
@@ -131,30 +128,28 @@ def test_overlong_row_that_is_split_becomes_several_documents(stage: Stage) -> N
     assert train["documents"] == NUM_TRAIN + len(pieces) + 1
 
 
-def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage: Stage) -> None:
+def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage):
     save_rows(stage.train, [*rows(NUM_TRAIN), LONG_PROMPT])
     store = stage.run(max_rejected_share=0.0)
     assert store.manifest["dropped_by_reason"] == {"no trained token within seq_len": 1}
     assert store.manifest["splits"]["train"]["truncated"] == 0
 
 
-def test_file_of_broken_rows_alone_is_listed_row_by_row(stage: Stage) -> None:
+def test_file_of_broken_rows_alone_is_listed_row_by_row(stage):
     save_rows(stage.train, ["{broken", "[]"])
     with pytest.raises(UserError, match="2 of 2 rows"):
         stage.run()
     assert len(read_lines(stage.rejects)) == 2
 
 
-def test_blank_lines_are_counted_so_that_rows_add_up_to_lines(stage: Stage) -> None:
+def test_blank_lines_are_counted_so_that_rows_add_up_to_lines(stage):
     save_rows(stage.train, ["", *rows(NUM_TRAIN), " ", ""])
     (train, heldout) = stage.run().manifest["sources"]
     assert (train["rows"], train["blank_lines"]) == (NUM_TRAIN, 3)
     assert heldout["blank_lines"] == 0
 
 
-def test_what_is_read_of_a_source_and_what_is_not_is_listed(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_read_of_a_source_and_what_is_not_is_listed(stage, caplog):
     spoken = [{**row, "lang": "en", "score": n or None} for n, row in enumerate(rows(NUM_TRAIN))]
     save_rows(stage.train, [*spoken, {"prompt": "q", "completion": "a", "weight": -0.5}])
     caplog.set_level("INFO")
@@ -168,14 +163,14 @@ def test_what_is_read_of_a_source_and_what_is_not_is_listed(
     assert f"not read: lang ({NUM_TRAIN:,}), score ({NUM_TRAIN - 1:,})" in caplog.text
 
 
-def test_rows_that_say_that_they_are_not_trained_stop_nothing(stage: Stage) -> None:
+def test_rows_that_say_that_they_are_not_trained_stop_nothing(stage):
     judged = [{**row, "label": n % 2 == 0} for n, row in enumerate(rows(NUM_TRAIN))]
     save_rows(stage.train, judged)
     store = stage.run()
     assert store.manifest["dropped_by_reason"] == {"not trained": NUM_TRAIN // 2}
 
 
-def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage: Stage) -> None:
+def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage):
     save_rows(
         stage.train, [*rows(NUM_TRAIN), {"prompt": "What is <|end|>?", "completion": "Text."}]
     )
@@ -190,9 +185,7 @@ def spelled(number: int) -> dict[str, str]:
     return {"prompt": f"What is {number}?", "completion": f"It is {number}.<|end|>"}
 
 
-def test_many_rows_that_spell_special_tokens_stop_the_run_until_the_user_says_what_they_are(
-    stage: Stage,
-) -> None:
+def test_many_rows_that_spell_special_tokens_stop_the_run_until_the_user_says_what_they_are(stage):
     save_rows(stage.train, [*rows(18), spelled(1), spelled(2)])
     refusal = r"special_tokens_in_text = None: 2 of 20 rows of \S+ spell .*Set it to tokens"
     with pytest.raises(UserError, match=refusal):
@@ -201,9 +194,7 @@ def test_many_rows_that_spell_special_tokens_stop_the_run_until_the_user_says_wh
     assert store.manifest["sources"][0]["special_token_texts"] == 2
 
 
-def test_texts_that_the_template_may_leave_out_are_counted_and_told(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_texts_that_the_template_may_leave_out_are_counted_and_told(stage, caplog):
     reasoned = talk("a?", "A.")
     reasoned["messages"][1]["reasoning_content"] = "Hm."
     save_rows(stage.train, [*(talk(f"{n}?", f"N {n}.") for n in range(NUM_TRAIN)), reasoned])
@@ -233,9 +224,7 @@ def talk(*texts: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
-def test_rows_whose_turns_need_prompts_of_their_own_are_counted(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_whose_turns_need_prompts_of_their_own_are_counted(stage, caplog):
     talks = [talk(f"a {n}?", f"A {n}.", "And b?", f"B {n}.") for n in range(NUM_TRAIN)]
     save_rows(stage.train, [*talks, talk("c?", "C.")])
     with caplog.at_level("INFO", logger="workflow"):
@@ -247,9 +236,7 @@ def test_rows_whose_turns_need_prompts_of_their_own_are_counted(
 
 
 @pytest.mark.parametrize(("overlong", "documents"), [("truncate", 1), ("drop", 0)])
-def test_example_of_a_turn_that_does_not_fit_is_cut_or_drops_its_row(
-    stage: Stage, overlong: str, documents: int
-) -> None:
+def test_example_of_a_turn_that_does_not_fit_is_cut_or_drops_its_row(stage, overlong, documents):
     long = talk("a?", "A.", "b " * SEQ_LEN, "B.")
     save_rows(stage.train, [*[talk(f"q {n}?", "A.") for n in range(NUM_TRAIN)], long])
     store = stage.run(chat_template=forgetful_template(stage.folder), overlong=overlong)
@@ -260,7 +247,7 @@ def test_example_of_a_turn_that_does_not_fit_is_cut_or_drops_its_row(
     assert [(cut["row"], cut["documents"]) for cut in cuts] == [(NUM_TRAIN + 1, 1)] * documents
 
 
-def test_rows_of_several_files_keep_their_file_and_line(stage: Stage) -> None:
+def test_rows_of_several_files_keep_their_file_and_line(stage):
     stage.heldout = None
     folder = stage.folder / "parts"
     folder.mkdir()

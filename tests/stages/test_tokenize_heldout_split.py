@@ -17,7 +17,7 @@ from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
 
 
-def test_share_of_the_training_file_is_held_out_if_no_file_is_given(stage: Stage) -> None:
+def test_share_of_the_training_file_is_held_out_if_no_file_is_given(stage):
     stage.heldout = None
     save_rows(stage.train, ["", *rows(NUM_TRAIN - 1), "{broken"])  # line 1 is no row
     store = stage.run(heldout_share=0.2, max_rejected_share=0.1)
@@ -29,7 +29,7 @@ def test_share_of_the_training_file_is_held_out_if_no_file_is_given(stage: Stage
     assert len(heldout | documents_of(store).keys()) == NUM_TRAIN - 1
 
 
-def test_seed_decides_which_rows_are_held_out(stage: Stage) -> None:
+def test_seed_decides_which_rows_are_held_out(stage):
     stage.heldout = None
     first, again, other = (
         {tuple(ids.tolist()) for ids, _ in stage.run(seed=seed).heldout_documents()}
@@ -38,7 +38,7 @@ def test_seed_decides_which_rows_are_held_out(stage: Stage) -> None:
     assert first == again != other
 
 
-def test_training_rows_are_taken_out_of_the_heldout_ones(stage: Stage) -> None:
+def test_training_rows_are_taken_out_of_the_heldout_ones(stage):
     assert stage.heldout is not None
     save_rows(stage.heldout, [*rows(NUM_HELDOUT, start=1000), *rows(2)])
     store = stage.run()
@@ -68,7 +68,7 @@ def stories(stage: Stage) -> None:
     save_rows(stage.heldout, [{"prompt": p, "completion": c} for p, c in pairs])
 
 
-def test_near_duplicates_of_training_rows_are_taken_out_of_the_heldout_ones(stage: Stage) -> None:
+def test_near_duplicates_of_training_rows_are_taken_out_of_the_heldout_ones(stage):
     stories(stage)
     store = stage.run(near_duplicates="remove", seq_len=256)
     assert (store.num_heldout_documents, store.manifest["train_heldout_near_duplicates"]) == (1, 1)
@@ -79,7 +79,7 @@ def test_near_duplicates_of_training_rows_are_taken_out_of_the_heldout_ones(stag
     assert store.manifest["dropped_by_reason"] == {"near-duplicate of a training row": 1}
 
 
-def test_near_duplicates_can_be_refused_or_kept(stage: Stage) -> None:
+def test_near_duplicates_can_be_refused_or_kept(stage):
     stories(stage)
     with pytest.raises(
         UserError, match=r"data\.near_duplicates = 'refuse': 1 held-out rows .*\n  row 1: "
@@ -89,26 +89,26 @@ def test_near_duplicates_can_be_refused_or_kept(stage: Stage) -> None:
     assert (store.num_heldout_documents, store.manifest["train_heldout_near_duplicates"]) == (2, 1)
 
 
-def test_threshold_decides_what_is_a_near_duplicate(stage: Stage) -> None:
+def test_threshold_decides_what_is_a_near_duplicate(stage):
     stories(stage)
     settings = {"near_duplicates": "remove", "near_duplicate_threshold": 1.0, "seq_len": 256}
     assert stage.run(**settings).num_heldout_documents == 2
 
 
-def test_duplicates_are_counted_and_kept(stage: Stage) -> None:
+def test_duplicates_are_counted_and_kept(stage):
     save_rows(stage.train, [*rows(NUM_TRAIN), *rows(3)])
     train = stage.run().manifest["splits"]["train"]
     assert (train["duplicates"], train["rows_kept"]) == (3, NUM_TRAIN + 3)
 
 
-def test_split_without_any_document_stops(stage: Stage) -> None:
+def test_split_without_any_document_stops(stage):
     assert stage.heldout is not None
     save_rows(stage.heldout, rows(3))  # all of them training rows
     with pytest.raises(UserError, match=r"data\.heldout: no document is left .* 3 of them dropped"):
         stage.run()
 
 
-def test_split_of_near_duplicates_alone_says_what_they_are(stage: Stage) -> None:
+def test_split_of_near_duplicates_alone_says_what_they_are(stage):
     stories(stage)
     assert stage.heldout is not None
     save_rows(stage.heldout, [{"prompt": "Tell.", "completion": STORY.upper()}])
@@ -119,7 +119,7 @@ def test_split_of_near_duplicates_alone_says_what_they_are(stage: Stage) -> None
     assert "more rows" not in str(raised.value)
 
 
-def test_rows_that_share_a_system_text_alone_stay_held_out(stage: Stage) -> None:
+def test_rows_that_share_a_system_text_alone_stay_held_out(stage):
     assert stage.heldout is not None
     prompts = [f"{STORY} {STRANGER} Question {n}?" for n in (1, 2)]
     save_rows(stage.train, [*rows(NUM_TRAIN), {"prompt": prompts[0], "completion": "yes"}])
@@ -127,31 +127,28 @@ def test_rows_that_share_a_system_text_alone_stay_held_out(stage: Stage) -> None
     assert stage.run(near_duplicates="remove", seq_len=256).num_heldout_documents == 1
 
 
-def test_one_row_cannot_be_two_splits(stage: Stage) -> None:
+def test_one_row_cannot_be_two_splits(stage):
     stage.heldout = None
     save_rows(stage.train, rows(1))
     with pytest.raises(UserError, match=r"data\.train: no document is left for the split train"):
         stage.run()
 
 
-def test_heldout_file_needs_columns_of_some_format(stage: Stage) -> None:
+def test_heldout_file_needs_columns_of_some_format(stage):
     assert stage.heldout is not None
     save_rows(stage.heldout, [{"body": "x"}])
     with pytest.raises(UserError, match=r"data\.heldout has the columns 'body', but expected"):
         stage.run()
 
 
-def test_every_held_out_document_knows_its_source(stage: Stage) -> None:
+def test_every_held_out_document_knows_its_source(stage):
     more = save_rows(stage.folder / "more.jsonl", rows(3, start=2000))
-    named = [
-        {"path": str(stage.heldout), "name": "first"},
-        {"path": str(more), "name": "more"},
-    ]
+    named = [{"path": str(stage.heldout), "name": "first"}, {"path": str(more), "name": "more"}]
     store = stage.run(heldout=named)
     assert store.heldout_sources() == ["first"] * NUM_HELDOUT + ["more"] * 3
 
 
-def test_sources_of_documents_split_off_are_told_too(stage: Stage) -> None:
+def test_sources_of_documents_split_off_are_told_too(stage):
     stage.heldout = None
     others = rows(40, start=2000)
     more = save_rows(stage.folder / "more.jsonl", others)
@@ -171,7 +168,7 @@ def grouped_rows(count: int, *, per_group: int, start: int = 0) -> list[dict[str
     ]
 
 
-def test_rows_of_a_group_are_on_one_side(stage: Stage) -> None:
+def test_rows_of_a_group_are_on_one_side(stage):
     stage.heldout = None
     content = grouped_rows(60, per_group=4)
     save_rows(stage.train, content)
@@ -184,7 +181,7 @@ def test_rows_of_a_group_are_on_one_side(stage: Stage) -> None:
     assert not any("chat" in source["not_read"] for source in sources)
 
 
-def test_group_of_a_training_row_is_taken_out_of_the_heldout_ones(stage: Stage) -> None:
+def test_group_of_a_training_row_is_taken_out_of_the_heldout_ones(stage):
     assert stage.heldout is not None
     save_rows(stage.train, grouped_rows(NUM_TRAIN, per_group=4))
     save_rows(stage.heldout, grouped_rows(8, per_group=4, start=NUM_TRAIN - 1))
@@ -197,12 +194,12 @@ def test_group_of_a_training_row_is_taken_out_of_the_heldout_ones(stage: Stage) 
         stage.run(group_by="chat", near_duplicates="refuse")
 
 
-def test_group_column_that_is_missing_is_named(stage: Stage) -> None:
+def test_group_column_that_is_missing_is_named(stage):
     with pytest.raises(UserError, match=r"data\.group_by = 'user': data\.train has the columns"):
         stage.run(group_by="user")
 
 
-def test_row_without_a_group_is_dropped(stage: Stage) -> None:
+def test_row_without_a_group_is_dropped(stage):
     stage.heldout = None
     content = grouped_rows(60, per_group=4)
     content[5]["chat"] = None
@@ -212,7 +209,7 @@ def test_row_without_a_group_is_dropped(stage: Stage) -> None:
     assert line["reason"] == "no group: column 'chat' (data.group_by) is null"
 
 
-def test_one_group_cannot_be_two_splits(stage: Stage) -> None:
+def test_one_group_cannot_be_two_splits(stage):
     stage.heldout = None
     save_rows(stage.train, grouped_rows(9, per_group=100))
     with pytest.raises(UserError, match=r"data\.group_by: all rows .* have the same value"):

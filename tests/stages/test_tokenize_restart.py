@@ -39,7 +39,7 @@ def digests(stage: Stage) -> dict[str, str]:
     return {path.name: file_sha256(path) for path in stage.output.glob("*.[nj]*[yl]")}
 
 
-def test_any_number_of_processes_writes_the_same_bytes(stage: Stage) -> None:
+def test_any_number_of_processes_writes_the_same_bytes(stage):
     settings = {"train": many_files(stage), "max_rejected_share": 0.5}
     written = []
     for processes in (1, 3):
@@ -50,7 +50,7 @@ def test_any_number_of_processes_writes_the_same_bytes(stage: Stage) -> None:
     assert written[0] == written[1]
 
 
-def test_killed_run_goes_on_without_encoding_finished_shards_again(stage: Stage) -> None:
+def test_killed_run_goes_on_without_encoding_finished_shards_again(stage):
     settings = {"train": many_files(stage), "max_rejected_share": 0.5}
     stage.run(**settings)
     undisturbed = digests(stage)
@@ -100,16 +100,14 @@ def resumed_times(
     return seen
 
 
-def test_parts_of_other_data_are_not_taken_up(stage: Stage) -> None:
+def test_parts_of_other_data_are_not_taken_up(stage):
     stale = stage.folder / f".{stage.output.name}.work" / "0123456789ab"
     stale.mkdir(parents=True)
     (stale / "train-00000-0000000.facts.json").write_text("{}")
     assert len(documents_of(stage.run())) == NUM_TRAIN
 
 
-def test_parts_of_other_settings_are_kept_and_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_parts_of_other_settings_are_kept_and_named_in_the_log(tmp_path, caplog):
     other = tmp_path / ".demo-0123456789ab.work"
     other.mkdir()
     with caplog.at_level("INFO", "workflow"), work_folder(tmp_path / "demo-ba9876543210", key="k"):
@@ -118,7 +116,7 @@ def test_parts_of_other_settings_are_kept_and_named_in_the_log(
 
 
 @pytest.mark.parametrize("part", ["ids.npy", "table.npy", "facts.json"])
-def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part: str, tmp_path: Path) -> None:
+def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part, tmp_path):
     stem = tmp_path / "train-00000-0000000"
     document = Encoded(np.arange(9, dtype=np.uint32), np.arange(9) > 0, held_special_text=False)
     encode_rows(
@@ -136,7 +134,7 @@ def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part: str, tmp_
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_run_leaves_no_process_behind(stage: Stage, stop: signal.Signals) -> None:
+def test_stopped_run_leaves_no_process_behind(stage, stop):
     stage.processes = 2
     settings = {"train": many_files(stage), "max_rejected_share": 0.5}
     run = subprocess.Popen(stage.command_line(**settings), stderr=subprocess.DEVNULL)
@@ -178,7 +176,7 @@ def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
     return forked_stage("tokenize_dataset", *options)
 
 
-def test_command_logs_the_derived_facts(stage: Stage) -> None:
+def test_command_logs_the_derived_facts(stage):
     done = command(stage)
     assert done.returncode == 0, done.stderr
     log = (stage.folder / "log" / "tokenize.log").read_text()
@@ -186,7 +184,7 @@ def test_command_logs_the_derived_facts(stage: Stage) -> None:
     assert f"packed {NUM_TRAIN} documents into" in log
 
 
-def test_command_shows_a_mistake_without_traceback(stage: Stage) -> None:
+def test_command_shows_a_mistake_without_traceback(stage):
     save_rows(stage.train, ["{broken"])
     done = command(stage)
     assert done.returncode == 1

@@ -34,9 +34,7 @@ def write_card(root: Path, **data: Any) -> subprocess.CompletedProcess[str]:
     ("data", "linked"),
     [({"name": "mine"}, ""), ({"source": "acme/questions"}, "datasets: acme/questions\n")],
 )
-def test_stage_writes_the_card_with_hub_ids_linked(
-    tmp_path: Path, data: dict[str, Any], linked: str
-) -> None:
+def test_stage_writes_the_card_with_hub_ids_linked(tmp_path, data, linked):
     write_run(tmp_path, "demo", num_steps=3)
     done = write_card(tmp_path, **data)
     assert done.returncode == 0, done.stderr
@@ -47,7 +45,7 @@ def test_stage_writes_the_card_with_hub_ids_linked(
     assert linked in card
 
 
-def test_file_of_another_stage_is_one_message_and_no_card(tmp_path: Path) -> None:
+def test_file_of_another_stage_is_one_message_and_no_card(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(folder / "evaluate_run" / "tuned.json", lambda d: d.pop("comparisons"))
     done = write_card(tmp_path)

@@ -29,7 +29,7 @@ def graphed(**changes: Any) -> StepPlan:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_known_to_keep_graphs_off_is_named(levers: dict[str, Any], words: str) -> None:
+def test_what_is_known_to_keep_graphs_off_is_named(levers, words):
     refused = graphed(**levers)
     assert words in str(refused.graph_obstacle)
     assert not refused.graphed
@@ -46,13 +46,11 @@ def test_what_is_known_to_keep_graphs_off_is_named(levers: dict[str, Any], words
     ],
     ids=str,
 )
-def test_several_gpus_of_a_machine_have_graphs_and_so_has_what_comes_from_host_memory(
-    levers: dict[str, Any],
-) -> None:
+def test_several_gpus_of_a_machine_have_graphs_and_so_has_what_comes_from_host_memory(levers):
     assert graphed(**levers).graphed
 
 
-def test_graphs_do_not_wait_for_python() -> None:
+def test_graphs_do_not_wait_for_python():
     gpu = parse_gpu("H200", setting="hardware.gpu_model")
     waits = {
         flag: gpu_parts(micro_batch_work(tiny, graphed(cuda_graphs=flag), trained_share=1.0), gpu)[

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Value
+from workflow.lib.step_plan.memory_option import Circumstances
 from workflow.lib.step_plan.memory_options import LEVELS, TABLE, MemoryOptions, in_words
 from workflow.lib.system.errors import UserError
 
@@ -19,7 +19,7 @@ ROWS = {option.field: option for option in TABLE}
 
 
 @pytest.mark.parametrize("option", TABLE, ids=lambda option: option.field)
-def test_row_has_a_field_of_the_plan_and_a_setting_of_its_type(option: MemoryOption) -> None:
+def test_row_has_a_field_of_the_plan_and_a_setting_of_its_type(option):
     assert option.field in {field.name for field in fields(MemoryOptions)}
     section, _, name = option.setting.partition(".")
     default = getattr(getattr(RunConfig(), section), name)
@@ -27,7 +27,7 @@ def test_row_has_a_field_of_the_plan_and_a_setting_of_its_type(option: MemoryOpt
     assert type(settled) is type(option.off) or isinstance(settled, type(option.most))
 
 
-def test_every_option_of_a_plan_has_a_row() -> None:
+def test_every_option_of_a_plan_has_a_row():
     own = {field.name for field in fields(MemoryOptions)} - {
         f.name for f in fields(MemoryOptions.__base__)
     }
@@ -49,9 +49,7 @@ def test_every_option_of_a_plan_has_a_row() -> None:
         ),
     ],
 )
-def test_value_that_cannot_be_is_refused(
-    field: str, value: Value, where: Circumstances, message: str
-) -> None:
+def test_value_that_cannot_be_is_refused(field, value, where, message):
     with pytest.raises(UserError, match=message):
         ROWS[field].settled(value, setup(), where)
 
@@ -61,13 +59,11 @@ def test_value_that_cannot_be_is_refused(
     [("auto", GPUS, True), ("auto", ONE, False), ("auto", CPUS, False), (True, ONE, True)],
     ids=["several GPUs", "one GPU", "CPUs", "asked for"],
 )
-def test_embedding_is_on_the_host_where_it_spares_a_gpu(
-    wanted: Value, where: Circumstances, offloaded: bool
-) -> None:
+def test_embedding_is_on_the_host_where_it_spares_a_gpu(wanted, where, offloaded):
     assert ROWS["offload_embedding"].settled(wanted, setup(), where) is offloaded
 
 
-def test_option_that_another_forbids_names_both_settings() -> None:
+def test_option_that_another_forbids_names_both_settings():
     trained = setup(trains_embedding=True)
     with pytest.raises(UserError, match=r"offload_embedding = True: lora\.modules_to_save"):
         ROWS["offload_embedding"].settled(True, trained, GPUS)
@@ -83,7 +79,7 @@ def test_option_that_another_forbids_names_both_settings() -> None:
 
 
 @pytest.mark.parametrize("field", ["cuda_graphs", "fused_loss"])
-def test_option_that_is_on_by_default_is_left_out_on_cpus(field: str) -> None:
+def test_option_that_is_on_by_default_is_left_out_on_cpus(field):
     assert ROWS[field].settled(True, setup(), CPUS) is False
     assert ROWS[field].settled(True, setup(), GPUS) is True
 
@@ -91,7 +87,7 @@ def test_option_that_is_on_by_default_is_left_out_on_cpus(field: str) -> None:
 @pytest.mark.parametrize(
     ("wanted", "levels"), [(True, ()), (False, ()), (3, ()), ("auto", [*LEVELS])]
 )
-def test_recomputation_that_is_set_is_not_searched(wanted: Value, levels: list[bool | int]) -> None:
+def test_recomputation_that_is_set_is_not_searched(wanted, levels):
     assert ROWS["activation_checkpointing"].open_values(wanted, GPUS) == levels
 
 
@@ -99,16 +95,14 @@ def test_recomputation_that_is_set_is_not_searched(wanted: Value, levels: list[b
     ("num_layers", "shares"),
     [(1, []), (2, []), (3, [0.625]), (4, [0.625, 0.75]), (6, [0.625, 0.75])],
 )
-def test_auto_tries_no_share_that_takes_the_layers_of_a_simpler_level(
-    num_layers: int, shares: list[float]
-) -> None:
+def test_auto_tries_no_share_that_takes_the_layers_of_a_simpler_level(num_layers, shares):
     where = GPUS._replace(num_layers=num_layers)
     levels = ROWS["activation_checkpointing"].open_values("auto", where)
     assert [level for level in levels if isinstance(level, float)] == shares
     assert [level for level in levels if not isinstance(level, float)] == [False, 8, 4, 3, 2, True]
 
 
-def test_plan_is_said_in_words() -> None:
+def test_plan_is_said_in_words():
     plan = setup(activation_checkpointing=0.625, offload_activations=4, offload_layers=3)
     assert in_words(plan) == {
         "recomputation": "5 of 8 layers",

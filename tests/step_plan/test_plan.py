@@ -30,18 +30,16 @@ def written(path: Path, plan: dict[str, object]) -> Path:
     return path
 
 
-def test_plan_is_read_from_its_file_as_it_was(tmp_path: Path) -> None:
+def test_plan_is_read_from_its_file_as_it_was(tmp_path):
     assert read_record(written(tmp_path / "p.json", asdict(PLAN)), Preflight).plan == PLAN
 
 
-def test_plan_is_read_from_json_as_it_was() -> None:
+def test_plan_is_read_from_json_as_it_was():
     assert StepPlan.of(json.loads(json.dumps(asdict(PLAN)))) == PLAN
 
 
 @pytest.mark.parametrize("name", ["offload_layers", "objective"])
-def test_file_whose_plan_lacks_a_field_is_refused_with_what_to_do(
-    tmp_path: Path, name: str
-) -> None:
+def test_file_whose_plan_lacks_a_field_is_refused_with_what_to_do(tmp_path, name):
     plan = asdict(PLAN)
     del plan[name]
     with pytest.raises(
@@ -50,9 +48,7 @@ def test_file_whose_plan_lacks_a_field_is_refused_with_what_to_do(
         read_record(written(tmp_path / "p.json", plan), Preflight)
 
 
-def test_file_of_an_earlier_version_is_refused_with_the_command_that_makes_it(
-    tmp_path: Path,
-) -> None:
+def test_file_of_an_earlier_version_is_refused_with_the_command_that_makes_it(tmp_path):
     """The demo's, made by commit d7b6b42."""
     file = tmp_path / "preflight.json"
     file.write_bytes(gzip.decompress(EARLIER.read_bytes()))

@@ -40,13 +40,7 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-def visit(
-    browser: Browser,
-    path: Path,
-    *,
-    width: int = 1280,
-    scheme: Any = "light",
-) -> Visit:
+def visit(browser: Browser, path: Path, *, width: int = 1280, scheme: Any = "light") -> Visit:
     """Open the file at `path` in a window `width` pixels wide."""
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     context.set_default_timeout(TIMEOUT_MS)

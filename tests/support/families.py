@@ -31,10 +31,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-ALTERNATING = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
@@ -184,8 +181,7 @@ FAMILIES: dict[str, FamilyCase] = {
         },
     ),
     "mistral3": FamilyCase(
-        "no text class of its own",
-        multimodal("mistral", {"model_type": "pixtral", "head_dim": 12}),
+        "no text class of its own", multimodal("mistral", {"model_type": "pixtral", "head_dim": 12})
     ),
     "qwen2_5_vl": FamilyCase(
         "positions of three axes, of which text has one",
@@ -257,8 +253,7 @@ FAMILIES: dict[str, FamilyCase] = {
         LINEAR | {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
     ),
     "lfm2": FamilyCase(
-        "short convolutions",
-        {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+        "short convolutions", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}
     ),
     "falcon_h1": FamilyCase(
         "Mamba 2 beside attention, multipliers in the feed-forward",

@@ -140,13 +140,7 @@ def run_families(
 
 
 def run_family(
-    folder: Path,
-    world: World,
-    target: str | None,
-    *,
-    fused: bool,
-    break_checks: bool,
-    number: int,
+    folder: Path, world: World, target: str | None, *, fused: bool, break_checks: bool, number: int
 ) -> dict[str, Any]:
     """Return one family's losses and gradients by kind of rows, and its start-up checks; number:
     decides the levers of memory.

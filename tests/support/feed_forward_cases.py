@@ -76,13 +76,7 @@ def layers_of(
 
 
 def values_and_gradients(
-    folder: Path,
-    kind: str,
-    *,
-    into: str,
-    products: str | None,
-    dtype: torch.dtype,
-    device: str,
+    folder: Path, kind: str, *, into: str, products: str | None, dtype: torch.dtype, device: str
 ) -> list[torch.Tensor]:
     types = ProductTypes(products, products)
     layers = layers_of(folder, kind, types, dtype, device, into)

@@ -258,10 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         content = repo.commits[commit][path]
-        headers = {
-            "X-Repo-Commit": commit,
-            "ETag": f'"{git_blob_id(content)}"',
-        }
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{git_blob_id(content)}"'}
         if path.endswith(repo.lfs):
             headers["X-Linked-Etag"] = f'"{hashlib.sha256(content).hexdigest()}"'
             headers["X-Linked-Size"] = str(len(content))

@@ -88,12 +88,7 @@ def gates(
 
 
 def act_and_mul_results(
-    activation: str,
-    ranks: tuple[int, int, int],
-    *,
-    halves: bool,
-    dtype: torch.dtype,
-    device: str,
+    activation: str, ranks: tuple[int, int, int], *, halves: bool, dtype: torch.dtype, device: str
 ) -> list[torch.Tensor]:
     """Return act(0.7 gate) * up and its gradients, of values that lack parts of low rank: the
     kernels', then autograd's in fp32. Rows and columns are no whole tiles. halves: as in `gates`.
@@ -248,11 +243,7 @@ def norm_module(
         for _ in "wb"
     )
     return FusedNorm(
-        weight,
-        eps=eps,
-        offset=offset,
-        subtracts_mean=subtracts_mean,
-        bias=bias if biased else None,
+        weight, eps=eps, offset=offset, subtracts_mean=subtracts_mean, bias=bias if biased else None
     )
 
 

@@ -64,7 +64,7 @@ LONG_ROPE = {
 }
 """Its limit is shorter than documents."""
 MORE: dict[str, dict[str, Any]] = {
-    "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8},
+    "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}
 }
 """Branches that are no field of their own."""
 

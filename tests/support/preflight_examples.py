@@ -54,10 +54,7 @@ def llama_shape(
         num_kv_heads=kv_heads,
         head_dim=hidden // heads,
         linears=tuple(map(Linear, PATHS, outputs, inputs)),
-        vectors=(
-            ("input_layernorm.weight", hidden),
-            ("post_attention_layernorm.weight", hidden),
-        ),
+        vectors=(("input_layernorm.weight", hidden), ("post_attention_layernorm.weight", hidden)),
     )
     return ModelShape(
         family="llama",

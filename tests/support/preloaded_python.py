@@ -59,11 +59,7 @@ PACKAGES = (
     "lm_eval.evaluator",
 )
 # By Snakemake, as a job of a cluster runs it; some only while it works.
-PACKAGES_OF_SNAKEMAKE = (
-    "snakemake.cli",
-    "snakemake.report.html_reporter",
-    "snakemake.storage",
-)
+PACKAGES_OF_SNAKEMAKE = ("snakemake.cli", "snakemake.report.html_reporter", "snakemake.storage")
 # By these packages. Not the number of threads: Snakemake sets it for every job, and forks obey it.
 # Nor XDG_CACHE_HOME: tests move recordings by it, and no package keeps anything of theirs there.
 READ_AT_IMPORT = (

@@ -67,12 +67,7 @@ def summary(run: str, num_steps: int, *, rate: float) -> dict[str, Any]:
         "seq_len": 257,
         "trainable_parameters": 20_971_523,
         "trainable_by_module": {"self_attn": 6_291_456, "experts": 14_680_067},
-        "expert_load": {
-            "layers": 24,
-            "experts": 3_072,
-            "without_tokens": 5,
-            "busiest": 6.25,
-        },
+        "expert_load": {"layers": 24, "experts": 3_072, "without_tokens": 5, "busiest": 6.25},
         "total_parameters": 8_051_232_771,
         "final_loss": 1.4123456789,
         "first_loss": 3.2718281828,
@@ -394,10 +389,7 @@ def add_gguf(folder: Path) -> None:
     }
     adapter = {"adapter": "demo-adapter.gguf", "adapter_bytes": 2**20}
     base = merged | adapter | {"form": "adapter", "file": "demo-base-q4_k_m.gguf"}
-    document = {
-        "files": [merged, base],
-        "provenance": provenance("convert_gguf"),
-    }
+    document = {"files": [merged, base], "provenance": provenance("convert_gguf")}
     write_checked_json(folder / "convert_gguf" / "gguf.json", document)
 
 

@@ -1,7 +1,6 @@
 """The summary of all tests, and the files that it leaves to `make nightly`."""
 
 import sys
-from pathlib import Path
 
 from tests.support import nightly
 from tests.support.suite import ALWAYS, OTHERS, read_table, table_of
@@ -24,7 +23,7 @@ def test_whose_fixture_is_broken(broken): pass
 OPTIONS = ["-p", "tests.support.suite", "-p", "no:cacheprovider", "-c", "/dev/null"]
 
 
-def test_outcomes_are_counted_and_failures_named(tmp_path: Path) -> None:
+def test_outcomes_are_counted_and_failures_named(tmp_path):
     (tmp_path / "test_one.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "test_two.py").write_text("import nothing_of_this_name", encoding="utf-8")
     options = [*OPTIONS, "--continue-on-collection-errors", f"--rootdir={tmp_path}"]
@@ -36,18 +35,18 @@ def test_outcomes_are_counted_and_failures_named(tmp_path: Path) -> None:
     assert run["seconds"] > 0
 
 
-def test_run_that_cannot_begin_has_failed() -> None:
+def test_run_that_cannot_begin_has_failed():
     run = nightly.run_pytest([*OPTIONS, "--no-such-option"], {})
     assert (run["passed"], run["failed"]) == (0, 1)
     assert "status 4" in run["failures"][0]
 
 
-def test_machine_names_what_computes() -> None:
+def test_machine_names_what_computes():
     assert "torch" in nightly.machine()
     assert sys.version.split()[0] in nightly.machine()
 
 
-def test_longest_files_are_slow_but_those_of_every_change() -> None:
+def test_longest_files_are_slow_but_those_of_every_change():
     seconds = {"a.py": 50.0, ALWAYS[0]: 40.0, "b.py": 30.0, "c.py": 10.0, OTHERS: 10.0}
     rows = read_table(table_of(seconds))
     assert rows == {"a.py": "slow", ALWAYS[0]: "always", "b.py": "slow", "c.py": "slow"}

@@ -94,7 +94,7 @@ def run(
     return done.returncode, done.stdout, done.stderr
 
 
-def test_stage_of_any_checkout_is_run_as_by_the_interpreter(checkout: Path) -> None:
+def test_stage_of_any_checkout_is_run_as_by_the_interpreter(checkout):
     variables = environment(PROBE="3", OMP_NUM_THREADS="2")
     one = run(checkout, preloaded_python(), "an 'argument'", variables=variables)
     other = run(checkout, sys.executable, "an 'argument'", variables=variables)
@@ -104,7 +104,7 @@ def test_stage_of_any_checkout_is_run_as_by_the_interpreter(checkout: Path) -> N
 
 
 @pytest.mark.parametrize("argument", ["refuse", "end late", "die"])
-def test_stage_ends_as_the_interpreter_does(checkout: Path, argument: str) -> None:
+def test_stage_ends_as_the_interpreter_does(checkout, argument):
     one, other = (
         run(checkout, python, argument, variables=environment())
         for python in (preloaded_python(), sys.executable)
@@ -122,8 +122,8 @@ def test_stage_ends_as_the_interpreter_does(checkout: Path, argument: str) -> No
     ],
 )
 def test_stage_is_forked_unless_its_environment_changes_what_it_imports(
-    checkout: Path, tmp_path: Path, variable: str, value: str, forked: str
-) -> None:
+    checkout, tmp_path, variable, value, forked
+):
     (tmp_path / "pydantic.py").touch()
     changes = {variable: value.format(checkout=checkout, folder=tmp_path)}
     variables = environment(**{"PYTHONPATH": str(checkout)} | changes)
@@ -132,7 +132,7 @@ def test_stage_is_forked_unless_its_environment_changes_what_it_imports(
     assert f'"preloaded": {forked}' in said
 
 
-def test_forks_of_this_checkout_share_its_library(checkout: Path) -> None:
+def test_forks_of_this_checkout_share_its_library(checkout):
     code = (
         "from multiprocessing.spawn import sys; print('workflow.lib.training.loop' in sys.modules)"
     )
@@ -147,13 +147,13 @@ def test_forks_of_this_checkout_share_its_library(checkout: Path) -> None:
         assert done.stdout == shared, done.stderr
 
 
-def test_what_is_no_stage_is_run_by_the_interpreter() -> None:
+def test_what_is_no_stage_is_run_by_the_interpreter():
     code = "import sys; print('torch' in sys.modules)"
     done = subprocess.run([preloaded_python(), "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n"
 
 
-def test_what_a_stage_starts_by_multiprocessing_is_forked_too(checkout: Path) -> None:
+def test_what_a_stage_starts_by_multiprocessing_is_forked_too(checkout):
     done = run(checkout, preloaded_python(), "spawn", variables=environment())
     assert done == (0, f"True {checkout}\n", "")
 
@@ -171,14 +171,14 @@ def waiting(checkout: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
     return process, psutil.Process(int(process.stdout.readline()))
 
 
-def test_signal_to_the_command_is_one_to_the_stage(checkout: Path) -> None:
+def test_signal_to_the_command_is_one_to_the_stage(checkout):
     process, _ = waiting(checkout)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     assert (process.returncode, output) == (7, f"told {int(signal.SIGTERM)}\n")
 
 
-def test_stage_does_not_outlive_its_command(checkout: Path) -> None:
+def test_stage_does_not_outlive_its_command(checkout):
     process, stage = waiting(checkout)
     process.kill()
     process.communicate()  # until nobody has the pipe

@@ -21,17 +21,17 @@ def shell(command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_only_what_a_processor_has_is_drawn() -> None:
+def test_only_what_a_processor_has_is_drawn():
     """Told to use more, ATen dies of an illegal instruction."""
     assert [*supported(flags(CPUINFO))] == ["sse4", "avx2"]
     assert supported(flags("Features\t: fp asimd\n")) == AS_IT_IS
 
 
-def test_commits_draw_every_setting() -> None:
+def test_commits_draw_every_setting():
     assert {drawn(f"{number:040x}", PROCESSORS) for number in range(9)} == {*PROCESSORS}
 
 
-def test_script_says_and_exports_the_setting_of_a_commit() -> None:
+def test_script_says_and_exports_the_setting_of_a_commit():
     commit = f"{7:040x}"
     name = drawn(commit, HERE)
     said, *exported = shell(
@@ -45,7 +45,7 @@ def test_script_says_and_exports_the_setting_of_a_commit() -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_torch_takes_the_setting(name: str) -> None:
+def test_torch_takes_the_setting(name):
     told = HERE[name].variables
     done = subprocess.run(
         [sys.executable, "-c", ASK],

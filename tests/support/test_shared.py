@@ -33,7 +33,7 @@ def test_needs_it_by_another_fixture(on_top): ...
 """
 
 
-def test_shared_fixture_that_fails_shows_its_cause_once(tmp_path: Path) -> None:
+def test_shared_fixture_that_fails_shows_its_cause_once(tmp_path):
     """The other tests that need it name the first, in a line."""
     (tmp_path / "test_it.py").write_text(SUITE)
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_shared_fixture_that_fails_shows_its_cause_once(tmp_path: Path) -> None:
     assert done.stdout.count(later) == 3
 
 
-def test_what_could_not_be_made_is_not_tried_again(tmp_path: Path) -> None:
+def test_what_could_not_be_made_is_not_tried_again(tmp_path):
     """By another process either: it finds what the first has left."""
 
     def fail(folder: Path) -> None:
@@ -74,12 +74,12 @@ def test_what_could_not_be_made_is_not_tried_again(tmp_path: Path) -> None:
     assert tried == [tmp_path / "it"]
 
 
-def test_what_is_made_is_made_once(tmp_path: Path) -> None:
+def test_what_is_made_is_made_once(tmp_path):
     for _ in range(2):
         assert made_once(tmp_path / "it", Path.mkdir).is_dir()  # which refuses a second time
 
 
-def test_reserved_port_is_free_for_its_server_alone() -> None:
+def test_reserved_port_is_free_for_its_server_alone():
     with reserved_ports(2) as (port, other):
         assert port != other
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -103,11 +103,11 @@ def fail_in_one() -> None:
         threading.Event().wait()
 
 
-def test_process_without_a_result_is_named_while_the_others_wait() -> None:
+def test_process_without_a_result_is_named_while_the_others_wait():
     with pytest.raises(AssertionError, match=r"gave no result.*: \{0: None, 1: 7\}"):
         run_distributed(leave, 7, world_size=2)
 
 
-def test_process_that_fails_is_told_while_the_others_wait() -> None:
+def test_process_that_fails_is_told_while_the_others_wait():
     with pytest.raises(AssertionError, match=r"process 1 of 2:(.|\n)*KeyError: 'the cause'"):
         run_distributed(fail_in_one, world_size=2)

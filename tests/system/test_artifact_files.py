@@ -1,7 +1,6 @@
 """JSON artifacts: a flipped bit, a lost end or a missing file is refused by name, never read."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ VALUE: dict[str, Any] = {"loss": 1.25, "name": "Grüße", "sizes": {10: 1, 9: 2}
 READ = {"loss": 1.25, "name": "Grüße", "sizes": {"10": 1, "9": 2}, "pair": [1, 2]}
 
 
-def test_artifact_is_read_as_json_says_it(tmp_path: Path) -> None:
+def test_artifact_is_read_as_json_says_it(tmp_path):
     """Keys become texts, and tuples lists, before the checksum is taken."""
     write_checked_json(tmp_path / "a.json", VALUE)
     assert read_artifact(tmp_path / "a.json") == READ
@@ -23,7 +22,7 @@ def test_artifact_is_read_as_json_says_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
-def test_every_flipped_bit_is_refused_or_means_the_same(tmp_path: Path, kind: str) -> None:
+def test_every_flipped_bit_is_refused_or_means_the_same(tmp_path, kind):
     """It means the same between two fields, or in how a character is spelled."""
     path, damaged = tmp_path / f"whole.{kind}", tmp_path / f"damaged.{kind}"
     if kind == "json":
@@ -48,13 +47,13 @@ def test_every_flipped_bit_is_refused_or_means_the_same(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "7", "[" * 100_000, '{"sha256": 1}'])
-def test_file_without_its_checksum_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_without_its_checksum_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match=r"a\.json is damaged"):
         read_artifact(tmp_path / "a.json")
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path):
     for read in (read_artifact, read_lines):
         with pytest.raises(UserError, match=r"a\.json: there is no such file"):
             read(tmp_path / "a.json")

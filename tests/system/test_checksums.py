@@ -63,16 +63,14 @@ def refused(*folders: Path) -> str:
     return str(caught.value)
 
 
-def test_sound_folder_passes(folder: Path) -> None:
+def test_sound_folder_passes(folder):
     files = listed_files(folder)
     assert {file.name for file in files} == FILES.keys()
     check_files(files, threads=3)
 
 
 @pytest.mark.parametrize("position", [0, 2**20, -1])
-def test_one_bit_is_told_with_the_file_and_the_folder_to_delete(
-    folder: Path, position: int
-) -> None:
+def test_one_bit_is_told_with_the_file_and_the_folder_to_delete(folder, position):
     flip(folder / "b.safetensors", position)
     assert refused(folder) == (
         f"{folder}/b.safetensors is damaged: "
@@ -81,12 +79,12 @@ def test_one_bit_is_told_with_the_file_and_the_folder_to_delete(
     )
 
 
-def test_missing_file_is_told(folder: Path) -> None:
+def test_missing_file_is_told(folder):
     (folder / "config.json").unlink()
     assert "config.json is damaged: it cannot be read (No such file" in refused(folder)
 
 
-def test_every_damaged_folder_is_told_at_once(folder: Path, tmp_path: Path) -> None:
+def test_every_damaged_folder_is_told_at_once(folder, tmp_path):
     other = made(tmp_path / "tokens")
     for path in (folder / "a.safetensors", folder / "config.json", other / "config.json"):
         flip(path)
@@ -99,18 +97,18 @@ def test_every_damaged_folder_is_told_at_once(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["model-2.safetensors", "tokenizer.json"])
-def test_file_that_would_be_loaded_must_be_listed(folder: Path, name: str) -> None:
+def test_file_that_would_be_loaded_must_be_listed(folder, name):
     (folder / name).touch()
     assert f"SHA256SUMS is damaged: it does not list {name}" in refused(folder)
 
 
-def test_what_is_written_beside_later_need_not_be_listed(folder: Path) -> None:
+def test_what_is_written_beside_later_need_not_be_listed(folder):
     for name in ("README.md", ".snakemake_timestamp", ".hidden.json"):
         (folder / name).write_text("later")
     check_files(listed_files(folder))
 
 
-def test_broken_list_is_damage(folder: Path) -> None:
+def test_broken_list_is_damage(folder):
     sums = folder / "SHA256SUMS"
     sums.write_text(sums.read_text()[:-20])
     assert f"{sums} is damaged: it " in refused(folder)
@@ -119,9 +117,7 @@ def test_broken_list_is_damage(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("lack", [errno.ENOMEM, errno.ESTALE, errno.EACCES])
-def test_file_that_cannot_be_read_at_the_moment_is_not_told_as_damage(
-    folder: Path, lack: int
-) -> None:
+def test_file_that_cannot_be_read_at_the_moment_is_not_told_as_damage(folder, lack):
     """Who is told so deletes a sound folder."""
     error = OSError(lack, "at the moment")
     with (
@@ -131,7 +127,7 @@ def test_file_that_cannot_be_read_at_the_moment_is_not_told_as_damage(
         check_files(listed_files(folder))
 
 
-def test_hashing_tells_that_it_moves_after_every_mib(folder: Path) -> None:
+def test_hashing_tells_that_it_moves_after_every_mib(folder):
     moves: list[None] = []
     findings(listed_files(folder), threads=2, moved=lambda: moves.append(None))
     assert len(moves) == sum(-(-size // 2**20) for size in FILES.values())
@@ -157,7 +153,7 @@ def hash_together(folder: Path, damaged: Path) -> dict[str, object]:
     return {}
 
 
-def test_processes_share_the_hashing_and_all_are_told(folder: Path, tmp_path: Path) -> None:
+def test_processes_share_the_hashing_and_all_are_told(folder, tmp_path):
     damaged = made(tmp_path / "damaged")
     flip(damaged / "a.safetensors")
     results = run_distributed(hash_together, folder, damaged, world_size=3)
@@ -166,7 +162,7 @@ def test_processes_share_the_hashing_and_all_are_told(folder: Path, tmp_path: Pa
     assert {result["message"] for result in results} == {refused(damaged)}
 
 
-def test_largest_file_comes_first_and_a_missing_one_last(folder: Path) -> None:
+def test_largest_file_comes_first_and_a_missing_one_last(folder):
     absent = RecordedFile(folder, "absent", "")
     names = [file.name for file in largest_first([absent, *listed_files(folder)])]
     assert names[:3] == ["b.safetensors", "a.safetensors", "config.json"]
@@ -184,7 +180,7 @@ def recorded_as_download(folder: Path) -> Path:
     return folder
 
 
-def test_download_is_held_to_its_record(tmp_path: Path) -> None:
+def test_download_is_held_to_its_record(tmp_path):
     folder = recorded_as_download(made(tmp_path / "model"))
     check_files(downloaded_files(folder))
     flip(folder / "config.json")
@@ -192,20 +188,20 @@ def test_download_is_held_to_its_record(tmp_path: Path) -> None:
         check_files(without_weights(downloaded_files(folder)))
 
 
-def test_weights_are_left_to_who_opens_them(tmp_path: Path) -> None:
+def test_weights_are_left_to_who_opens_them(tmp_path):
     folder = recorded_as_download(made(tmp_path / "model"))
     flip(folder / "a.safetensors")
     check_files(without_weights(downloaded_files(folder)))
 
 
-def test_folder_of_the_user_has_no_record(tmp_path: Path) -> None:
+def test_folder_of_the_user_has_no_record(tmp_path):
     assert downloaded_files(made(tmp_path / "model")) == []
     (tmp_path / "model" / "source.json").write_text('{"question": "a data file of that name"}')
     assert downloaded_files(tmp_path / "model") == []
 
 
 @pytest.mark.parametrize("change", [('"sha256"', '"sha25"'), ('"files"', '"file"'), ("]", "")])
-def test_broken_record_of_a_download_is_told(tmp_path: Path, change: tuple[str, str]) -> None:
+def test_broken_record_of_a_download_is_told(tmp_path, change):
     path = recorded_as_download(made(tmp_path / "model")) / "source.json"
     path.write_text(path.read_text().replace(*change))
     with pytest.raises(UserError, match=r"source\.json cannot be read as the record of a download"):

@@ -12,9 +12,7 @@ from workflow.lib.system.environment import is_worker, use_this_interpreter
 ROOT = Path(__file__).parents[2]
 
 
-def test_python_in_a_shell_is_this_one_and_finds_the_workflow_from_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_python_in_a_shell_is_this_one_and_finds_the_workflow_from_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     use_this_interpreter(ROOT)
@@ -27,7 +25,7 @@ def test_python_in_a_shell_is_this_one_and_finds_the_workflow_from_elsewhere(
     assert Path(package).parent == ROOT / "workflow"
 
 
-def test_what_was_set_before_stays_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_was_set_before_stays_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setenv("PYTHONPATH", "/other")
     use_this_interpreter(tmp_path)
@@ -35,9 +33,7 @@ def test_what_was_set_before_stays_behind(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert os.environ["PYTHONPATH"] == f"{tmp_path}:/other"
 
 
-def test_unset_path_of_modules_gets_no_empty_entry(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unset_path_of_modules_gets_no_empty_entry(monkeypatch, tmp_path):
     """An empty entry would mean the folder that the user is in."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("PATH", "/usr/bin")
@@ -48,9 +44,7 @@ def test_unset_path_of_modules_gets_no_empty_entry(
 @pytest.mark.parametrize(
     ("names", "expected"), [((), False), (("RANK",), False), (("RANK", "WORLD_SIZE"), True)]
 )
-def test_worker_is_known_by_torchruns_environment(
-    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], expected: bool
-) -> None:
+def test_worker_is_known_by_torchruns_environment(monkeypatch, names, expected):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in names:

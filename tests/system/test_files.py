@@ -27,24 +27,24 @@ from workflow.lib.system.files import (
 )
 
 
-def test_canonical_json_does_not_depend_on_the_order_of_keys() -> None:
+def test_canonical_json_does_not_depend_on_the_order_of_keys():
     assert canonical_json({"b": [1, {"d": None, "c": "é"}], "a": 1}) == (
         '{"a":1,"b":[1,{"c":"é","d":null}]}'
     )
 
 
-def test_short_hash_is_the_start_of_the_sha256_of_canonical_json() -> None:
+def test_short_hash_is_the_start_of_the_sha256_of_canonical_json():
     assert short_hash({"a": 1}) == hashlib.sha256(b'{"a":1}').hexdigest()[:12]
 
 
-def test_file_hash_is_the_sha256_of_its_bytes(tmp_path: Path) -> None:
+def test_file_hash_is_the_sha256_of_its_bytes(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
     assert file_sha256(tmp_path / "f") == (
         "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
     )
 
 
-def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     write_text(tmp_path / "f", "old")
 
     def rows() -> Iterator[dict[str, int]]:
@@ -57,7 +57,7 @@ def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "f"]
 
 
-def test_file_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_file_has_its_name_only_when_it_is_whole(tmp_path):
     with atomic_path(tmp_path / "f") as temporary:
         temporary.write_text("half")
         assert not (tmp_path / "f").exists()
@@ -65,19 +65,19 @@ def test_file_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_text() == "half"
 
 
-def test_written_file_gets_the_permissions_of_an_ordinary_one(tmp_path: Path) -> None:
+def test_written_file_gets_the_permissions_of_an_ordinary_one(tmp_path):
     (tmp_path / "ordinary").touch()
     write_text(tmp_path / "f", "")
     assert (tmp_path / "f").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
-def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
+def test_missing_parent_folders_are_made(tmp_path):
     write_json(tmp_path / "a" / "b" / "f.json", {})
     assert read_json(tmp_path / "a" / "b" / "f.json") == {}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_number_that_json_cannot_spell_is_refused(tmp_path: Path, number: float) -> None:
+def test_number_that_json_cannot_spell_is_refused(tmp_path, number):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "f.json", {"loss": number})
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -85,7 +85,7 @@ def test_number_that_json_cannot_spell_is_refused(tmp_path: Path, number: float)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_round_trips_with_text_as_it_is(tmp_path: Path) -> None:
+def test_json_round_trips_with_text_as_it_is(tmp_path):
     value = {"text": "Grüße, 世界\u2028", "numbers": [1, 0.1, None]}
     write_json(tmp_path / "f.json", value)
     assert read_json(tmp_path / "f.json") == value
@@ -100,7 +100,7 @@ def folder_with_checksums(folder: Path) -> Path:
     return folder
 
 
-def test_checksums_list_every_file_but_themselves_in_order(tmp_path: Path) -> None:
+def test_checksums_list_every_file_but_themselves_in_order(tmp_path):
     folder = folder_with_checksums(tmp_path)
     write_checksums(folder)  # again: the list of before is not in it
     assert (folder / "SHA256SUMS").read_text() == "".join(
@@ -109,14 +109,14 @@ def test_checksums_list_every_file_but_themselves_in_order(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not shutil.which("sha256sum"), reason="sha256sum is missing")
-def test_sha256sum_accepts_the_checksums_and_notices_a_changed_byte(tmp_path: Path) -> None:
+def test_sha256sum_accepts_the_checksums_and_notices_a_changed_byte(tmp_path):
     folder = folder_with_checksums(tmp_path)
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
     (folder / "a b.txt").write_text("onE")
     assert subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=folder).returncode == 1
 
 
-def test_provenance_names_versions_and_time_but_neither_host_nor_folder() -> None:
+def test_provenance_names_versions_and_time_but_neither_host_nor_folder():
     record = provenance()
     assert record["packages"]["python"] == platform.python_version()
     assert record["created_utc"].endswith("Z")
@@ -126,7 +126,7 @@ def test_provenance_names_versions_and_time_but_neither_host_nor_folder() -> Non
     assert str(Path.cwd()) not in text
 
 
-def test_files_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_files_can_be_read_by_those_whom_the_umask_lets(tmp_path):
     mask = os.umask(0o022)
     try:
         with atomic_path(tmp_path / "file") as temporary:
@@ -136,7 +136,7 @@ def test_files_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
-def test_folder_deleted_meanwhile_is_told_and_no_other_missing_file(tmp_path: Path) -> None:
+def test_folder_deleted_meanwhile_is_told_and_no_other_missing_file(tmp_path):
     (tmp_path / "results").mkdir()
     said = {}
     for name in ("results/run/step.json", "results/absent"):

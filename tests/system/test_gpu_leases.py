@@ -7,7 +7,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def held_over_time(folder: Path) -> list[dict[str, set[str]]]:
     return states
 
 
-def test_no_card_is_ever_leased_twice(tmp_path: Path) -> None:
+def test_no_card_is_ever_leased_twice(tmp_path):
     jobs = [start_holder(tmp_path, 2, seconds=0.3) for _ in range(10)]
     assert [job.wait() for job in jobs] == [0] * 10
     assert len(journal(tmp_path)) == 2 * len(jobs)
@@ -81,23 +81,23 @@ def full_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         job.wait()
 
 
-def test_four_jobs_of_two_cards_work_at_once_on_eight_and_the_fifth_waits(full_host: Path) -> None:
+def test_four_jobs_of_two_cards_work_at_once_on_eight_and_the_fifth_waits(full_host):
     lines = (full_host / "early").read_text().splitlines()
     early = [name for line in lines for name in line.split()[2].split(",")]
     assert sorted(early) == [f"GPU-{number}" for number in range(NUM_CARDS)]
 
 
-def test_killed_job_leaves_its_cards_to_the_one_that_waits(full_host: Path) -> None:
+def test_killed_job_leaves_its_cards_to_the_one_that_waits(full_host):
     first, last = journal(full_host)[0], journal(full_host)[-1]
     assert (last[0], last[2]) == ("+", first[2])
 
 
-def test_cards_that_other_programs_use_are_not_taken(tmp_path: Path) -> None:
+def test_cards_that_other_programs_use_are_not_taken(tmp_path):
     busy, free = cards(used_bytes=IN_USE_BYTES + 1)[:6], cards(used_bytes=IN_USE_BYTES)[6:]
     assert lease(2, gpus=lambda: [*busy, *free], folder=tmp_path / "locks") == free
 
 
-def test_wait_says_which_card_is_in_use(tmp_path: Path) -> None:
+def test_wait_says_which_card_is_in_use(tmp_path):
     """The other program ends after the first look."""
     looks = iter([cards(used_bytes=3 * 2**30)[:1], cards()[:1]])
     said: list[str] = []
@@ -105,18 +105,18 @@ def test_wait_says_which_card_is_in_use(tmp_path: Path) -> None:
     assert said == ["waiting for 1 of 1 GPU(s): GPU-0 has 3.0 GiB in use by another program"]
 
 
-def test_smaller_cards_than_the_plan_counts_on_are_not_taken(tmp_path: Path) -> None:
+def test_smaller_cards_than_the_plan_counts_on_are_not_taken(tmp_path):
     small = replace(cards()[0], total_bytes=2**32)
     large = cards()[1:3]
     assert lease(2, gpus=lambda: [small, *large], folder=tmp_path / "locks") == large
 
 
-def test_more_cards_than_there_are_is_refused(tmp_path: Path) -> None:
+def test_more_cards_than_there_are_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"9 GPU\(s\) are asked for, 8 are visible here"):
         lease(9, gpus=cards, folder=tmp_path / "locks")
 
 
-def test_folder_that_cannot_be_used_is_one_message(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_used_is_one_message(tmp_path):
     (tmp_path / "locks").write_text("")
     with pytest.raises(UserError, match="folder of GPU leases cannot be used"):
         lease(1, gpus=cards, folder=tmp_path / "locks")
@@ -124,9 +124,7 @@ def test_folder_that_cannot_be_used_is_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("made_before", [False, True])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_every_user_of_the_host_may_lease_whatever_the_umask(
-    tmp_path: Path, umask: int, made_before: bool
-) -> None:
+def test_every_user_of_the_host_may_lease_whatever_the_umask(tmp_path, umask, made_before):
     locks = tmp_path / "locks"
     before = os.umask(umask)
     try:
@@ -152,9 +150,7 @@ def test_every_user_of_the_host_may_lease_whatever_the_umask(
     ],
     ids=["pipe", "folder", "link", "dangling link", "socket"],
 )
-def test_what_is_no_file_in_a_lock_s_place_is_refused_at_once(
-    tmp_path: Path, plant: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_file_in_a_lock_s_place_is_refused_at_once(tmp_path, plant, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a socket's path is short
     Path("locks").mkdir()
     plant(Path("locks/GPU-0"))
@@ -162,7 +158,7 @@ def test_what_is_no_file_in_a_lock_s_place_is_refused_at_once(
         lease(1, gpus=cards, folder=Path("locks"))
 
 
-def test_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_folder_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "locks").symlink_to("elsewhere")
     with pytest.raises(UserError, match="folder of GPU leases cannot be used"):
@@ -170,7 +166,7 @@ def test_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_lock_stays_with_the_program_that_takes_the_process_place(tmp_path: Path) -> None:
+def test_lock_stays_with_the_program_that_takes_the_process_place(tmp_path):
     """A stage is started by exec, so that signals and exit status are its own."""
     program = (
         "import os, sys; from pathlib import Path; from tests.support.lease_holder import cards;"
@@ -191,7 +187,7 @@ def test_lock_stays_with_the_program_that_takes_the_process_place(tmp_path: Path
     assert other.wait() == 0
 
 
-def test_job_without_gpus_sees_none() -> None:
+def test_job_without_gpus_sees_none():
     lease_gpus = [sys.executable, "-m", "workflow.scripts.lease_gpus", "--count", "0", "--"]
     shown = subprocess.run(
         [*lease_gpus, "sh", "-c", "echo :$CUDA_VISIBLE_DEVICES: $1", "sh", "a b; c"],
@@ -209,8 +205,8 @@ DRIVER = {"PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver")}
 
 @pytest.mark.parametrize(("all_cores", "of_one", "of_two"), [(32, "4", "8"), (3, "1", "2")])
 def test_jobs_get_the_share_of_the_cores_that_belongs_to_their_gpus(
-    tmp_path: Path, all_cores: int, of_one: str, of_two: str
-) -> None:
+    tmp_path, all_cores, of_one, of_two
+):
     """Of eight cards, so that as many jobs run at once as there are cards for; never less than a
     core a card.
     """
@@ -224,9 +220,7 @@ def test_jobs_get_the_share_of_the_cores_that_belongs_to_their_gpus(
     assert threads == {"quantize_base": [of_one] if of_one != "1" else [], "finetune": [of_two]}
 
 
-def test_snakemake_counts_the_cards_that_are_visible(
-    finished_project: Project, tmp_path: Path
-) -> None:
+def test_snakemake_counts_the_cards_that_are_visible(finished_project, tmp_path):
     copy = finished_project.copy(tmp_path / "project")
     copy.edit({"hardware": {"gpus": 4}})
     driver = DRIVER | {"CUDA_VISIBLE_DEVICES": "GPU-3,5,6"}

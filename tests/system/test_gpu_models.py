@@ -23,33 +23,33 @@ from workflow.lib.system.gpu_models import BY_NAME, MODELS, parse_gpu, parse_gpu
         ("mi300x x 8", 8, "AMD Instinct MI300X"),
     ],
 )
-def test_count_and_kind_are_read_from_what_people_write(text: str, count: int, name: str) -> None:
+def test_count_and_kind_are_read_from_what_people_write(text, count, name):
     assert parse_gpus(text, setting="--gpus") == (count, BY_NAME[name])
 
 
-def test_every_alias_means_one_gpu_only() -> None:
+def test_every_alias_means_one_gpu_only():
     for model in MODELS:
         for alias in (model.name, *model.aliases):
             assert parse_gpus(f"3x{alias}", setting="--gpus") == (3, model)
 
 
-def test_unknown_gpu_lists_the_nearest() -> None:
+def test_unknown_gpu_lists_the_nearest():
     with pytest.raises(UserError, match=r"--gpus = '2x4095'.*'4095' is known.*Did you mean 4090"):
         parse_gpus("2x4095", setting="--gpus")
 
 
 @pytest.mark.parametrize("text", ["4095x2", "4095:2", "2*4095"])
-def test_unknown_gpu_is_answered_with_the_form(text: str) -> None:
+def test_unknown_gpu_is_answered_with_the_form(text):
     with pytest.raises(UserError, match=r"name '4095' is known\. Write .* like 2x4090\. Did you"):
         parse_gpus(text, setting="--gpus")
 
 
-def test_two_kinds_are_not_guessed_between() -> None:
+def test_two_kinds_are_not_guessed_between():
     with pytest.raises(UserError, match=r"'3090x4090': either number can be the kind\. Write the"):
         parse_gpus("3090x4090", setting="--gpus")
 
 
-def test_kind_alone_is_no_place_for_a_number() -> None:
+def test_kind_alone_is_no_place_for_a_number():
     assert parse_gpu("h100", setting="hardware.gpu_model") is BY_NAME["NVIDIA H100 80GB HBM3"]
     with pytest.raises(
         UserError, match=r"the kind of GPU alone\. Set it to H100, and hardware\.gpus"
@@ -57,18 +57,18 @@ def test_kind_alone_is_no_place_for_a_number() -> None:
         parse_gpu("2xH100", setting="hardware.gpu_model")
 
 
-def test_gpu_like_no_other_lists_all() -> None:
+def test_gpu_like_no_other_lists_all():
     with pytest.raises(UserError, match=r"3090, 4090, 5090.*MI300X"):
         parse_gpus("2x?", setting="--gpus")
 
 
 @pytest.mark.parametrize("text", ["0x4090", "99999x4090"])
-def test_count_must_be_sane(text: str) -> None:
+def test_count_must_be_sane(text):
     with pytest.raises(UserError, match="must be 1 to 4096"):
         parse_gpus(text, setting="--gpus")
 
 
-def test_memory_is_below_what_the_box_says() -> None:
+def test_memory_is_below_what_the_box_says():
     boxes = {"3090": 24, "4090": 24, "5090": 32, "A6000": 48, "L40S": 48, "H100": 80, "MI300X": 192}
     for alias, box_gib in boxes.items():
         assert 0.9 * box_gib < parse_gpus(alias, setting="--gpus")[1].memory_gib < box_gib

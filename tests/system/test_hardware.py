@@ -31,9 +31,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize(("line", "expected"), FLAGS.items())
-def test_cpu_that_multiplies_bfloat16_is_known_by_its_flags(
-    tmp_path: Path, line: str, expected: bool
-) -> None:
+def test_cpu_that_multiplies_bfloat16_is_known_by_its_flags(tmp_path, line, expected):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n{line}\n")
     assert cpu_has_bfloat16(tmp_path / "cpuinfo") is expected
 
@@ -67,25 +65,25 @@ GPUS: dict[str, object] = {
         ("1,none", ["second"]),
     ],
 )
-def test_visible_devices_are_read_as_cuda_reads_them(variable: str, chosen: list[str]) -> None:
+def test_visible_devices_are_read_as_cuda_reads_them(variable, chosen):
     assert _until_unknown(variable.split(","), GPUS) == chosen
 
 
-def test_empty_visible_devices_hide_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_visible_devices_hide_every_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
 
 
-def test_auto_without_visible_gpus_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_visible_gpus_trains_on_the_cpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert num_processes(HardwareConfig(gpus="auto", cpu_processes=3)) == ("cpu", 3)
 
 
-def test_zero_gpus_train_on_the_cpu_whatever_is_there() -> None:
+def test_zero_gpus_train_on_the_cpu_whatever_is_there():
     assert num_processes(HardwareConfig(gpus=0, cpu_processes=3)) == ("cpu", 3)
 
 
-def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError) as refusal:
         num_processes(HardwareConfig(gpus=2))
@@ -99,46 +97,46 @@ def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @needs_gpu
-def test_auto_takes_every_visible_gpu() -> None:
+def test_auto_takes_every_visible_gpu():
     assert num_processes(HardwareConfig(gpus="auto")) == ("cuda", len(visible_gpus()))
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_gpus_are_described_as_torch_describes_them() -> None:
+def test_gpus_are_described_as_torch_describes_them():
     torch = pytest.importorskip("torch")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     assert [gpu.name for gpu in visible_gpus()] == names
 
 
-def test_available_host_memory_is_part_of_the_machines() -> None:
+def test_available_host_memory_is_part_of_the_machines():
     first = Path("/proc/meminfo").read_text().splitlines()[0]  # MemTotal:  123 kB
     assert 0 < available_host_bytes() <= int(first.split()[1]) * 1024
 
 
-def test_a_run_for_gpus_can_be_planned_where_there_are_none() -> None:
+def test_a_run_for_gpus_can_be_planned_where_there_are_none():
     assert requested_processes(HardwareConfig(gpus=8)) == ("cuda", 8)
     assert requested_processes(HardwareConfig(gpus=0, cpu_processes=3)) == ("cpu", 3)
 
 
-def test_link_that_leads_nowhere_is_no_place_for_results(tmp_path: Path) -> None:
+def test_link_that_leads_nowhere_is_no_place_for_results(tmp_path):
     (tmp_path / "results").symlink_to(tmp_path / "lost")
     with pytest.raises(UserError, match=r"results is a link to .*/lost, which is not there"):
         check_writable([tmp_path / "results" / "runs"])
 
 
-def test_file_in_a_folder_s_place_is_named(tmp_path: Path) -> None:
+def test_file_in_a_folder_s_place_is_named(tmp_path):
     (tmp_path / "results").touch()
     with pytest.raises(UserError, match=r"results is no folder"):
         check_writable([tmp_path / "results"])
 
 
-def test_lack_of_shared_memory_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_lack_of_shared_memory_is_told_with_what_to_do(tmp_path):
     assert shared_memory_lack(tmp_path) is None
     assert "shm, is not there" in str(shared_memory_lack(tmp_path / "shm"))
 
 
-def test_machine_without_loopback_is_told_in_words() -> None:
+def test_machine_without_loopback_is_told_in_words():
     """In a network of its own, whose loopback is down until somebody brings it up."""
     assert loopback_lack() is None
     code = "from workflow.lib.system.hardware import loopback_lack; print(loopback_lack())"

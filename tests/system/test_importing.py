@@ -7,7 +7,7 @@ import pytest
 from workflow.lib.system.environment import importing
 
 
-def test_nothing_is_collected_while_packages_are_imported_and_what_they_make_never_is() -> None:
+def test_nothing_is_collected_while_packages_are_imported_and_what_they_make_never_is():
     frozen = gc.get_freeze_count()
     with importing():
         assert not gc.isenabled()
@@ -17,13 +17,13 @@ def test_nothing_is_collected_while_packages_are_imported_and_what_they_make_nev
     gc.unfreeze()
 
 
-def test_an_import_that_fails_leaves_the_collector_on() -> None:
+def test_an_import_that_fails_leaves_the_collector_on():
     with pytest.raises(ImportError), importing():
         raise ImportError
     assert gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
+def test_a_collector_that_was_off_stays_off():
     """As while a stage's own modules are imported."""
     gc.disable()
     try:

@@ -34,24 +34,24 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("path", "said"), KINDS.items(), ids=[name[:9] for name in KINDS])
-def test_what_cannot_be_read_is_named_by_its_kind(here: Path, path: str, said: str) -> None:
+def test_what_cannot_be_read_is_named_by_its_kind(here, path, said):
     assert said in str(why_unreadable(Path(path)))
     with pytest.raises(UserError) as refusal:
         read_input(Path(path))
     assert str(refusal.value).startswith(f"{path}: it is " if "it is" in said else f"{path}: ")
 
 
-def test_files_and_folders_can_be_read(here: Path) -> None:
+def test_files_and_folders_can_be_read(here):
     assert why_unreadable(Path("file")) is None
     assert why_unreadable(Path("folder")) is None
     assert read_input(Path("file")) == "Grüße"
 
 
-def test_text_beyond_the_bound_is_not_read(here: Path) -> None:
+def test_text_beyond_the_bound_is_not_read(here):
     with pytest.raises(UserError, match=r"file: it has 7 bytes, and at most 6"):
         read_input(Path("file"), most_bytes=6)
 
 
-def test_folder_is_no_text(here: Path) -> None:
+def test_folder_is_no_text(here):
     with pytest.raises(UserError, match=r"folder: it is a folder"):
         read_input(Path("folder"))

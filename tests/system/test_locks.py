@@ -32,9 +32,7 @@ def start_holder(path: Path, *, seconds: float) -> subprocess.Popen[str]:
     return holder
 
 
-def test_second_process_is_refused_with_the_first_ones_number_until_that_is_dead(
-    tmp_path: Path,
-) -> None:
+def test_second_process_is_refused_with_the_first_ones_number_until_that_is_dead(tmp_path):
     """The kernel frees the lock, whatever kills the process."""
     path = tmp_path / "run" / ".lock"
     holder = start_holder(path, seconds=3600)
@@ -54,7 +52,7 @@ def test_second_process_is_refused_with_the_first_ones_number_until_that_is_dead
         assert path.read_text() == str(os.getpid())
 
 
-def test_second_process_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
+def test_second_process_waits_for_one_that_is_about_to_end(tmp_path):
     path = tmp_path / ".lock"
     holder = start_holder(path, seconds=2)
     with exclusive(path, doing="testing", wait_s=1800):
@@ -62,7 +60,7 @@ def test_second_process_waits_for_one_that_is_about_to_end(tmp_path: Path) -> No
         assert path.read_text() == str(os.getpid()), "what it holds is no file that was removed"
 
 
-def test_lock_is_free_again_after_the_block_and_leaves_no_file(tmp_path: Path) -> None:
+def test_lock_is_free_again_after_the_block_and_leaves_no_file(tmp_path):
     for _ in range(2):
         with exclusive(tmp_path / ".lock", doing="testing") as killed:
             assert killed is None, "the one before has ended in order"
@@ -70,7 +68,7 @@ def test_lock_is_free_again_after_the_block_and_leaves_no_file(tmp_path: Path) -
         assert list(tmp_path.iterdir()) == []
 
 
-def test_holder_that_fails_was_not_killed(tmp_path: Path) -> None:
+def test_holder_that_fails_was_not_killed(tmp_path):
     with pytest.raises(KeyError), exclusive(tmp_path / ".lock", doing="testing"):
         raise KeyError
     with exclusive(tmp_path / ".lock", doing="testing") as killed:

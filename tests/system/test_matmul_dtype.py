@@ -30,17 +30,17 @@ def hardware(name: str) -> MatmulHardware:
         ("AMD Instinct MI300X", "compute_dtype"),
     ],
 )
-def test_auto_is_the_fastest_that_the_gpu_has(gpu: str, chosen: str) -> None:
+def test_auto_is_the_fastest_that_the_gpu_has(gpu, chosen):
     assert choose_matmul_dtype("auto", hardware(gpu), compute_dtype="bfloat16") == chosen
 
 
-def test_auto_leaves_the_emulation_and_other_compute_types_alone() -> None:
+def test_auto_leaves_the_emulation_and_other_compute_types_alone():
     assert choose_matmul_dtype("auto", CPU, compute_dtype="float32") == "compute_dtype"
     card = hardware("NVIDIA H200")
     assert choose_matmul_dtype("auto", card, compute_dtype="float32") == "compute_dtype"
 
 
-def test_cpu_emulates_what_is_asked_for() -> None:
+def test_cpu_emulates_what_is_asked_for():
     assert choose_matmul_dtype("float8", CPU, compute_dtype="float32") == "float8"
 
 
@@ -51,12 +51,12 @@ def test_cpu_emulates_what_is_asked_for() -> None:
         ("AMD Instinct MI300X", "float8", r"compute capability 8\.9\). Set it to auto"),
     ],
 )
-def test_type_that_a_gpu_lacks_is_refused(gpu: str, name: str, message: str) -> None:
+def test_type_that_a_gpu_lacks_is_refused(gpu, name, message):
     with pytest.raises(UserError, match=message):
         choose_matmul_dtype(name, hardware(gpu), compute_dtype="bfloat16")
 
 
-def test_saved_activations_in_float8_need_a_gpu_that_has_it() -> None:
+def test_saved_activations_in_float8_need_a_gpu_that_has_it():
     for device in (CPU, hardware("NVIDIA H200")):
         check_saved_activations("float8", device)
     check_saved_activations("compute_dtype", hardware("NVIDIA GeForce RTX 3090"))
@@ -65,6 +65,6 @@ def test_saved_activations_in_float8_need_a_gpu_that_has_it() -> None:
         check_saved_activations("float8", hardware("NVIDIA GeForce RTX 3090"))
 
 
-def test_other_compute_type_on_a_gpu_is_refused() -> None:
+def test_other_compute_type_on_a_gpu_is_refused():
     with pytest.raises(UserError, match=r"compute dtype bfloat16, and model\.compute_dtype means"):
         choose_matmul_dtype("float8", hardware("NVIDIA H200"), compute_dtype="float16")

@@ -21,21 +21,21 @@ STEP = {
 }
 
 
-def test_place_in_a_step_of_two_nodes() -> None:
+def test_place_in_a_step_of_two_nodes():
     assert find_place(2, STEP) == Place(2, 1, address="10.0.0.7", port=23456, run_id="123456")
 
 
-def test_run_on_one_node_stays_alone_inside_a_job_of_slurm() -> None:
+def test_run_on_one_node_stays_alone_inside_a_job_of_slurm():
     assert find_place(1, STEP) == ALONE
 
 
 @pytest.mark.parametrize("environment", [{}, STEP], ids=["no step", "step on two"])
-def test_run_on_more_nodes_than_it_was_started_on_is_refused(environment: dict[str, str]) -> None:
+def test_run_on_more_nodes_than_it_was_started_on_is_refused(environment):
     with pytest.raises(UserError, match=r"hardware\.nodes = 3: this run was started on \d node"):
         find_place(3, environment)
 
 
-def test_every_node_but_the_first_follows() -> None:
+def test_every_node_but_the_first_follows():
     steps = [STEP | {"SLURM_NODEID": str(node)} for node in range(2)]
     assert [follows(step) for step in [*steps, {}]] == [False, True, False]
 
@@ -60,7 +60,7 @@ def launch_at(port: int, *arguments: str, processes: int, log: Path) -> list[int
     return [launcher.wait() for launcher in launchers]
 
 
-def test_launchers_of_two_nodes_start_one_world(tmp_path: Path) -> None:
+def test_launchers_of_two_nodes_start_one_world(tmp_path):
     log = tmp_path / "logs" / "stage.log"
     assert launch_on_two_nodes("note", str(tmp_path), processes=4, log=log) == [0, 0]
     notes = {path.name: path.read_text().split()[:2] for path in tmp_path.glob("[0-9]")}
@@ -71,9 +71,7 @@ def test_launchers_of_two_nodes_start_one_world(tmp_path: Path) -> None:
     ("behaviour", "cause"),
     [("die in 1", "killed by SIGKILL ..."), ("sleep in 1", "process 1 of 2 hangs in step 4: ")],
 )
-def test_cause_is_told_of_the_node_where_it_happened(
-    tmp_path: Path, behaviour: str, cause: str
-) -> None:
+def test_cause_is_told_of_the_node_where_it_happened(tmp_path, behaviour, cause):
     """The other node says that it lost a process, or waits for one; it does not blame a process of
     its own.
     """

@@ -14,7 +14,7 @@ from workflow.lib.system import number_formats
         (-3 * 2**20, "\N{MINUS SIGN}3.00 MiB"),
     ],
 )
-def test_size_takes_the_largest_binary_unit_that_fits(value: int, text: str) -> None:
+def test_size_takes_the_largest_binary_unit_that_fits(value, text):
     assert number_formats.size(value) == text
 
 
@@ -28,11 +28,11 @@ def test_size_takes_the_largest_binary_unit_that_fits(value: int, text: str) -> 
         (90_211.4, "1 d 1 h"),
     ],
 )
-def test_duration_names_its_two_largest_units(seconds: float, text: str) -> None:
+def test_duration_names_its_two_largest_units(seconds, text):
     assert number_formats.duration(seconds) == text
 
 
-def test_small_p_value_is_a_bound_and_not_zero() -> None:
+def test_small_p_value_is_a_bound_and_not_zero():
     assert [number_formats.probability(p) for p in (0.0, 0.0009, 0.0123)] == [
         "p < 0.001",
         "p < 0.001",
@@ -40,7 +40,7 @@ def test_small_p_value_is_a_bound_and_not_zero() -> None:
     ]
 
 
-def test_negative_numbers_have_a_true_minus_sign() -> None:
+def test_negative_numbers_have_a_true_minus_sign():
     assert number_formats.signed(-0.25) == "\N{MINUS SIGN}0.2500"
     assert number_formats.general(2e-5) == "2e\N{MINUS SIGN}05"
 
@@ -48,15 +48,15 @@ def test_negative_numbers_have_a_true_minus_sign() -> None:
 @pytest.mark.parametrize(
     "character", ["\x00", "\x1b", "\x7f", "\x9b", "\u202e", "\u2069", "\ud800"]
 )
-def test_acting_character_is_shown_by_its_code(character: str) -> None:
+def test_acting_character_is_shown_by_its_code(character):
     assert number_formats.visible(f"a{character}b") == f"a[U+{ord(character):04X}]b"
 
 
-def test_plain_text_with_tabs_accents_and_line_ends_stays() -> None:
+def test_plain_text_with_tabs_accents_and_line_ends_stays():
     assert number_formats.visible("a\tb\r\nç 漢字 🙂\n") == "a\tb\nç 漢字 🙂\n"
 
 
-def test_thinned_curve_keeps_first_last_and_every_spike() -> None:
+def test_thinned_curve_keeps_first_last_and_every_spike():
     values = [1.0] * 10_007
     values[4003], values[7001] = 99.0, -99.0
     positions = number_formats.thinned(values, limit=200)
@@ -65,5 +65,5 @@ def test_thinned_curve_keeps_first_last_and_every_spike() -> None:
     assert positions == sorted(positions)
 
 
-def test_short_curve_is_kept_whole() -> None:
+def test_short_curve_is_kept_whole():
     assert number_formats.thinned([3.0, 1.0, 2.0], limit=3) == [0, 1, 2]

@@ -8,7 +8,7 @@ import pytest
 from workflow.lib.system.progress import Progress
 
 
-def test_line_tells_what_is_done_and_what_is_left() -> None:
+def test_line_tells_what_is_done_and_what_is_left():
     progress = Progress("held-out loss", total=40, unit="documents", total_work=1000.0)
     assert progress.line(31.0) == (
         "held-out loss: 0 of 40 documents in 31 s; the time left is not known yet"
@@ -22,7 +22,7 @@ def test_line_tells_what_is_done_and_what_is_left() -> None:
     assert progress.line(90.0) == "held-out loss: 40 of 40 documents in 1 min 30 s, about 0 s left"
 
 
-def test_things_that_cost_the_same_need_no_costs() -> None:
+def test_things_that_cost_the_same_need_no_costs():
     progress = Progress("samples", total=8, unit="answers")
     progress.add(2)
     assert progress.line(10.0) == "samples: 2 of 8 answers in 10 s, about 30 s left"
@@ -42,7 +42,7 @@ class Lines(logging.Handler):
             self.second.set()
 
 
-def test_lines_come_although_nothing_is_finished_and_end_with_the_block() -> None:
+def test_lines_come_although_nothing_is_finished_and_end_with_the_block():
     logger, heard = logging.getLogger("workflow"), Lines()
     level = logger.level
     logger.addHandler(heard)
@@ -57,7 +57,7 @@ def test_lines_come_although_nothing_is_finished_and_end_with_the_block() -> Non
     assert all(line.startswith("tasks: 0 of 5 requests in ") for line in heard.lines)
 
 
-def test_an_error_within_the_block_passes_and_ends_the_lines() -> None:
+def test_an_error_within_the_block_passes_and_ends_the_lines():
     with (
         pytest.raises(RuntimeError, match="out of memory"),
         Progress("tasks", total=5, unit="requests"),

@@ -45,12 +45,12 @@ TOKEN = "hf_" + "abcdefgh" * 4
         ("hf_transfer", "hf_transfer"),
     ],
 )
-def test_logins_of_urls_and_hub_tokens_are_masked_and_nothing_else(text: str, shown: str) -> None:
+def test_logins_of_urls_and_hub_tokens_are_masked_and_nothing_else(text, shown):
     assert redacted(text) == shown
     assert holds_secret(text) is (text != shown)
 
 
-def test_values_of_variables_named_like_secrets_are_secrets() -> None:
+def test_values_of_variables_named_like_secrets_are_secrets():
     environment = {
         "HF_TOKEN": "a-long-value",
         "SOME_APIKEY": "fourth-long-value!!!!",
@@ -77,12 +77,12 @@ def test_values_of_variables_named_like_secrets_are_secrets() -> None:
     "name",
     ["PGPASSWORD", "MYSQL_PWD", "CI_PAT", "AZURE_CREDENTIAL", "HF_TOKEN_READ", "SLACK_WEBHOOK_URL"],
 )
-def test_variable_of_this_name_holds_a_secret(name: str) -> None:
+def test_variable_of_this_name_holds_a_secret(name):
     values = secret_values({name: "a long & odd value"})
     assert redacted("x a%20long%20%26%20odd%20value y", secrets=values) == "x *** y"
 
 
-def test_packages_that_know_tokens_are_loaded_only_for_a_text_that_may_hold_one() -> None:
+def test_packages_that_know_tokens_are_loaded_only_for_a_text_that_may_hold_one():
     code = (
         "import sys; from workflow.lib.system.redaction import redacted; redacted('step 5 of 10');"
         "assert 'detect_secrets' not in sys.modules; redacted('x' * 20);"
@@ -92,18 +92,18 @@ def test_packages_that_know_tokens_are_loaded_only_for_a_text_that_may_hold_one(
 
 
 @pytest.mark.parametrize("part", ["://a:", "a" * 9, "://", "Bearer ", "password", "webhook/"])
-def test_text_made_to_be_slow_is_redacted(part: str) -> None:
+def test_text_made_to_be_slow_is_redacted(part):
     """A pattern without a bound would take hours, and this test its limit of time."""
     assert redacted(part * (100_000 // len(part)))
 
 
-def test_message_to_the_user_masks_what_it_quotes() -> None:
+def test_message_to_the_user_masks_what_it_quotes():
     error = setting_error("model.source", "https://me:word@hub.example/m", "it is wrong", "Mend it")
     assert str(error) == "model.source = 'https://***@hub.example/m': it is wrong. Mend it."
 
 
 @pytest.mark.parametrize("secret", ["https://me:word@hub.example/x", f"x-{TOKEN}"])
-def test_setting_with_a_password_is_refused_without_showing_it(secret: str) -> None:
+def test_setting_with_a_password_is_refused_without_showing_it(secret):
     with pytest.raises(UserError, match="must hold no password or token") as refusal:
         load_config({"data": {"train": secret}, "lora": {"target_modules": [secret]}})
     assert "word" not in str(refusal.value).replace("password", "")

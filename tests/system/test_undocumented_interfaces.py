@@ -22,7 +22,7 @@ from workflow.lib.system.undocumented_interfaces import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_installed_packages_have_every_name() -> None:
+def test_installed_packages_have_every_name():
     check_interfaces(*OF_MODELS, "lm_eval")
     check_recordings()
 
@@ -35,9 +35,7 @@ def test_installed_packages_have_every_name() -> None:
     ],
     ids=["name", "owner"],
 )
-def test_release_that_lacks_a_name_is_refused(
-    monkeypatch: pytest.MonkeyPatch, lacking: Interface
-) -> None:
+def test_release_that_lacks_a_name_is_refused(monkeypatch, lacking):
     monkeypatch.setattr(undocumented_interfaces, "INTERFACES", (*INTERFACES, lacking))
     expected = (
         f"torch {version('torch')} has no {lacking.owner_name}.{lacking.name}, which this workflow "
@@ -48,13 +46,13 @@ def test_release_that_lacks_a_name_is_refused(
         check_interfaces(*OF_MODELS)
 
 
-def test_other_packages_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_packages_are_not_looked_at(monkeypatch):
     gone = Interface("lm_eval", "lm_eval", "_gone", lambda: None)
     monkeypatch.setattr(undocumented_interfaces, "INTERFACES", (gone,))
     check_interfaces(*OF_MODELS)
 
 
-def test_every_private_attribute_of_packages_in_the_library_is_listed() -> None:
+def test_every_private_attribute_of_packages_in_the_library_is_listed():
     """Whatever is read of other objects by a name with an underscore in front, outside of our own
     classes.
     """

@@ -111,9 +111,7 @@ def references(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_are_those_of_stock_peft(
-    folder: Path, runs: tuple[Path, dict[str, Any]], references: dict[str, Any], kind: str
-) -> None:
+def test_losses_and_gradients_are_those_of_stock_peft(folder, runs, references, kind):
     _, results = runs
     ours = results[kind]
     if kind not in references:
@@ -129,9 +127,7 @@ def test_losses_and_gradients_are_those_of_stock_peft(
     )
 
 
-def test_initial_magnitudes_are_pefts(
-    folder: Path, runs: tuple[Path, dict[str, Any]], references: dict[str, Any]
-) -> None:
+def test_initial_magnitudes_are_pefts(folder, runs, references):
     """The norms of the dequantized rows; each process reads and dequantizes its own rows alone."""
     initial = runs[1]["dora"]["initial"]
     if "own" not in references:
@@ -145,9 +141,7 @@ def test_initial_magnitudes_are_pefts(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(
-    folder: Path, runs: tuple[Path, dict[str, Any]], kind: str
-) -> None:
+def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(folder, runs, kind):
     run = runs[0] / str(list(KINDS).index(kind))
     adapter = read_sharded_adapter(run / "adapter")
     save_adapter(adapter, read_json(run / "adapter_config.json"), run / "exported")
@@ -163,9 +157,7 @@ def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_are_those_that_peft_merges(
-    folder: Path, runs: tuple[Path, dict[str, Any]], kind: str
-) -> None:
+def test_merged_weights_are_those_that_peft_merges(folder, runs, kind):
     run = runs[0] / str(list(KINDS).index(kind))
     adapter, config = read_sharded_adapter(run / "adapter"), read_json(run / "adapter_config.json")
     save_adapter(adapter, config, run / "exported")
@@ -173,10 +165,7 @@ def test_merged_weights_are_those_that_peft_merges(
 
     original = AutoModelForCausalLM.from_pretrained(folder / "original", dtype=torch.float32)
     theirs = load_adapter(original, run / "exported").merge_and_unload().state_dict()
-    with (
-        CheckpointReader(folder / "original") as source,
-        CheckpointReader(folder / "nf4") as nf4,
-    ):
+    with CheckpointReader(folder / "original") as source, CheckpointReader(folder / "nf4") as nf4:
         ours = dict(merged_tensors(adapter, config, original=source, nf4=nf4, onto="original"))
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name].bfloat16(), rtol=2**-7, atol=1e-6)
@@ -184,7 +173,7 @@ def test_merged_weights_are_those_that_peft_merges(
 
 @pytest.mark.parametrize("fused", [False, True], ids=["linear by linear", "fused layers"])
 @pytest.mark.parametrize("use_dora", [False, True], ids=["plain", "DoRA"])
-def test_dropout_is_pefts_with_our_masks(folder: Path, use_dora: bool, fused: bool) -> None:
+def test_dropout_is_pefts_with_our_masks(folder, use_dora, fused):
     """PEFT's own layers, given our masks, have our loss and gradients."""
     ours = adapted(folder / "nf4", r=4, use_dora=use_dora, dropout=0.4).train()
     if fused:
@@ -231,7 +220,7 @@ def give_masks(theirs: torch.nn.Module, ours: CausalLMForTraining) -> None:
         layer.lora_dropout["default"].share(ours.adapters, linear=number)
 
 
-def test_gradient_of_doras_magnitudes_is_made_in_fp32() -> None:
+def test_gradient_of_doras_magnitudes_is_made_in_fp32():
     """300 tokens in bf16: rounded to bf16 the gradient would be off by up to 2^-9 of itself, a
     hundred times the tolerance. Backward has the value, whose own rounding averages out."""
     draw = torch.Generator().manual_seed(0)
@@ -251,7 +240,7 @@ def test_gradient_of_doras_magnitudes_is_made_in_fp32() -> None:
 
 
 @torch.no_grad()
-def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_path: Path) -> None:
+def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_path):
     """B is zero, so m / n is 1: the lengths read from the file are those of the weights that are
     multiplied with."""
     base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
@@ -263,7 +252,7 @@ def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_pat
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_row_of_zeros_that_dora_cannot_scale_is_named(tmp_path: Path) -> None:
+def test_row_of_zeros_that_dora_cannot_scale_is_named(tmp_path):
     source = tiny_llama(tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][7] = 0
@@ -278,7 +267,7 @@ def test_row_of_zeros_that_dora_cannot_scale_is_named(tmp_path: Path) -> None:
     adapted(base, use_dora=True, target_modules=["q_proj"])
 
 
-def test_row_of_a_merged_dora_weight_has_its_trained_length() -> None:
+def test_row_of_a_merged_dora_weight_has_its_trained_length():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(7, 5, generator=generator)
     adapter = {

@@ -43,9 +43,7 @@ def store(seq_len: int = 37) -> TokenStore:
 
 @pytest.mark.parametrize("attention", ["eager", "flex"])
 @pytest.mark.parametrize("seq_len", [5, 37, 300])
-def test_attention_that_does_what_the_family_does_passes(
-    base: Path, attention: str, seq_len: int
-) -> None:
+def test_attention_that_does_what_the_family_does_passes(base, attention, seq_len):
     check = check_attention(adapted(base, attention=attention), store(seq_len), WORLD)
     assert check.passed
     assert check.detail.endswith(f"over {min(seq_len, 256)} tokens")
@@ -60,7 +58,7 @@ AttentionInterface.register("uncapped", uncapped)
 AttentionMaskInterface.register("uncapped", sdpa_mask)
 
 
-def test_attention_that_leaves_out_the_caps_is_refused(base: Path) -> None:
+def test_attention_that_leaves_out_the_caps_is_refused(base):
     training = adapted(base, attention="uncapped")
     with pytest.raises(UserError, match="Gemma2ForCausalLM have other hidden states than each"):
         check_attention(training, store(), WORLD)
@@ -70,7 +68,7 @@ def config_of(training: CausalLMForTraining) -> Any:
     return training.peft_model.get_base_model().config  # type: ignore[operator]
 
 
-def test_window_that_a_layer_does_not_tell_is_refused(base: Path) -> None:
+def test_window_that_a_layer_does_not_tell_is_refused(base):
     """Though no document that is tried is as long as the window."""
     training = adapted(base, attention="flex")
     config: Gemma2Config = config_of(training)
@@ -81,7 +79,7 @@ def test_window_that_a_layer_does_not_tell_is_refused(base: Path) -> None:
         check_attention(training, store(), WORLD)
 
 
-def test_attention_is_as_before_after_the_check(base: Path) -> None:
+def test_attention_is_as_before_after_the_check(base):
     training = adapted(base, attention="flex")
     config_of(training).sliding_window = 4096
     with pytest.raises(UserError):
@@ -106,9 +104,7 @@ def unscaled(tmp_path_factory: pytest.TempPathFactory) -> CausalLMForTraining:
 
 
 @torch.no_grad()
-def test_rounding_that_grows_from_layer_to_layer_is_no_difference(
-    unscaled: CausalLMForTraining,
-) -> None:
+def test_rounding_that_grows_from_layer_to_layer_is_no_difference(unscaled):
     ids = torch.from_numpy(store().input_ids[:1].astype("int64"))
     ours, theirs = (
         hidden_states(ids, torch.arange(ids.shape[1])[None]).float()
@@ -119,9 +115,7 @@ def test_rounding_that_grows_from_layer_to_layer_is_no_difference(
     assert in_one_layer < 0.05 < 0.1 < at_end
 
 
-def test_attention_across_documents_is_found_in_spite_of_rounding(
-    unscaled: CausalLMForTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_across_documents_is_found_in_spite_of_rounding(unscaled, monkeypatch):
     whole = prepared_decoder.decoder_inputs
 
     def joined(attention: str, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
@@ -139,14 +133,12 @@ def leaking(training: CausalLMForTraining) -> CausalLMForTraining:
     return training
 
 
-def test_state_that_passes_from_document_to_document_is_refused_where_rows_have_several(
-    base: Path,
-) -> None:
+def test_state_that_passes_from_document_to_document_is_refused_where_rows_have_several(base):
     with pytest.raises(UserError, match=r"data\.packing to false"):
         check_attention(leaking(adapted(base, attention="eager")), store(), WORLD)
 
 
-def test_documents_that_have_a_row_each_are_compared_alone(base: Path) -> None:
+def test_documents_that_have_a_row_each_are_compared_alone(base):
     alone = store()
     alone.position_ids[:] = range(37)
     training = adapted(base, attention="eager")
@@ -165,13 +157,11 @@ def undecided(tmp_path: Path) -> CausalLMForTraining:
     return training
 
 
-def test_experts_of_nearly_one_score_are_no_difference(undecided: CausalLMForTraining) -> None:
+def test_experts_of_nearly_one_score_are_no_difference(undecided):
     check = check_attention(undecided, store(300), WORLD)
     assert float(check.detail.split()[1]) < 1e-5
 
 
-def test_state_that_passes_between_documents_of_a_mixture_is_refused(
-    undecided: CausalLMForTraining,
-) -> None:
+def test_state_that_passes_between_documents_of_a_mixture_is_refused(undecided):
     with pytest.raises(UserError, match=r"data\.packing to false"):
         check_attention(leaking(undecided), store(), WORLD)

@@ -17,7 +17,7 @@ from workflow.lib.training.batches import (
 CPU = torch.device("cpu")
 
 
-def test_a_masked_token_is_predicted_at_the_place_before_it() -> None:
+def test_a_masked_token_is_predicted_at_the_place_before_it():
     ids = np.array([[10, 11, 12, 13], [20, 21, 22, 23]])
     places = np.array([[0, 1, 2, 3], [0, 1, 0, 1]])
     mask = np.array([[0, 0, 1, 1], [0, 1, 0, 1]], dtype=bool)
@@ -30,19 +30,19 @@ def test_a_masked_token_is_predicted_at_the_place_before_it() -> None:
     assert {t.dtype for t in tensors} == {torch.int64}
 
 
-def test_rows_without_targets_make_an_empty_batch() -> None:
+def test_rows_without_targets_make_an_empty_batch():
     zeros = np.zeros((1, 3), dtype=np.int64)
     batch = make_batch(zeros, zeros, zeros.astype(bool), device=CPU)
     assert batch.positions.shape == batch.targets.shape == (0,)
 
 
-def test_first_token_of_a_row_cannot_be_a_target() -> None:
+def test_first_token_of_a_row_cannot_be_a_target():
     ids = np.zeros((1, 3), dtype=np.int64)
     with pytest.raises(AssertionError, match="no predecessor"):
         make_batch(ids, ids, np.array([[True, False, False]]), device=CPU)
 
 
-def test_last_document_without_targets_is_padding() -> None:
+def test_last_document_without_targets_is_padding():
     """A row with a padding tail, one that ends in a trained document, one of a single document."""
     positions = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
     trained = np.zeros(positions.shape, dtype=bool)
@@ -50,13 +50,13 @@ def test_last_document_without_targets_is_padding() -> None:
     assert text_lengths(positions, trained).tolist() == [3, 6, 6]
 
 
-def test_attention_cost_is_the_sum_of_squared_document_lengths() -> None:
+def test_attention_cost_is_the_sum_of_squared_document_lengths():
     places = np.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]], dtype=np.int32)
     assert attention_costs(places).tolist() == [9 + 4, 25, 5]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 30])
-def test_processes_share_the_rows_equally_and_each_row_once(size: int) -> None:
+def test_processes_share_the_rows_equally_and_each_row_once(size):
     rows = np.random.default_rng(0).permutation(30)
     costs = np.random.default_rng(1).integers(1, 9, size=30)
     shares = [process_rows(rows, costs, rank=rank, size=size) for rank in range(size)]
@@ -64,14 +64,14 @@ def test_processes_share_the_rows_equally_and_each_row_once(size: int) -> None:
     assert sorted(np.concatenate(shares)) == list(range(30))
 
 
-def test_processes_take_rows_of_neighbouring_cost_at_the_same_time() -> None:
+def test_processes_take_rows_of_neighbouring_cost_at_the_same_time():
     rows, costs = np.array([7, 4, 9, 2, 5, 8]), np.array([10, 60, 30, 20, 50, 40])
     shares = [process_rows(rows, costs, rank=rank, size=2).tolist() for rank in range(2)]
     assert shares == [[4, 9, 2], [5, 8, 7]]  # costs 60, 30, 20 and 50, 40, 10
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_dealt_rows_wait_less_than_rows_in_drawn_order(micro_batch_size: int) -> None:
+def test_dealt_rows_wait_less_than_rows_in_drawn_order(micro_batch_size):
     """Waiting: what the slowest process computes at each micro-batch beyond the mean of all."""
     costs = np.random.default_rng(0).lognormal(size=(50, 128)).astype(np.int64) + 1
 
@@ -88,13 +88,13 @@ def test_dealt_rows_wait_less_than_rows_in_drawn_order(micro_batch_size: int) ->
     assert np.mean(dealt) < 0.25 * np.mean(drawn)
 
 
-def test_rows_that_cannot_be_shared_equally_are_refused() -> None:
+def test_rows_that_cannot_be_shared_equally_are_refused():
     with pytest.raises(AssertionError, match="7 rows cannot be shared equally by 2 processes"):
         process_rows(np.arange(7), np.ones(7, dtype=np.int64), rank=0, size=2)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 7])
-def test_micro_batches_hold_the_rows_in_order(micro_batch_size: int) -> None:
+def test_micro_batches_hold_the_rows_in_order(micro_batch_size):
     store = random_store(rows=11, seq_len=13)
     rows = np.array([3, 10, 0, 7, 5])
     parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
@@ -109,7 +109,7 @@ def test_micro_batches_hold_the_rows_in_order(micro_batch_size: int) -> None:
     assert (targets == store.input_ids[rows][store.loss_mask[rows]]).all()
 
 
-def test_next_micro_batch_is_made_while_one_is_computed() -> None:
+def test_next_micro_batch_is_made_while_one_is_computed():
     store, made = random_store(rows=4, seq_len=8), []
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_next_micro_batch_is_made_while_one_is_computed() -> None:
     assert (first.embedded[:, 0].long() == first.input_ids.flatten()).all()
 
 
-def test_micro_batch_that_cannot_be_made_stops_the_step() -> None:
+def test_micro_batch_that_cannot_be_made_stops_the_step():
     store = random_store(rows=4, seq_len=8)
     batches = micro_batches(store, [RowGroup(np.array([row]), [0]) for row in (0, 9)], device=CPU)
     next(batches)

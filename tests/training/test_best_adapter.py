@@ -28,11 +28,7 @@ from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows
 
 STEPS = 5
-BEST = CONFIG.train.model_dump() | {
-    "max_steps": STEPS,
-    "evaluate_every_steps": 2,
-    "select": "best",
-}
+BEST = CONFIG.train.model_dump() | {"max_steps": STEPS, "evaluate_every_steps": 2, "select": "best"}
 SELECTING = RunConfig(lora=CONFIG.lora, train=TrainConfig(**BEST))
 SHORT = replace(PLAN, num_steps=STEPS)
 MEASURED = [2, 4, 5]  # every second step, and the last
@@ -55,12 +51,12 @@ def checkpoints(run: Path) -> Path:
     return Path(arguments(run).checkpoints)
 
 
-def test_loss_is_in_the_metrics_of_every_step_it_was_measured_after(run: Path) -> None:
+def test_loss_is_in_the_metrics_of_every_step_it_was_measured_after(run):
     """Also of steps that are not logged otherwise: the log is of every third."""
     assert list(heldout_by_step(run)) == MEASURED
 
 
-def test_exported_adapter_is_that_of_the_lowest_heldout_loss(run: Path) -> None:
+def test_exported_adapter_is_that_of_the_lowest_heldout_loss(run):
     losses = heldout_by_step(run)
     best = min(losses, key=lambda step: losses[step])
     assert best < STEPS, "random tokens: the longer it trains, the worse it does on others"
@@ -71,9 +67,7 @@ def test_exported_adapter_is_that_of_the_lowest_heldout_loss(run: Path) -> None:
     assert all(torch.equal(exported[name], kept[name]) for name in kept)
 
 
-def test_run_that_keeps_gathered_weights_after_forward_is_the_same(
-    run: Path, tmp_path: Path
-) -> None:
+def test_run_that_keeps_gathered_weights_after_forward_is_the_same(run, tmp_path):
     """The held-out loss has no backward that would free them. Checkpoints and results follow it."""
     inputs = shutil.ignore_patterns("finetune", "checkpoints")
     shutil.copytree(run, tmp_path, ignore=inputs, dirs_exist_ok=True)
@@ -84,7 +78,7 @@ def test_run_that_keeps_gathered_weights_after_forward_is_the_same(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_run_that_was_killed_selects_the_same_adapter(run: Path, tmp_path: Path) -> None:
+def test_run_that_was_killed_selects_the_same_adapter(run, tmp_path):
     """After the checkpoint of step 4: what was measured and kept before it still counts."""
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
@@ -97,7 +91,7 @@ def test_run_that_was_killed_selects_the_same_adapter(run: Path, tmp_path: Path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_best_adapter_that_is_gone_stops_the_run(run: Path, tmp_path: Path) -> None:
+def test_best_adapter_that_is_gone_stops_the_run(run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     for kept in checkpoints(folder).glob("best-*"):
@@ -130,9 +124,7 @@ def continued(base: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_best_adapters_beyond_the_step_that_a_run_continues_from_are_removed(
-    run: Path, tmp_path: Path
-) -> None:
+def test_best_adapters_beyond_the_step_that_a_run_continues_from_are_removed(run, tmp_path):
     """Else that of step 6, of which no line tells, passes for the best at step 8."""
     (found,) = run_distributed(continued, run / "base", tmp_path / "kept", world_size=1)
     assert found == {
@@ -162,7 +154,7 @@ def measure(base: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_loss_is_that_of_the_evaluation(tmp_path: Path, processes: int) -> None:
+def test_loss_is_that_of_the_evaluation(tmp_path, processes):
     """Three processes have more turns than documents: some run without one. Dropout is off."""
     base = quantized(tiny_llama(tmp_path / "original", num_hidden_layers=2), tmp_path / "nf4")
     results = run_distributed(measure, base, world_size=processes)
@@ -181,12 +173,12 @@ def documents(*lengths: int) -> list[Any]:
     return [(np.zeros(n, dtype=np.uint32), np.zeros(n, dtype=np.bool_)) for n in lengths]
 
 
-def test_documents_fill_rows_in_their_order() -> None:
+def test_documents_fill_rows_in_their_order():
     rows = heldout_rows(documents(5, 3, 9, 1, 2), seq_len=10)
     assert [[len(ids) for ids, _ in row] for row in rows] == [[5, 3], [9, 1], [2]]
 
 
-def test_no_document_to_measure_on_is_an_error() -> None:
+def test_no_document_to_measure_on_is_an_error():
     store = random_store(rows=4, seq_len=17)
     arrays: dict[str, Any] = {
         "train.input_ids.npy": store.input_ids,

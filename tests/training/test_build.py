@@ -22,11 +22,7 @@ from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import TrainingModel
-from workflow.lib.training.startup_checks import (
-    check_family,
-    check_recomputation,
-    startup_checks,
-)
+from workflow.lib.training.startup_checks import check_family, check_recomputation, startup_checks
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +92,7 @@ def found(request: pytest.FixtureRequest, base: Path) -> list[dict[str, Any]]:
     return run_distributed(checks, base, world_size=request.param)
 
 
-def test_sound_model_passes_every_check_and_says_what_was_compared(
-    found: list[dict[str, Any]],
-) -> None:
+def test_sound_model_passes_every_check_and_says_what_was_compared(found):
     """With dropout too, the family's and the adapter's, which the checks switch off."""
     for result in found:
         passed = {check.name: check for check in result["passed"]}
@@ -111,20 +105,18 @@ def test_sound_model_passes_every_check_and_says_what_was_compared(
         assert "logits equal those of the model family's own forward" in passed
 
 
-def test_checks_leave_no_gradient(found: list[dict[str, Any]]) -> None:
+def test_checks_leave_no_gradient(found):
     assert all(result["gradients"] == [] for result in found)
 
 
-def test_row_without_a_trained_token_is_refused(found: list[dict[str, Any]]) -> None:
+def test_row_without_a_trained_token_is_refused(found):
     for result in found:
         assert result["empty row"] == (
             "a training row has no trained token. Check data.loss_on, and tokenize again."
         )
 
 
-def test_family_whose_logits_are_not_the_heads_product_is_refused(
-    found: list[dict[str, Any]],
-) -> None:
+def test_family_whose_logits_are_not_the_heads_product_is_refused(found):
     """By a tenth: what scales are known in families is far more."""
     for result in found:
         message = result["other head"]
@@ -134,7 +126,7 @@ def test_family_whose_logits_are_not_the_heads_product_is_refused(
         )
 
 
-def test_layers_that_draw_anew_in_backward_are_refused(found: list[dict[str, Any]]) -> None:
+def test_layers_that_draw_anew_in_backward_are_refused(found):
     """Attention's dropout, of a half."""
     for result in found:
         message = result["drawn anew"]
@@ -144,7 +136,7 @@ def test_layers_that_draw_anew_in_backward_are_refused(found: list[dict[str, Any
         assert "Set train.activation_checkpointing to false" in message
 
 
-def test_parameters_are_counted_once_though_tied(tmp_path: Path) -> None:
+def test_parameters_are_counted_once_though_tied(tmp_path):
     counts = {}
     for tied in (False, True):
         folder = tmp_path / str(tied)
@@ -154,7 +146,7 @@ def test_parameters_are_counted_once_though_tied(tmp_path: Path) -> None:
     assert counts[False][1] - counts[True][1] == 211 * 80
 
 
-def test_adapter_targets_that_do_not_exist_are_refused_before_weights_are_read(base: Path) -> None:
+def test_adapter_targets_that_do_not_exist_are_refused_before_weights_are_read(base):
     (message,) = run_distributed(wrong_target, base, world_size=1)
     assert message.startswith(
         "lora.target_modules = 'w1': no linear layer of the model has this name"
@@ -171,7 +163,7 @@ def wrong_target(base: Path) -> str:
     return "no error"
 
 
-def test_cap_that_small_logits_do_not_reach_is_found(base: Path) -> None:
+def test_cap_that_small_logits_do_not_reach_is_found(base):
     """Of 200, by logits of 6: the check makes larger ones."""
     training = adapted(base, r=2).eval()
     head = training.head_loss.head

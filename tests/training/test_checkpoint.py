@@ -84,9 +84,7 @@ def assert_identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_checkpoint_holds_the_state_at_its_step_though_training_went_on(
-    run: dict[str, Any],
-) -> None:
+def test_checkpoint_holds_the_state_at_its_step_though_training_went_on(run):
     """Weights, both moments and the step count of AdamW."""
     assert run["step"] == SAVED
     assert {name.rpartition(".")[2] for name in run["saved"]} == {
@@ -98,15 +96,13 @@ def test_checkpoint_holds_the_state_at_its_step_though_training_went_on(
     assert_identical(run["resumed"], run["saved"])
 
 
-def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(run: dict[str, Any]) -> None:
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(run):
     """Dropout included: its random numbers are a function of the step."""
     assert run["late_losses"] == run["losses"][SAVED:]
     assert_identical(run["final"], run["uninterrupted"])
 
 
-def test_another_number_of_processes_continues_from_the_same_state(
-    folder: Path, run: dict[str, Any]
-) -> None:
+def test_another_number_of_processes_continues_from_the_same_state(folder, run):
     """What follows differs by the order of sums alone (2e-5 relative is 100 units in the last
     place), as masks do not depend on processes; the state does not differ at all.
     """
@@ -119,7 +115,7 @@ def test_another_number_of_processes_continues_from_the_same_state(
         assert loss == pytest.approx(reference, rel=2e-5)
 
 
-def test_checkpoint_holds_trainable_tensors_alone(run: dict[str, Any]) -> None:
+def test_checkpoint_holds_trainable_tensors_alone(run):
     """Weights and both moments of the adapter, and nothing of the frozen model."""
     tensors = read_index(step_dir(run["checkpoints"], SAVED))["tensors"]
     sizes = [math.prod(entry["shape"]) for entry in tensors.values()]
@@ -127,7 +123,7 @@ def test_checkpoint_holds_trainable_tensors_alone(run: dict[str, Any]) -> None:
     assert sum(sizes) == 3 * sum(adapter) + 1  # the updates are counted
 
 
-def test_index_of_a_sharded_adapter_that_was_changed_is_refused(tmp_path: Path) -> None:
+def test_index_of_a_sharded_adapter_that_was_changed_is_refused(tmp_path):
     write_shards(tmp_path, {"a.lora_B.weight": torch.ones(3, 2)})
     index = read_json(tmp_path / INDEX)
     (tmp_path / INDEX).write_text(json.dumps(index | {"processes": 2}))
@@ -135,9 +131,7 @@ def test_index_of_a_sharded_adapter_that_was_changed_is_refused(tmp_path: Path) 
         read_sharded_adapter(tmp_path)
 
 
-def test_sharded_adapter_is_read_whole_without_a_process_group(
-    folder: Path, run: dict[str, Any]
-) -> None:
+def test_sharded_adapter_is_read_whole_without_a_process_group(folder, run):
     """Every process's part, and none of them doubled: accelerate#4206 kept that of rank 0 alone."""
     trained = {n: t for n, t in run["uninterrupted"].items() if n.endswith(".weight")}
     assert_identical(read_sharded_adapter(adapter_of(run["checkpoints"])), trained)
@@ -195,13 +189,13 @@ def elastic(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_losses_of_4_then_2_then_8_processes_are_those_of_4(elastic: dict[str, Any]) -> None:
+def test_losses_of_4_then_2_then_8_processes_are_those_of_4(elastic):
     """Sums in another order, in fp32: 2e-5 relative is 100 units in the last place."""
     assert len(elastic["losses"]) == ELASTIC_STEPS
     assert elastic["losses"] == pytest.approx(elastic["undisturbed"], rel=2e-5)
 
 
-def test_pickles_among_the_checkpoints_are_never_read(elastic: dict[str, Any]) -> None:
+def test_pickles_among_the_checkpoints_are_never_read(elastic):
     for step in (1, 2):
         read_whole(step_dir(elastic["checkpoints"], step))
     assert len([*step_dir(elastic["checkpoints"], 1).glob("*.pkl")]) == 1, "they are still there"

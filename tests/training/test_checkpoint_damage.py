@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -155,9 +154,7 @@ def lives(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE], ids=errno.errorcode.get)
-def test_checkpoint_that_cannot_be_read_at_the_moment_is_not_set_aside(
-    lives: list[dict[str, Any]], folder: Path, number: int
-) -> None:
+def test_checkpoint_that_cannot_be_read_at_the_moment_is_not_set_aside(lives, folder, number):
     """The machine lacks memory, or the network disk does not answer: the files may be sound."""
     checkpoint = step_dir(folder / "cut_index", 5)
     index, lack = read_index(checkpoint), OSError(number, "at the moment")
@@ -172,22 +169,18 @@ def test_checkpoint_that_cannot_be_read_at_the_moment_is_not_set_aside(
             read()
 
 
-def test_newest_checkpoints_are_kept_and_no_other(lives: list[dict[str, Any]]) -> None:
+def test_newest_checkpoints_are_kept_and_no_other(lives):
     for life in lives:
         assert life["kept"] == [5, 6]
 
 
-def test_unfinished_folder_of_a_killed_process_is_removed(
-    folder: Path, lives: list[dict[str, Any]]
-) -> None:
+def test_unfinished_folder_of_a_killed_process_is_removed(folder, lives):
     assert not (step_dir(folder / "life", 5) / "stale").exists()
     assert lives[0]["files"] == ["step-00000005", "step-00000006"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damaged_checkpoint_is_named_and_the_one_before_is_taken_by_all_processes(
-    lives: list[dict[str, Any]], damage: Callable[[Path], None]
-) -> None:
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken_by_all_processes(lives, damage):
     for life in lives:
         resumed = life[damage.__name__]
         assert resumed.step == 5
@@ -196,22 +189,18 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken_by_all_processe
         assert DAMAGES[damage] in skipped["reason"]
 
 
-def test_damaged_checkpoint_is_out_of_the_way_of_the_next_of_its_step(
-    folder: Path, lives: list[dict[str, Any]]
-) -> None:
+def test_damaged_checkpoint_is_out_of_the_way_of_the_next_of_its_step(folder, lives):
     assert saved_steps(folder / "truncate") == [5]
     assert (folder / "truncate" / ".step-00000006.damaged").is_dir()
 
 
-def test_run_without_a_whole_checkpoint_begins_anew_and_says_which_were_damaged(
-    lives: list[dict[str, Any]],
-) -> None:
+def test_run_without_a_whole_checkpoint_begins_anew_and_says_which_were_damaged(lives):
     for life in lives:
         assert life["all damaged"].step == 0
         assert [skipped["step"] for skipped in life["all damaged"].skipped] == [6, 5]
 
 
-def test_checkpoint_of_another_run_is_refused(folder: Path, lives: list[dict[str, Any]]) -> None:
+def test_checkpoint_of_another_run_is_refused(folder, lives):
     for life in lives:
         assert life["other run"] == (
             f"checkpoint {step_dir(folder / 'life', 6)} is that of step 6 of {IDENTITY}, this run "
@@ -221,13 +210,11 @@ def test_checkpoint_of_another_run_is_refused(folder: Path, lives: list[dict[str
         )
 
 
-def test_run_without_checkpoints_begins_at_step_0(lives: list[dict[str, Any]]) -> None:
+def test_run_without_checkpoints_begins_at_step_0(lives):
     assert all(life["nothing there"].step == 0 for life in lives)
 
 
-def test_checkpoint_that_cannot_be_written_stops_all_processes_with_the_cause(
-    folder: Path, lives: list[dict[str, Any]]
-) -> None:
+def test_checkpoint_that_cannot_be_written_stops_all_processes_with_the_cause(folder, lives):
     for life in lives:
         assert life["unwritable"].startswith(
             f"the checkpoint after step 7 cannot be written to {folder / 'life' / 'full'} "

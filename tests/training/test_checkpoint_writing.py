@@ -30,7 +30,7 @@ def save_when_no_thread_can_be_started(base: Path, folder: Path) -> list[int]:
         return saved_steps(folder)
 
 
-def test_saving_needs_no_new_thread(folder: Path) -> None:
+def test_saving_needs_no_new_thread(folder):
     """Short of memory, Python may start one that never says that it runs, and wait for ever."""
     arguments = (folder / "nf4", folder / "no-thread")
     assert run_distributed(save_when_no_thread_can_be_started, *arguments, world_size=1) == [[1, 2]]
@@ -82,9 +82,7 @@ class CapturedMessages(logging.Handler):
         logging.getLogger("workflow").removeHandler(self)
 
 
-def test_checkpoint_whose_predecessor_cannot_be_removed_is_saved(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_whose_predecessor_cannot_be_removed_is_saved(folder, tmp_path):
     """As on NFS, while a process has a file of it open. What is left is no checkpoint."""
     arguments = (folder / "nf4", tmp_path)
     main, other = run_distributed(save_when_the_one_before_stays, *arguments, world_size=2)
@@ -102,13 +100,13 @@ def test_checkpoint_whose_predecessor_cannot_be_removed_is_saved(
     [(1, 0, True), (2, 0, False), (10, 0, True), (11, 4, False), (11, 6, True)],
 )
 def test_checkpoint_is_due_after_step_1_every_so_many_steps_and_every_so_many_minutes(
-    step: int, minutes_since: float, due: bool
-) -> None:
+    step, minutes_since, due
+):
     cadence = Cadence(every_steps=10, every_minutes=5.0)
     assert cadence.due(step=step, last_saved_s=time.monotonic() - 60 * minutes_since) is due
 
 
-def test_steps_are_read_from_whole_folders_alone(tmp_path: Path) -> None:
+def test_steps_are_read_from_whole_folders_alone(tmp_path):
     for name in (
         "step-00000010",
         "step-00000002",

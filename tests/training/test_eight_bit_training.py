@@ -34,10 +34,7 @@ SEQ_LEN, ROWS, STEPS = 64, 80, 40
 DOCUMENTS = 199  # with more tokens than are needed
 KEPT = {"activation_checkpointing": False}
 # Of the held-out loss in the compute dtype after training, nats per token.
-BOUNDS = {
-    ("float8", "both"): 0.015,
-    ("float8", "backward"): 0.003,
-}
+BOUNDS = {("float8", "both"): 0.015, ("float8", "backward"): 0.003}
 
 
 @cache
@@ -107,9 +104,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], fl
 
 
 @pytest.mark.parametrize(("dtype", "where"), BOUNDS)
-def test_training_in_8_bits_costs_little_held_out_loss(
-    losses: dict[tuple[str, str], float], dtype: str, where: str
-) -> None:
+def test_training_in_8_bits_costs_little_held_out_loss(losses, dtype, where):
     plain = losses["compute_dtype", "both"]
     assert plain < losses["before", ""] - 0.05, "the training has to teach something"
     assert losses[dtype, where] != plain
@@ -151,7 +146,7 @@ def gates(random_base: Path) -> list[dict[str, Any]]:
     return run_distributed(gate, random_base, world_size=2)
 
 
-def test_check_has_both_losses_and_is_the_same_on_all_processes(gates: list[Any]) -> None:
+def test_check_has_both_losses_and_is_the_same_on_all_processes(gates):
     one, other = gates
     (check,) = one["allowed"]
     assert check.passed
@@ -161,27 +156,27 @@ def test_check_has_both_losses_and_is_the_same_on_all_processes(gates: list[Any]
     assert one == other
 
 
-def test_run_without_8_bits_in_forward_measures_no_loss(gates: list[Any]) -> None:
+def test_run_without_8_bits_in_forward_measures_no_loss(gates):
     assert gates[0]["none"] == []
     assert not gates[0]["none", "on"]
     (check,) = gates[0]["backward"]
     assert check.detail == "only gradients are in float8"
 
 
-def test_rise_above_the_bound_stops_the_run_with_both_numbers(gates: list[Any]) -> None:
+def test_rise_above_the_bound_stops_the_run_with_both_numbers(gates):
     message = gates[0]["refused"]
     assert message.startswith("train.matmul_dtype = 'float8': the base has")
     assert "allowed is a rise of 0. Set it to compute_dtype" in message
 
 
-def test_auto_goes_on_without_8_bits_where_they_cost_too_much(gates: list[Any]) -> None:
+def test_auto_goes_on_without_8_bits_where_they_cost_too_much(gates):
     (check,) = gates[0]["auto"]
     assert check.name == "matmuls in 8 bits are off where they cost the base more than allowed"
     assert not gates[0]["auto", "on"]
     assert gates[0]["allowed", "on"]
 
 
-def test_experts_are_in_float8_with_linears(tmp_path: Path) -> None:
+def test_experts_are_in_float8_with_linears(tmp_path):
     source = tiny_mixture("qwen3_moe", tmp_path / "original", moe_intermediate_size=64)
     training = adapted(quantized(source, tmp_path / "nf4"), attention="eager")
     training.multiply_in_("float8", "both")

@@ -1,7 +1,6 @@
 """Where a mixture's tokens went is the same of a run that was interrupted."""
 
 import shutil
-from pathlib import Path
 
 from tests.support.distributed import run_distributed
 from tests.support.finished import STEPS, arguments, finetune, finished_mixture
@@ -9,9 +8,7 @@ from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import saved_steps, step_dir
 
 
-def test_resumed_run_counts_the_rows_before_its_interruption(
-    shared_folder: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_counts_the_rows_before_its_interruption(shared_folder, tmp_path):
     whole = finished_mixture(shared_folder, "qwen3_moe")
     run = tmp_path / "run"
     shutil.copytree(whole, run)

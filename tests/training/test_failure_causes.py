@@ -3,7 +3,6 @@
 import errno
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -79,9 +78,7 @@ EXPLAINED = {
 
 
 @pytest.mark.parametrize(("error", "beginning"), EXPLAINED.values(), ids=EXPLAINED)
-def test_failure_of_the_machine_is_a_message_with_what_to_do(
-    error: Exception, beginning: str
-) -> None:
+def test_failure_of_the_machine_is_a_message_with_what_to_do(error, beginning):
     with (
         pytest.raises(UserError) as caught,
         explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 2**31),
@@ -100,7 +97,7 @@ def test_failure_of_the_machine_is_a_message_with_what_to_do(
         "exiting prematurely.",
     ],
 )
-def test_lost_peer_is_no_cause(text: str) -> None:
+def test_lost_peer_is_no_cause(text):
     with (
         pytest.raises(PeerLostError),
         explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 0),
@@ -109,7 +106,7 @@ def test_lost_peer_is_no_cause(text: str) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("a defect"), UserError("the GPU failed (CUDA error)")])
-def test_defect_and_message_for_the_user_stay_what_they_are(error: Exception) -> None:
+def test_defect_and_message_for_the_user_stay_what_they_are(error):
     with (
         pytest.raises(type(error)) as caught,
         explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 0),
@@ -127,7 +124,7 @@ class Failure:
     message: object = "Signal"
 
 
-def test_process_that_only_followed_is_not_the_cause() -> None:
+def test_process_that_only_followed_is_not_the_cause():
     failures = {
         0: Failure(1, 100, {"message": "PeerLostError: lost another process: Connection closed"}),
         1: Failure(-signal.SIGTERM, 99),
@@ -137,18 +134,18 @@ def test_process_that_only_followed_is_not_the_cause() -> None:
     assert first_cause(failures)[0] == 2
 
 
-def test_kill_by_the_kernel_for_memory_is_told_from_any_other() -> None:
+def test_kill_by_the_kernel_for_memory_is_told_from_any_other():
     assert "ran out of host memory" in killed(9, out_of_memory_kills=1, damaged=[])
     assert killed(9, out_of_memory_kills=0, damaged=[]) == "killed by SIGKILL"
 
 
-def test_kills_for_memory_are_counted_by_the_kernel(tmp_path: Path) -> None:
+def test_kills_for_memory_are_counted_by_the_kernel(tmp_path):
     (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 3\npswpin 1\n")
     assert memory_kills(tmp_path / "vmstat") == 3
     assert memory_kills(tmp_path / "none") == 0
 
 
-def test_tokens_cut_while_training_are_named(tmp_path: Path) -> None:
+def test_tokens_cut_while_training_are_named(tmp_path):
     save_tokens(tmp_path / "tokens")
     assert damaged_tokens(tmp_path / "tokens") == []
     path = tmp_path / "tokens" / "train.input_ids.npy"

@@ -119,9 +119,7 @@ def assert_equals_stock(ours: dict[str, Any], place: Path) -> None:
 
 @every_family
 @pytest.mark.parametrize("processes", [1, 2])
-def test_losses_and_gradients_are_those_of_the_stock_model(
-    folder: Path, found: dict[int, dict[str, Any]], family: str, processes: int
-) -> None:
+def test_losses_and_gradients_are_those_of_the_stock_model(folder, found, family, processes):
     ours = of_family(found, family, processes)
     assert all(ours["checks"])
     assert_equals_stock(ours, folder / family)
@@ -129,9 +127,7 @@ def test_losses_and_gradients_are_those_of_the_stock_model(
 
 @pytest.mark.parametrize("family", by_kind(EXPERTS))
 @pytest.mark.parametrize("processes", [1, 2])
-def test_tokens_go_to_the_experts_of_the_stock_model(
-    folder: Path, found: dict[int, dict[str, Any]], family: str, processes: int
-) -> None:
+def test_tokens_go_to_the_experts_of_the_stock_model(folder, found, family, processes):
     run = of_family(found, family, processes)
     ours = run["unpacked"]["experts"]
     theirs = stock(folder / family)[0]["unpacked"]["chosen"]
@@ -150,9 +146,7 @@ def test_tokens_go_to_the_experts_of_the_stock_model(
 @pytest.mark.parametrize(
     ("processes", "fused"), [(3, True), (1, False)], ids=["three processes", "not fused"]
 )
-def test_shared_experts_train_the_same(
-    folder: Path, found: dict[int, dict[str, Any]], processes: int, fused: bool
-) -> None:
+def test_shared_experts_train_the_same(folder, found, processes, fused):
     of_family(found, "glm4_moe", 2)
     run = partial(run_families, fused=fused)
     results = run_distributed(run, folder, None, ("glm4_moe",), world_size=processes)
@@ -164,7 +158,7 @@ def test_shared_experts_train_the_same(
 
 
 @every_family
-def test_checkpoint_is_described(folder: Path, family: str) -> None:
+def test_checkpoint_is_described(folder, family):
     """By the names under which Transformers writes it, as it was published."""
     shape = describe_folder(folder / family / "original")
     config = FAMILIES[family].config(family).get_text_config()
@@ -173,9 +167,7 @@ def test_checkpoint_is_described(folder: Path, family: str) -> None:
 
 
 @every_family
-def test_every_value_that_linears_share_is_taken(
-    found: dict[int, dict[str, Any]], family: str
-) -> None:
+def test_every_value_that_linears_share_is_taken(found, family):
     run = of_family(found, family, 1)
     assert run["shared"] == (run["fused"].get("projections", 0), True)
 
@@ -184,9 +176,7 @@ REFUSED = r"packed documents of \w+ have other hidden states than each by itself
 
 
 @every_family
-def test_start_up_check_finds_attention_to_the_document_before(
-    found: dict[int, dict[str, Any]], family: str
-) -> None:
+def test_start_up_check_finds_attention_to_the_document_before(found, family):
     """Broken by positions that run through the row."""
     run = of_family(found, family, 1)
     assert all(run["checks"])
@@ -194,7 +184,7 @@ def test_start_up_check_finds_attention_to_the_document_before(
     assert run["broken"]["joined, unpacked"] == ""
 
 
-def test_start_up_check_names_flex_where_masks_leave_out_documents(tmp_path: Path) -> None:
+def test_start_up_check_names_flex_where_masks_leave_out_documents(tmp_path):
     base = make_bases(tmp_path, ["afmoe"]) / "afmoe" / "nf4"
     training = adapted(base, attention="sdpa", r=2).eval()
     world: Any = SimpleNamespace(device=CPU)
@@ -203,17 +193,13 @@ def test_start_up_check_names_flex_where_masks_leave_out_documents(tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", by_kind([*RECURRENT, *RECURRENT_EXPERTS]))
-def test_start_up_check_finds_a_state_of_the_document_before(
-    found: dict[int, dict[str, Any]], family: str
-) -> None:
+def test_start_up_check_finds_a_state_of_the_document_before(found, family):
     run = of_family(found, family, 1)
     assert "recurrent layers take documents one by one" in " ".join(run["details"])
     assert re.search(REFUSED, run["broken"]["states"])
 
 
-def test_start_up_check_finds_a_state_that_adds_up_over_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_up_check_finds_a_state_that_adds_up_over_layers(tmp_path, monkeypatch):
     """In bf16, whose bound for one layer is wider than what a state of Falcon H1 adds there."""
     base = make_bases(tmp_path, ["falcon_h1"]) / "falcon_h1" / "nf4"
     training = adapted(base, attention=attention_of(base), dtype=torch.bfloat16, r=2).eval()
@@ -225,9 +211,7 @@ def test_start_up_check_finds_a_state_that_adds_up_over_layers(
 
 
 @every_family
-def test_stock_packages_reload_base_and_adapter_as_they_were_trained(
-    folder: Path, found: dict[int, dict[str, Any]], family: str
-) -> None:
+def test_stock_packages_reload_base_and_adapter_as_they_were_trained(folder, found, family):
     of_family(found, family, 2)
     run, base = folder / family / "of-2", folder / family / "nf4"
     attention = stock_attention(base)
@@ -244,9 +228,7 @@ def test_stock_packages_reload_base_and_adapter_as_they_were_trained(
 
 
 @every_family
-def test_stock_transformers_reloads_the_merged_model(
-    folder: Path, found: dict[int, dict[str, Any]], family: str, tmp_path: Path
-) -> None:
+def test_stock_transformers_reloads_the_merged_model(folder, found, family, tmp_path):
     """Every tensor is that of PEFT's own merge, or the original's where no adapter is."""
     of_family(found, family, 2)
     place, run = folder / family, folder / family / "of-2"

@@ -97,9 +97,7 @@ def by_processes(base: Path) -> dict[int, list[dict[str, dict[str, Any]]]]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("lever", LEVERS)
-def test_flex_attention_in_the_engine_is_the_familys_eager(
-    by_processes: dict[int, list[dict[str, dict[str, Any]]]], lever: str, processes: int
-) -> None:
+def test_flex_attention_in_the_engine_is_the_familys_eager(by_processes, lever, processes):
     expected = by_processes[1][0]["eager"]
     for process in by_processes[processes]:
         found = process[lever]

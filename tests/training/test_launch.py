@@ -63,9 +63,7 @@ forked = pytest.mark.usefixtures("_forked")
 
 
 @forked
-def test_workers_get_their_ranks_and_share_the_threads_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_get_their_ranks_and_share_the_threads_of_the_job(tmp_path, monkeypatch):
     """Snakemake sets both variables to the threads of the rule, for every job."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
@@ -82,9 +80,7 @@ CORES = len(os.sched_getaffinity(0))
     ("given", "processes", "threads"),
     [(None, 1, CORES), ("", 1, CORES), (None, 4 * CORES, 1), ("2", 3, 1), ("9,2", 3, 3)],
 )
-def test_processes_of_a_job_share_its_threads_or_the_cores(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, processes: int, threads: int
-) -> None:
+def test_processes_of_a_job_share_its_threads_or_the_cores(monkeypatch, given, processes, threads):
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     found = worker_environment(processes, grace_s=60, deterministic=False)
@@ -106,15 +102,15 @@ CAUSES = {
 @forked
 @pytest.mark.parametrize(("behaviour", "cause"), CAUSES.items(), ids=CAUSES)
 def test_first_line_is_the_cause_on_the_process_that_failed_on_its_own_account(
-    tmp_path: Path, behaviour: str, cause: str
-) -> None:
+    tmp_path, behaviour, cause
+):
     message = failure(behaviour, tmp_path)
     assert_names_process_1(message, cause)
     if behaviour == "fail with memory":
         assert_shows_prediction_measurement_and_change(message)
 
 
-def test_worker_that_fails_where_its_own_exit_would_wait_is_named(tmp_path: Path) -> None:
+def test_worker_that_fails_where_its_own_exit_would_wait_is_named(tmp_path):
     assert_names_process_1(
         failure("fail in 1 beside a collective", tmp_path), "KeyError: 'a defect'"
     )
@@ -135,7 +131,7 @@ def assert_names_process_1(message: str, cause: str) -> None:
 
 
 @forked
-def test_batch_that_was_too_large_is_named_by_its_size(tmp_path: Path) -> None:
+def test_batch_that_was_too_large_is_named_by_its_size(tmp_path):
     with pytest.raises(BatchMemoryError) as caught:
         launch_workers(Workers(WORKER, ["fail with batch", str(tmp_path)], processes=2))
     assert caught.value.size == 6
@@ -167,9 +163,7 @@ def hang(behaviour: str, folder: Path, temporary: Path) -> str:
         ("sleep in 1", r"is at command\.py:\d+ work -> launch_worker\.py:\d+ oversleep"),
     ],
 )
-def test_process_that_hangs_is_named_and_all_are_stopped(
-    tmp_path: Path, temporary: Path, behaviour: str, state: str
-) -> None:
+def test_process_that_hangs_is_named_and_all_are_stopped(tmp_path, temporary, behaviour, state):
     """Stopped as a whole, or asleep on the way to a collective that the other has begun."""
     message = hang(behaviour, tmp_path, temporary)
     assert message.startswith("process 1 of 2 hangs in step 4: nothing has moved for ")
@@ -188,8 +182,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("where", "phase"), [("loading", "loading the model"), ("held-out loss", "held-out loss")]
 )
 def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
-    base: Path, temporary: Path, where: str, phase: str
-) -> None:
+    base, temporary, where, phase
+):
     """The bound of the phase itself is far away: a process without a sign of life is found
     before."""
     message = hang(f"stop in {where}", base, temporary)
@@ -199,7 +193,7 @@ def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
 
 
 @forked
-def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:
+def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path):
     with pytest.raises(UserError, match=r"^killed by SIGKILL: the tokens folder is damaged"):
         launch_workers(
             Workers(WORKER, ["kill 1", str(tmp_path)], processes=2),
@@ -208,12 +202,12 @@ def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:
 
 
 @forked
-def test_workers_that_stopped_as_asked_are_no_failure(tmp_path: Path) -> None:
+def test_workers_that_stopped_as_asked_are_no_failure(tmp_path):
     with pytest.raises(StoppedError):
         launch_workers(Workers(WORKER, ["stopped", str(tmp_path)], processes=2))
 
 
-def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing() -> None:
+def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing():
     """A terminal and Snakemake both tell; torchrun would cut the second time short what the first
     began."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -251,7 +245,7 @@ def workers_of(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(int((folder / str(rank)).read_text())) for rank in range(2)]
 
 
-def test_workers_die_with_a_killed_launcher(tmp_path: Path, temporary: Path) -> None:
+def test_workers_die_with_a_killed_launcher(tmp_path, temporary):
     with launched(tmp_path, temporary) as launcher:
         workers = workers_of(tmp_path)
         assert all(worker.is_running() for worker in workers)
@@ -263,9 +257,7 @@ def test_workers_die_with_a_killed_launcher(tmp_path: Path, temporary: Path) -> 
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_interrupted_launcher_leaves_no_worker_and_no_file(
-    tmp_path: Path, temporary: Path, times: int
-) -> None:
+def test_interrupted_launcher_leaves_no_worker_and_no_file(tmp_path, temporary, times):
     """The fixture `temporary` finds files. Ctrl-C may come once more while the first one works."""
     with launched(tmp_path, temporary) as launcher:
         workers = workers_of(tmp_path)
@@ -276,7 +268,7 @@ def test_interrupted_launcher_leaves_no_worker_and_no_file(
         assert not alive
 
 
-def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends() -> None:
+def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends():
     """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock
     of the run."""
     for launcher, status in ((os.getpid(), 0), (1, -signal.SIGKILL)):

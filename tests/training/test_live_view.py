@@ -51,9 +51,7 @@ def watch(folder: Path, *, before: list[dict[str, Any]], after: list[dict[str, A
             show(line)
 
 
-def test_every_logged_step_of_a_training_is_a_point(
-    shared_folder: Path,
-) -> None:
+def test_every_logged_step_of_a_training_is_a_point(shared_folder):
     run = finished(shared_folder)
     rows = read_lines(run / "finetune" / "metrics.jsonl")
     for name in ("loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes"):
@@ -63,7 +61,7 @@ def test_every_logged_step_of_a_training_is_a_point(
         assert [value for _, value in drawn] == pytest.approx([r[name] for r in rows], rel=1e-6)
 
 
-def test_resuming_neither_doubles_nor_loses_a_point(tmp_path: Path) -> None:
+def test_resuming_neither_doubles_nor_loses_a_point(tmp_path):
     """Killed after step 5 with a checkpoint of step 3; the journal then goes back to step 3."""
     watch(tmp_path, before=[], after=[row(step, loss=9.0) for step in range(1, 6)])
     watch(tmp_path, before=[row(step) for step in (1, 2, 3)], after=[row(4), row(5), row(6)])
@@ -72,39 +70,37 @@ def test_resuming_neither_doubles_nor_loses_a_point(tmp_path: Path) -> None:
     assert [value for _, value in drawn] == pytest.approx([1.0 / n for n in range(1, 7)], rel=1e-6)
 
 
-def test_open_tensorboard_is_told_to_forget_what_it_read_before(tmp_path: Path) -> None:
+def test_open_tensorboard_is_told_to_forget_what_it_read_before(tmp_path):
     watch(tmp_path, before=[row(1)], after=[row(2)])
     marks = [e for e in events(tmp_path / "tensorboard" / "demo") if e.HasField("session_log")]
     assert [mark.step for mark in marks] == [0]
 
 
-def test_time_of_an_interruption_is_not_in_the_curve(tmp_path: Path) -> None:
+def test_time_of_an_interruption_is_not_in_the_curve(tmp_path):
     watch(tmp_path, before=[row(1), row(2)], after=[row(3)])
     times = [e.wall_time for e in events(tmp_path / "tensorboard" / "demo") if e.summary.value]
     assert times[-1] - times[0] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_switched_off_nothing_is_written(tmp_path: Path) -> None:
+def test_switched_off_nothing_is_written(tmp_path):
     off = TrackingConfig(tensorboard=False)
     with live_view(off, folder=tmp_path, run="a", identity="a", rows=[], config={}) as show:
         show(row(1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_sent_by_default() -> None:
+def test_nothing_is_sent_by_default():
     assert TrackingConfig().wandb_project is None
 
 
-def test_project_without_a_key_is_refused_before_anything_is_sent() -> None:
+def test_project_without_a_key_is_refused_before_anything_is_sent():
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
         pytest.skip("this environment is set up for Weights & Biases")
     with pytest.raises(UserError, match="no WANDB_API_KEY in the environment"):
         check_tracking(TrackingConfig(wandb_project="mine"))
 
 
-def test_missing_package_is_told_before_any_process_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_package_is_told_before_any_process_is_started(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(finetune, "launch_workers", lambda *_, **__: pytest.fail("it was started"))
     folders = [
@@ -141,7 +137,7 @@ with live_view(settings, folder=Path(sys.argv[1]), rows=rows[:2], **run) as show
 """
 
 
-def test_weights_and_biases_gets_the_steps_under_the_runs_identity(tmp_path: Path) -> None:
+def test_weights_and_biases_gets_the_steps_under_the_runs_identity(tmp_path):
     """Its own offline mode, in its own process: a file that `wandb sync` would send."""
     pytest.importorskip("wandb")
     environment = os.environ | {"WANDB_MODE": "offline", "HOME": str(tmp_path)}

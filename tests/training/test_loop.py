@@ -182,7 +182,7 @@ def assert_identical(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
 
 
-def test_training_moves_the_weights_far_beyond_the_tolerance(single: dict[str, Any]) -> None:
+def test_training_moves_the_weights_far_beyond_the_tolerance(single):
     losses, weights = (single["6 rows at once"][key] for key in ("losses", "weights"))
     assert all(
         t.abs().max() > 100 * WEIGHT_TOLERANCE["atol"]
@@ -195,15 +195,13 @@ def test_training_moves_the_weights_far_beyond_the_tolerance(single: dict[str, A
 @pytest.mark.parametrize(
     "variant", ["1 row at a time", "2 rows at a time", "3 rows at a time", "4 rows at a time"]
 )
-def test_run_is_the_same_for_any_micro_batch(single: dict[str, Any], variant: str) -> None:
+def test_run_is_the_same_for_any_micro_batch(single, variant):
     """Also if the last micro-batch is smaller: 6 rows in 4 and 2."""
     assert_same_run(single[variant], single["6 rows at once"])
 
 
 @pytest.mark.parametrize("variant", SHARDED)
-def test_run_is_the_same_for_any_number_of_processes(
-    single: dict[str, Any], sharded: list[dict[str, Any]], variant: str
-) -> None:
+def test_run_is_the_same_for_any_number_of_processes(single, sharded, variant):
     """Those that train something else by the run of one process that does so, too."""
     others = ("clipped", "fused, dropout", "fused, dora")
     reference = single[variant if variant in others else "6 rows at once"]
@@ -211,21 +209,21 @@ def test_run_is_the_same_for_any_number_of_processes(
         assert_same_run(result[variant], reference)
 
 
-def test_all_processes_report_the_same_loss_and_norm(sharded: list[dict[str, Any]]) -> None:
+def test_all_processes_report_the_same_loss_and_norm(sharded):
     for variant in SHARDED:
         for key in ("losses", "norms"):
             assert all(result[variant][key] == sharded[0][variant][key] for result in sharded)
 
 
 @pytest.mark.parametrize("variant", ["activations kept", "every second layer's activations kept"])
-def test_recomputed_activations_change_no_bit(single: dict[str, Any], variant: str) -> None:
+def test_recomputed_activations_change_no_bit(single, variant):
     assert_identical(single[variant], single["3 rows at a time"])
 
 
 @pytest.mark.parametrize(
     "variant", ["inputs offloaded", "activations offloaded", "one layer's activations offloaded"]
 )
-def test_offloaded_activations_change_no_bit(single: dict[str, Any], variant: str) -> None:
+def test_offloaded_activations_change_no_bit(single, variant):
     assert_identical(single[variant], single["3 rows at a time"])
     inputs, everything = (
         single[name]["host_bytes"] for name in ("inputs offloaded", "activations offloaded")
@@ -234,13 +232,13 @@ def test_offloaded_activations_change_no_bit(single: dict[str, Any], variant: st
     assert 0 < single["one layer's activations offloaded"]["host_bytes"] <= everything / 2
 
 
-def test_fused_layers_train_the_same_run(single: dict[str, Any]) -> None:
+def test_fused_layers_train_the_same_run(single):
     for variant in ("fused", "fused, activations offloaded"):
         assert_same_run(single[variant], single["3 rows at a time"])
     assert_identical(single["fused, activations offloaded"], single["fused"])
 
 
-def test_fused_layers_keep_less_for_backward(single: dict[str, Any]) -> None:
+def test_fused_layers_keep_less_for_backward(single):
     """At least the activation and the matmul, fp32 of width 176, of the feed-forwards of both
     layers."""
     stock, fused = (
@@ -250,33 +248,31 @@ def test_fused_layers_keep_less_for_backward(single: dict[str, Any]) -> None:
     assert stock - fused >= 2 * 2 * MICRO_BATCH * SEQ_LEN * 176 * 4
 
 
-def test_fused_layers_with_dropout_train_the_same_run(single: dict[str, Any]) -> None:
+def test_fused_layers_with_dropout_train_the_same_run(single):
     assert_same_run(single["fused, dropout"], single["dropout"])
 
 
-def test_recomputed_activations_meet_the_same_dropout(single: dict[str, Any]) -> None:
+def test_recomputed_activations_meet_the_same_dropout(single):
     assert_identical(single["dropout, activations kept"], single["dropout"])
     assert_identical(single["fused, dropout, activations offloaded"], single["fused, dropout"])
     assert single["dropout"]["losses"] != single["3 rows at a time"]["losses"]
 
 
-def test_micro_batches_of_another_size_meet_the_same_dropout(single: dict[str, Any]) -> None:
+def test_micro_batches_of_another_size_meet_the_same_dropout(single):
     assert_same_run(single["fused, dropout, 4 rows at a time"], single["fused, dropout"])
 
 
-def test_fused_layers_with_dora_train_the_same_run(single: dict[str, Any]) -> None:
+def test_fused_layers_with_dora_train_the_same_run(single):
     assert_same_run(single["fused, dora"], single["dora"])
     assert_identical(single["fused, dora, activations kept"], single["fused, dora"])
 
 
-def test_weights_kept_after_forward_change_no_bit(sharded: list[dict[str, Any]]) -> None:
+def test_weights_kept_after_forward_change_no_bit(sharded):
     assert_identical(sharded[0]["weights kept after forward"], sharded[0]["1 row at a time"])
 
 
 @pytest.mark.parametrize("processes", ["one", "several"])
-def test_clipping_is_torchs_over_the_gathered_gradients(
-    single: dict[str, Any], sharded: list[dict[str, Any]], processes: str
-) -> None:
+def test_clipping_is_torchs_over_the_gathered_gradients(single, sharded, processes):
     result, unclipped = (
         (single, "3 rows at a time") if processes == "one" else (sharded[0], "2 rows at a time")
     )
@@ -290,14 +286,12 @@ def test_clipping_is_torchs_over_the_gathered_gradients(
     torch.testing.assert_close(result["clipped"]["gradients"], expected, rtol=1e-5, atol=1e-9)
 
 
-def test_no_gradient_is_left_for_the_next_step(
-    single: dict[str, Any], sharded: list[dict[str, Any]]
-) -> None:
+def test_no_gradient_is_left_for_the_next_step(single, sharded):
     for result in (single, *sharded):
         assert {variant["gradients_left"] for variant in result.values()} == {0}
 
 
-def test_metrics_count_steps_tokens_and_time(single: dict[str, Any]) -> None:
+def test_metrics_count_steps_tokens_and_time(single):
     metrics: list[StepMetrics] = single["6 rows at once"]["metrics"]
     train = settings().train
     assert [m.step for m in metrics] == [1, 2, 3]
@@ -327,9 +321,7 @@ def test_metrics_count_steps_tokens_and_time(single: dict[str, Any]) -> None:
     }
 
 
-def test_first_loss_is_the_mean_over_trained_tokens_of_all_rows(
-    base: Path, single: dict[str, Any]
-) -> None:
+def test_first_loss_is_the_mean_over_trained_tokens_of_all_rows(base, single):
     """Not the mean of the rows' means: they have different numbers of trained tokens."""
     from workflow.lib.settings.schedule import step_rows
 
@@ -377,7 +369,7 @@ def unpacked(store: TokenStore, row: int) -> TokenStore:
     return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays | heldout)
 
 
-def test_packed_row_has_the_summed_loss_of_its_documents_one_per_row(base: Path) -> None:
+def test_packed_row_has_the_summed_loss_of_its_documents_one_per_row(base):
     training = adapted(base, r=4)
     for param in trainable_parameters(training).values():
         torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(0))
@@ -391,7 +383,7 @@ def test_packed_row_has_the_summed_loss_of_its_documents_one_per_row(base: Path)
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
 
 
-def test_resumed_loop_sees_the_rows_and_rates_of_the_uninterrupted_one(base: Path) -> None:
+def test_resumed_loop_sees_the_rows_and_rates_of_the_uninterrupted_one(base):
     (late,) = run_distributed(last_two_steps, base, world_size=1)
     store, train = random_store(rows=ROWS, seq_len=SEQ_LEN), settings().train
     assert [m.step for m in late] == [2, 3]

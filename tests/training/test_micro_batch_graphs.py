@@ -4,7 +4,6 @@ itself.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +92,7 @@ def run(base: Path, captures: Captures | None) -> tuple[list[StepMetrics], dict[
     return metrics, {name: param.detach().clone() for name, param in params.items()}
 
 
-def test_a_run_by_replays_is_the_run_without(base: Path, one_process: Any) -> None:
+def test_a_run_by_replays_is_the_run_without(base, one_process):
     """Padding of trained positions and of documents changes nothing, nor do kept gradients."""
     captures = Captures()
     (plain, weights), (replayed, same_weights) = run(base, None), run(base, captures)
@@ -121,7 +120,7 @@ def packed(*lengths: int) -> MicroBatch:
     )
 
 
-def test_documents_of_recurrent_layers_are_those_of_each_micro_batch(recurrent: Path) -> None:
+def test_documents_of_recurrent_layers_are_those_of_each_micro_batch(recurrent):
     """Shapes stay as they were captured; shorter or fewer documents fit into them. In fp32 a row
     that is filled up otherwise is summed otherwise."""
     training, captures = adapted(recurrent, r=4), Captures()
@@ -142,9 +141,7 @@ def test_documents_of_recurrent_layers_are_those_of_each_micro_batch(recurrent: 
     assert (captures.count, captures.replays) == (2, 2)
 
 
-def test_graphs_are_off_where_recurrent_layers_would_be_filled_up_twice(
-    recurrent: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_graphs_are_off_where_recurrent_layers_would_be_filled_up_twice(recurrent, caplog):
     """Long documents of some micro-batches and many short ones of others need room by turns."""
     training, captures = adapted(recurrent, r=4), Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
@@ -159,9 +156,7 @@ def test_graphs_are_off_where_recurrent_layers_would_be_filled_up_twice(
     assert captures.replays == 1
 
 
-def test_what_cannot_be_captured_runs_as_ever(
-    base: Path, one_process: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_captured_runs_as_ever(base, one_process, caplog):
     captures = Captures(fails=True)
     (plain, _), (refused, _) = run(base, None), run(base, captures)
     assert captures.count == 1
@@ -169,7 +164,7 @@ def test_what_cannot_be_captured_runs_as_ever(
     assert [m.loss for m in refused] == pytest.approx([m.loss for m in plain], rel=1e-5)
 
 
-def test_each_layout_is_captured_at_its_second_micro_batch(training: CausalLMForTraining) -> None:
+def test_each_layout_is_captured_at_its_second_micro_batch(training):
     captures = Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     for documents in (1, 2, 3, 1, 2):  # 4 and 6 documents have room in one layout
@@ -177,7 +172,7 @@ def test_each_layout_is_captured_at_its_second_micro_batch(training: CausalLMFor
     assert (captures.count, captures.replays) == (2, 3)
 
 
-def test_graphs_make_room_for_a_layout_that_python_launches(training: CausalLMForTraining) -> None:
+def test_graphs_make_room_for_a_layout_that_python_launches(training):
     """Both would not fit where one is planned for. They are captured anew when they are needed."""
     captures = Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
@@ -186,7 +181,7 @@ def test_graphs_make_room_for_a_layout_that_python_launches(training: CausalLMFo
         assert captures.count == count
 
 
-def test_embedding_rows_of_each_micro_batch_are_those_that_a_graph_reads(base: Path) -> None:
+def test_embedding_rows_of_each_micro_batch_are_those_that_a_graph_reads(base):
     training = adapted(base, r=4)
     table = torch.randn(50, training.peft_model.get_base_model().config.hidden_size)
     training.rows_of = lambda ids: table[ids]
@@ -204,7 +199,7 @@ def test_embedding_rows_of_each_micro_batch_are_those_that_a_graph_reads(base: P
     assert losses[1][0] != losses[2][0]
 
 
-def test_more_documents_than_there_is_room_for_begin_anew(training: CausalLMForTraining) -> None:
+def test_more_documents_than_there_is_room_for_begin_anew(training):
     captures = Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     expected = [forward_backward(adapted_like(training), batch(documents=n), SLOPE) for n in (2, 9)]
@@ -220,9 +215,7 @@ def adapted_like(training: CausalLMForTraining) -> CausalLMForTraining:
     return training
 
 
-def test_a_micro_batch_without_a_trained_token_has_no_gradient(
-    training: CausalLMForTraining,
-) -> None:
+def test_a_micro_batch_without_a_trained_token_has_no_gradient(training):
     captures = Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     losses = [graphs(batch(trained=0), SLOPE) for _ in range(2)]
@@ -231,7 +224,7 @@ def test_a_micro_batch_without_a_trained_token_has_no_gradient(
     assert not any(grad.any() for grad in gradients(training).values())
 
 
-def test_gradients_that_are_gone_are_noticed(training: CausalLMForTraining) -> None:
+def test_gradients_that_are_gone_are_noticed(training):
     graphs = MicroBatchGraphs(training, ALONE, Captures)
     for _ in range(2):
         graphs(batch(), SLOPE)
@@ -240,7 +233,7 @@ def test_gradients_that_are_gone_are_noticed(training: CausalLMForTraining) -> N
         graphs(batch(), SLOPE)
 
 
-def test_released_graphs_are_captured_anew(training: CausalLMForTraining) -> None:
+def test_released_graphs_are_captured_anew(training):
     captures = Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     for _ in range(2):
@@ -253,9 +246,7 @@ def test_released_graphs_are_captured_anew(training: CausalLMForTraining) -> Non
     torch.testing.assert_close(gradients(training)[name], before[name] * 1.5)
 
 
-def test_nothing_that_was_made_of_adapters_before_is_read_by_a_graph(
-    training: CausalLMForTraining,
-) -> None:
+def test_nothing_that_was_made_of_adapters_before_is_read_by_a_graph(training):
     """A cast that was kept lies in memory that is given to others once the step is done."""
     seen: list[int] = []
 

@@ -52,9 +52,7 @@ def messages(base: Path, world: World) -> dict[str, str]:
     return found
 
 
-def test_run_that_cannot_go_well_stops_at_its_first_such_step(
-    found: dict[int, list[dict[str, Any]]],
-) -> None:
+def test_run_that_cannot_go_well_stops_at_its_first_such_step(found):
     (process,) = found[1]
     told = process["filled"]
     assert told["nan"].startswith(
@@ -64,7 +62,7 @@ def test_run_that_cannot_go_well_stops_at_its_first_such_step(
     assert "data.loss_on" in told["zero"]
 
 
-def test_gradient_that_vanishes_after_an_update_blames_the_rate() -> None:
+def test_gradient_that_vanishes_after_an_update_blames_the_rate():
     with pytest.raises(
         UserError, match=r"the updates have broken the model\. Lower train\.learning_rate"
     ):
@@ -74,7 +72,7 @@ def test_gradient_that_vanishes_after_an_update_blames_the_rate() -> None:
 @pytest.mark.parametrize(
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)]
 )
-def test_divergence_says_what_to_change(loss: float, norm: float) -> None:
+def test_divergence_says_what_to_change(loss, norm):
     with pytest.raises(UserError) as caught:
         check_step(loss, norm, step=6)
     assert str(caught.value) == (
@@ -84,7 +82,7 @@ def test_divergence_says_what_to_change(loss: float, norm: float) -> None:
     )
 
 
-def test_healthy_step_passes() -> None:
+def test_healthy_step_passes():
     check_step(2.0, 1e-30, step=0)
 
 
@@ -115,9 +113,7 @@ PROCESSES_AND_RESHARD = pytest.mark.parametrize(
 
 
 @PROCESSES_AND_RESHARD
-def test_divergence_names_layer_rows_and_process(
-    found: dict[int, list[dict[str, Any]]], processes: int, reshard_after_forward: bool
-) -> None:
+def test_divergence_names_layer_rows_and_process(found, processes, reshard_after_forward):
     for process in found[processes]:
         message = process["forward"][reshard_after_forward]
         assert message.startswith("step 1: loss = nan")
@@ -143,10 +139,7 @@ def poisoned_in_backward(base: Path, reshard_after_forward: bool, world: World) 
 
     dropped: list[torch.Tensor] = []
     config = settings(dropout=0.3, max_grad_norm=CLIP)
-    changes = {
-        "reshard_after_forward": reshard_after_forward,
-        "activation_checkpointing": False,
-    }
+    changes = {"reshard_after_forward": reshard_after_forward, "activation_checkpointing": False}
     training = built_model(base, config, make_plan(**changes), world).training
     (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
     layer.mlp.register_forward_hook(poison)
@@ -162,8 +155,8 @@ def poisoned_in_backward(base: Path, reshard_after_forward: bool, world: World) 
 
 @PROCESSES_AND_RESHARD
 def test_divergence_in_backward_names_the_layer_where_it_began(
-    found: dict[int, list[dict[str, Any]]], processes: int, reshard_after_forward: bool
-) -> None:
+    found, processes, reshard_after_forward
+):
     """Not the last layer, which clipping by NaN would spoil. One process alone has row 79 of B."""
     for process in found[processes]:
         result = process["backward"][reshard_after_forward]
@@ -171,9 +164,7 @@ def test_divergence_in_backward_names_the_layer_where_it_began(
         assert f"training has diverged (first in the gradient of {name})" in result["message"]
 
 
-def test_search_for_the_origin_drops_what_the_step_dropped(
-    found: dict[int, list[dict[str, Any]]],
-) -> None:
+def test_search_for_the_origin_drops_what_the_step_dropped(found):
     (process,) = found[1]
     result = process["backward"][True]
     assert len(result["taken"]) == len(result["searched"]) == BATCH

@@ -186,15 +186,13 @@ def found(folder: Path) -> dict[int, dict[str, Any]]:
     return {n: run_distributed(survey, folder / "nf4", folder, world_size=n)[0] for n in (1, 2, 3)}
 
 
-def test_every_kind_has_a_builder() -> None:
+def test_every_kind_has_a_builder():
     assert BUILDERS.keys() == OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_updates_of_shards_equal_those_of_the_stock_optimizer(
-    found: dict[int, dict[str, Any]], processes: int, kind: str
-) -> None:
+def test_updates_of_shards_equal_those_of_the_stock_optimizer(found, processes, kind):
     train = train_settings(kind)
     expected = reference(train, cuts=processes)
     for name, ours in found[processes]["updates"][kind].items():
@@ -204,9 +202,7 @@ def test_updates_of_shards_equal_those_of_the_stock_optimizer(
 
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_muon_rounds_no_more_than_torch_does(
-    found: dict[int, dict[str, Any]], processes: int, adjust: str
-) -> None:
+def test_muon_rounds_no_more_than_torch_does(found, processes, adjust):
     """Both iterate in bfloat16; against the same in float64."""
     train = train_settings("muon", muon_adjust_lr=adjust)
     stock, ours = reference(train, cuts=processes), found[processes][adjust]
@@ -236,16 +232,14 @@ def exact_muon(name: str, train: TrainConfig) -> torch.Tensor:
     return weight
 
 
-def test_updates_of_muon_do_not_depend_on_the_number_of_processes(
-    found: dict[int, dict[str, Any]],
-) -> None:
+def test_updates_of_muon_do_not_depend_on_the_number_of_processes(found):
     for name in MATRICES:
         one, two, three = (found[n]["updates"]["muon"][name] for n in (1, 2, 3))
         assert torch.equal(one, two)
         assert torch.equal(one, three)
 
 
-def test_adapters_of_a_stack_are_one_matrix_for_each_expert() -> None:
+def test_adapters_of_a_stack_are_one_matrix_for_each_expert():
     """A of 3 experts one below the other; of their B columns alternate."""
     a, b = torch.arange(6 * 4.0).view(6, 4), torch.arange(5 * 6.0).view(5, 6)
     below, alternating = Matrices(3), Matrices(3, in_columns=True)
@@ -257,18 +251,14 @@ def test_adapters_of_a_stack_are_one_matrix_for_each_expert() -> None:
 
 @pytest.mark.parametrize("kind", RUN_KINDS)
 @pytest.mark.parametrize("processes", [1, 3])
-def test_resumed_run_is_the_uninterrupted_one(
-    found: dict[int, dict[str, Any]], processes: int, kind: str
-) -> None:
+def test_resumed_run_is_the_uninterrupted_one(found, processes, kind):
     result = found[processes][kind]
     assert result["late losses"] == result["losses"][SAVED:]
     assert result["same weights"]
 
 
 @pytest.mark.parametrize(("kind", "rtol"), [("adamw_8bit", 2e-3), ("muon", 1e-5)])
-def test_run_goes_on_with_another_number_of_processes(
-    found: dict[int, dict[str, Any]], folder: Path, kind: str, rtol: float
-) -> None:
+def test_run_goes_on_with_another_number_of_processes(found, folder, kind, rtol):
     """Moments of 8 bits are quantized anew, at most half a step of their code away."""
     (late,) = run_distributed(elsewhere, folder / "nf4", folder, kind, world_size=1)
     torch.testing.assert_close(late, found[3][kind]["losses"][SAVED:], rtol=rtol, atol=0.0)

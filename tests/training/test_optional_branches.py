@@ -36,12 +36,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, str]
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_branches_train_as_the_stock_model(found: dict[bool, dict[str, str]], family: str) -> None:
+def test_branches_train_as_the_stock_model(found, family):
     assert found[False][family] == ""
 
 
 @pytest.mark.parametrize("family", NOISY)
-def test_random_numbers_are_the_same_in_recomputation(
-    found: dict[bool, dict[str, str]], family: str
-) -> None:
+def test_random_numbers_are_the_same_in_recomputation(found, family):
     assert found[True][family] == ""

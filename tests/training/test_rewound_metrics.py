@@ -1,14 +1,12 @@
 """Metrics of a resumed run: rewound to its checkpoint, whatever a kill left of the file."""
 
-from pathlib import Path
-
 import pytest
 
 from workflow.lib.system.artifact_files import checked_line, read_lines
 from workflow.lib.training.checkpoint import rewind_metrics
 
 
-def test_metrics_are_restored_from_the_checkpoints_own_copy(tmp_path: Path) -> None:
+def test_metrics_are_restored_from_the_checkpoints_own_copy(tmp_path):
     """After a power cut the lines written since may be lost, or all of them."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / "copy.jsonl"
     copy.write_text("".join(checked_line(row) for row in METRICS))
@@ -20,7 +18,7 @@ def test_metrics_are_restored_from_the_checkpoints_own_copy(tmp_path: Path) -> N
 METRICS = [{"step": step, "loss": step / 7} for step in (1, 2, 4, 6)]
 
 
-def test_metrics_are_rewound_to_the_checkpoint(tmp_path: Path) -> None:
+def test_metrics_are_rewound_to_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(checked_line(row) for row in METRICS))
     assert rewind_metrics(path, step=4) == METRICS[:3]
@@ -28,26 +26,26 @@ def test_metrics_are_rewound_to_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", ['{"step": 7, "lo', "", "\n", '{"step": 7'])
-def test_line_cut_by_a_kill_is_dropped(tmp_path: Path, cut: str) -> None:
+def test_line_cut_by_a_kill_is_dropped(tmp_path, cut):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(checked_line(row) for row in METRICS) + cut)
     assert rewind_metrics(path, step=99) == METRICS
 
 
-def test_lines_behind_a_cut_one_are_not_trusted(tmp_path: Path) -> None:
+def test_lines_behind_a_cut_one_are_not_trusted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first, second, *others = (checked_line(row) for row in METRICS)
     path.write_text(first + second + '{"step": 3, "lo' + "".join(others))
     assert rewind_metrics(path, step=99) == METRICS[:2]
 
 
-def test_lines_from_one_with_a_flipped_bit_are_not_trusted(tmp_path: Path) -> None:
+def test_lines_from_one_with_a_flipped_bit_are_not_trusted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     text = "".join(map(checked_line, METRICS))
     path.write_text(text.replace('"step": 4', '"step": 5'))
     assert rewind_metrics(path, step=99) == METRICS[:2]
 
 
-def test_metrics_of_a_fresh_run_are_empty(tmp_path: Path) -> None:
+def test_metrics_of_a_fresh_run_are_empty(tmp_path):
     assert rewind_metrics(tmp_path / "metrics.jsonl", step=0) == []
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -43,7 +43,7 @@ def summary(run: Path) -> dict[str, Any]:
     return loaded
 
 
-def test_folder_has_what_the_design_promises(run: Path) -> None:
+def test_folder_has_what_the_design_promises(run):
     names = {
         "adapter",
         "adapter_config.json",
@@ -55,7 +55,7 @@ def test_folder_has_what_the_design_promises(run: Path) -> None:
     assert not list(run.glob(".*.partial"))
 
 
-def test_summary_states_the_run(summary: dict[str, Any]) -> None:
+def test_summary_states_the_run(summary):
     expected = {
         "run": "demo",
         "device": "cpu",
@@ -76,7 +76,7 @@ def test_summary_states_the_run(summary: dict[str, Any]) -> None:
     assert summary["fingerprint"] == "0123456789ab"
 
 
-def test_parameters_are_counted_as_weights_and_not_as_bytes(summary: dict[str, Any]) -> None:
+def test_parameters_are_counted_as_weights_and_not_as_bytes(summary):
     """By hand: q, o 80x80; k, v 16x80; gate, up, down 176x80; rank 3; three layers."""
     linears = 2 * 80 * 80 + 2 * 16 * 80 + 3 * 176 * 80
     adapters = 3 * (2 * (80 + 80) + 2 * (16 + 80) + 3 * (176 + 80))
@@ -88,33 +88,31 @@ def test_parameters_are_counted_as_weights_and_not_as_bytes(summary: dict[str, A
     assert summary["total_parameters"] == 3 * (linears + adapters) + plain
 
 
-def test_all_checks_passed(summary: dict[str, Any]) -> None:
+def test_all_checks_passed(summary):
     assert len(summary["checks"]) >= 4
     assert all(check["passed"] for check in summary["checks"])
     assert all(check["name"] and check["detail"] for check in summary["checks"])
 
 
-def test_lines_are_the_first_step_and_every_third(run: Path) -> None:
+def test_lines_are_the_first_step_and_every_third(run):
     rows = read_lines(run / "finetune" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 3, 6]
 
 
-def test_losses_are_those_of_first_and_last_lines(run: Path, summary: dict[str, Any]) -> None:
+def test_losses_are_those_of_first_and_last_lines(run, summary):
     rows = read_lines(run / "finetune" / "metrics.jsonl")
     assert summary["first_loss"] == rows[0]["loss"]
     assert summary["final_loss"] == rows[-1]["loss"]
 
 
-def test_time_is_that_of_all_steps_also_of_those_without_a_line(
-    run: Path, summary: dict[str, Any]
-) -> None:
+def test_time_is_that_of_all_steps_also_of_those_without_a_line(run, summary):
     """The seventh step has none."""
     rows = read_lines(run / "finetune" / "metrics.jsonl")
     assert summary["elapsed_s"] > rows[-1]["elapsed_s"]
     assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / summary["elapsed_s"])
 
 
-def test_trained_tokens_are_counted_over_the_rows_in_order(summary: dict[str, Any]) -> None:
+def test_trained_tokens_are_counted_over_the_rows_in_order(summary):
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     rows = [
         row
@@ -156,7 +154,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, run_distributed(journals, folder, world_size=2)
 
 
-def test_journal_continues_after_the_checkpoints_step_on_all_processes(kept: Any) -> None:
+def test_journal_continues_after_the_checkpoints_step_on_all_processes(kept):
     _, results = kept
     for found in results:
         assert found["start 0"] == ([], [], 0.0)
@@ -164,7 +162,7 @@ def test_journal_continues_after_the_checkpoints_step_on_all_processes(kept: Any
         assert found["start 2"] == ([1, 2, 3], [3, 3], 1.5)
 
 
-def test_journal_has_every_step_once_and_the_last_invocations_values(kept: Any) -> None:
+def test_journal_has_every_step_once_and_the_last_invocations_values(kept):
     folder, _ = kept
     rows = read_lines(folder / "metrics.jsonl")
     assert [(row["step"], row["elapsed_s"]) for row in rows] == [
@@ -177,22 +175,22 @@ def test_journal_has_every_step_once_and_the_last_invocations_values(kept: Any) 
     assert read_lines(folder / "copy.jsonl") == rows
 
 
-def test_every_start_is_in_the_history(kept: Any) -> None:
+def test_every_start_is_in_the_history(kept):
     folder, _ = kept
     assert [row["first_step"] for row in read_lines(folder / "history.jsonl")] == [0, 3, 3]
 
 
-def test_damaged_checkpoints_of_every_start_are_told_on_all_processes(kept: Any) -> None:
+def test_damaged_checkpoints_of_every_start_are_told_on_all_processes(kept):
     _, results = kept
     assert all(found["skipped"] == [{"step": 5, "reason": "truncated"}] for found in results)
 
 
-def test_peak_is_the_same_on_all_processes(kept: Any) -> None:
+def test_peak_is_the_same_on_all_processes(kept):
     _, results = kept
     assert len({found["peak"] for found in results}) == 1
     assert results[0]["peak"] > 50 * 2**20
 
 
-def test_line_of_the_progress_bar_has_the_facts(kept: Any) -> None:
+def test_line_of_the_progress_bar_has_the_facts(kept):
     _, results = kept
     assert results[0]["line"] == "loss 5.000, |g| 1.50, 184 tokens/s, 1.00 GiB"

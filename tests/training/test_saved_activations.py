@@ -98,7 +98,7 @@ def cosine(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float(torch.cosine_similarity(one["gradients"], other["gradients"], dim=0))
 
 
-def test_training_costs_little_held_out_loss(single: dict[str, dict[str, Any]]) -> None:
+def test_training_costs_little_held_out_loss(single):
     exact, rounded = (single[name] for name in LONG)
     assert exact["losses"][0] == rounded["losses"][0], "forward is not rounded"
     assert exact["losses"][-1] != rounded["losses"][-1]
@@ -114,27 +114,23 @@ def test_training_costs_little_held_out_loss(single: dict[str, dict[str, Any]]) 
         ("dora and dropout", "exact, dora and dropout"),
     ],
 )
-def test_gradients_point_where_exact_ones_do(
-    single: dict[str, dict[str, Any]], rounded: str, exact: str
-) -> None:
+def test_gradients_point_where_exact_ones_do(single, rounded, exact):
     least = LEAST_COSINE.get(rounded, 0.999)
     assert least < cosine(single[rounded], single[exact]) < 0.999999
 
 
 @pytest.mark.parametrize("where", ["float8 on the host", "half on the host"])
-def test_where_activations_wait_changes_no_bit(
-    single: dict[str, dict[str, Any]], where: str
-) -> None:
+def test_where_activations_wait_changes_no_bit(single, where):
     assert single[where]["losses"] == single["float8"]["losses"][:FEW]
     assert torch.equal(single[where]["gradients"], single["float8"]["gradients"])
 
 
-def test_recomputed_layers_are_as_exact_as_ever(single: dict[str, dict[str, Any]]) -> None:
+def test_recomputed_layers_are_as_exact_as_ever(single):
     rounded, exact = single["recomputed, float8"], single["recomputed"]
     assert torch.equal(rounded["gradients"], exact["gradients"])
 
 
-def test_two_processes_round_what_one_does(base: Path, single: dict[str, dict[str, Any]]) -> None:
+def test_two_processes_round_what_one_does(base, single):
     """No scale is of several tokens, so rows beside each other do not matter; sums differ in order,
     which may move a number to the next step of float8."""
     steps = {"float8": FEW, "float8 on the host": FEW}

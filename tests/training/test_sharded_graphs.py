@@ -16,15 +16,7 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
-from tests.support.training_loops import (
-    CLIP,
-    ROWS,
-    SEQ_LEN,
-    STEPS,
-    restart_,
-    settings,
-    values_of,
-)
+from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, restart_, settings, values_of
 from workflow.lib.distributed import vocabulary_parallel
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -102,7 +94,7 @@ def runs(base: Path, kind: str) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_replay_the_run_that_they_make_without_graphs(base: Path, kind: str) -> None:
+def test_processes_replay_the_run_that_they_make_without_graphs(base, kind):
     """Their rows have other documents and other numbers of trained tokens, and layouts suit all."""
     plain, replayed = (runs(base, kind)[way] for way in ("plain", "graphed"))
     counts = [result["counts"] for result in replayed]
@@ -114,13 +106,13 @@ def test_processes_replay_the_run_that_they_make_without_graphs(base: Path, kind
         torch.testing.assert_close(one["weights"], other["weights"], rtol=1e-3, atol=1e-5)
 
 
-def test_within_a_graph_no_process_asks_the_others(base: Path) -> None:
+def test_within_a_graph_no_process_asks_the_others(base):
     """They would wait for one that cannot capture and has gone on."""
     plain, replayed = (runs(base, "sharded")[way] for way in ("plain", "graphed"))
     assert plain[0]["asked"] > 0 == replayed[0]["asked"]
 
 
-def test_one_process_that_cannot_capture_ends_the_graphs_of_all(base: Path) -> None:
+def test_one_process_that_cannot_capture_ends_the_graphs_of_all(base):
     plain, failed = (runs(base, "sharded")[way] for way in ("plain", "one cannot capture"))
     assert [result["off"] for result in failed] == [
         "operation not permitted when stream is capturing"
@@ -131,9 +123,7 @@ def test_one_process_that_cannot_capture_ends_the_graphs_of_all(base: Path) -> N
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if BREAKS[0] in WAYS[kind]])
 @pytest.mark.parametrize("breaks", BREAKS)
-def test_capture_that_breaks_off_within_the_layers_is_forgotten(
-    base: Path, kind: str, breaks: str
-) -> None:
+def test_capture_that_breaks_off_within_the_layers_is_forgotten(base, kind, breaks):
     """Some layers are gathered then, and others' gradients under way."""
     plain, broken = (runs(base, kind)[way] for way in ("plain", breaks))
     assert all(result["counts"] == (1, 0) and result["off"] for result in broken)
@@ -156,5 +146,5 @@ def zeroed(base: Path) -> tuple[bool, bool]:
     )
 
 
-def test_shards_of_gradients_are_set_to_zero_where_they_are(base: Path) -> None:
+def test_shards_of_gradients_are_set_to_zero_where_they_are(base):
     assert run_distributed(zeroed, base, world_size=PROCESSES) == [(True, False)] * PROCESSES

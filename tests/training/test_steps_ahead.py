@@ -74,7 +74,7 @@ def both(base: Path, release_after: int | None) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("release_after", [None, 2])
-def test_steps_begun_ahead_are_those_taken_in_turn(base: Path, release_after: int | None) -> None:
+def test_steps_begun_ahead_are_those_taken_in_turn(base, release_after):
     """Bit by bit, whenever a step's weights are looked at; and whatever is done with the memory of
     graphs between steps."""
     ahead, in_turn = both(base, release_after)
@@ -87,7 +87,7 @@ def test_steps_begun_ahead_are_those_taken_in_turn(base: Path, release_after: in
         assert all(torch.equal(one["weights"][n], other["weights"][n]) for n in one["weights"])
 
 
-def test_experts_rows_are_counted_with_the_step_that_they_belong_to(tmp_path: Path) -> None:
+def test_experts_rows_are_counted_with_the_step_that_they_belong_to(tmp_path):
     base = quantized(tiny_mixture("qwen3_moe", tmp_path / "original"), tmp_path / "nf4")
     ahead, in_turn = both(base, None)
     assert [x["experts"] for x in ahead] == [x["experts"] for x in in_turn]
@@ -127,9 +127,7 @@ def diverged(base: Path, place: str, graphs: bool) -> str:
 @pytest.mark.parametrize(
     ("place", "origin"), [("forward", r"layers.1.mlp, forward"), ("backward", GRADIENT)]
 )
-def test_bad_step_is_named_and_left_though_the_next_one_has_begun(
-    base: Path, place: str, origin: str
-) -> None:
+def test_bad_step_is_named_and_left_though_the_next_one_has_begun(base, place, origin):
     """The gradients of the next step's first micro-batch lie there by then."""
     (with_graphs,), (without,) = (
         run_distributed(diverged, base, place, graphs, world_size=1) for graphs in (True, False)
@@ -149,7 +147,7 @@ def left(base: Path) -> list[float]:
     return [metrics.grad_norm for metrics in (first, *later)]
 
 
-def test_what_a_step_that_was_left_has_added_to_gradients_is_gone(base: Path) -> None:
+def test_what_a_step_that_was_left_has_added_to_gradients_is_gone(base):
     ((norms,), (whole,)) = (
         run_distributed(left, base, world_size=1),
         run_distributed(followed, base, Trainer, None, world_size=1),

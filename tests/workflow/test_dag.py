@@ -4,7 +4,6 @@ project.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +69,12 @@ EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("edit", "rules"), [e[1:] for e in EDITS], ids=[e[0] for e in EDITS])
-def test_edit_runs_the_stages_that_read_it_and_those_after_them(
-    project: Project, edit: dict[str, Any], rules: list[str]
-) -> None:
+def test_edit_runs_the_stages_that_read_it_and_those_after_them(project, edit, rules):
     project.edit(edit)
     assert project.planned("all") == once(rules)
 
 
-def test_reordered_keys_and_touched_inputs_run_nothing(project: Project) -> None:
+def test_reordered_keys_and_touched_inputs_run_nothing(project):
     for path in [*(project.root / "data").iterdir(), *(project.root / "model").iterdir()]:
         path.touch()
     settings = project.settings
@@ -127,14 +124,12 @@ CHANGED_FILES = [
 @pytest.mark.parametrize(
     ("change", "rules"), CHANGED_FILES, ids=[c[0].__name__ for c in CHANGED_FILES]
 )
-def test_changed_file_runs_the_stages_that_read_it(
-    project: Project, change: Callable[[Project], None], rules: list[str]
-) -> None:
+def test_changed_file_runs_the_stages_that_read_it(project, change, rules):
     change(project)
     assert project.planned("all") == once(rules)
 
 
-def test_edit_in_two_invocations_trains_like_in_one(project: Project) -> None:
+def test_edit_in_two_invocations_trains_like_in_one(project):
     """`snakemake tokenize` after new rows leaves training for later; it must not be forgotten
     then.
     """
@@ -155,18 +150,14 @@ LOST: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize(("folder", "rules"), LOST.values(), ids=LOST)
-def test_lost_artifact_is_made_again_though_what_was_made_from_it_is_there(
-    project: Project, folder: str, rules: list[str]
-) -> None:
+def test_lost_artifact_is_made_again_though_what_was_made_from_it_is_there(project, folder, rules):
     """Snakemake itself removes the outputs of a job that failed."""
     (found,) = project.root.glob(folder)
     shutil.rmtree(found)
     assert project.planned("all") == once(rules)
 
 
-def test_comments_in_code_and_another_checkout_run_nothing(
-    finished_project: Project, tmp_path: Path
-) -> None:
+def test_comments_in_code_and_another_checkout_run_nothing(finished_project, tmp_path):
     repository = copy_of_repository(tmp_path / "repository")
     sources = [
         repository / "workflow" / "lib" / "training" / "loop.py",
@@ -182,15 +173,13 @@ def test_comments_in_code_and_another_checkout_run_nothing(
 ODD_FOLDER = "a b'c\"d é $(exit 1)"
 
 
-def test_checkout_in_a_folder_of_any_name_plans_everything(fresh: Project, tmp_path: Path) -> None:
+def test_checkout_in_a_folder_of_any_name_plans_everything(fresh, tmp_path):
     repository = copy_of_repository(tmp_path / ODD_FOLDER)
     project = fresh.copy(repository, repository=repository)
     assert project.planned("all") == once(EVERYTHING)
 
 
-def test_settings_with_a_key_twice_are_refused_with_its_line(
-    fresh: Project, tmp_path: Path
-) -> None:
+def test_settings_with_a_key_twice_are_refused_with_its_line(fresh, tmp_path):
     project = fresh.copy(tmp_path / "project")
     text = (project.root / "config.yaml").read_text()
     (project.root / "config.yaml").write_text(f"{text}train: {{max_steps: 72, epochs: null}}\n")
@@ -214,15 +203,11 @@ TARGETS = {
 
 
 @pytest.mark.parametrize(("target", "rules"), TARGETS.items(), ids=str)
-def test_target_plans_what_it_needs(
-    fresh: Project, target: tuple[str, ...], rules: list[str]
-) -> None:
+def test_target_plans_what_it_needs(fresh, target, rules):
     assert fresh.planned(*target) == once(rules)
 
 
-def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(
-    fresh: Project, tmp_path: Path
-) -> None:
+def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(fresh, tmp_path):
     sweep = fresh.copy(tmp_path / "sweep")
     sweep.edit(
         {"runs": {"demo": {}, "wide": {"lora": {"r": 8}}, "short": {"data": {"seq_len": 29}}}}
@@ -232,7 +217,7 @@ def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(
     assert sweep.planned("all") == shared | dict.fromkeys(per_run, 3)
 
 
-def test_new_run_leaves_finished_ones_alone(project: Project) -> None:
+def test_new_run_leaves_finished_ones_alone(project):
     project.edit({"runs": {"wide": {"lora": {"r": 8}}}})
     plan = project.plan("all")
     runs = {

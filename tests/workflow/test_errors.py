@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,17 +65,15 @@ NO_SUCH_LAYER = ["run demo: lora.target_modules = 'q_prj'", "q_proj, k_proj", "a
         ),
     ],
 )
-def test_wrong_setting_stops_before_any_job(
-    fresh: Project, tmp_path: Path, edit: dict[str, Any], message: list[str]
-) -> None:
+def test_wrong_setting_stops_before_any_job(fresh, tmp_path, edit, message):
     project = fresh.copy(tmp_path / "project")
     project.edit(edit)
     assert_said(refusal(project, after=[]), *message)
 
 
 def test_setting_that_does_not_suit_the_model_stops_before_any_job_or_at_its_description(
-    fresh: Project, described: Project, tmp_path: Path
-) -> None:
+    fresh, described, tmp_path
+):
     for place, after in ((described, []), (fresh, ["describe_model"])):
         project = place.copy(tmp_path / f"after {after}")
         project.edit({"lora": {"target_modules": ["q_prj"]}})
@@ -102,9 +99,7 @@ def unwritable(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["results", ".snakemake"])
-def test_folder_that_cannot_be_written_is_named_before_any_job(
-    fresh: Project, tmp_path: Path, name: str
-) -> None:
+def test_folder_that_cannot_be_written_is_named_before_any_job(fresh, tmp_path, name):
     """Snakemake's own folder too: it would tell by a traceback."""
     project = fresh.copy(tmp_path / "project")
     with unwritable(project.root / name):
@@ -112,7 +107,7 @@ def test_folder_that_cannot_be_written_is_named_before_any_job(
     assert_said(output, f"{name} cannot be written: its", "Mend that, and repeat the command")
 
 
-def test_full_disk_is_told_before_any_job(tmp_path: Path) -> None:
+def test_full_disk_is_told_before_any_job(tmp_path):
     with small_disk(tmp_path / "disk") as mounted:
         if not mounted:
             pytest.skip("nothing can be mounted here")
@@ -125,9 +120,7 @@ def test_full_disk_is_told_before_any_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_before_any_job_ends_the_command_with_a_word(
-    fresh: Project, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signal_before_any_job_ends_the_command_with_a_word(fresh, tmp_path, number):
     """It arrives while the graph of a hundred runs is built, which takes seconds."""
     project = fresh.copy(tmp_path / "project")
     project.edit({"runs": {f"run{seed}": {"train": {"seed": seed}} for seed in range(100)}})
@@ -149,16 +142,14 @@ def write_png(project: Project) -> None:
     (project.root / "data" / "train.jsonl").write_bytes(PNG)
 
 
-def test_unusable_data_stop_at_tokenization(described: Project, tmp_path: Path) -> None:
+def test_unusable_data_stop_at_tokenization(described, tmp_path):
     project = described.copy(tmp_path / "project")
     write_png(project)
     message = ["data.train = 'data/train.jsonl'", "PNG image", "Name a .jsonl file"]
     assert_said(refusal(project, after=["tokenize_dataset"]), *message)
 
 
-def test_setting_that_cannot_work_on_this_machine_stops_at_the_description(
-    fresh: Project, tmp_path: Path
-) -> None:
+def test_setting_that_cannot_work_on_this_machine_stops_at_the_description(fresh, tmp_path):
     project = fresh.copy(tmp_path / "project")
     write_png(project)  # which would be refused, if it were read
     project.edit({"hardware": {"gpus": 99}, "train": {"global_batch_size": 99}})
@@ -166,9 +157,7 @@ def test_setting_that_cannot_work_on_this_machine_stops_at_the_description(
     assert_said(refusal(project, after=["describe_model"]), *message)
 
 
-def test_run_that_does_not_fit_stops_all_with_its_table_before_quantization(
-    described: Project, tmp_path: Path
-) -> None:
+def test_run_that_does_not_fit_stops_all_with_its_table_before_quantization(described, tmp_path):
     project = described.copy(tmp_path / "project")
     runs = {"demo": {}, "second": {"hardware": {"host_memory_gib": 0.01}}}
     project.write_settings(merge(project.settings, {"runs": runs}))

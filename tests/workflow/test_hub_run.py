@@ -33,9 +33,7 @@ def hub_project(root: Path, endpoint: str, **changes: object) -> Project:
     return Project(made.root, environment=variables)
 
 
-def test_model_and_dataset_of_the_hub_are_downloaded_recorded_and_trained(
-    hub_files: dict[str, dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_model_and_dataset_of_the_hub_are_downloaded_recorded_and_trained(hub_files, tmp_path):
     """Settings that do not suit the model are refused before its weights come
     (stages/test_download_source.py).
     """
@@ -62,13 +60,7 @@ def test_model_and_dataset_of_the_hub_are_downloaded_recorded_and_trained(
     ],
     ids=["gated model", "missing file"],
 )
-def test_download_that_is_refused_is_one_message(
-    hub_files: dict[str, dict[str, bytes]],
-    tmp_path: Path,
-    train: str,
-    gated: bool,
-    message: list[str],
-) -> None:
+def test_download_that_is_refused_is_one_message(hub_files, tmp_path, train, gated, message):
     model, data = HubRepo(hub_files["model"]), HubRepo(hub_files["dataset"], kind="dataset")
     model.gated = gated
     with start_hub({"acme/tiny": model, "acme/qa": data}) as endpoint:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -142,12 +141,12 @@ def interrupted(finished_project: Project, tmp_path_factory: pytest.TempPathFact
     return Interrupted(project, stopped, killed, project.run("train"))
 
 
-def test_ctrl_c_stops_before_the_training_has_ended(interrupted: Interrupted) -> None:
+def test_ctrl_c_stops_before_the_training_has_ended(interrupted):
     assert interrupted.stopped.done.status != 0
     assert interrupted.stopped.saved_steps[-1] < STEPS
 
 
-def test_ctrl_c_leaves_a_checkpoint_of_the_step_it_stopped_at(interrupted: Interrupted) -> None:
+def test_ctrl_c_leaves_a_checkpoint_of_the_step_it_stopped_at(interrupted):
     output = interrupted.stopped.done.output
     assert f"stopped after step {interrupted.stopped.saved_steps[-1]} of {STEPS}" in output
     assert "Traceback" not in output
@@ -166,12 +165,8 @@ ALONE = {
 
 @pytest.mark.parametrize(("number", "ctrl_c", "forks_stages"), ALONE.values(), ids=ALONE)
 def test_signal_to_snakemake_alone_ends_the_training_with_a_checkpoint(
-    finished_project: Project,
-    tmp_path: Path,
-    number: signal.Signals,
-    ctrl_c: Any,
-    forks_stages: bool,
-) -> None:
+    finished_project, tmp_path, number, ctrl_c, forks_stages
+):
     project = ready_to_train(finished_project, tmp_path / "project", processes=1)
     project.edit({"train": {"max_steps": UNENDING}})
     before = signal.signal(signal.SIGINT, ctrl_c)
@@ -192,9 +187,7 @@ def assert_stopped_in_order(stopped: Stopped) -> None:
     assert said in stopped.done.output
 
 
-def test_command_repeated_while_an_orphan_trains_names_its_process(
-    interrupted: Interrupted,
-) -> None:
+def test_command_repeated_while_an_orphan_trains_names_its_process(interrupted):
     refused = interrupted.killed.refused
     assert refused.status == 1
     assert "Traceback" not in refused.output
@@ -203,19 +196,17 @@ def test_command_repeated_while_an_orphan_trains_names_its_process(
     assert {int(pid) for pid in named} <= set(interrupted.killed.orphans)
 
 
-def test_no_worker_outlives_its_launcher(interrupted: Interrupted) -> None:
+def test_no_worker_outlives_its_launcher(interrupted):
     assert interrupted.killed.survivors == []
 
 
-def test_same_command_continues_after_ctrl_c_and_after_a_kill(interrupted: Interrupted) -> None:
+def test_same_command_continues_after_ctrl_c_and_after_a_kill(interrupted):
     resumed = interrupted.project.json("finetune", "summary.json")["resumed_from_steps"]
     assert len(resumed) == 2
     assert interrupted.stopped.saved_steps[-1] == resumed[0] < resumed[1] < STEPS
 
 
-def test_command_repeated_after_a_kill_tells_how_far_training_had_come(
-    interrupted: Interrupted,
-) -> None:
+def test_command_repeated_after_a_kill_tells_how_far_training_had_come(interrupted):
     """After Ctrl-C it does not: that was told."""
     told = (
         r"the training before this one \(process \d+\) was killed after step (\d+); its newest "
@@ -227,20 +218,16 @@ def test_command_repeated_after_a_kill_tells_how_far_training_had_come(
     assert "was killed after" not in interrupted.killed.refused.output
 
 
-def test_metrics_of_an_interrupted_run_have_every_step_once(interrupted: Interrupted) -> None:
+def test_metrics_of_an_interrupted_run_have_every_step_once(interrupted):
     lines = (interrupted.project.folder("finetune") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_interrupted_run_ends_with_the_bytes_of_an_undisturbed_one(
-    interrupted: Interrupted, finished_project: Project
-) -> None:
+def test_interrupted_run_ends_with_the_bytes_of_an_undisturbed_one(interrupted, finished_project):
     assert adapter_bytes(interrupted.project) == adapter_bytes(finished_project)
 
 
-def test_three_faults_at_random_moments_change_no_artifact(
-    finished_project: Project, tmp_path: Path
-) -> None:
+def test_three_faults_at_random_moments_change_no_artifact(finished_project, tmp_path):
     """The short form; `python -m tests.support.chaos` is the long one."""
     project = ready_to_train(finished_project, tmp_path / "project")
     chance = random.Random(11)
@@ -254,8 +241,8 @@ def test_three_faults_at_random_moments_change_no_artifact(
 
 
 def test_cause_of_a_failed_training_stands_at_the_end_of_the_terminals_output(
-    finished_project: Project, tmp_path: Path
-) -> None:
+    finished_project, tmp_path
+):
     """Broken by a rate that no adapter survives; the message is the last thing that the user
     sees.
     """

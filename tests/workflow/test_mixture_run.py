@@ -3,7 +3,6 @@ and every form of the model measured.
 """
 
 import shutil
-from pathlib import Path
 
 from tests.support.mixtures import SIZES
 from tests.support.packed_checkpoints import fp8_checkpoint
@@ -14,11 +13,9 @@ from workflow.lib.system.files import read_checked_json, read_json
 SUBJECTS = ["original", "base", "tuned", "tuned_on_original", "merged"]
 
 
-def test_mixture_goes_through_all_stages(tmp_path: Path) -> None:
+def test_mixture_goes_through_all_stages(tmp_path):
     project = make_project(
-        tmp_path,
-        export={"merged": True},
-        evaluate={"subjects": SUBJECTS, "served": "merged"},
+        tmp_path, export={"merged": True}, evaluate={"subjects": SUBJECTS, "served": "merged"}
     )
     shutil.rmtree(tmp_path / "model")
     fp8_checkpoint(tmp_path / "model", block_size=(16, 8), vocab_size=VOCAB_SIZE)

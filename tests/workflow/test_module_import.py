@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.support.workflow_project import REPOSITORY, make_project
 
@@ -22,9 +21,7 @@ use rule * from tuning as tuning_*
 """
 
 
-def test_job_of_an_imported_workflow_runs_where_only_the_outer_snakefile_lies(
-    tmp_path: Path,
-) -> None:
+def test_job_of_an_imported_workflow_runs_where_only_the_outer_snakefile_lies(tmp_path):
     project = make_project(tmp_path)
     outer = OUTER.format(snakefile=REPOSITORY / "Snakefile")
     (project.root / "Snakefile").write_text(outer)

@@ -34,13 +34,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-def test_merged_model_is_the_measured_one_with_its_vision_tower(finished: Project) -> None:
+def test_merged_model_is_the_measured_one_with_its_vision_tower(finished):
     assert_merged_is_measured(finished.root)
 
 
-def test_merged_model_is_the_one_that_two_processes_measure_together(
-    finished: Project, tmp_path: Path
-) -> None:
+def test_merged_model_is_the_one_that_two_processes_measure_together(finished, tmp_path):
     project = finished.copy(tmp_path / "project")
     project.edit({"evaluate": {"processes": 2, "shard": True}})
     shutil.rmtree(project.folder("evaluate_run"))

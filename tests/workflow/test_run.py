@@ -113,7 +113,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 # What a finished project is.
 
 
-def test_all_leaves_the_artifacts_of_the_design_and_no_others(finished_project: Project) -> None:
+def test_all_leaves_the_artifacts_of_the_design_and_no_others(finished_project):
     root = finished_project.root
     files = {path for path in root.glob("results/**/*") if path.is_file() and path.name[0] != "."}
     matches = {pattern: set(root.glob(pattern)) for pattern in ARTIFACTS}
@@ -122,7 +122,7 @@ def test_all_leaves_the_artifacts_of_the_design_and_no_others(finished_project: 
     assert files - set().union(*matches.values()) - checkpoints == set()
 
 
-def test_second_invocation_runs_and_changes_nothing(project: Project) -> None:
+def test_second_invocation_runs_and_changes_nothing(project):
     before = times(project.root / "results")
     done = project.run("all")
     assert done.nothing_to_do
@@ -130,13 +130,13 @@ def test_second_invocation_runs_and_changes_nothing(project: Project) -> None:
     assert times(project.root / "results") == before
 
 
-def test_training_lowered_the_loss(finished_project: Project) -> None:
+def test_training_lowered_the_loss(finished_project):
     """So that the equalities below are not those of an adapter that does nothing."""
     summary = finished_project.json("finetune", "summary.json")
     assert summary["final_loss"] < 0.8 * summary["first_loss"]
 
 
-def test_exported_adapter_loads_with_stock_packages(finished_project: Project) -> None:
+def test_exported_adapter_loads_with_stock_packages(finished_project):
     base = load(finished_project.root / "model")
     before = logits(base)
     tuned = PeftModel.from_pretrained(base, finished_project.folder("consolidate") / "adapter")
@@ -146,14 +146,14 @@ def test_exported_adapter_loads_with_stock_packages(finished_project: Project) -
 
 
 @pytest.mark.slow
-def test_checkout_in_a_folder_of_any_name_trains(checkout: Project) -> None:
+def test_checkout_in_a_folder_of_any_name_trains(checkout):
     assert checkout.json("finetune", "summary.json")["num_steps"] == 6
 
 
 # What an edit of a finished project changes.
 
 
-def test_new_evaluation_leaves_training_untouched(project: Project) -> None:
+def test_new_evaluation_leaves_training_untouched(project):
     """But for the model card, which names the results."""
     before = without_card(project)
     project.edit({"evaluate": {"samples": 1}})
@@ -163,9 +163,7 @@ def test_new_evaluation_leaves_training_untouched(project: Project) -> None:
     assert without_card(project) == before
 
 
-def test_setting_without_effect_on_the_result_continues_from_the_last_checkpoint(
-    project: Project,
-) -> None:
+def test_setting_without_effect_on_the_result_continues_from_the_last_checkpoint(project):
     """On other hardware too: the plan is made at every start, for one process now instead of
     two.
     """
@@ -177,7 +175,7 @@ def test_setting_without_effect_on_the_result_continues_from_the_last_checkpoint
     assert adapter_bytes(project) == before
 
 
-def test_new_rows_in_the_same_file_train_from_the_start(checkout: Project, tmp_path: Path) -> None:
+def test_new_rows_in_the_same_file_train_from_the_start(checkout, tmp_path):
     """A checkpoint of the old rows has the same settings; it must not be continued."""
     project = checkout.copy(tmp_path / "project")
     before = project.json("finetune", "summary.json")
@@ -189,7 +187,7 @@ def test_new_rows_in_the_same_file_train_from_the_start(checkout: Project, tmp_p
     assert after["first_loss"] != pytest.approx(before["first_loss"], rel=1e-3)
 
 
-def test_calibrated_base_is_made_with_the_tokens_of_the_run(project: Project) -> None:
+def test_calibrated_base_is_made_with_the_tokens_of_the_run(project):
     project.edit({"quantize": {"method": "calibrated", "calibration_tokens": 512}})
     (run,) = load_config(project.settings)[1].values()
     done = project.run(base_dir(run))

@@ -70,13 +70,13 @@ def on_two_nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
     return Trained(project, jobs)
 
 
-def test_two_nodes_train_one_run(on_two_nodes: Trained) -> None:
+def test_two_nodes_train_one_run(on_two_nodes):
     summary = on_two_nodes.project.json("finetune", "summary.json")
     assert (summary["processes"], summary["num_steps"]) == (2, 6)
     assert on_two_nodes.jobs["finetune"]["NumNodes"] == "2"
 
 
-def test_every_stage_is_a_job(on_two_nodes: Trained) -> None:
+def test_every_stage_is_a_job(on_two_nodes):
     assert set(on_two_nodes.jobs) == {
         "describe_model",
         "tokenize_dataset",
@@ -90,11 +90,11 @@ def test_every_stage_is_a_job(on_two_nodes: Trained) -> None:
     }
 
 
-def test_report_is_there_after_the_last_job(on_two_nodes: Trained) -> None:
+def test_report_is_there_after_the_last_job(on_two_nodes):
     assert (on_two_nodes.project.root / "results" / "report" / "report.html").exists()
 
 
-def test_training_asks_for_what_preflight_predicts(on_two_nodes: Trained) -> None:
+def test_training_asks_for_what_preflight_predicts(on_two_nodes):
     """Memory of a node; and minutes, the shortest there are for a run of a few steps."""
     predicted = on_two_nodes.project.json("preflight_run", "preflight.json")
     job = on_two_nodes.jobs["finetune"]
@@ -145,21 +145,19 @@ def disturbed(cluster: Cluster, on_two_nodes: Trained) -> Disturbed:
     return Disturbed(project, int(cluster.facts(job)["Restarts"]))
 
 
-def test_preempted_run_and_run_of_a_lost_node_go_on_by_themselves(disturbed: Disturbed) -> None:
+def test_preempted_run_and_run_of_a_lost_node_go_on_by_themselves(disturbed):
     assert disturbed.restarts == 2
     resumed = disturbed.project.json("finetune", "summary.json")["resumed_from_steps"]
     assert len(resumed) == 2
     assert 0 < resumed[0] < resumed[1] < STEPS
 
 
-def test_disturbed_run_has_every_step_once(disturbed: Disturbed) -> None:
+def test_disturbed_run_has_every_step_once(disturbed):
     lines = (disturbed.project.folder("finetune") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
-    cluster: Cluster, on_two_nodes: Trained
-) -> None:
+def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(cluster, on_two_nodes):
     """Slurm's cards are files, and a driver that is made up knows them; the quantization itself
     runs on the CPU.
     """
@@ -178,9 +176,7 @@ def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
     assert facts["CPUs/Task"] == "2"
 
 
-def test_gpus_of_the_login_node_are_not_taken_for_those_of_the_cluster(
-    cluster: Cluster, on_two_nodes: Trained
-) -> None:
+def test_gpus_of_the_login_node_are_not_taken_for_those_of_the_cluster(cluster, on_two_nodes):
     project = on_two_nodes.project.copy(on_two_nodes.project.root.parent / "auto")
     project.edit({"hardware": {"gpus": "auto", "nodes": 1}})
     refused = project.snakemake(*OPTIONS, "--forcerun", "render_report", "--", "report")

@@ -40,6 +40,6 @@ def calls_to_plan(root: Path, *, num_runs: int) -> int:
     return int(calls)
 
 
-def test_work_of_planning_a_sweep_grows_no_faster_than_its_runs(tmp_path: Path) -> None:
+def test_work_of_planning_a_sweep_grows_no_faster_than_its_runs(tmp_path):
     few, some, many = (calls_to_plan(tmp_path / str(n), num_runs=n) for n in SIZES)
     assert many - some < 1.1 * (some - few)

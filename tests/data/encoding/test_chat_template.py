@@ -20,13 +20,13 @@ from workflow.lib.system import limits
 from workflow.lib.system.errors import UserError
 
 
-def test_template_without_the_prompt_in_front_of_its_answer_is_refused(tokenizer: Any) -> None:
+def test_template_without_the_prompt_in_front_of_its_answer_is_refused(tokenizer):
     template = PLAIN_TEMPLATE.replace("{{ '<|assistant|>' }}", "Now speak:")
     with pytest.raises(UserError, match=r"turn not found: .* message 2 .*add_generation_prompt"):
         encode(tokenizer, CHAT, template)
 
 
-def test_row_that_the_template_refuses_carries_its_message(tokenizer: Any) -> None:
+def test_row_that_the_template_refuses_carries_its_message(tokenizer):
     refusal = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     )
@@ -34,9 +34,7 @@ def test_row_that_the_template_refuses_carries_its_message(tokenizer: Any) -> No
         encode(tokenizer, CHAT, refusal + CHAT_TEMPLATE)
 
 
-def test_template_whose_turns_neither_end_nor_begin_with_a_token_is_refused_at_once(
-    tokenizer: Any,
-) -> None:
+def test_template_whose_turns_neither_end_nor_begin_with_a_token_is_refused_at_once(tokenizer):
     endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
     with pytest.raises(UserError, match=r"turn without an end: .*data\.chat_template"):
@@ -44,14 +42,12 @@ def test_template_whose_turns_neither_end_nor_begin_with_a_token_is_refused_at_o
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ messages.none.none }}", "no answer in it"])
-def test_template_that_cannot_render_an_answer_is_refused_at_once(
-    tokenizer: Any, template: str
-) -> None:
+def test_template_that_cannot_render_an_answer_is_refused_at_once(tokenizer, template):
     with pytest.raises(UserError, match=r"a question and an answer cannot be rendered"):
         SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
 
 
-def test_template_that_writes_the_date_gives_the_same_tokens_every_day(tokenizer: Any) -> None:
+def test_template_that_writes_the_date_gives_the_same_tokens_every_day(tokenizer):
     dated = CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token + strftime_now('%d %b %Y') }}")
     text = tokenizer.decode(encode(tokenizer, CHAT, dated).ids.tolist())
     assert text.startswith("<|begin|>26 Jul 2024<|system|>")
@@ -67,7 +63,7 @@ def test_template_that_writes_the_date_gives_the_same_tokens_every_day(tokenizer
         "{{ range(10 ** 9) | list }}",
     ],
 )
-def test_template_runs_in_a_sandbox(tokenizer: Any, attack: str) -> None:
+def test_template_runs_in_a_sandbox(tokenizer, attack):
     with pytest.raises(UserError, match="refused by the chat template"):
         encode(tokenizer, CHAT, attack + CHAT_TEMPLATE)
 
@@ -78,9 +74,7 @@ LATE = "{% if messages | length == 5 %}" + LOOPS + "{% endif %}"
 
 
 @pytest.mark.parametrize("bomb", [LOOPS, LATE, "{{ 10 ** (10 ** 9) }}"])
-def test_template_that_loops_without_end_is_stopped(
-    tokenizer: Any, bomb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_template_that_loops_without_end_is_stopped(tokenizer, bomb, monkeypatch):
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
     refusal = r"data\.chat_template, .* more than 0\.05 seconds of processor time for one conver"
     with pytest.raises(UserError, match=refusal):
@@ -98,13 +92,13 @@ def test_template_that_loops_without_end_is_stopped(
         "endfor %}{{ ns.x }}",
     ],
 )
-def test_template_of_a_hundred_gigabytes_of_text_is_stopped(tokenizer: Any, bomb: str) -> None:
+def test_template_of_a_hundred_gigabytes_of_text_is_stopped(tokenizer, bomb):
     refusal = r"data\.chat_template, .* takes more than 1,024 MiB of memory for one conversation"
     with pytest.raises(UserError, match=refusal):
         encode(tokenizer, CHAT, bomb + CHAT_TEMPLATE)
 
 
-def test_template_that_writes_more_than_a_tokenizer_holds_drops_the_row(tokenizer: Any) -> None:
+def test_template_that_writes_more_than_a_tokenizer_holds_drops_the_row(tokenizer):
     much = "{% if messages | length == 5 %}{{ 'x' * 20000000 }}{% endif %}"
     with pytest.raises(
         RowError, match=r"too large: the chat template writes 2\d{7} characters, mor"
@@ -112,7 +106,7 @@ def test_template_that_writes_more_than_a_tokenizer_holds_drops_the_row(tokenize
         encode(tokenizer, CHAT, much + CHAT_TEMPLATE)
 
 
-def test_message_of_a_template_cannot_speak_to_the_terminal(tokenizer: Any) -> None:
+def test_message_of_a_template_cannot_speak_to_the_terminal(tokenizer):
     refusal = (
         "{% if messages[0].role == 'system' %}{{ raise_exception(messages[1].content) }}{% endif %}"
     )
@@ -122,7 +116,7 @@ def test_message_of_a_template_cannot_speak_to_the_terminal(tokenizer: Any) -> N
     assert str(caught.value) == r"refused by the chat template: \x1b[2J\u202e"
 
 
-def test_template_without_generation_tags_writes_the_same() -> None:
+def test_template_without_generation_tags_writes_the_same():
     tagged = (
         "{% for m in messages %}[{{ m['role'] }}]\n"
         "{%- generation -%}\n  {{ m['content'] }}\n{%- endgeneration %} \n{% endfor %}"
@@ -138,9 +132,7 @@ def test_template_without_generation_tags_writes_the_same() -> None:
     assert without_generation_tags("{{ generation }}") == "{{ generation }}"
 
 
-def test_argument_that_the_template_does_not_read_is_refused_once_with_the_nearest_name(
-    tokenizer: Any,
-) -> None:
+def test_argument_that_the_template_does_not_read_is_refused_once_with_the_nearest_name(tokenizer):
     switch = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
     refusal = (
         r"data\.template_kwargs\.enable_thinkin = True: the chat template reads no argument "
@@ -173,21 +165,21 @@ def rendered(tokenizer: Any, template: str, **arguments: Any) -> str:
     )
 
 
-def test_template_with_arguments_renders_as_if_they_were_given(tokenizer: Any) -> None:
+def test_template_with_arguments_renders_as_if_they_were_given(tokenizer):
     text = rendered(tokenizer, with_arguments(TEMPLATE, ARGUMENTS))
     assert text == rendered(tokenizer, TEMPLATE, **ARGUMENTS)
     assert json.dumps(ARGUMENTS["depth"]) in text
 
 
-def test_argument_that_is_given_comes_before_the_template_s(tokenizer: Any) -> None:
+def test_argument_that_is_given_comes_before_the_template_s(tokenizer):
     text = rendered(tokenizer, with_arguments(TEMPLATE, ARGUMENTS), mode="other")
     assert text == rendered(tokenizer, TEMPLATE, **(ARGUMENTS | {"mode": "other"}))
 
 
-def test_template_without_arguments_stays_as_it_is() -> None:
+def test_template_without_arguments_stays_as_it_is():
     assert with_arguments(TEMPLATE, {}) == TEMPLATE
 
 
 @pytest.mark.parametrize("key", ["role", "content"])
-def test_keys_that_a_template_looks_up_are_found(key: str) -> None:
+def test_keys_that_a_template_looks_up_are_found(key):
     assert key in keys_in_template(TEMPLATE)

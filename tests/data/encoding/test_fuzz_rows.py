@@ -148,12 +148,7 @@ def encode(row: Row, format: Any, encoder: SampleEncoder) -> None:
 @pytest.mark.parametrize("suffix", WRITERS)
 @FUZZED
 @given(edits=EDITS)
-def test_no_bytes_of_a_data_file_end_in_a_traceback(
-    tmp_path: Path,
-    encoder: SampleEncoder,
-    suffix: str,
-    edits: list[tuple[str, float, float, bytes]],
-) -> None:
+def test_no_bytes_of_a_data_file_end_in_a_traceback(tmp_path, encoder, suffix, edits):
     path = tmp_path / f"rows{suffix}"
     WRITERS[suffix](path)
     path.write_bytes(mutated(path.read_bytes(), edits))
@@ -197,7 +192,7 @@ COLUMNS += ["tools", "input_ids", "labels", "loss_mask"]
 
 @FUZZED
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4))
-def test_no_values_of_a_row_end_in_a_traceback(encoder: SampleEncoder, row: dict[str, Any]) -> None:
+def test_no_values_of_a_row_end_in_a_traceback(encoder, row):
     for format in get_args(Format):
         encode(Row(1, row), format, encoder)
     assert Row(1, row).preview.encode()
@@ -209,9 +204,7 @@ def test_no_values_of_a_row_end_in_a_traceback(encoder: SampleEncoder, row: dict
 @example(edits=[("change", 0.5, 0.0, b"[" * 5000)])
 @example(edits=[("change", 0.5, 0.0, b"\\ud800")])
 @example(edits=[("change", 0.5, 0.0, b"\\u0000")])
-def test_no_bytes_of_a_checkpoint_end_in_a_traceback(
-    tmp_path: Path, name: str, edits: list[tuple[str, float, float, bytes]]
-) -> None:
+def test_no_bytes_of_a_checkpoint_end_in_a_traceback(tmp_path, name, edits):
     write_checkpoint(tmp_path)
     path = tmp_path / name
     path.write_bytes(mutated(path.read_bytes(), edits))

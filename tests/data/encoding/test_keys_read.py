@@ -50,31 +50,31 @@ def not_read(*rows: dict[str, Any], format: Any = "messages", **options: Any) ->
          {"origin (tool)": 1}),
     ],
 )  # fmt: skip
-def test_what_nothing_reads_is_counted(rows: Any, format: Any, counts: dict[str, int]) -> None:
+def test_what_nothing_reads_is_counted(rows, format, counts):
     assert not_read(*rows, format=format) == counts
 
 
-def test_key_of_a_message_that_the_template_reads_is_read() -> None:
+def test_key_of_a_message_that_the_template_reads_is_read():
     template = "{% for m in messages %}{{ m['name'] }}{{ m.mood }}{{ m.get('tone') }}{% endfor %}"
     spoken = {**ANSWER, "name": "n", "mood": "m", "tone": "t", "id": 7}
     counts = not_read(row(QUESTION, spoken), template_keys=keys_in_template(template))
     assert counts == {"id (message)": 1}
 
 
-def test_columns_that_were_read_are_listed() -> None:
+def test_columns_that_were_read_are_listed():
     keys = KeyAccount()
     read(row(system="s", lang="de"), keys)
     assert keys.report()[0] == ["messages", "system"]
 
 
-def test_counts_begin_anew_with_each_report() -> None:
+def test_counts_begin_anew_with_each_report():
     keys = KeyAccount()
     read(row(lang="de"), keys)
     assert keys.report()[1] == {"lang": 1}
     assert keys.report()[1] == {}
 
 
-def test_names_without_end_are_counted_together() -> None:
+def test_names_without_end_are_counted_together():
     counts = not_read(*(row(**{f"k{n}": 1}) for n in range(MAX_NAMES + 50)))
     assert len(counts) == MAX_NAMES + 1
     assert counts[OTHERS[1]] == 50
@@ -91,7 +91,7 @@ def test_names_without_end_are_counted_together() -> None:
         row({"role": "user", "content": [{"type": "text", "text": "q"}, PICTURE]}, ANSWER),
     ],
 )
-def test_media_are_refused_unless_the_user_omits_them(value: dict[str, Any]) -> None:
+def test_media_are_refused_unless_the_user_omits_them(value):
     with pytest.raises(RowError, match=r"^not text: .* set data\.media: omit$"):
         read(value)
     keys = KeyAccount(omit_media=True)
@@ -101,11 +101,11 @@ def test_media_are_refused_unless_the_user_omits_them(value: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("value", [row(images=[]), row(image=None), row(video="")])
-def test_columns_without_media_are_no_media(value: dict[str, Any]) -> None:
+def test_columns_without_media_are_no_media(value):
     assert not_read(value) == {}
 
 
-def test_key_to_be_left_out_is_not_read_wherever_it_stands() -> None:
+def test_key_to_be_left_out_is_not_read_wherever_it_stands():
     value = row(QUESTION, {**ANSWER, "weight": 0.5}, system="s", mask="User")
     keys = KeyAccount(leave_out=["weight", "system", "mask"])
     conversation = read(value, keys)

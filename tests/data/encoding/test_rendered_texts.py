@@ -1,7 +1,5 @@
 """Texts that a chat template leaves out: the row is dropped, or the user allows the loss."""
 
-from typing import Any
-
 import pytest
 
 from tests.support.encoding import PLAIN_TEMPLATE, TOOL_TEMPLATE, conversation, encode, trained
@@ -39,8 +37,8 @@ def written(content: str) -> str:
     ids=["second system", "reasoning", "cut text"],
 )
 def test_row_is_dropped_with_a_reason_that_names_the_text_unless_its_loss_is_allowed(
-    tokenizer: Any, messages: list[Any], template: str, lost: str, kind: str
-) -> None:
+    tokenizer, messages, template, lost, kind
+):
     reason = rf"text not rendered: the chat template leaves out {lost}; .*unrendered: \[{kind}\]"
     with pytest.raises(RowError, match=reason):
         encode(tokenizer, messages, template)
@@ -52,14 +50,12 @@ def test_row_is_dropped_with_a_reason_that_names_the_text_unless_its_loss_is_all
 @pytest.mark.parametrize(
     "content", ["m.content | trim", "m.content | tojson", "m.content.replace('Why', 'How')"]
 )
-def test_texts_that_the_template_rewrites_but_writes_are_kept(tokenizer: Any, content: str) -> None:
+def test_texts_that_the_template_rewrites_but_writes_are_kept(tokenizer, content):
     messages = [{"role": "user", "content": ' Why "é"?\n'}, EXCHANGE[1]]
     assert not encode(tokenizer, messages, written(content)).unrendered
 
 
-def test_text_lost_for_its_content_alone_is_found_in_a_shape_that_was_proved(
-    tokenizer: Any,
-) -> None:
+def test_text_lost_for_its_content_alone_is_found_in_a_shape_that_was_proved(tokenizer):
     template = written("(m.content if 'secret' not in m.content else '')")
     encoder = SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
     encoder.encode(conversation(EXCHANGE))
@@ -69,7 +65,7 @@ def test_text_lost_for_its_content_alone_is_found_in_a_shape_that_was_proved(
 
 
 @pytest.mark.parametrize("value", ["Oslo", 17, 2.5, ["Oslo"], {"name": "Oslo"}])
-def test_each_value_of_a_call_is_looked_for(tokenizer: Any, value: Any) -> None:
+def test_each_value_of_a_call_is_looked_for(tokenizer, value):
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": value}}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     messages = [EXCHANGE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -80,7 +76,7 @@ def test_each_value_of_a_call_is_looked_for(tokenizer: Any, value: Any) -> None:
         encode(tokenizer, sample, names)
 
 
-def test_first_turn_has_no_prompt_and_is_not_trained(tokenizer: Any) -> None:
+def test_first_turn_has_no_prompt_and_is_not_trained(tokenizer):
     talk = [{"role": "assistant", "content": "Welcome."}, *EXCHANGE]
     encoded = encode(tokenizer, talk, PLAIN_TEMPLATE)
     assert trained(tokenizer, encoded) == ["So.<|end|>"]

@@ -20,12 +20,12 @@ from workflow.lib.system.errors import UserError
         (["text", "input_ids", "attention_mask"], "text"),
     ],
 )
-def test_auto_takes_the_format_whose_columns_are_there(columns: list[str], format: str) -> None:
+def test_auto_takes_the_format_whose_columns_are_there(columns, format):
     chosen, _ = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
     assert chosen == format
 
 
-def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
+def test_missing_columns_lists_found_and_expected_and_the_key():
     names = DataColumns(prompt="question")
     with pytest.raises(UserError) as caught:
         choose_format(["q", "a"], format="prompt_completion", columns=names, setting="data.train")
@@ -35,7 +35,7 @@ def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
     assert "data.columns" in text
 
 
-def test_misspelt_column_is_named_with_the_nearest_one() -> None:
+def test_misspelt_column_is_named_with_the_nearest_one():
     names = DataColumns(prompt="Question text", completion="Reply", text="body")
     with pytest.raises(UserError) as caught:
         choose_format(
@@ -51,12 +51,12 @@ def test_misspelt_column_is_named_with_the_nearest_one() -> None:
     assert "data.columns.messages" not in text
 
 
-def test_token_ids_without_targets_are_told_what_is_missing() -> None:
+def test_token_ids_without_targets_are_told_what_is_missing():
     with pytest.raises(UserError, match=r"tokens \(input_ids with labels or loss_mask\)"):
         choose_format(["input_ids"], format="auto", columns=DataColumns(), setting="data.train")
 
 
-def test_column_names_cannot_speak_to_the_terminal() -> None:
+def test_column_names_cannot_speak_to_the_terminal():
     with pytest.raises(UserError) as caught:
         choose_format(["\x1b[2J"], format="auto", columns=DataColumns(), setting="data.train")
     assert r"\x1b[2J" in str(caught.value)
@@ -76,14 +76,12 @@ def test_column_names_cannot_speak_to_the_terminal() -> None:
          {"prompt": "input", "completion": "output"}),
     ],
 )  # fmt: skip
-def test_names_of_public_datasets_are_known(
-    columns: list[str], format: str, names: dict[str, str]
-) -> None:
+def test_names_of_public_datasets_are_known(columns, format, names):
     chosen = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
     assert chosen == (format, DataColumns(**names))
 
 
-def test_names_that_the_user_chose_are_not_replaced() -> None:
+def test_names_that_the_user_chose_are_not_replaced():
     names = DataColumns(output="reply")
     with pytest.raises(UserError, match=r"data\.columns\.output = 'reply' is none of them"):
         choose_format(["question", "answer"], format="alpaca", columns=names, setting="data.train")
@@ -99,12 +97,12 @@ def test_names_that_the_user_chose_are_not_replaced() -> None:
         ["text", "replies"],
     ],
 )
-def test_rows_that_are_messages_of_a_tree_are_refused_with_the_cure(columns: list[str]) -> None:
+def test_rows_that_are_messages_of_a_tree_are_refused_with_the_cure(columns):
     with pytest.raises(UserError, match=r"Write one row for each path.* set data\.format: text"):
         choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
 
 
-def test_texts_of_a_tree_are_texts_if_the_user_says_so() -> None:
+def test_texts_of_a_tree_are_texts_if_the_user_says_so():
     chosen = choose_format(
         ["parent_id", "role", "text"], format="text", columns=DataColumns(), setting="data.train"
     )
@@ -119,9 +117,7 @@ def test_texts_of_a_tree_are_texts_if_the_user_says_so() -> None:
         (["system", "chat"], "data.columns: {text: chat}"),
     ],
 )
-def test_columns_that_mean_no_format_are_refused_with_what_to_set(
-    columns: list[str], setting: str
-) -> None:
+def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setting):
     with pytest.raises(UserError) as caught:
         choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
     assert setting in str(caught.value)

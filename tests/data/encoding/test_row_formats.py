@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,22 +57,20 @@ from workflow.lib.data.encoding.token_rows import TokenRow
         ),
     ],
 )
-def test_every_format_gives_the_same_conversation(
-    value: dict[str, Any], format: str, columns: dict[str, str]
-) -> None:
+def test_every_format_gives_the_same_conversation(value, format, columns):
     assert messages_of(value, format, **columns) == EXCHANGE
 
 
-def test_alpaca_input_follows_the_instruction_after_a_blank_line() -> None:
+def test_alpaca_input_follows_the_instruction_after_a_blank_line():
     value = {"instruction": "add", "input": "1 2", "output": "3"}
     assert messages_of(value, "alpaca")[0]["content"] == "add\n\n1 2"
 
 
-def test_text_stays_as_it_is() -> None:
+def test_text_stays_as_it_is():
     assert sample({"text": " two\nlines "}, "text") == " two\nlines "
 
 
-def test_empty_system_message_is_allowed() -> None:
+def test_empty_system_message_is_allowed():
     messages = [{"role": "system", "content": ""}, *EXCHANGE]
     assert messages_of({"messages": messages}, "messages") == messages
 
@@ -132,18 +129,18 @@ def test_empty_system_message_is_allowed() -> None:
         ({"labels": [1]}, "tokens", "missing column: 'input_ids'"),
     ],
 )
-def test_unusable_row_has_a_reason(value: dict[str, Any], format: str, reason: str) -> None:
+def test_unusable_row_has_a_reason(value, format, reason):
     with pytest.raises(RowError) as caught:
         sample(value, format)
     assert str(caught.value).startswith(reason)
 
 
-def test_completion_alone_is_trained_whatever_the_prompt_says() -> None:
+def test_completion_alone_is_trained_whatever_the_prompt_says():
     value = {"prompt": [*EXCHANGE, EXCHANGE[0]], "completion": EXCHANGE[1:]}
     assert sample(value, "prompt_completion").trained == [False, False, False, True]
 
 
-def test_weight_zero_keeps_a_turn_out_of_the_loss() -> None:
+def test_weight_zero_keeps_a_turn_out_of_the_loss():
     messages = [
         EXCHANGE[0],
         {**EXCHANGE[1], "weight": 0},
@@ -155,7 +152,7 @@ def test_weight_zero_keeps_a_turn_out_of_the_loss() -> None:
     assert conversation.messages == [*EXCHANGE, *EXCHANGE]
 
 
-def test_other_keys_of_a_message_go_to_the_template() -> None:
+def test_other_keys_of_a_message_go_to_the_template():
     spoken = {**EXCHANGE[1], "reasoning_content": "hm", "name": None}
     messages = messages_of({"messages": [EXCHANGE[0], spoken]}, "messages")
     assert messages[1] == {**EXCHANGE[1], "reasoning_content": "hm"}
@@ -169,13 +166,13 @@ BEFORE = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a
 @pytest.mark.parametrize(
     "columns", [{"system": "s"}, {"system_prompt": "s", "system": None}, {"system_message": "s"}]
 )
-def test_system_text_of_a_column_is_the_first_message(format: str, columns: dict[str, Any]) -> None:
+def test_system_text_of_a_column_is_the_first_message(format, columns):
     assert messages_of({**ROWS[format], **columns}, format) == [SYSTEM, *EXCHANGE]
 
 
 @pytest.mark.parametrize("format", ["prompt_completion", "alpaca"])
 @pytest.mark.parametrize("history", [[["q0", "a0"]], BEFORE, json.dumps([["q0", "a0"]])])
-def test_history_stands_before_the_prompt(format: str, history: Any) -> None:
+def test_history_stands_before_the_prompt(format, history):
     assert messages_of({**ROWS[format], "history": history}, format) == [*BEFORE, *EXCHANGE]
 
 
@@ -183,12 +180,12 @@ def test_history_stands_before_the_prompt(format: str, history: Any) -> None:
     ("format", "trained"),
     [("alpaca", [False, True, False, True]), ("prompt_completion", [False, False, False, True])],
 )
-def test_history_is_trained_as_the_format_says(format: str, trained: list[bool]) -> None:
+def test_history_is_trained_as_the_format_says(format, trained):
     assert sample({**ROWS[format], "history": BEFORE}, format).trained == trained
 
 
 @pytest.mark.parametrize("format", ROWS)
-def test_columns_that_say_nothing_change_nothing(format: str) -> None:
+def test_columns_that_say_nothing_change_nothing(format):
     nothing = {"system": "", "history": [], "tools": None, "reasoning": "off", "prompt_id": None}
     assert messages_of({**ROWS[format], **nothing}, format) == EXCHANGE
 
@@ -208,21 +205,19 @@ def test_columns_that_say_nothing_change_nothing(format: str) -> None:
         ({"chat_template_kwargs": [1]}, "not an object: column 'chat_template_kwargs' is list"),
     ],
 )
-def test_columns_that_contradict_each_other_are_refused(
-    columns: dict[str, Any], reason: str
-) -> None:
+def test_columns_that_contradict_each_other_are_refused(columns, reason):
     with pytest.raises(RowError) as caught:
         sample({"messages": EXCHANGE, **columns}, "messages")
     assert str(caught.value).startswith(reason)
 
 
 @pytest.mark.parametrize("name", ["system", "history", "tools", "chat_template_kwargs"])
-def test_text_has_no_place_for_columns_of_conversations(name: str) -> None:
+def test_text_has_no_place_for_columns_of_conversations(name):
     with pytest.raises(RowError, match=rf"^{name} beside text: .* \(data.leave_out: \[{name}\]\)"):
         sample({"text": "a", name: "x"}, "text")
 
 
-def test_thinking_is_a_switch_or_a_text() -> None:
+def test_thinking_is_a_switch_or_a_text():
     switched = sample({"messages": EXCHANGE, "thinking": False}, "messages")
     spoken = sample({"messages": EXCHANGE, "thinking": "hm"}, "messages")
     assert (switched.messages, switched.template_kwargs) == (EXCHANGE, {"thinking": False})
@@ -230,19 +225,19 @@ def test_thinking_is_a_switch_or_a_text() -> None:
     assert spoken.template_kwargs == {}
 
 
-def test_the_same_system_text_twice_is_one() -> None:
+def test_the_same_system_text_twice_is_one():
     assert messages_of({"messages": [SYSTEM, *EXCHANGE], "system": " s "}, "messages") == [
         {"role": "system", "content": " s "},
         *EXCHANGE,
     ]
 
 
-def test_prompt_that_is_in_the_messages_is_no_other() -> None:
+def test_prompt_that_is_in_the_messages_is_no_other():
     assert messages_of({"messages": EXCHANGE, "prompt": "q"}, "messages") == EXCHANGE
 
 
 @pytest.mark.parametrize("format", ROWS)
-def test_reasoning_of_a_column_is_that_of_the_answer(format: str) -> None:
+def test_reasoning_of_a_column_is_that_of_the_answer(format):
     answer = {**EXCHANGE[1], "reasoning_content": "hm"}
     assert messages_of({**ROWS[format], "reasoning": "hm"}, format) == [EXCHANGE[0], answer]
 
@@ -256,7 +251,7 @@ def test_reasoning_of_a_column_is_that_of_the_answer(format: str) -> None:
         {"chat_template_kwargs": '{"enable_thinking": false}', "reasoning_effort": "low"},
     ],
 )
-def test_arguments_of_the_template_go_with_the_row(format: str, columns: dict[str, Any]) -> None:
+def test_arguments_of_the_template_go_with_the_row(format, columns):
     kwargs = sample({**ROWS[format], **columns}, format).template_kwargs
     assert kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
 
@@ -270,22 +265,22 @@ def test_arguments_of_the_template_go_with_the_row(format: str, columns: dict[st
         [{"role": "prompter", "text": "q"}, {"role": "assistant", "text": "a"}],
     ],
 )
-def test_other_shapes_of_a_conversation_mean_the_same(messages: Any) -> None:
+def test_other_shapes_of_a_conversation_mean_the_same(messages):
     assert messages_of({"messages": messages}, "messages") == EXCHANGE
 
 
 @pytest.mark.parametrize("text", ["3", '"q"', '{"a": 1}', '["x"]', "[1, 2", '[{"a": 1}]'])
-def test_text_that_happens_to_be_json_stays_text(text: str) -> None:
+def test_text_that_happens_to_be_json_stays_text(text):
     value = {"prompt": text, "completion": text}
     assert [m["content"] for m in messages_of(value, "prompt_completion")] == [text, text]
 
 
-def test_json_text_of_messages_is_messages_wherever_messages_may_stand() -> None:
+def test_json_text_of_messages_is_messages_wherever_messages_may_stand():
     value = {"prompt": json.dumps(EXCHANGE[:1]), "completion": json.dumps(EXCHANGE[1:])}
     assert messages_of(value, "prompt_completion") == EXCHANGE
 
 
-def test_json_text_of_calls_is_calls_where_there_are_tools() -> None:
+def test_json_text_of_calls_is_calls_where_there_are_tools():
     text = '[{"name": "f", "arguments": {"x": null}}]'
     value = {"prompt": "q", "completion": text}
     assert messages_of(value, "prompt_completion")[1]["content"] == text
@@ -325,12 +320,12 @@ VALUES = st.recursive(
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), st.sampled_from(list(REQUIRED)))
-def test_no_row_fails_otherwise_than_by_a_row_error(value: dict[str, Any], format: Any) -> None:
+def test_no_row_fails_otherwise_than_by_a_row_error(value, format):
     with contextlib.suppress(RowError):
         assert isinstance(sample(value, format), Conversation | TokenRow | str)
 
 
-def test_reason_of_a_rejection_cannot_speak_to_the_terminal() -> None:
+def test_reason_of_a_rejection_cannot_speak_to_the_terminal():
     with pytest.raises(RowError) as caught:
         sample(turn(role="\x1b[2J\u202e"), "messages")
     assert str(caught.value).isprintable()

@@ -26,9 +26,7 @@ HOSTILE = ["<|end|>", "<|assistant|>", "a<|pad|>b", "<|user|><|begin|>", "<|end|
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("index", [0, 1])
-def test_special_token_in_the_data_is_ordinary_text(
-    tokenizer: Any, template: str, text: str, index: int
-) -> None:
+def test_special_token_in_the_data_is_ordinary_text(tokenizer, template, text, index):
     words = ["What now?", "Nothing."]
     harmless = encode(tokenizer, exchange(*words), template)
     words[index] = text
@@ -40,7 +38,7 @@ def test_special_token_in_the_data_is_ordinary_text(
     assert trained(tokenizer, hostile) == [words[1] + "<|end|>"]
 
 
-def test_guarded_encoding_differs_in_nothing_but_the_hostile_text(tokenizer: Any) -> None:
+def test_guarded_encoding_differs_in_nothing_but_the_hostile_text(tokenizer):
     """The same conversation with a hostile system text ends in the same tokens as with a harmless
     one.
     """
@@ -60,7 +58,7 @@ CONTENTS = st.lists(PIECES, min_size=1, max_size=8).map("".join)
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200
 )
 @given(question=CONTENTS, answer=CONTENTS)
-def test_any_text_comes_back_whole(tokenizer: Any, question: str, answer: str) -> None:
+def test_any_text_comes_back_whole(tokenizer, question, answer):
     encoded = encode(tokenizer, exchange(question, answer))
     assert trained(tokenizer, encoded) == [answer + "<|end|>"]
     expected = f"<|begin|><|user|>{question}<|end|><|assistant|>{answer}<|end|>"
@@ -94,9 +92,7 @@ def sentencepiece_like(kind: str, prepend_scheme: Any) -> PreTrainedTokenizerFas
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 @pytest.mark.parametrize("prepend_scheme", ["first", "always", "never"])
-def test_special_token_in_the_data_is_ordinary_text_for_sentencepiece_too(
-    kind: str, prepend_scheme: str
-) -> None:
+def test_special_token_in_the_data_is_ordinary_text_for_sentencepiece_too(kind, prepend_scheme):
     tokenizer = sentencepiece_like(kind, prepend_scheme)
     harmless = exchange("What is the fox?", "the dog")
     hostile = exchange("What </s> is <s> the fox?", "the dog")
@@ -109,9 +105,7 @@ def test_special_token_in_the_data_is_ordinary_text_for_sentencepiece_too(
 
 
 @pytest.mark.parametrize("prepend_scheme", ["first", "always", "never"])
-def test_answer_behind_a_prompt_that_ends_with_a_blank_is_what_a_model_would_add(
-    prepend_scheme: str,
-) -> None:
+def test_answer_behind_a_prompt_that_ends_with_a_blank_is_what_a_model_would_add(prepend_scheme):
     """Encoded as one text, the blank would belong to the answer's first word, which inference has
     it not do."""
     tokenizer = sentencepiece_like("bpe", prepend_scheme)
@@ -168,9 +162,7 @@ SPANNED = {
     text=st.text(alphabet=st.sampled_from("the fox  éﬁİ\u0323\u0307五🦊\n\t"), max_size=30),
     ends=st.tuples(st.integers(0, 31), st.integers(0, 31)),
 )
-def test_token_span_is_that_of_the_tokens_that_touch_the_characters(
-    kind: str, text: str, ends: tuple[int, int]
-) -> None:
+def test_token_span_is_that_of_the_tokens_that_touch_the_characters(kind, text, ends):
     encoding = SPANNED[kind].encode(text, add_special_tokens=False)
     start, end = sorted(ends)
     touching = [i for i, (a, b) in enumerate(encoding.offsets) if a < end and b > start]

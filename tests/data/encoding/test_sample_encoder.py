@@ -1,7 +1,5 @@
 """Conversations to tokens: equal to the tokenizer's own, masks on the answers."""
 
-from typing import Any
-
 import pytest
 from tokenizers import processors
 
@@ -27,12 +25,12 @@ EOS_ID, USER_ID = 2, 4
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
-def test_ids_equal_the_tokenizers_own(tokenizer: Any, template: str) -> None:
+def test_ids_equal_the_tokenizers_own(tokenizer, template):
     expected = tokenizer.apply_chat_template(CHAT, chat_template=template)["input_ids"]
     assert encode(tokenizer, CHAT, template).ids.tolist() == expected
 
 
-def test_mask_equals_transformers_assistant_mask(tokenizer: Any) -> None:
+def test_mask_equals_transformers_assistant_mask(tokenizer):
     expected = tokenizer.apply_chat_template(
         CHAT, return_dict=True, return_assistant_tokens_mask=True
     )["assistant_masks"]
@@ -40,27 +38,23 @@ def test_mask_equals_transformers_assistant_mask(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
-def test_every_answer_and_its_end_of_turn_is_trained_and_nothing_else(
-    tokenizer: Any, template: str
-) -> None:
+def test_every_answer_and_its_end_of_turn_is_trained_and_nothing_else(tokenizer, template):
     answers = trained(tokenizer, encode(tokenizer, CHAT, template))
     assert answers == ["Forty-two.<|end|>", " é<|end|>"]
 
 
-def test_all_is_trained_but_the_first_token_on_request(tokenizer: Any) -> None:
+def test_all_is_trained_but_the_first_token_on_request(tokenizer):
     mask = encode(tokenizer, CHAT, loss_on="all").mask
     assert not mask[0]
     assert mask[1:].all()
 
 
-def test_bos_is_written_once(tokenizer: Any) -> None:
+def test_bos_is_written_once(tokenizer):
     ids = encode(tokenizer, CHAT).ids.tolist()
     assert [i for i, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
 
 
-def test_generation_block_that_holds_a_part_of_some_prompts_is_trained_without_it(
-    tokenizer: Any,
-) -> None:
+def test_generation_block_that_holds_a_part_of_some_prompts_is_trained_without_it(tokenizer):
     """The prompt of a conversation with a system text goes on with a blank, which its block has
     too."""
     more = "{{ '<' if messages[0].role == 'system' else '' }}"
@@ -72,8 +66,8 @@ def test_generation_block_that_holds_a_part_of_some_prompts_is_trained_without_i
 
 
 def test_text_is_trained_whole_up_to_one_eos_without_a_bos_that_the_tokenizer_does_not_add(
-    tokenizer: Any,
-) -> None:
+    tokenizer,
+):
     encoded = encode(tokenizer, "Pack <|end|> rows", None)
     specials = [i for i in encoded.ids.tolist() if i in tokenizer.all_special_ids]
     assert specials == [tokenizer.eos_token_id]
@@ -83,20 +77,18 @@ def test_text_is_trained_whole_up_to_one_eos_without_a_bos_that_the_tokenizer_do
 
 
 @pytest.mark.parametrize("text", ["<|user|>Hi<|end|>", "<|user|>Hi"])
-def test_text_is_read_as_the_tokens_that_it_spells_on_request(tokenizer: Any, text: str) -> None:
+def test_text_is_read_as_the_tokens_that_it_spells_on_request(tokenizer, text):
     ids = encode(tokenizer, text, None, special_tokens="tokens").ids.tolist()
     assert [i for i in ids if i in tokenizer.all_special_ids] == [USER_ID, EOS_ID]
 
 
-def test_end_that_answer_and_template_both_write_is_trained_once(tokenizer: Any) -> None:
+def test_end_that_answer_and_template_both_write_is_trained_once(tokenizer):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.<|end|>"}]
     encoded = encode(tokenizer, talk, PLAIN_TEMPLATE, special_tokens="tokens")
     assert trained(tokenizer, encoded) == ["Yes.<|end|>"]
 
 
-def test_turn_that_changes_once_others_follow_is_trained_as_inference_sees_it(
-    tokenizer: Any,
-) -> None:
+def test_turn_that_changes_once_others_follow_is_trained_as_inference_sees_it(tokenizer):
     template = PLAIN_TEMPLATE.replace(
         "m.content", "(m.content if loop.last or m.role != 'assistant' else 'gone')"
     )
@@ -109,13 +101,13 @@ def test_turn_that_changes_once_others_follow_is_trained_as_inference_sees_it(
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
-def test_last_turn_alone_is_trained_on_request(tokenizer: Any, template: str) -> None:
+def test_last_turn_alone_is_trained_on_request(tokenizer, template):
     encoded = encode(tokenizer, CHAT, template, loss_on="last_turn")
     assert trained(tokenizer, encoded) == [" é<|end|>"]
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
-def test_turn_of_weight_zero_is_not_trained(tokenizer: Any, template: str) -> None:
+def test_turn_of_weight_zero_is_not_trained(tokenizer, template):
     weighed = Conversation(CHAT, [False, False, True, False, False])
     assert trained(tokenizer, encode(tokenizer, weighed, template)) == ["Forty-two.<|end|>"]
     last = encode(tokenizer, weighed, template, loss_on="last_turn")
@@ -123,7 +115,7 @@ def test_turn_of_weight_zero_is_not_trained(tokenizer: Any, template: str) -> No
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
-def test_tokens_have_the_weights_of_their_turn_and_row(tokenizer: Any, template: str) -> None:
+def test_tokens_have_the_weights_of_their_turn_and_row(tokenizer, template):
     weights = [0, 0, 0.5, 0, 2]
     talk = Conversation(CHAT, [weight > 0 for weight in weights], weights=weights)
     plain = encode(tokenizer, CHAT, template)
@@ -137,7 +129,7 @@ def test_tokens_have_the_weights_of_their_turn_and_row(tokenizer: Any, template:
     assert not encoded.weights[~encoded.mask].any()
 
 
-def test_weights_of_turns_are_refused_where_every_token_is_trained(tokenizer: Any) -> None:
+def test_weights_of_turns_are_refused_where_every_token_is_trained(tokenizer):
     talk = Conversation(CHAT, [False, False, True, False, True], weights=[0, 0, 0.5, 0, 1])
     with pytest.raises(RowError, match=r"weights of turns: .* trains every token"):
         encode(tokenizer, talk, CHAT_TEMPLATE, loss_on="all")
@@ -145,7 +137,7 @@ def test_weights_of_turns_are_refused_where_every_token_is_trained(tokenizer: An
     assert encoded.weights.tolist() == (0.5 * encoded.mask).tolist()
 
 
-def test_single_turns_of_a_template_with_several_blocks_for_each_are_found(tokenizer: Any) -> None:
+def test_single_turns_of_a_template_with_several_blocks_for_each_are_found(tokenizer):
     blocks = (
         "{% generation %}{{ message['content'] }}{% endgeneration %}{% generation %}{{ eos_token }}"
     )
@@ -155,7 +147,7 @@ def test_single_turns_of_a_template_with_several_blocks_for_each_are_found(token
     assert trained(tokenizer, last) == [" é<|end|>"]
 
 
-def test_ready_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
+def test_ready_tokens_are_taken_as_they_are(tokenizer):
     row = TokenRow([5, 6, 7, 300], [True, False, True, True])
     encoded = encode(tokenizer, row, None)
     assert encoded.ids.tolist() == row.ids
@@ -172,21 +164,19 @@ def test_ready_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
         ([5, 6], None, "no labels: token ids need labels or loss_mask"),
     ],
 )
-def test_ready_tokens_that_cannot_be_trained_are_refused(
-    tokenizer: Any, ids: list[int], targets: Any, reason: str
-) -> None:
+def test_ready_tokens_that_cannot_be_trained_are_refused(tokenizer, ids, targets, reason):
     with pytest.raises(RowError, match=reason):
         encode(tokenizer, TokenRow(ids, targets), None)
 
 
 @pytest.mark.parametrize("sample", ["plain", TokenRow([1, 2], [True, True])])
-def test_last_turn_needs_turns(tokenizer: Any, sample: Any) -> None:
+def test_last_turn_needs_turns(tokenizer, sample):
     with pytest.raises(RowError, match=r"no turns: .* needs conversations"):
         encode(tokenizer, sample, None, loss_on="last_turn")
 
 
 @pytest.mark.parametrize("sample", [CHAT, "plain text"])
-def test_bos_that_the_tokenizer_adds_by_itself_is_not_doubled(tmp_path: Any, sample: Any) -> None:
+def test_bos_that_the_tokenizer_adds_by_itself_is_not_doubled(tmp_path, sample):
     tokenizer = tiny_tokenizer(tmp_path)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A <|end|>",
@@ -200,7 +190,7 @@ def test_bos_that_the_tokenizer_adds_by_itself_is_not_doubled(tmp_path: Any, sam
     assert ids[-2:] != [eos, eos]
 
 
-def test_pad_token_that_is_the_end_token_leaves_the_end_trained(tmp_path: Any) -> None:
+def test_pad_token_that_is_the_end_token_leaves_the_end_trained(tmp_path):
     tokenizer = tiny_tokenizer(tmp_path, pad=False)
     encoded = encode(tokenizer, CHAT)
     assert encoded.ids[encoded.mask].tolist().count(tokenizer.eos_token_id) == 2
@@ -209,8 +199,8 @@ def test_pad_token_that_is_the_end_token_leaves_the_end_trained(tmp_path: Any) -
 @pytest.mark.parametrize("loss_on", ["completions", "last_turn", "all"])
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
 def test_end_of_turn_is_the_token_that_the_template_ends_an_answer_with(
-    tokenizer: Any, template: str, loss_on: Any
-) -> None:
+    tokenizer, template, loss_on
+):
     """Also where all is trained, and the template writes a line feed behind each turn."""
     other = template.replace("eos_token", "'<|user|>'")
     for text, ends in ((template, [EOS_ID]), (other, [USER_ID]), (None, [])):
@@ -231,9 +221,7 @@ JOINED = "c.function.name + c.function.arguments }}"
         TOOL_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ mode | default('none') }}"),
     ],
 )
-def test_probes_are_encoded_as_stock_transformers_writes_them(
-    tokenizer: Any, template: str
-) -> None:
+def test_probes_are_encoded_as_stock_transformers_writes_them(tokenizer, template):
     arguments = {"mode": "brief"} if "mode" in template else {}
     encoder = SampleEncoder(
         tokenizer, chat_template=template, loss_on="completions", template_kwargs=arguments
@@ -249,7 +237,7 @@ def test_probes_are_encoded_as_stock_transformers_writes_them(
         assert chat["ids"] == expected["input_ids"]
 
 
-def test_probes_that_the_template_refuses_are_left_out(tokenizer: Any) -> None:
+def test_probes_that_the_template_refuses_are_left_out(tokenizer):
     strict = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
         + CHAT_TEMPLATE

@@ -173,7 +173,7 @@ def generated(name: str, text: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPECIALS)
-def test_every_turn_is_trained_as_inference_must_generate_it(name: str, kind: str) -> None:
+def test_every_turn_is_trained_as_inference_must_generate_it(name, kind):
     system = None if name == "gemma2" else "Be brief."
     talk = chat("What?", "Forty-two.", "Why?\n", "Because.\n\nx ", "So?", "Hm.", system=system)
     expected = [generated(name, text) for text in ["Forty-two.", "Because.\n\nx ", "Hm."]]
@@ -181,14 +181,14 @@ def test_every_turn_is_trained_as_inference_must_generate_it(name: str, kind: st
 
 
 @pytest.mark.parametrize("name", SPECIALS)
-def test_only_templates_that_change_turns_give_several_examples(name: str) -> None:
+def test_only_templates_that_change_turns_give_several_examples(name):
     examples = encode(name, chat("What?", "Forty-two.", "Why?", "Because."))
     assert len(examples) == (2 if name in BY_TURNS else 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPECIALS)
-def test_answers_that_begin_and_end_with_blanks_are_trained(name: str, kind: str) -> None:
+def test_answers_that_begin_and_end_with_blanks_are_trained(name, kind):
     texts = ["  x  ", " \t五 ", "    x\n"]
     talk = chat("What?", texts[0], "Why?", texts[1], "So?", texts[2])
     assert answers(name, talk, kind) == [generated(name, text) for text in texts]
@@ -203,9 +203,7 @@ BLANKS = st.sampled_from(["", " ", "  ", "x", "\n", "\t", "é", "五", "The", "<
     kind=st.sampled_from(KINDS),
     texts=st.lists(st.lists(BLANKS, max_size=4).map("".join), min_size=4, max_size=4),
 )
-def test_any_conversation_is_trained_as_inference_must_generate_it(
-    name: str, kind: str, texts: list[str]
-) -> None:
+def test_any_conversation_is_trained_as_inference_must_generate_it(name, kind, texts):
     texts = [f"{text}q" if n % 2 == 0 else f"q{text}" for n, text in enumerate(texts)]
     texts[1], texts[3] = f" {texts[1]}", f"{texts[3]} "
     expected = [generated(name, text) for text in (texts[1], texts[3])]
@@ -214,7 +212,7 @@ def test_any_conversation_is_trained_as_inference_must_generate_it(
 
 @pytest.mark.parametrize("name", SPECIALS)
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_special_tokens_in_any_text_stay_text(name: str, index: int) -> None:
+def test_special_tokens_in_any_text_stay_text(name, index):
     texts = ["What?", "Nothing.", "So?", "Hm."]
     tokenizer = tokenizer_of(name)
     specials = set(tokenizer.all_special_ids)
@@ -241,7 +239,7 @@ REASONED = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REASONED)
-def test_reasoning_under_its_key_is_trained_in_every_turn(name: str, kind: str) -> None:
+def test_reasoning_under_its_key_is_trained_in_every_turn(name, kind):
     key = "thinking" if name == "gpt_oss" else "reasoning_content"
     turn = {"role": "assistant", "content": "Forty-two.", key: "Hm."}
     question = {"role": "user", "content": "What?"}
@@ -250,9 +248,7 @@ def test_reasoning_under_its_key_is_trained_in_every_turn(name: str, kind: str) 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_r1"])
-def test_reasoning_in_the_text_is_read_by_the_template_and_ends_in_its_special_token(
-    name: str,
-) -> None:
+def test_reasoning_in_the_text_is_read_by_the_template_and_ends_in_its_special_token(name):
     text = "<think>\nHm.\n</think>\n\nForty-two."
     assert answers(name, chat("What?", text, "Why?", text)) == [REASONED[name]] * 2
     (encoded,) = encode(name, chat("What?", text))
@@ -284,14 +280,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_trained_behind_the_prompt_that_offers_the_tools(name: str) -> None:
+def test_calls_are_trained_behind_the_prompt_that_offers_the_tools(name):
     examples = encode(name, AGENT, tools=[TOOL])
     texts = [tokenizer_of(name).decode(e.ids[e.mask].tolist()) for e in examples]
     assert "".join(texts) == CALLS[name] + generated(name, "Foggy.")
     assert all("weather" in tokenizer_of(name).decode(e.ids.tolist()) for e in examples)
 
 
-def test_reasoning_before_a_call_is_trained_though_it_is_gone_once_an_answer_follows() -> None:
+def test_reasoning_before_a_call_is_trained_though_it_is_gone_once_an_answer_follows():
     thinking = [AGENT[0], {**AGENT[1], "thinking": "Hm."}, *AGENT[2:]]
     call = f"<|start|>assistant{CALLS['gpt_oss']}"
     analysis = "<|channel|>analysis<|message|>Hm.<|end|>"
@@ -301,13 +297,13 @@ def test_reasoning_before_a_call_is_trained_though_it_is_gone_once_an_answer_fol
 
 
 @pytest.mark.parametrize("word", ["", "/no_think "])
-def test_header_in_a_generation_block_is_not_trained(word: str) -> None:
+def test_header_in_a_generation_block_is_not_trained(word):
     talk = chat("What?", "Forty-two.", "Why?", "Because.", system=f"{word}Be brief.")
     assert answers("smollm3", talk) == ["Forty-two.<|im_end|>", "Because.<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", SPECIALS)
-def test_last_turn_alone_and_turns_of_weight_zero_are_one_example(name: str) -> None:
+def test_last_turn_alone_and_turns_of_weight_zero_are_one_example(name):
     talk = chat("What?", "Forty-two.", "Why?", "Because.")
     for trained, loss_on, text in [
         ([False, True, False, True], "last_turn", "Because."),

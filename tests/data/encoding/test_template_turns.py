@@ -167,9 +167,7 @@ def values(message: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", SPECIALS)
-def test_each_turn_is_trained_behind_the_prompt_of_inference_up_to_its_end(
-    name: str, case: str
-) -> None:
+def test_each_turn_is_trained_behind_the_prompt_of_inference_up_to_its_end(name, case):
     messages = CASES[case]
     tools = [TOOL] if case in ("call", "parallel") else None
     sample = conversation(messages, tools=tools)
@@ -202,7 +200,7 @@ def test_each_turn_is_trained_behind_the_prompt_of_inference_up_to_its_end(
         assert messages[index].get("reasoning_content", "") in said
 
 
-def test_open_turn_ends_with_the_token_of_the_next_role_and_of_results_behind_calls() -> None:
+def test_open_turn_ends_with_the_token_of_the_next_role_and_of_results_behind_calls():
     (encoded, _) = encoder_of("glm4_5").encode(conversation(CASES["call"], tools=[TOOL]))
     assert decoded("glm4_5", encoded.ids[encoded.mask]).endswith("Foggy.<|user|>")
     ends = decoded("glm4_5", encoder_of("glm4_5").end_of_turn_ids())
@@ -210,7 +208,7 @@ def test_open_turn_ends_with_the_token_of_the_next_role_and_of_results_behind_ca
 
 
 @pytest.mark.parametrize(("name", "closing"), OPENED.items())
-def test_reasoning_that_the_prompt_opens_is_closed_once(name: str, closing: str) -> None:
+def test_reasoning_that_the_prompt_opens_is_closed_once(name, closing):
     (encoded,) = encoder_of(name).encode(conversation(CASES["plain"]))
     said = decoded(name, encoded.ids[encoded.mask])
     assert said.startswith(f"{closing}Foggy.")

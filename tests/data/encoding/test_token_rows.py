@@ -1,7 +1,5 @@
 """Rows of ready token ids."""
 
-from typing import Any
-
 import pytest
 
 from tests.support.rows import sample
@@ -12,12 +10,12 @@ from workflow.lib.data.encoding.token_rows import TokenRow
     "targets",
     [{"labels": [-100, 2, 3]}, {"loss_mask": [0, 1, 1]}, {"loss_mask": [False, True, True]}],
 )
-def test_labels_and_masks_mean_the_same(targets: dict[str, Any]) -> None:
+def test_labels_and_masks_mean_the_same(targets):
     row = TokenRow([1, 2, 3], [False, True, True])
     assert sample({"input_ids": [1, 2, 3], **targets}, "tokens") == row
 
 
-def test_padding_of_ready_tokens_is_left_out() -> None:
+def test_padding_of_ready_tokens_is_left_out():
     value = {
         "input_ids": [0, 1, 2, 0],
         "labels": [-100, 1, 2, -100],
@@ -26,5 +24,5 @@ def test_padding_of_ready_tokens_is_left_out() -> None:
     assert sample(value, "tokens") == TokenRow([1, 2], [True, True])
 
 
-def test_tokens_without_targets_say_nothing_of_training() -> None:
+def test_tokens_without_targets_say_nothing_of_training():
     assert sample({"input_ids": [1, 2]}, "tokens") == TokenRow([1, 2], None)

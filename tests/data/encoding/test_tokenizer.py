@@ -29,7 +29,7 @@ def saved(folder: Path, templates: Any) -> Any:
     return load_tokenizer(folder)
 
 
-def test_rows_that_offer_tools_take_the_template_of_that_name(tmp_path: Path) -> None:
+def test_rows_that_offer_tools_take_the_template_of_that_name(tmp_path):
     tokenizer = saved(tmp_path, NAMED)
     encoder = SampleEncoder(
         tokenizer,
@@ -46,15 +46,13 @@ def test_rows_that_offer_tools_take_the_template_of_that_name(tmp_path: Path) ->
     assert trained(tokenizer, encoder.encode(offered)[0]) == ['ping{"host": "a.example"}<|end|>']
 
 
-def test_template_file_of_the_user_is_for_all_rows(tmp_path: Path) -> None:
+def test_template_file_of_the_user_is_for_all_rows(tmp_path):
     tokenizer = saved(tmp_path, NAMED)
     assert read_tool_template(tokenizer, "mine.jinja") is None
     assert trained_templates(tokenizer, OTHER) == OTHER
 
 
-def test_templates_beside_the_trained_default_are_exported_with_its_arguments(
-    tmp_path: Path,
-) -> None:
+def test_templates_beside_the_trained_default_are_exported_with_its_arguments(tmp_path):
     tokenizer = saved(tmp_path, NAMED)
     assert trained_templates(tokenizer, PLAIN_TEMPLATE) == NAMED
     head = "{% set thinks = true %}"
@@ -63,13 +61,13 @@ def test_templates_beside_the_trained_default_are_exported_with_its_arguments(
     }
 
 
-def test_named_templates_without_a_default_are_told(tmp_path: Path) -> None:
+def test_named_templates_without_a_default_are_told(tmp_path):
     tokenizer = saved(tmp_path, {"tool_use": TOOL_TEMPLATE})
     with pytest.raises(UserError, match="only templates named tool_use, and none named default"):
         read_chat_template(tokenizer, None)
 
 
-def test_digest_of_a_tokenizer_changes_with_each_named_template(tmp_path: Path) -> None:
+def test_digest_of_a_tokenizer_changes_with_each_named_template(tmp_path):
     saved(tmp_path, NAMED)
     before = tokenizer_sha256(tmp_path)
     saved(tmp_path, {**NAMED, "tool_use": TOOL_TEMPLATE + " "})

@@ -25,7 +25,7 @@ NO_BLOCKS = TOOL_TEMPLATE.replace("{% generation %}", "").replace("{% endgenerat
 
 
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, NO_BLOCKS])
-def test_calls_are_trained_and_tools_and_results_are_not(tokenizer: Any, template: str) -> None:
+def test_calls_are_trained_and_tools_and_results_are_not(tokenizer, template):
     encoded = encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
     assert trained(tokenizer, encoded) == [
         'weather{"city": "Oslo <|end|>"}<|end|>',
@@ -37,9 +37,7 @@ def test_calls_are_trained_and_tools_and_results_are_not(tokenizer: Any, templat
 
 
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, NO_BLOCKS])
-def test_special_tokens_in_calls_and_results_are_ordinary_text(
-    tokenizer: Any, template: str
-) -> None:
+def test_special_tokens_in_calls_and_results_are_ordinary_text(tokenizer, template):
     encoded = encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
     ids = encoded.ids.tolist()
     assert encoded.held_special_text
@@ -59,15 +57,15 @@ LOSSES = [
     ("part", "replacement", "lost"), LOSSES, ids=["tools", "names", "arguments", "results"]
 )
 def test_template_that_leaves_out_what_a_tool_says_refuses_the_row(
-    tokenizer: Any, part: str, replacement: str, lost: str
-) -> None:
+    tokenizer, part, replacement, lost
+):
     template = TOOL_TEMPLATE.replace(part, replacement)
     assert template != TOOL_TEMPLATE
     with pytest.raises(RowError, match=f"text not rendered: the chat template leaves out {lost}"):
         encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
 
 
-def test_template_that_writes_calls_outside_its_blocks_refuses_the_row(tokenizer: Any) -> None:
+def test_template_that_writes_calls_outside_its_blocks_refuses_the_row(tokenizer):
     start = "{% generation %}{{ m.content }}"
     outside = TOOL_TEMPLATE.replace(start, "").replace(
         "{{ eos_token }}{% endg", start + "{{ eos_token }}{% endg"
@@ -89,7 +87,7 @@ CALLS = [{"type": "function", "function": FUNCTION}]
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
     ],
 )
-def test_all_spellings_of_a_call_mean_the_same(turn: dict[str, Any]) -> None:
+def test_all_spellings_of_a_call_mean_the_same(turn):
     messages = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
 
@@ -97,7 +95,7 @@ def test_all_spellings_of_a_call_mean_the_same(turn: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("role", "result"), [("tool", ""), ("function", "1"), ("observation", "1")]
 )
-def test_result_of_a_tool_is_a_message_that_may_be_empty(role: str, result: str) -> None:
+def test_result_of_a_tool_is_a_message_that_may_be_empty(role, result):
     messages = [*EXCHANGE, {"role": role, "content": result, "tool_call_id": "7"}]
     (*_, last) = messages_of({"messages": messages}, "messages")
     assert last == {"role": "tool", "content": result, "tool_call_id": "7"}
@@ -112,7 +110,7 @@ def test_result_of_a_tool_is_a_message_that_may_be_empty(role: str, result: str)
     {"arguments": json.dumps('{"x": 1}')},
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["object", "flat", "text", "text of all", "single"])
-def test_arguments_are_found_in_every_form_of_a_call(spelling: Any, form: str) -> None:
+def test_arguments_are_found_in_every_form_of_a_call(spelling, form):
     call: Any = {"type": "function", "function": {"name": "f", **spelling}}
     if form == "flat":
         call = {"name": "f", **spelling}
@@ -129,7 +127,7 @@ def test_arguments_are_found_in_every_form_of_a_call(spelling: Any, form: str) -
     ("arguments", "right"),
     [({"to": None}, {}), ('{"to": null}', {"to": None}), (None, {}), ("null", {}), ("", {})],
 )
-def test_nulls_are_written_only_where_they_stand_in_text(arguments: Any, right: Any) -> None:
+def test_nulls_are_written_only_where_they_stand_in_text(arguments, right):
     call = {"function": {"name": "f", "arguments": arguments}}
     turn = {"role": "assistant", "tool_calls": [call]}
     (_, message) = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
@@ -139,12 +137,12 @@ def test_nulls_are_written_only_where_they_stand_in_text(arguments: Any, right: 
 @pytest.mark.parametrize(
     "form", [{"function": {"name": "f", "values": {"x": 1}}}, {"name": "f", "values": '{"x": 1}'}]
 )
-def test_call_whose_arguments_have_an_unknown_name_is_refused(form: dict[str, Any]) -> None:
+def test_call_whose_arguments_have_an_unknown_name_is_refused(form):
     with pytest.raises(RowError, match="no arguments, but values: a call in message 2"):
         sample(turn(tool_calls=[form]), "messages")
 
 
-def test_arguments_under_two_names_are_refused() -> None:
+def test_arguments_under_two_names_are_refused():
     call = {"name": "f", "arguments": {"x": 1}, "parameters": {"x": 2}}
     with pytest.raises(RowError, match="two arguments: a call in message 2 has them under two"):
         sample(turn(tool_calls=[call]), "messages")
@@ -159,12 +157,12 @@ def test_arguments_under_two_names_are_refused() -> None:
         (["a"], '["a"]'),
     ],
 )
-def test_result_of_parts_is_their_text_and_others_are_json(result: Any, text: str) -> None:
+def test_result_of_parts_is_their_text_and_others_are_json(result, text):
     messages = [*EXCHANGE, {"role": "tool", "content": result}]
     assert messages_of({"messages": messages}, "messages")[-1]["content"] == text
 
 
-def test_null_fields_are_taken_out_of_tools_and_messages() -> None:
+def test_null_fields_are_taken_out_of_tools_and_messages():
     tool = {"type": "function", "x": None, "function": {**TOOL["function"], "strict": None}}
     spoken = {**EXCHANGE[1], "extra": {"a": None, "b": 1}}
     value = {"messages": [EXCHANGE[0], spoken], "tools": [tool]}
@@ -182,13 +180,13 @@ def test_null_fields_are_taken_out_of_tools_and_messages() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("format", ["messages", "prompt_completion"])
-def test_all_spellings_of_tools_mean_the_same(tools: Any, format: str) -> None:
+def test_all_spellings_of_tools_mean_the_same(tools, format):
     value = {**ROWS[format], "tools": tools}
     assert sample(value, format).tools == [TOOL]
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])
-def test_no_tools_are_none(tools: Any) -> None:
+def test_no_tools_are_none(tools):
     assert sample({"messages": EXCHANGE, "tools": tools}, "messages").tools is None
 
 
@@ -211,9 +209,7 @@ def talk_with_ids(first: Any, second: Any, *results: Any) -> list[dict[str, Any]
         (("abcdefgh1", "call_long_2", None, "call_long_2"), ("abcdefgh1", 1), ("abcdefgh1", 1)),
     ],
 )
-def test_ids_are_made_of_nine_letters_and_results_follow_their_calls(
-    given: tuple[Any, ...], calls: tuple[Any, ...], results: tuple[Any, ...]
-) -> None:
+def test_ids_are_made_of_nine_letters_and_results_follow_their_calls(given, calls, results):
     def named(numbers: tuple[Any, ...]) -> list[str]:
         return [n if isinstance(n, str) else f"call{n:05d}" for n in numbers]
 
@@ -222,7 +218,7 @@ def test_ids_are_made_of_nine_letters_and_results_follow_their_calls(
     assert [answer["tool_call_id"] for answer in answers] == named(results)
 
 
-def test_template_that_wants_ids_of_nine_letters_gets_them(tokenizer: Any) -> None:
+def test_template_that_wants_ids_of_nine_letters_gets_them(tokenizer):
     template = TOOL_TEMPLATE.replace(
         "{{ c.function.name",
         "{% if c.id | default('') | length != 9 %}{{ raise_exception('nine') }}{% endif %}"

@@ -37,7 +37,7 @@ def trained(first: dict[str, Any], **columns: Any) -> list[bool]:
         {"loss": {"weight": 0, "why": "bad"}},
     ],
 )
-def test_turn_that_is_marked_is_not_trained(keys: dict[str, Any]) -> None:
+def test_turn_that_is_marked_is_not_trained(keys):
     assert trained(keys) == [False, False, False, True]
 
 
@@ -46,7 +46,7 @@ def test_turn_that_is_marked_is_not_trained(keys: dict[str, Any]) -> None:
     [{"train": True}, {"loss": 1}, {"weight": 1.0}, {"train": None}, {"masked": False},
      {"metadata": {"train": True}}, {"trainer": "x"}, {"loss_reason": "text"}],
 )  # fmt: skip
-def test_turn_that_is_not_marked_is_trained(keys: dict[str, Any]) -> None:
+def test_turn_that_is_not_marked_is_trained(keys):
     assert trained(keys) == [False, True, False, True]
 
 
@@ -70,22 +70,20 @@ def test_turn_that_is_not_marked_is_trained(keys: dict[str, Any]) -> None:
         ({"metadata": {"weight": 0.3}}, "unknown weight: message 2 has weight = 0.3"),
     ],
 )
-def test_mask_that_cannot_be_read_is_refused_with_the_cure(
-    keys: dict[str, Any], reason: str
-) -> None:
+def test_mask_that_cannot_be_read_is_refused_with_the_cure(keys, reason):
     with pytest.raises(RowError) as caught:
         trained(keys)
     assert str(caught.value).startswith(reason)
     assert "data.leave_out: [" in str(caught.value)
 
 
-def test_question_that_is_marked_to_be_trained_is_refused() -> None:
+def test_question_that_is_marked_to_be_trained_is_refused():
     talk = [{**QUESTION, "train": True}, ANSWER]
     with pytest.raises(RowError, match="not an assistant's: message 1 is marked to be trained"):
         to_sample({"messages": talk}, format="messages", columns=DataColumns())
 
 
-def test_question_of_weight_one_is_a_question() -> None:
+def test_question_of_weight_one_is_a_question():
     talk = [{**QUESTION, "weight": 1, "train": False}, ANSWER]
     sample: Any = to_sample({"messages": talk}, format="messages", columns=DataColumns())
     assert sample.trained == [False, True]
@@ -108,7 +106,7 @@ def test_question_of_weight_one_is_a_question() -> None:
         ({"train": "no"}, "unknown mask: the row has train = 'no'"),
     ],
 )
-def test_flag_of_a_row_is_obeyed_or_refused(columns: dict[str, Any], reason: str) -> None:
+def test_flag_of_a_row_is_obeyed_or_refused(columns, reason):
     with pytest.raises(RowError) as caught:
         trained({}, **columns)
     assert str(caught.value).startswith(reason)
@@ -119,7 +117,7 @@ def test_flag_of_a_row_is_obeyed_or_refused(columns: dict[str, Any], reason: str
     [{"label": True}, {"label": 0}, {"weight": 1}, {"loss": None}, {"weight_kg": 70.5},
      {"attention_mask": [1, 1]}, {"train_steps": 7}],
 )  # fmt: skip
-def test_row_that_no_flag_forbids_is_trained(columns: dict[str, Any]) -> None:
+def test_row_that_no_flag_forbids_is_trained(columns):
     assert trained({}, **columns) == [False, True, False, True]
 
 
@@ -135,9 +133,7 @@ def test_row_that_no_flag_forbids_is_trained(columns: dict[str, Any]) -> None:
         ({}, {"importance": 0.5}, None, 0.5),
     ],
 )
-def test_weights_of_turns_and_rows_are_read(
-    turn: dict[str, Any], row: dict[str, Any], weights: list[float] | None, of_row: float
-) -> None:
+def test_weights_of_turns_and_rows_are_read(turn, row, weights, of_row):
     value = {"messages": [QUESTION, {**ANSWER, **turn}, QUESTION, ANSWER], **row}
     columns = DataColumns(weight="importance" if "importance" in row else "weight")
     sample: Any = to_sample(value, format="messages", columns=columns)

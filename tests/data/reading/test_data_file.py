@@ -8,7 +8,6 @@ import json
 import pickle
 import random
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
@@ -74,15 +73,13 @@ EXPECTED = [Row(number, row) for number, row in enumerate(ROWS, start=1)]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_all_kinds_of_file_give_the_same_rows(make: Any, tmp_path: Path) -> None:
+def test_all_kinds_of_file_give_the_same_rows(make, tmp_path):
     assert read(make(tmp_path)) == EXPECTED
 
 
 @pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
 @pytest.mark.parametrize("make", MAKERS)
-def test_compressed_file_gives_the_same_rows(
-    make: Any, suffix: str, codec: str, tmp_path: Path
-) -> None:
+def test_compressed_file_gives_the_same_rows(make, suffix, codec, tmp_path):
     plain = make(tmp_path)
     packed = plain.with_name(plain.name + suffix)
     with pyarrow.CompressedOutputStream(str(packed), codec) as file:
@@ -91,9 +88,7 @@ def test_compressed_file_gives_the_same_rows(
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_chunks_of_any_size_are_the_same_rows_after_a_journey_to_another_process(
-    make: Any, tmp_path: Path
-) -> None:
+def test_chunks_of_any_size_are_the_same_rows_after_a_journey_to_another_process(make, tmp_path):
     path = make(tmp_path)
     for size in (1, 2, 7):
         chunks = list(read_chunks(path, setting="data.train", rows_per_chunk=size))
@@ -103,9 +98,7 @@ def test_chunks_of_any_size_are_the_same_rows_after_a_journey_to_another_process
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_damaged_file_gives_rows_or_a_user_error_and_nothing_else(
-    make: Any, tmp_path: Path
-) -> None:
+def test_damaged_file_gives_rows_or_a_user_error_and_nothing_else(make, tmp_path):
     path = make(tmp_path)
     whole = path.read_bytes()
     dice = random.Random(0)
@@ -118,29 +111,29 @@ def test_damaged_file_gives_rows_or_a_user_error_and_nothing_else(
             assert all(row.preview.isprintable() for row in read(path))
 
 
-def test_two_compressed_files_behind_each_other_are_one(tmp_path: Path) -> None:
+def test_two_compressed_files_behind_each_other_are_one(tmp_path):
     packed = gzip.compress(b'{"a": 1}\n') + gzip.compress(b'{"a": 2}\n')
     assert read(write(tmp_path / "a.jsonl.gz", packed)) == [Row(1, {"a": 1}), Row(2, {"a": 2})]
 
 
 @pytest.mark.parametrize("keep", [-5, 30])
-def test_compressed_file_that_is_cut_off_stops(keep: int, tmp_path: Path) -> None:
+def test_compressed_file_that_is_cut_off_stops(keep, tmp_path):
     packed = gzip.compress(random.Random(0).randbytes(5000).hex().encode())
     with pytest.raises(UserError, match=r"data\.train = .*cannot be read"):
         read(write(tmp_path / "a.jsonl.gz", packed[:keep]))
 
 
-def test_compressed_name_of_a_plain_file_stops(tmp_path: Path) -> None:
+def test_compressed_name_of_a_plain_file_stops(tmp_path):
     with pytest.raises(UserError, match=r"data\.train = .*cannot be read"):
         read(write(tmp_path / "a.jsonl.gz", '{"a": 1}'))
 
 
-def test_file_type_may_be_given_for_a_name_that_does_not_tell_it(tmp_path: Path) -> None:
+def test_file_type_may_be_given_for_a_name_that_does_not_tell_it(tmp_path):
     path = write(tmp_path / "rows.dat", '{"a": 1}')
     assert read(path, "jsonl") == [Row(1, {"a": 1})]
 
 
-def test_saved_dataset_is_read_as_it_was(tmp_path: Path) -> None:
+def test_saved_dataset_is_read_as_it_was(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved", num_shards=2)
     config = DataConfig.model_validate({"train": "saved", "heldout": None})
     (source,) = resolve_splits(config, root=tmp_path)["train"]
@@ -148,7 +141,7 @@ def test_saved_dataset_is_read_as_it_was(tmp_path: Path) -> None:
     assert [row.value for row in rows if isinstance(row, Row)] == ROWS
 
 
-def test_invalid_utf8_in_a_table_is_a_broken_row(tmp_path: Path) -> None:
+def test_invalid_utf8_in_a_table_is_a_broken_row(tmp_path):
     buffers = [
         None,
         pyarrow.array([0, 1, 2], pyarrow.int32()).buffers()[1],
@@ -175,31 +168,29 @@ def test_invalid_utf8_in_a_table_is_a_broken_row(tmp_path: Path) -> None:
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer"),
     ],
 )
-def test_file_that_is_not_what_its_name_says_stops(
-    name: str, content: bytes, finding: str, tmp_path: Path
-) -> None:
+def test_file_that_is_not_what_its_name_says_stops(name, content, finding, tmp_path):
     with pytest.raises(UserError, match=rf"data\.train = '.*{name}': .*{finding}"):
         read(write(tmp_path / name, content))
 
 
-def test_truncated_parquet_stops(tmp_path: Path) -> None:
+def test_truncated_parquet_stops(tmp_path):
     path = parquet(tmp_path)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="Parquet cannot be read after row 0"):
         read(path)
 
 
-def test_unknown_extension_lists_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_extension_lists_the_known_ones(tmp_path):
     with pytest.raises(UserError, match=r"is none of \.jsonl, .*, \.parquet, .*data\.file_type"):
         read(write(tmp_path / "a.xml", "x"))
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot be read \\(No such file"):
         read(tmp_path / "none.jsonl")
 
 
-def test_columns_are_those_of_all_first_objects(tmp_path: Path) -> None:
+def test_columns_are_those_of_all_first_objects(tmp_path):
     path = write(tmp_path / "a.jsonl", 'broken\n{"b": 1}\n{"a": 1, "b": 2}\n')
     assert columns(path) == ["b", "a"]
 
@@ -207,6 +198,6 @@ def test_columns_are_those_of_all_first_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "a,b\n")]
 )
-def test_file_without_rows_stops(name: str, text: str, tmp_path: Path) -> None:
+def test_file_without_rows_stops(name, text, tmp_path):
     with pytest.raises(UserError, match="the file holds no row"):
         columns(write(tmp_path / name, text))

@@ -4,7 +4,6 @@ test_download_source.py.
 
 import errno
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def dataset(*files: str) -> Source:
     return Source("owner/data", None, "dataset", files)
 
 
-def test_every_kind_of_tokenizer_file_is_chosen() -> None:
+def test_every_kind_of_tokenizer_file_is_chosen():
     paths = ["config.json", "model.safetensors", "merges.txt", "qwen.tiktoken", "tokenizer.model"]
     extra = ["additional_chat_templates/tool.jinja", "special_tokens_map.json", "vocab.json"]
     assert chosen(MODEL, *paths, *extra) == sorted(paths + extra)
@@ -41,7 +40,7 @@ def test_every_kind_of_tokenizer_file_is_chosen() -> None:
 @pytest.mark.parametrize(
     "path", ["sub/config.json", "sub/model.safetensors", "model.fp16.safetensors", "x.gguf", "a.py"]
 )
-def test_file_that_transformers_would_not_load_is_left(path: str) -> None:
+def test_file_that_transformers_would_not_load_is_left(path):
     needed = ["config.json", "model.safetensors", "tokenizer.json"]
     assert chosen(MODEL, *needed, path) == needed
 
@@ -57,12 +56,12 @@ def test_file_that_transformers_would_not_load_is_left(path: str) -> None:
         ([], "it has no files"),
     ],
 )
-def test_incomplete_model_is_refused_by_what_it_lacks(paths: Sequence[str], missing: str) -> None:
+def test_incomplete_model_is_refused_by_what_it_lacks(paths, missing):
     with pytest.raises(UserError, match=missing):
         chosen(MODEL, *paths)
 
 
-def test_long_listing_is_abridged_in_the_message() -> None:
+def test_long_listing_is_abridged_in_the_message():
     with pytest.raises(UserError, match=r"it has f0, f1, f10, f100, f11, f12, .* and 93 more\."):
         chosen(MODEL, *[f"f{number}" for number in range(101)])
 
@@ -70,35 +69,33 @@ def test_long_listing_is_abridged_in_the_message() -> None:
 @pytest.mark.parametrize(
     "path", ["../evil.safetensors", "/etc/evil", "a//b", "a\\..\\b", "\x1b[2J.json"]
 )
-def test_path_that_leaves_the_folder_or_speaks_to_the_terminal_is_refused(path: str) -> None:
+def test_path_that_leaves_the_folder_or_speaks_to_the_terminal_is_refused(path):
     check_paths(MODEL, ["config.json", "a/b.json"])
     with pytest.raises(UserError) as error:
         check_paths(MODEL, ["config.json", path])
     assert f"lists the unsafe path {path!r}" in str(error.value)
 
 
-def test_dataset_file_whose_name_looks_like_a_pattern_is_taken_literally() -> None:
+def test_dataset_file_whose_name_looks_like_a_pattern_is_taken_literally():
     assert chosen(dataset("a[1]*.jsonl"), "a[1]*.jsonl", "a1b.jsonl") == ["a[1]*.jsonl"]
 
 
-def test_dataset_pattern_stays_within_one_folder_level() -> None:
+def test_dataset_pattern_stays_within_one_folder_level():
     assert chosen(dataset("*.jsonl"), "a.jsonl", "b/c.jsonl") == ["a.jsonl"]
 
 
-def test_dataset_without_near_names_lists_its_files() -> None:
+def test_dataset_without_near_names_lists_its_files():
     with pytest.raises(UserError, match=r"no such file; it has zzz\.csv\."):
         chosen(dataset("train.jsonl"), "zzz.csv")
 
 
-def test_dataset_file_named_like_the_manifest_is_refused() -> None:
+def test_dataset_file_named_like_the_manifest_is_refused():
     with pytest.raises(UserError, match=r"source\.json is the name of this workflow's manifest"):
         chosen(dataset("source.json"), "source.json")
 
 
 @pytest.mark.parametrize("shard", ["missing.safetensors", "../outside.safetensors", "config.json"])
-def test_index_that_names_no_safetensors_file_of_the_repository_is_refused(
-    tmp_path: Path, shard: str
-) -> None:
+def test_index_that_names_no_safetensors_file_of_the_repository_is_refused(tmp_path, shard):
     index = tmp_path / "index.json"
     index.write_text(json.dumps({"weight_map": {"a": shard, "b": "good.safetensors"}}))
     with pytest.raises(UserError, match="no safetensors file of this repository"):
@@ -106,14 +103,14 @@ def test_index_that_names_no_safetensors_file_of_the_repository_is_refused(
 
 
 @pytest.mark.parametrize("text", ["<html>", "[]", "{}", '{"weight_map": 1}', "[" * 100_000])
-def test_index_that_is_none_is_one_message(tmp_path: Path, text: str) -> None:
+def test_index_that_is_none_is_one_message(tmp_path, text):
     index = tmp_path / "index.json"
     index.write_text(text)
     with pytest.raises(UserError, match=r"model\.source = .* is no index of a checkpoint"):
         weight_shards(MODEL, index, listed=[])
 
 
-def test_publishing_leaves_exactly_the_kept_files(tmp_path: Path) -> None:
+def test_publishing_leaves_exactly_the_kept_files(tmp_path):
     partial = partial_folder(tmp_path / "out")
     for name in ("kept.txt", "deep/er/kept.txt", "old/er/file", "stale.txt"):
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +120,7 @@ def test_publishing_leaves_exactly_the_kept_files(tmp_path: Path) -> None:
     assert left == {"out", "out/kept.txt", "out/deep", "out/deep/er", "out/deep/er/kept.txt"}
 
 
-def test_empty_output_folder_is_replaced(tmp_path: Path) -> None:
+def test_empty_output_folder_is_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     partial = partial_folder(tmp_path / "out")
     (partial / "kept.txt").touch()
@@ -132,12 +129,12 @@ def test_empty_output_folder_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_says_free_space_and_repeat(number: int) -> None:
+def test_full_disk_says_free_space_and_repeat(number):
     assert str(explain(MODEL, OSError(number, "full"))) == (
         "model.source = 'owner/name': the disk, or your quota on it, is full. "
         "Free space and repeat the command: finished files are kept."
     )
 
 
-def test_error_of_another_cause_is_left_as_it_is() -> None:
+def test_error_of_another_cause_is_left_as_it_is():
     assert explain(MODEL, PermissionError(errno.EACCES, "denied")) is None

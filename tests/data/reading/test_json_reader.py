@@ -1,7 +1,6 @@
 """JSON arrays: the same rows in pieces of any size, broken rows named, other files refused."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,7 @@ from workflow.lib.system.errors import UserError
 
 
 @pytest.mark.parametrize("buffer", [1, 2, 3, 5, 16, 64])
-def test_json_array_is_read_the_same_in_pieces_of_any_size(
-    buffer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_array_is_read_the_same_in_pieces_of_any_size(buffer, tmp_path, monkeypatch):
     monkeypatch.setattr(json_reader, "BUFFER_CHARS", buffer)
     values = [
         {"a": -1.5e-7, "b": [True, None, {"c": '\\"\u2028五🦊'}], "d": "x" * 99},
@@ -28,7 +25,7 @@ def test_json_array_is_read_the_same_in_pieces_of_any_size(
     assert [row.preview for row in rows[3:]] == ["12345678901", '"]"', "-0.5"]
 
 
-def test_invalid_utf8_in_a_json_array_breaks_its_row_alone(tmp_path: Path) -> None:
+def test_invalid_utf8_in_a_json_array_breaks_its_row_alone(tmp_path):
     path = write(tmp_path / "a.json", b'[{"a": "\xff"}, {"a": 2}]')
     first, second = read(path)
     assert isinstance(first, BrokenRow)
@@ -36,7 +33,7 @@ def test_invalid_utf8_in_a_json_array_breaks_its_row_alone(tmp_path: Path) -> No
     assert second == Row(2, {"a": 2})
 
 
-def test_json_items_that_are_no_objects_are_broken_rows(tmp_path: Path) -> None:
+def test_json_items_that_are_no_objects_are_broken_rows(tmp_path):
     path = write(tmp_path / "a.json", '[{"a": 1}, 2, "x]", {"a": 4}]')
     assert [type(row) for row in read(path)] == [Row, BrokenRow, BrokenRow, Row]
 
@@ -54,6 +51,6 @@ def test_json_items_that_are_no_objects_are_broken_rows(tmp_path: Path) -> None:
         ('[{"a": 1}] []', "more text follows the array of 1 rows"),
     ],
 )
-def test_json_that_cannot_be_read_on_stops(text: str, reason: str, tmp_path: Path) -> None:
+def test_json_that_cannot_be_read_on_stops(text, reason, tmp_path):
     with pytest.raises(UserError, match=reason):
         read(write(tmp_path / "a.json", text))

@@ -1,7 +1,6 @@
 """Files made to take all time, memory or disk are stopped at a bound, by one message."""
 
 import gzip
-from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -13,7 +12,6 @@ from workflow.lib.data.reading import chunks as chunks_module
 from workflow.lib.data.reading import compression, json_reader, table_readers, text_readers
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.row import BrokenRow, Row
-from workflow.lib.settings.data import FileType
 from workflow.lib.system.errors import UserError
 
 
@@ -28,9 +26,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_line_beyond_the_bound_is_refused_unread_and_the_next_is_read(
-    name: str, tmp_path: Path
-) -> None:
+def test_line_beyond_the_bound_is_refused_unread_and_the_next_is_read(name, tmp_path):
     lines = ['{"a": 1}', '{"a": "' + "x" * 5000 + '"}', '{"a": 3}']
     kind: Any = None if name.endswith("jsonl") else "text_lines"
     first, large, last = read(write(tmp_path / name, "\n".join(lines)), kind)
@@ -46,9 +42,7 @@ def test_line_beyond_the_bound_is_refused_unread_and_the_next_is_read(
     ("file_type", "what"),
     [("jsonl", "line 2"), ("text_lines", "line 2"), ("text_paragraphs", "the paragraph at line 2")],
 )
-def test_file_without_breaks_between_rows_is_not_read_to_its_end(
-    file_type: FileType, what: str, tmp_path: Path
-) -> None:
+def test_file_without_breaks_between_rows_is_not_read_to_its_end(file_type, what, tmp_path):
     rest = "x" * 40_000 if what == "line 2" else "x\n" * 20_000
     path = write(tmp_path / "a", "\n" + rest)
     with pytest.raises(UserError, match=rf"train = '.*{what} goes on for more than .* Repair"):
@@ -57,9 +51,7 @@ def test_file_without_breaks_between_rows_is_not_read_to_its_end(
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("file_type", ["jsonl", "json", "csv", "text_lines", "text_paragraphs"])
-def test_blank_lines_without_end_are_not_read_to_their_end(
-    file_type: FileType, tmp_path: Path
-) -> None:
+def test_blank_lines_without_end_are_not_read_to_their_end(file_type, tmp_path):
     start = {"json": "[", "csv": "a\n1\n"}.get(file_type, "")
     path = write(tmp_path / "a.gz", gzip.compress(start.encode() + b"\n" * 5000))
     with pytest.raises(UserError, match=r"train = '.*(blank lines stand before|of blanks follow)"):
@@ -68,7 +60,7 @@ def test_blank_lines_without_end_are_not_read_to_their_end(
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("file_type", ["jsonl", "csv", "text_lines"])
-def test_some_blank_lines_are_passed_over(file_type: FileType, tmp_path: Path) -> None:
+def test_some_blank_lines_are_passed_over(file_type, tmp_path):
     line = {"csv": "1", "jsonl": '{"a": 1}'}.get(file_type, "x")
     start = "a\n" if file_type == "csv" else ""
     path = write(tmp_path / "a", start + f"{line}\n" * 3 + "\n" * 40 + line)
@@ -76,14 +68,14 @@ def test_some_blank_lines_are_passed_over(file_type: FileType, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("small_limits")
-def test_csv_record_of_many_lines_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_csv_record_of_many_lines_is_not_read_to_its_end(tmp_path):
     field = '"' + "x\n" * 300 + '"'
     read(write(tmp_path / "a.csv", f"a\n{field}\n{field}\n"))
     with pytest.raises(UserError, match=r"near line .*: a record is longer than"):
         read(write(tmp_path / "b.csv", f"a,b\n{field},{field}\n"))
 
 
-def test_header_of_very_many_columns_is_checked(tmp_path: Path) -> None:
+def test_header_of_very_many_columns_is_checked(tmp_path):
     names = [f"c{number}" for number in range(300_000)]
     (row,) = read(write(tmp_path / "a.csv", ",".join(names) + "\n" + "1," * 299_999 + "1\n"))
     assert isinstance(row, Row)
@@ -94,9 +86,7 @@ def test_header_of_very_many_columns_is_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_file_that_unpacks_to_far_more_than_it_is_stops(
-    name: str, suffix: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_unpacks_to_far_more_than_it_is_stops(name, suffix, codec, tmp_path, monkeypatch):
     monkeypatch.setattr(compression, "MIN_UNPACKED_BYTES", 10**6)
     packed = tmp_path / (name + suffix)
     with pyarrow.CompressedOutputStream(str(packed), codec) as file:
@@ -108,7 +98,7 @@ def test_file_that_unpacks_to_far_more_than_it_is_stops(
 
 
 @pytest.mark.usefixtures("small_limits")
-def test_row_of_a_table_beyond_the_bound_is_refused(tmp_path: Path) -> None:
+def test_row_of_a_table_beyond_the_bound_is_refused(tmp_path):
     values = [{"a": "x"}, {"a": "y" * 5000}, {"a": "z"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "a.parquet")
     first, large, last = read(tmp_path / "a.parquet")
@@ -117,9 +107,7 @@ def test_row_of_a_table_beyond_the_bound_is_refused(tmp_path: Path) -> None:
     assert (large.number, large.reason.split(":")[0]) == (2, "too large")
 
 
-def test_chunk_of_a_table_is_small_where_its_rows_are_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_of_a_table_is_small_where_its_rows_are_large(tmp_path, monkeypatch):
     monkeypatch.setattr(table_readers, "CHUNK_BYTES", 2000)
     table = pyarrow.Table.from_pylist([{"a": str(n) * 900} for n in range(10)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
@@ -133,7 +121,7 @@ def test_chunk_of_a_table_is_small_where_its_rows_are_large(
 
 
 @pytest.mark.usefixtures("small_limits")
-def test_paragraph_beyond_the_bound_is_refused(tmp_path: Path) -> None:
+def test_paragraph_beyond_the_bound_is_refused(tmp_path):
     text = "a\n\n" + "b\n" * 2000 + "\nc"
     rows = read(write(tmp_path / "a.txt", text), "text_paragraphs")
     assert [(row.number, type(row)) for row in rows] == [(1, Row), (3, BrokenRow), (2004, Row)]
@@ -148,6 +136,6 @@ def test_paragraph_beyond_the_bound_is_refused(tmp_path: Path) -> None:
         ("a.json", '[{"a": "' + "x" * 5000 + '"}]'),
     ],
 )
-def test_endless_record_of_a_file_without_lines_stops(name: str, text: str, tmp_path: Path) -> None:
+def test_endless_record_of_a_file_without_lines_stops(name, text, tmp_path):
     with pytest.raises(UserError, match=r"longer than|larger than"):
         read(write(tmp_path / name, text))

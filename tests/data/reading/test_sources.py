@@ -54,9 +54,7 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(("pattern", "names"), PATTERNS)
-def test_path_folder_or_glob_gives_its_files_in_order(
-    tree: Path, pattern: str, names: list[str]
-) -> None:
+def test_path_folder_or_glob_gives_its_files_in_order(tree, pattern, names):
     assert files(tree, pattern) == names
     assert [file.path for file in sources(tree, pattern)[0].files] == [
         tree / name for name in names
@@ -64,13 +62,13 @@ def test_path_folder_or_glob_gives_its_files_in_order(
 
 
 @pytest.mark.parametrize(("pattern", "names"), PATTERNS)
-def test_listing_of_a_hub_is_matched_as_a_folder_is(pattern: str, names: list[str]) -> None:
+def test_listing_of_a_hub_is_matched_as_a_folder_is(pattern, names):
     visible = {name for name in matching(LISTING, pattern) if "/." not in name}
     assert sorted(visible) == names
 
 
 @pytest.mark.parametrize("path", ["data", "data/*.parquet"])
-def test_link_to_a_file_elsewhere_is_read(tree: Path, path: str) -> None:
+def test_link_to_a_file_elsewhere_is_read(tree, path):
     (tree / "elsewhere").mkdir()
     (tree / "elsewhere" / "x.bin").touch()
     (tree / "data" / "b-3.parquet").symlink_to("../elsewhere/x.bin")
@@ -78,14 +76,14 @@ def test_link_to_a_file_elsewhere_is_read(tree: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["data", "data/*.parquet", "data/**"])
-def test_link_that_leads_nowhere_stops(tree: Path, path: str) -> None:
+def test_link_that_leads_nowhere_stops(tree, path):
     (tree / "data" / "b-3.parquet").symlink_to("gone")
     with pytest.raises(UserError, match=r"the link data/b-3\.parquet|the link b-3\.parquet"):
         files(tree, path)
 
 
 @pytest.mark.parametrize("path", ["data", "data/**"])
-def test_link_to_a_folder_stops_instead_of_being_passed_over(tree: Path, path: str) -> None:
+def test_link_to_a_folder_stops_instead_of_being_passed_over(tree, path):
     (tree / "data" / "more").symlink_to("../other")
     with pytest.raises(
         UserError, match=r"more in it leads to a folder, which is not searched\. Name"
@@ -93,17 +91,17 @@ def test_link_to_a_folder_stops_instead_of_being_passed_over(tree: Path, path: s
         files(tree, path)
 
 
-def test_absolute_glob_gives_absolute_files(tree: Path) -> None:
+def test_absolute_glob_gives_absolute_files(tree):
     assert files(Path(), f"{tree}/data/*.parquet") == [f"{tree}/data/b-{n}.parquet" for n in (1, 2)]
 
 
 @pytest.mark.parametrize("pattern", ["none.jsonl", "*.csv", "a**b.jsonl", "data/*/none"])
-def test_path_that_names_no_file_stops(tree: Path, pattern: str) -> None:
+def test_path_that_names_no_file_stops(tree, pattern):
     with pytest.raises(UserError, match=r"data\.train = .* Give a path that exists"):
         files(tree, pattern)
 
 
-def test_misspelt_path_is_told_the_nearest_name(tree: Path) -> None:
+def test_misspelt_path_is_told_the_nearest_name(tree):
     (tree / "answers.parquet").touch()
     with pytest.raises(
         UserError, match=r"no such file or folder\. Did you mean 'answers.parquet'\? "
@@ -111,32 +109,32 @@ def test_misspelt_path_is_told_the_nearest_name(tree: Path) -> None:
         files(tree, "answer.parqet")
 
 
-def test_folder_of_several_types_asks_for_a_glob(tree: Path) -> None:
+def test_folder_of_several_types_asks_for_a_glob(tree):
     with pytest.raises(
         UserError, match=r"several types \(jsonl, parquet\). Name the files by a glob"
     ):
         files(tree, ".")
 
 
-def test_folder_without_data_lists_the_extensions(tree: Path) -> None:
+def test_folder_without_data_lists_the_extensions(tree):
     (tree / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds no file that ends in \.jsonl"):
         files(tree, "empty")
 
 
-def test_file_of_unknown_extension_needs_a_type(tree: Path) -> None:
+def test_file_of_unknown_extension_needs_a_type(tree):
     with pytest.raises(UserError, match=r"README.md': the extension is none of .* data\.file_type"):
         files(tree, "README.md")
     (source,) = sources(tree, "README.md", file_type="text")
     assert [file.file_type for file in source.files] == ["text"]
 
 
-def test_types_are_told_below_a_compression(tree: Path) -> None:
+def test_types_are_told_below_a_compression(tree):
     (tree / "x.CSV.gz").touch()
     assert [file.file_type for file in sources(tree, "x.CSV.gz")[0].files] == ["csv"]
 
 
-def test_several_sources_keep_order_name_and_weight(tree: Path) -> None:
+def test_several_sources_keep_order_name_and_weight(tree):
     resolved = sources(tree, ["data", {"path": "a.jsonl", "name": "mine", "weight": 0.5}])
     assert [(s.name, s.weight, len(s.files)) for s in resolved] == [
         ("data", 1.0, 3),
@@ -144,7 +142,7 @@ def test_several_sources_keep_order_name_and_weight(tree: Path) -> None:
     ]
 
 
-def test_two_sources_of_one_name_stop(tree: Path) -> None:
+def test_two_sources_of_one_name_stop(tree):
     same = [{"path": "a.jsonl", "name": "x"}, {"path": "data", "name": "x"}]
     with pytest.raises(UserError, match=r"data\.train = 'x': 2 sources have this name"):
         files(tree, same)
@@ -158,7 +156,7 @@ def test_two_sources_of_one_name_stop(tree: Path) -> None:
         ("data", "data/deep/../b-1.parquet"),
     ],
 )
-def test_file_that_is_named_twice_stops(tree: Path, train: Any, heldout: Any) -> None:
+def test_file_that_is_named_twice_stops(tree, train, heldout):
     with pytest.raises(UserError, match="Name every file once"):
         files(tree, train, heldout=heldout)
 
@@ -168,14 +166,14 @@ def save_state(folder: Path, **state: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"_data_files": 1}', '{"_data_files": [1]}'])
-def test_broken_state_of_a_saved_dataset_is_one_message(tree: Path, text: str) -> None:
+def test_broken_state_of_a_saved_dataset_is_one_message(tree, text):
     (tree / "saved").mkdir()
     (tree / "saved" / "state.json").write_text(text)
     with pytest.raises(UserError, match=r"data\.train = .* Save the dataset again"):
         files(tree, "saved")
 
 
-def test_saved_dataset_gives_the_files_of_its_state_and_not_its_caches(tree: Path) -> None:
+def test_saved_dataset_gives_the_files_of_its_state_and_not_its_caches(tree):
     folder = tree / "saved"
     folder.mkdir()
     for name in ("data-1.arrow", "data-2.arrow", "cache-77.arrow", "dataset_info.json"):
@@ -193,13 +191,13 @@ def test_saved_dataset_gives_the_files_of_its_state_and_not_its_caches(tree: Pat
         ({"_indices_data_files": [{"filename": "x"}]}, "a selection of rows"),
     ],
 )
-def test_saved_dataset_that_is_not_whole_stops(tree: Path, state: Any, finding: str) -> None:
+def test_saved_dataset_that_is_not_whole_stops(tree, state, finding):
     save_state(tree / "other", **state)
     with pytest.raises(UserError, match=finding):
         files(tree, "other")
 
 
-def test_saved_dictionary_of_splits_asks_which_one(tree: Path) -> None:
+def test_saved_dictionary_of_splits_asks_which_one(tree):
     (tree / "other" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(
         UserError, match=r"the splits train, test. Name the folder of one: other/<split>"
@@ -207,7 +205,7 @@ def test_saved_dictionary_of_splits_asks_which_one(tree: Path) -> None:
         files(tree, "other/")
 
 
-def test_record_of_a_download_is_no_data(tree: Path) -> None:
+def test_record_of_a_download_is_no_data(tree):
     (tree / "hub" / "d").mkdir(parents=True)
     (tree / "hub" / "source.json").touch()
     (tree / "hub" / "d" / "a.csv").touch()

@@ -46,7 +46,7 @@ def by_datasets(path: Path, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_every_type_that_datasets_writes_is_read_as_by_datasets(name: str, tmp_path: Path) -> None:
+def test_every_type_that_datasets_writes_is_read_as_by_datasets(name, tmp_path):
     feature, values = COLUMNS[name]
     written = Dataset.from_dict({"c": values}, features=Features({"c": feature}))
     written.to_parquet(tmp_path / "a.parquet")
@@ -64,19 +64,19 @@ def test_every_type_that_datasets_writes_is_read_as_by_datasets(name: str, tmp_p
         pyarrow.array([[1, 2], [3, 4], None], pyarrow.list_(pyarrow.int64(), 2)),
     ],
 )
-def test_arrow_types_of_other_writers_are_read_as_by_datasets(column: Any, tmp_path: Path) -> None:
+def test_arrow_types_of_other_writers_are_read_as_by_datasets(column, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"c": column}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == by_datasets(tmp_path / "a.parquet", "parquet")
 
 
-def test_map_is_an_object(tmp_path: Path) -> None:
+def test_map_is_an_object(tmp_path):
     items = pyarrow.array(['"x"', "1"], pyarrow.json_())
     column = pyarrow.MapArray.from_arrays([0, 2, 2], ["a", "b"], items)
     pyarrow.parquet.write_table(pyarrow.table({"c": column}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == [{"c": {"a": "x", "b": 1}}, {"c": {}}]
 
 
-def test_broken_json_in_a_column_of_json_breaks_its_row_alone(tmp_path: Path) -> None:
+def test_broken_json_in_a_column_of_json_breaks_its_row_alone(tmp_path):
     column = pyarrow.array(['"x"', "{", '{"a": 1, "a": 2}', "2"], pyarrow.json_())
     pyarrow.parquet.write_table(pyarrow.table({"c": column}), tmp_path / "a.parquet")
     rows = list(read_rows(tmp_path / "a.parquet", setting="data.train"))
@@ -84,7 +84,7 @@ def test_broken_json_in_a_column_of_json_breaks_its_row_alone(tmp_path: Path) ->
     assert read(tmp_path / "a.parquet") == [{"c": "x"}, {"c": 2}]
 
 
-def test_json_in_a_column_of_json_may_not_nest_deeply(tmp_path: Path) -> None:
+def test_json_in_a_column_of_json_may_not_nest_deeply(tmp_path):
     column = pyarrow.array(["1", "[" * 200 + "]" * 200], pyarrow.json_())
     pyarrow.parquet.write_table(pyarrow.table({"c": column}), tmp_path / "a.parquet")
     first, deep = read_rows(tmp_path / "a.parquet", setting="data.train")

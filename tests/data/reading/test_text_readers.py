@@ -1,15 +1,12 @@
 """Lines of JSON, plain text and CSV: rows by number, broken rows with their reason."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.data_files import read, write
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.row import BrokenRow, Row
-from workflow.lib.settings.data import FileType
 from workflow.lib.system.errors import UserError
 
 TEXT = b"\xef\xbb\xbfOne\r\ntwo\n\n \nthree \xe4\xba\x94\n"
@@ -23,35 +20,31 @@ TEXT = b"\xef\xbb\xbfOne\r\ntwo\n\n \nthree \xe4\xba\x94\n"
         ("text_paragraphs", [(1, "One\r\ntwo"), (5, "three 五")]),
     ],
 )
-def test_plain_text_is_one_document_or_its_lines_or_paragraphs(
-    file_type: Any, rows: Any, tmp_path: Path
-) -> None:
+def test_plain_text_is_one_document_or_its_lines_or_paragraphs(file_type, rows, tmp_path):
     path = write(tmp_path / "a.txt", TEXT)
     assert read(path, file_type) == [Row(number, {"text": text}) for number, text in rows]
 
 
-def test_plain_text_that_is_not_utf8_is_a_broken_row(tmp_path: Path) -> None:
+def test_plain_text_that_is_not_utf8_is_a_broken_row(tmp_path):
     (row,) = read(write(tmp_path / "a.txt", b"abc\xff"))
     assert isinstance(row, BrokenRow)
     assert row.reason == "invalid UTF-8: byte 4 of the text"
 
 
-def test_jsonl_numbers_are_lines_and_blank_lines_are_no_rows(tmp_path: Path) -> None:
+def test_jsonl_numbers_are_lines_and_blank_lines_are_no_rows(tmp_path):
     path = write(tmp_path / "a.jsonl", '\n{"a": 1}\r\n  \n{"a": 2}')
     assert read(path) == [Row(2, {"a": 1}), Row(4, {"a": 2})]
 
 
 @pytest.mark.parametrize(("file_type", "size"), [("jsonl", 2), ("text_lines", 2), ("jsonl", 9)])
-def test_rows_and_blank_lines_add_up_to_the_lines(
-    file_type: FileType, size: int, tmp_path: Path
-) -> None:
+def test_rows_and_blank_lines_add_up_to_the_lines(file_type, size, tmp_path):
     path = write(tmp_path / "a", '\n{"a": 1}\n\n  \r\n{"a": 2}\n{"a": 3}\n\n\n\n')
     chunks = list(read_chunks(path, setting="", file_type=file_type, rows_per_chunk=size))
     assert sum(len(chunk.rows()) for chunk in chunks) == 3
     assert sum(chunk.blank_lines for chunk in chunks) == 6
 
 
-def test_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+def test_byte_order_mark_is_no_part_of_the_data(tmp_path):
     assert read(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}')) == [Row(1, {"a": 1})]
     assert read(write(tmp_path / "a.csv", b"\xef\xbb\xbfa\n1")) == [Row(1, {"a": "1"})]
 
@@ -72,9 +65,7 @@ def test_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
         (b"[" * 900 + b"]" * 900, "nested too deeply: "),
     ],
 )
-def test_broken_line_has_number_and_reason_and_the_next_is_read(
-    line: bytes, reason: str, tmp_path: Path
-) -> None:
+def test_broken_line_has_number_and_reason_and_the_next_is_read(line, reason, tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
     first, broken, last = read(path)
     assert (first, last) == (Row(1, {"a": 1}), Row(3, {"a": 3}))
@@ -83,27 +74,27 @@ def test_broken_line_has_number_and_reason_and_the_next_is_read(
     assert broken.reason.startswith(reason)
 
 
-def test_previews_are_short_and_can_be_written_as_utf8(tmp_path: Path) -> None:
+def test_previews_are_short_and_can_be_written_as_utf8(tmp_path):
     long = json.dumps({"a": "\ud800" + "x" * 10_000})
     path = write(tmp_path / "a.jsonl", long + "\n" + long[:-1])
     previews = [row.preview for row in read(path)]
     assert all(len(text.encode()) <= 4 * 160 for text in previews)
 
 
-def test_what_a_terminal_obeys_is_spelled_out_in_previews(tmp_path: Path) -> None:
+def test_what_a_terminal_obeys_is_spelled_out_in_previews(tmp_path):
     hostile = "\x1b[31mred\x9b1m\u202etfel\x00\u2028"
     path = write(tmp_path / "a.jsonl", json.dumps({"a": hostile}) + "\n{" + hostile)
     assert all(row.preview.isprintable() for row in read(path))
     assert r"\x9b1m\u202etfel" in read(path)[0].preview
 
 
-def test_numbers_that_json_lacks_are_data(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_data(tmp_path):
     (row,) = read(write(tmp_path / "a.jsonl", '{"a": "x", "score": NaN, "b": -Infinity}'))
     assert isinstance(row, Row)
     assert row.value["a"] == "x"
 
 
-def test_csv_rows_of_other_width_or_encoding_are_broken(tmp_path: Path) -> None:
+def test_csv_rows_of_other_width_or_encoding_are_broken(tmp_path):
     path = write(tmp_path / "a.csv", b"a,b\n1\n1,2,3\n\n\xff,2\n1,2\n")
     reasons = [row.reason if isinstance(row, BrokenRow) else "" for row in read(path)]
     assert reasons == [
@@ -114,7 +105,7 @@ def test_csv_rows_of_other_width_or_encoding_are_broken(tmp_path: Path) -> None:
     ]
 
 
-def test_semicolons_part_the_fields_where_the_header_has_no_comma(tmp_path: Path) -> None:
+def test_semicolons_part_the_fields_where_the_header_has_no_comma(tmp_path):
     text = 'question;answer\n"How; and why, if at all?";1,5\n'
     assert read(write(tmp_path / "a.csv", text)) == [
         Row(1, {"question": "How; and why, if at all?", "answer": "1,5"})
@@ -122,16 +113,16 @@ def test_semicolons_part_the_fields_where_the_header_has_no_comma(tmp_path: Path
     assert read(write(tmp_path / "b.csv", "a;b,c\n1;2,3\n")) == [Row(1, {"a;b": "1;2", "c": "3"})]
 
 
-def test_csv_field_may_be_longer_than_pythons_default_limit(tmp_path: Path) -> None:
+def test_csv_field_may_be_longer_than_pythons_default_limit(tmp_path):
     (row,) = read(write(tmp_path / "a.csv", "a\n" + "x" * 200_000))
     assert row == Row(1, {"a": "x" * 200_000})
 
 
-def test_csv_quote_that_never_closes_stops(tmp_path: Path) -> None:
+def test_csv_quote_that_never_closes_stops(tmp_path):
     with pytest.raises(UserError, match="broken CSV near line 3"):
         read(write(tmp_path / "a.csv", 'a\n"open\nrest'))
 
 
-def test_csv_header_that_repeats_a_name_stops(tmp_path: Path) -> None:
+def test_csv_header_that_repeats_a_name_stops(tmp_path):
     with pytest.raises(UserError, match="names a more than once"):
         read(write(tmp_path / "a.csv", "a,b,a\n1,2,3"))

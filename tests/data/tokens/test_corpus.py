@@ -4,8 +4,6 @@ import contextlib
 import io
 import logging
 
-import pytest
-
 from workflow.lib.data.tokens.corpus import Progress
 
 
@@ -16,20 +14,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_rows_done_are_shown_as_a_bar_on_a_terminal() -> None:
+def test_rows_done_are_shown_as_a_bar_on_a_terminal():
     with contextlib.redirect_stderr(Terminal()) as shown, Progress("data.train") as progress:
         progress.add(1000)
         progress.add(234)
     assert "data.train: 1234row" in shown.getvalue()
 
 
-def test_rows_done_are_not_drawn_where_no_terminal_is() -> None:
+def test_rows_done_are_not_drawn_where_no_terminal_is():
     with contextlib.redirect_stderr(io.StringIO()) as shown, Progress("data.train") as progress:
         progress.add(1000)
     assert shown.getvalue() == ""
 
 
-def test_rows_done_are_told_in_the_log_from_time_to_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_done_are_told_in_the_log_from_time_to_time(caplog):
     caplog.set_level(logging.INFO, logger="workflow")
     with Progress("data.train", log_seconds=0) as logged, Progress("data.heldout") as not_yet:
         logged.add(1000)

@@ -17,13 +17,13 @@ def lengths_of(values: list[int]) -> np.ndarray:
 @given(
     values=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=200), seed=st.integers(0, 2**31)
 )
-def test_every_document_is_in_one_row_once(values: list[int], seed: int) -> None:
+def test_every_document_is_in_one_row_once(values, seed):
     packing = pack(lengths_of(values), seq_len=SEQ_LEN, seed=seed)
     assert sorted(packing.documents) == list(range(len(values)))
 
 
 @given(values=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=200))
-def test_no_row_is_overfull_or_empty(values: list[int]) -> None:
+def test_no_row_is_overfull_or_empty(values):
     lengths = lengths_of(values)
     packing = pack(lengths, seq_len=SEQ_LEN, seed=0)
     filled = [int(lengths[packing.row(row)].sum()) for row in range(packing.num_rows)]
@@ -32,7 +32,7 @@ def test_no_row_is_overfull_or_empty(values: list[int]) -> None:
 
 
 @given(values=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=100))
-def test_any_two_rows_are_together_fuller_than_one(values: list[int]) -> None:
+def test_any_two_rows_are_together_fuller_than_one(values):
     """Otherwise the second would never have been opened."""
     lengths = lengths_of(values)
     packing = pack(lengths, seq_len=SEQ_LEN, seed=0)
@@ -40,34 +40,34 @@ def test_any_two_rows_are_together_fuller_than_one(values: list[int]) -> None:
     assert packing.num_rows == 1 or filled[0] + filled[1] > SEQ_LEN
 
 
-def test_best_fit_prefers_the_fullest_row_with_room() -> None:
+def test_best_fit_prefers_the_fullest_row_with_room():
     """Rows open with 20 and 25 of 37; 12 fits both and goes to 25, which it fills."""
     packing = pack(lengths_of([20, 25, 12]), seq_len=SEQ_LEN, seed=0)
     rows = [sorted(packing.row(row).tolist()) for row in range(packing.num_rows)]
     assert sorted(rows) == [[0], [1, 2]]
 
 
-def test_many_short_documents_fill_99_percent() -> None:
+def test_many_short_documents_fill_99_percent():
     lengths = np.random.default_rng(0).integers(1, 200, size=20_011)
     packing = pack(lengths, seq_len=509, seed=0)
     assert lengths.sum() / (packing.num_rows * 509) >= 0.99
 
 
-def test_rows_are_closed_exactly_where_two_documents_can() -> None:
+def test_rows_are_closed_exactly_where_two_documents_can():
     """Longest-first alone puts 20 and 15 into a row; 20 and 9 and 8 leave nothing free."""
     packing = pack(lengths_of([20, 15, 9, 8, 22]), seq_len=SEQ_LEN, seed=0)
     rows = [sorted(packing.row(row).tolist()) for row in range(packing.num_rows)]
     assert sorted(rows) == [[0, 2, 3], [1, 4]]
 
 
-def test_lengths_that_divide_badly_still_fill_99_percent() -> None:
+def test_lengths_that_divide_badly_still_fill_99_percent():
     """Around a third of a row each: longest-first alone reaches 95%."""
     lengths = np.random.default_rng(0).normal(170, 10, size=20_011).astype(np.int64)
     packing = pack(lengths, seq_len=512, seed=0)
     assert lengths.sum() / (packing.num_rows * 512) >= 0.99
 
 
-def test_row_order_depends_on_seed_alone() -> None:
+def test_row_order_depends_on_seed_alone():
     lengths = np.random.default_rng(0).integers(1, SEQ_LEN, size=101)
     first, second = (pack(lengths, seq_len=SEQ_LEN, seed=3) for _ in range(2))
     other = pack(lengths, seq_len=SEQ_LEN, seed=4)
@@ -80,13 +80,13 @@ def test_row_order_depends_on_seed_alone() -> None:
     assert rows[0] == rows[1]
 
 
-def test_without_packing_each_document_has_a_row() -> None:
+def test_without_packing_each_document_has_a_row():
     packing = one_per_row(lengths_of([3, 1, 37, 5, 5]), seq_len=SEQ_LEN, seed=0)
     assert packing.num_rows == 5
     assert sorted(packing.documents) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("values", [[0], [SEQ_LEN + 1], []])
-def test_impossible_lengths_are_our_own_defect(values: list[int]) -> None:
+def test_impossible_lengths_are_our_own_defect(values):
     with pytest.raises(AssertionError):
         pack(lengths_of(values), seq_len=SEQ_LEN, seed=0)

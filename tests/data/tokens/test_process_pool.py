@@ -24,16 +24,16 @@ def double(number: int) -> int:
 
 
 @pytest.mark.parametrize(("processes", "alone"), [(1, 0), (2, 0), (2, 100)])
-def test_results_come_in_the_order_of_the_tasks(processes: int, alone: int) -> None:
+def test_results_come_in_the_order_of_the_tasks(processes, alone):
     results = map_in_order(range(37), prepare=doubler, processes=processes, alone=alone)
     assert list(results) == [2 * number for number in range(37)]
 
 
-def test_mistake_of_a_task_is_raised_here() -> None:
+def test_mistake_of_a_task_is_raised_here():
     with pytest.raises(ValueError, match="-1 is negative"):
         list(map_in_order([1, 2, -1, 3], prepare=doubler, processes=2, alone=0))
 
 
-def test_killed_process_is_told_with_what_to_do() -> None:
+def test_killed_process_is_told_with_what_to_do():
     with pytest.raises(KilledError, match=r"memory ran out.* fewer cores .* finished work is kept"):
         list(map_in_order([1, 666, 3], prepare=doubler, processes=2, alone=0))

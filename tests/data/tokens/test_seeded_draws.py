@@ -12,32 +12,30 @@ def times(weight: float, *, source: int = 1, seed: int = 0) -> list[int]:
     return times_taken(DOCUMENTS, weight=weight, source=source, seed=seed).tolist()
 
 
-def test_weight_one_takes_every_document_once() -> None:
+def test_weight_one_takes_every_document_once():
     assert times(1.0) == [1] * DOCUMENTS
 
 
 @pytest.mark.parametrize(
     ("weight", "total"), [(2.0, 14), (0.5, 4), (2.3, 16), (0.01, 1), (100.0, 700)]
 )
-def test_weight_is_the_share_of_a_sources_documents_that_an_epoch_takes(
-    weight: float, total: int
-) -> None:
+def test_weight_is_the_share_of_a_sources_documents_that_an_epoch_takes(weight, total):
     counts = times(weight)
     assert sum(counts) == total
     assert max(counts) - min(counts) <= 1
 
 
-def test_source_without_documents_gives_none() -> None:
+def test_source_without_documents_gives_none():
     assert times_taken(0, weight=0.5, source=0, seed=0).tolist() == []
 
 
-def test_seed_and_source_decide_which_documents_are_taken() -> None:
+def test_seed_and_source_decide_which_documents_are_taken():
     assert len({tuple(times(0.5, seed=seed)) for seed in range(5)}) > 1
     assert len({tuple(times(0.5, source=source)) for source in range(5)}) > 1
     assert times(0.5) == times(0.5)
 
 
-def test_draw_is_the_beginning_of_numpys_permutation_in_half_its_memory() -> None:
+def test_draw_is_the_beginning_of_numpys_permutation_in_half_its_memory():
     order = np.random.Generator(np.random.PCG64([3, 1])).permutation(10_007)
     numbers = drawn(500, total=10_007, seed=[3, 1])
     assert numbers.tolist() == order[:500].tolist()

@@ -64,22 +64,22 @@ def save_manifest(folder: Path, **changes: Any) -> None:
     write_checked_json(folder / "manifest.json", manifest | changes)
 
 
-def test_rows_hold_their_documents_then_padding(folder: Path) -> None:
+def test_rows_hold_their_documents_then_padding(folder):
     expected = [[30, 31, 32, 33, 34, 20, 21], [10, 11, 12, PAD, PAD, PAD, PAD]]
     assert TokenStore.open(folder).input_ids.tolist() == expected
 
 
-def test_positions_start_again_with_each_document_and_with_the_padding(folder: Path) -> None:
+def test_positions_start_again_with_each_document_and_with_the_padding(folder):
     expected = [[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 1, 2, 3]]
     assert TokenStore.open(folder).position_ids.tolist() == expected
 
 
-def test_padding_and_first_tokens_are_no_targets(folder: Path) -> None:
+def test_padding_and_first_tokens_are_no_targets(folder):
     expected = [[0, 1, 1, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]]
     assert TokenStore.open(folder).loss_mask.astype(int).tolist() == expected
 
 
-def test_trained_tokens_are_counted_per_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_tokens_are_counted_per_row(folder, monkeypatch):
     monkeypatch.setattr(
         "workflow.lib.data.tokens.token_store.CHUNK_TOKENS", SEQ_LEN
     )  # one row per chunk
@@ -88,14 +88,14 @@ def test_trained_tokens_are_counted_per_row(folder: Path, monkeypatch: pytest.Mo
     assert counts.dtype == np.int32
 
 
-def test_heldout_documents_come_back_as_written(folder: Path) -> None:
+def test_heldout_documents_come_back_as_written(folder):
     store = TokenStore.open(folder)
     read = [(ids.tolist(), mask.tolist()) for ids, mask in store.heldout_documents()]
     assert read == [(ids.tolist(), mask.tolist()) for ids, mask in HELDOUT]
     assert store.num_heldout_documents == 2
 
 
-def test_heldout_documents_can_be_sliced_and_counted_from_the_end(folder: Path) -> None:
+def test_heldout_documents_can_be_sliced_and_counted_from_the_end(folder):
     documents = TokenStore.open(folder).heldout_documents()
     assert documents[-1][0].tolist() == [50, 51, 52]
     assert [ids.tolist() for ids, _ in documents[1:]] == [[50, 51, 52]]
@@ -103,7 +103,7 @@ def test_heldout_documents_can_be_sliced_and_counted_from_the_end(folder: Path) 
         documents[2]
 
 
-def test_arrays_stay_on_disk(folder: Path) -> None:
+def test_arrays_stay_on_disk(folder):
     store = TokenStore.open(folder)
     assert all(
         isinstance(array, np.memmap)
@@ -111,16 +111,14 @@ def test_arrays_stay_on_disk(folder: Path) -> None:
     )
 
 
-def test_document_whose_first_token_is_a_target_is_refused(tmp_path: Path) -> None:
+def test_document_whose_first_token_is_a_target_is_refused(tmp_path):
     wrong = [document(1, 2, trained=2)]
     packing = Packing(documents=np.array([0]), offsets=np.array([0, 1]))
     with pytest.raises(AssertionError, match="first token"):
         write_train(tmp_path, [window(wrong, packing)], seq_len=SEQ_LEN, pad_token_id=PAD)
 
 
-def test_windows_and_blocks_are_written_behind_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_and_blocks_are_written_behind_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "workflow.lib.data.tokens.token_writer.BLOCK_TOKENS", SEQ_LEN
     )  # one row at a time
@@ -152,9 +150,7 @@ def reshape(path: Path) -> None:
     np.save(path, np.load(path)[:1])
 
 
-def test_machine_without_memory_is_not_told_as_damage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_without_memory_is_not_told_as_damage(folder, monkeypatch):
     """Who is told so deletes sound tokens."""
     lack = OSError(errno.ENOMEM, "Cannot allocate memory")
     monkeypatch.setattr(np, "memmap", mock.Mock(side_effect=lack))
@@ -166,32 +162,32 @@ def test_machine_without_memory_is_not_told_as_damage(
 @pytest.mark.parametrize(
     "name", ["train.input_ids.npy", "heldout.loss_mask.npy", "heldout.offsets.npy"]
 )
-def test_damaged_array_is_named_with_what_to_do(folder: Path, damage: Any, name: str) -> None:
+def test_damaged_array_is_named_with_what_to_do(folder, damage, name):
     damage(folder / name)
     with pytest.raises(UserError, match=f"is damaged: {name} .* Delete the folder"):
         TokenStore.open(folder)
 
 
-def test_other_format_version_asks_to_delete_the_folder(folder: Path) -> None:
+def test_other_format_version_asks_to_delete_the_folder(folder):
     save_manifest(folder, format_version=2)
     with pytest.raises(UserError, match=r"format_version = 2, .* Delete the folder"):
         TokenStore.open(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_broken_manifest_is_damage(folder: Path, text: str) -> None:
+def test_broken_manifest_is_damage(folder, text):
     (folder / "manifest.json").write_text(text)
     with pytest.raises(UserError, match=r"is damaged: manifest\.json cannot be read"):
         TokenStore.open(folder)
 
 
-def test_manifest_without_sizes_is_damage(folder: Path) -> None:
+def test_manifest_without_sizes_is_damage(folder):
     save_manifest(folder, splits={})
     with pytest.raises(UserError, match=r"is damaged: manifest\.json lacks sizes"):
         TokenStore.open(folder)
 
 
-def test_manifest_with_a_changed_number_is_damage(folder: Path) -> None:
+def test_manifest_with_a_changed_number_is_damage(folder):
     manifest = read_json(folder / "manifest.json")
     write_checked_json(folder / "manifest.json", manifest | {"seq_len": SEQ_LEN + 1})
     with pytest.raises(UserError, match=r"is damaged: manifest\.json cannot be read .* SHA-256"):
@@ -199,7 +195,7 @@ def test_manifest_with_a_changed_number_is_damage(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_changed_token_that_opens_is_found_by_its_checksum(folder: Path, name: str) -> None:
+def test_changed_token_that_opens_is_found_by_its_checksum(folder, name):
     content = bytearray((folder / name).read_bytes())
     content[-1] ^= 1
     (folder / name).write_bytes(content)
@@ -210,12 +206,12 @@ def test_changed_token_that_opens_is_found_by_its_checksum(folder: Path, name: s
     assert wrong == [name]
 
 
-def test_manifest_without_checksums_is_damage(folder: Path) -> None:
+def test_manifest_without_checksums_is_damage(folder):
     save_manifest(folder, files={})
     with pytest.raises(UserError, match=r"is damaged: manifest\.json lacks checksums"):
         recorded_arrays(folder, TokenStore.open(folder).manifest)
 
 
-def test_missing_folder_names_the_stage_that_writes_it(tmp_path: Path) -> None:
+def test_missing_folder_names_the_stage_that_writes_it(tmp_path):
     with pytest.raises(UserError, match="tokenize_dataset writes it"):
         TokenStore.open(tmp_path / "none")

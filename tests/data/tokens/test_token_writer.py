@@ -45,7 +45,7 @@ def split_of(folder: Path) -> Split:
     return whole_corpus("train", corpus, documents, np.empty(0, dtype=np.int64))
 
 
-def test_windows_hold_every_document_once_and_are_nearly_as_full(tmp_path: Path) -> None:
+def test_windows_hold_every_document_once_and_are_nearly_as_full(tmp_path):
     split = split_of(tmp_path)
     tokens = int(split.documents.lengths.sum())
     rows = []
@@ -61,7 +61,7 @@ def test_windows_hold_every_document_once_and_are_nearly_as_full(tmp_path: Path)
     assert rows[0] <= rows[1] <= 1.05 * rows[0]
 
 
-def test_blocks_hold_the_chosen_documents_in_order(tmp_path: Path) -> None:
+def test_blocks_hold_the_chosen_documents_in_order(tmp_path):
     split = split_of(tmp_path).without_rows(np.array([0, 30, 31], dtype=np.uint64))
     parts = list(blocks(split))
     ids = np.concatenate([part[0] for part in parts])

@@ -69,7 +69,7 @@ def one_by_one(
         {"softcap": 2.0, "sliding_window": 1, "s_aux": torch.zeros(4)},
     ],
 )
-def test_document_has_the_same_attention_packed_and_alone(arguments: dict[str, Any]) -> None:
+def test_document_has_the_same_attention_packed_and_alone(arguments):
     given = heads(value_width=6)
     packed, _ = flex_attention(layer(), *given, None, **flex_arguments(POSITIONS), **arguments)
     alone = one_by_one(*given, **arguments)
@@ -79,7 +79,7 @@ def test_document_has_the_same_attention_packed_and_alone(arguments: dict[str, A
     torch.testing.assert_close(*grads)
 
 
-def test_plain_attention_is_torchs() -> None:
+def test_plain_attention_is_torchs():
     query, key, value = heads()
     output = one_by_one(query, key, value)
     theirs = scaled_dot_product_attention(
@@ -88,7 +88,7 @@ def test_plain_attention_is_torchs() -> None:
     torch.testing.assert_close(output[1:], theirs.transpose(1, 2))
 
 
-def test_sink_is_a_score_without_a_value() -> None:
+def test_sink_is_a_score_without_a_value():
     """By hand: one key of score 0 beside a sink of log 3 keeps a quarter of its value."""
     query, key, value = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 2)
     sink = torch.tensor([3.0]).log()
@@ -97,7 +97,7 @@ def test_sink_is_a_score_without_a_value() -> None:
     torch.testing.assert_close(output, torch.full((1, 1, 1, 2), 0.25))
 
 
-def test_chunk_starts_with_the_document() -> None:
+def test_chunk_starts_with_the_document():
     config = {"layer_types": ["chunked_attention"], "attention_chunk_size": 5}
     query, key, value = heads()
     chunked, _ = flex_attention(
@@ -115,12 +115,10 @@ def test_chunk_starts_with_the_document() -> None:
         ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"),
     ],
 )
-def test_what_flex_would_leave_out_is_refused(arguments: dict[str, Any], named: str) -> None:
+def test_what_flex_would_leave_out_is_refused(arguments, named):
     with pytest.raises(UserError) as caught:
         flex_attention(
-            layer(),
-            *heads(),
-            **({"attention_mask": None} | flex_arguments(POSITIONS) | arguments),
+            layer(), *heads(), **({"attention_mask": None} | flex_arguments(POSITIONS) | arguments)
         )
     assert str(caught.value) == (
         f"model.attention = 'flex': Module asks its attention for {named}, which flex cannot do, "
@@ -128,7 +126,7 @@ def test_what_flex_would_leave_out_is_refused(arguments: dict[str, Any], named: 
     )
 
 
-def test_layer_that_does_not_hand_documents_on_is_refused() -> None:
+def test_layer_that_does_not_hand_documents_on_is_refused():
     with pytest.raises(UserError, match=r"model\.attention = 'flex': the layers of Module do not"):
         flex_attention(layer(), *heads(), None)
 
@@ -152,7 +150,7 @@ def losses_and_gradients(base: Path, attention: str) -> list[torch.Tensor]:
     return [logits.detach(), *(p.grad for p in training.parameters() if p.grad is not None)]
 
 
-def test_gemma_2_has_its_own_logits_and_gradients(gemma2: Path) -> None:
+def test_gemma_2_has_its_own_logits_and_gradients(gemma2):
     eager, flex = (losses_and_gradients(gemma2, attention) for attention in ("eager", "flex"))
     torch.testing.assert_close(flex, eager, rtol=1e-5, atol=1e-6)
 
@@ -160,9 +158,7 @@ def test_gemma_2_has_its_own_logits_and_gradients(gemma2: Path) -> None:
 @pytest.mark.parametrize(
     "case", [{"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}, {"value_width": 6}]
 )
-def test_torchs_kernel_follows_the_blocks_and_is_compiled_once_for_all_packings(
-    case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_kernel_follows_the_blocks_and_is_compiled_once_for_all_packings(case, monkeypatch):
     """Without gradients: on a CPU it has none."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     torch.compiler.reset()
@@ -189,7 +185,7 @@ def test_torchs_kernel_follows_the_blocks_and_is_compiled_once_for_all_packings(
     assert counter.frame_count == 1
 
 
-def test_kernel_that_is_not_compiled_is_an_error() -> None:
+def test_kernel_that_is_not_compiled_is_an_error():
     with pytest.raises(AssertionError, match="all scores would be made"):
         blockwise(
             *heads(), PackedMasks(POSITIONS).block_mask(MaskKind()),

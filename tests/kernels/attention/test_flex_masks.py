@@ -39,7 +39,7 @@ def seen_one_by_one(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_first_key_and_order_say_what_a_query_sees(rows: list[list[int]], kind: MaskKind) -> None:
+def test_first_key_and_order_say_what_a_query_sees(rows, kind):
     position_ids = positions(rows)
     first = first_keys(position_ids, kind)
     places = torch.arange(position_ids.shape[1])
@@ -49,7 +49,7 @@ def test_first_key_and_order_say_what_a_query_sees(rows: list[list[int]], kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_blocks_are_those_that_torch_finds(rows: list[list[int]], kind: MaskKind) -> None:
+def test_blocks_are_those_that_torch_finds(rows, kind):
     position_ids = positions(rows)
     ours = block_mask(first_keys(position_ids, kind))
     count, length = position_ids.shape
@@ -63,7 +63,7 @@ def test_blocks_are_those_that_torch_finds(rows: list[list[int]], kind: MaskKind
         assert torch.equal(indices[listed], others[listed]), name
 
 
-def test_mask_of_a_kind_is_made_once() -> None:
+def test_mask_of_a_kind_is_made_once():
     masks = PackedMasks(positions(ROWS[0]))
     assert masks.block_mask(MaskKind(100)) is masks.block_mask(MaskKind(100))
     assert masks.block_mask(MaskKind(100)) is not masks.block_mask(MaskKind())

@@ -8,11 +8,7 @@ import torch
 
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from workflow.lib.kernels.attention import packed as packed_attention
-from workflow.lib.kernels.attention.packed import (
-    document_bounds,
-    flash_arguments,
-    varlen_attention,
-)
+from workflow.lib.kernels.attention.packed import document_bounds, flash_arguments, varlen_attention
 from workflow.lib.kernels.attention.wide import Seen
 from workflow.lib.model.backends import resolve_training_attention
 from workflow.lib.model.lora import init_adapters_, inject_adapters
@@ -37,15 +33,15 @@ def resolved(
     return resolve_training_attention(name, device, needs, compute_dtype=dtype).name
 
 
-def test_auto_on_a_cpu_is_sdpa() -> None:
+def test_auto_on_a_cpu_is_sdpa():
     assert resolved("auto", CPU, dtype=torch.float32) == "sdpa"
 
 
-def test_auto_on_a_gpu_without_the_package_is_the_flash_attention_of_torch() -> None:
+def test_auto_on_a_gpu_without_the_package_is_the_flash_attention_of_torch():
     assert resolved("auto") in ("varlen", "flash_attention_2")
 
 
-def test_auto_in_fp32_is_sdpa_even_on_a_gpu() -> None:
+def test_auto_in_fp32_is_sdpa_even_on_a_gpu():
     assert resolved("auto", dtype=torch.float32) == "sdpa"
 
 
@@ -59,7 +55,7 @@ def test_auto_in_fp32_is_sdpa_even_on_a_gpu() -> None:
         (EAGER_ALONE, "eager"),
     ],
 )
-def test_auto_is_not_sdpa_for_what_it_would_leave_out(needs: AttentionNeeds, name: str) -> None:
+def test_auto_is_not_sdpa_for_what_it_would_leave_out(needs, name):
     assert resolved("auto", CPU, dtype=torch.float32, needs=needs) == name
     assert resolved("auto", dtype=torch.float32, needs=needs) == name
 
@@ -76,9 +72,7 @@ def test_auto_is_not_sdpa_for_what_it_would_leave_out(needs: AttentionNeeds, nam
         ),
     ],
 )
-def test_auto_on_a_gpu_is_flex_for_what_varlen_cannot_do(
-    needs: AttentionNeeds, reason: str
-) -> None:
+def test_auto_on_a_gpu_is_flex_for_what_varlen_cannot_do(needs, reason):
     on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
     choice = automatic_attention(needs, **on, flash_package=False, training=True)
     assert choice == ("flex", f"not varlen: {reason}")
@@ -94,9 +88,7 @@ def test_auto_on_a_gpu_is_flex_for_what_varlen_cannot_do(
         (AttentionNeeds(masked=True), "tell of documents by nothing else"),
     ],
 )
-def test_auto_is_sdpa_for_what_no_packed_attention_can_do(
-    needs: AttentionNeeds, reason: str
-) -> None:
+def test_auto_is_sdpa_for_what_no_packed_attention_can_do(needs, reason):
     on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
     choice = automatic_attention(needs, **on, flash_package=False, training=True)
     assert choice.name == "sdpa"
@@ -105,7 +97,7 @@ def test_auto_is_sdpa_for_what_no_packed_attention_can_do(
             resolved(name, needs=needs)
 
 
-def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours() -> None:
+def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours():
     needs = AttentionNeeds(head_dim=512, value_dim=512)
     on: dict[str, Any] = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
     on |= {"flash_package": True}
@@ -119,9 +111,7 @@ def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours() -> 
 
 
 @pytest.mark.parametrize("width", [256, 264])
-def test_varlen_hands_wide_heads_to_kernels_of_ours(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_varlen_hands_wide_heads_to_kernels_of_ours(width, monkeypatch):
     """With the layer's bounds, scale and window; both kernels are for GPUs."""
     told: list[dict[str, Any]] = []
 
@@ -141,7 +131,7 @@ def test_varlen_hands_wide_heads_to_kernels_of_ours(
     assert told == [{"bounds": [0, 2, 6], "scale": 0.5, "window": 3}] * (width > 256)
 
 
-def test_queries_with_wide_heads_see_their_document_and_window() -> None:
+def test_queries_with_wide_heads_see_their_document_and_window():
     """Bounds are repeated at the end where a CUDA graph has room for more documents."""
     bounds = torch.tensor([0, 3, 4, 9, 9, 9], dtype=torch.int32)
     first, last = Seen.of(bounds, 9, None)
@@ -152,7 +142,7 @@ def test_queries_with_wide_heads_see_their_document_and_window() -> None:
     assert last.tolist() == [2, 3, 3, 4, 6, 7, 8, 9, 9]
 
 
-def test_flash_packages_are_not_chosen_for_what_they_would_leave_out() -> None:
+def test_flash_packages_are_not_chosen_for_what_they_would_leave_out():
     on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16", "flash_package": True}
     assert automatic_attention(SOFTCAP, **on, training=True).name == "flash_attention_2"
     assert automatic_attention(AttentionNeeds(sinks=True), **on, training=True).name == "flex"
@@ -161,7 +151,7 @@ def test_flash_packages_are_not_chosen_for_what_they_would_leave_out() -> None:
 
 
 @pytest.mark.parametrize("flash_package", [False, True])
-def test_layers_with_scores_of_their_own_are_eager_everywhere(flash_package: bool) -> None:
+def test_layers_with_scores_of_their_own_are_eager_everywhere(flash_package):
     on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
     for training in (False, True):
         choice = automatic_attention(
@@ -182,27 +172,25 @@ def test_layers_with_scores_of_their_own_are_eager_everywhere(flash_package: boo
         (GPU, torch.float32, "it computes in 16 bits, and compute_dtype is float32"),
     ],
 )
-def test_varlen_where_it_cannot_run_is_refused(
-    device: torch.device, dtype: torch.dtype, reason: str
-) -> None:
+def test_varlen_where_it_cannot_run_is_refused(device, dtype, reason):
     with pytest.raises(UserError, match=f"model.attention = 'varlen': {reason}"):
         resolved("varlen", device, dtype=dtype)
 
 
 @pytest.mark.parametrize("needs", [SOFTCAP, AttentionNeeds(sinks=True)])
-def test_sdpa_for_what_it_ignores_is_refused(needs: AttentionNeeds) -> None:
+def test_sdpa_for_what_it_ignores_is_refused(needs):
     with pytest.raises(UserError, match="it ignores the"):
         resolved("sdpa", needs=needs)
 
 
-def test_document_bounds_of_two_rows_with_three_documents() -> None:
+def test_document_bounds_of_two_rows_with_three_documents():
     bounds, longest = document_bounds(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]))
     assert bounds.tolist() == [0, 3, 5, 10]
     assert bounds.dtype == torch.int32
     assert longest == 5
 
 
-def test_boundaries_carry_the_names_that_attention_layers_pass_on() -> None:
+def test_boundaries_carry_the_names_that_attention_layers_pass_on():
     bounds, longest = document_bounds(torch.tensor([[0, 1, 0]]))
     assert flash_arguments(bounds, longest)["cu_seq_lens_k"] is bounds
     assert flash_arguments(bounds, longest)["max_length_q"] == 2
@@ -218,7 +206,7 @@ def test_boundaries_carry_the_names_that_attention_layers_pass_on() -> None:
         ({"s_aux": 1, "softcap": 2.0}, "s_aux, softcap"),
     ],
 )
-def test_varlen_refuses_whatever_it_would_leave_out(arguments: dict[str, Any], named: str) -> None:
+def test_varlen_refuses_whatever_it_would_leave_out(arguments, named):
     """Sinks, for instance: the check of the family uses the same attention, so it would not
     notice.
     """
@@ -247,7 +235,7 @@ def logits(training: CausalLMForTraining, ids: torch.Tensor, rows: torch.Tensor)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_changed_document_changes_no_other_document(tmp_path: Path, attention: str) -> None:
+def test_a_changed_document_changes_no_other_document(tmp_path, attention):
     base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
     training = whole_model(base, attention=attention)
     store = random_store(rows=2, seq_len=37, seed=3)

@@ -49,7 +49,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def test_weight_in_8_bits_is_the_nf4_weight_rounded_once(linear: NF4Linear, form: Format) -> None:
+def test_weight_in_8_bits_is_the_nf4_weight_rounded_once(linear, form):
     """bitsandbytes decodes what is compared with."""
     values, scales = weight_of(linear, form)
     assert scales is not None
@@ -59,9 +59,7 @@ def test_weight_in_8_bits_is_the_nf4_weight_rounded_once(linear: NF4Linear, form
     assert ((values.float() - exact).abs() <= bound * (1 + 1e-5)).all()
 
 
-def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(
-    linear: NF4Linear, form: Format
-) -> None:
+def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(linear, form):
     """By absmax the largest weight of a block has the code 1 or -1."""
     data, shape = linear.nf4_data(), linear.spec.shape
     scales = row_scales(data, shape, form)
@@ -71,7 +69,7 @@ def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(
     assert float(scales[5]) > 0
 
 
-def test_transposed_weight_is_the_same(linear: NF4Linear, form: Format) -> None:
+def test_transposed_weight_is_the_same(linear, form):
     values, scales = weight_of(linear, form)
     assert scales is not None
     turned = decoded(linear.nf4_data(), scales, linear.spec.shape, form, transposed=True)
@@ -79,7 +77,7 @@ def test_transposed_weight_is_the_same(linear: NF4Linear, form: Format) -> None:
     assert torch.equal(bits(turned), bits(values.t().contiguous()))
 
 
-def test_rows_are_rounded_by_their_own_scales(form: Format) -> None:
+def test_rows_are_rounded_by_their_own_scales(form):
     rows, factors = random(7, IN, seed=1) * torch.logspace(-5, 5, 7)[:, None], random(IN).abs()
     copy = rounded(rows, form, factors=factors)
     size = form.block or IN
@@ -91,7 +89,7 @@ def test_rows_are_rounded_by_their_own_scales(form: Format) -> None:
     assert ((copy.values.float() - exact).abs() <= bound * (1 + 1e-5)).all()
 
 
-def test_product_is_that_of_what_was_rounded(linear: NF4Linear, form: Format) -> None:
+def test_product_is_that_of_what_was_rounded(linear, form):
     """In fp64, from values times scales; fp32 sums of 192 terms are off by 1e-6 of the largest."""
     weight = weight_of(linear, form)
     assert weight.scales is not None
@@ -105,9 +103,7 @@ def test_product_is_that_of_what_was_rounded(linear: NF4Linear, form: Format) ->
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_row_that_is_not_finite_stays_so_and_alone(
-    linear: NF4Linear, form: Format, value: float
-) -> None:
+def test_row_that_is_not_finite_stays_so_and_alone(linear, form, value):
     rows = random(4, IN, seed=1)
     rows[2, 7] = value
     y = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
@@ -118,7 +114,7 @@ def test_row_that_is_not_finite_stays_so_and_alone(
     assert torch.equal(y[others], clean[others])
 
 
-def test_row_of_zeros_gives_zeros(linear: NF4Linear, form: Format) -> None:
+def test_row_of_zeros_gives_zeros(linear, form):
     rows = random(3, IN, seed=1)
     rows[1] = 0
     y = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
@@ -128,7 +124,7 @@ def test_row_of_zeros_gives_zeros(linear: NF4Linear, form: Format) -> None:
 
 
 @pytest.mark.parametrize("shape", [(48, 96), (40, 128), (48, 100)])
-def test_linear_that_8_bits_cannot_multiply_is_named(shape: tuple[int, int]) -> None:
+def test_linear_that_8_bits_cannot_multiply_is_named(shape):
     check_shape("model.layers.3.up_proj", (48, 128), block_size=64, name="float8")
     with pytest.raises(UserError, match=r"matmul_dtype = float8: model.layers.3.up_proj .*multip"):
         check_shape("model.layers.3.up_proj", shape, block_size=64, name="float8")

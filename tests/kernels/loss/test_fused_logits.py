@@ -12,7 +12,7 @@ from workflow.lib.kernels.loss.fused_logits import LogitForm, usable
 @pytest.mark.parametrize(
     "form", [LogitForm(1.0, None), LogitForm(0.25, None), LogitForm(2.0, 5.0)], ids=str
 )
-def test_what_kernels_are_compared_with_is_autograds(form: LogitForm) -> None:
+def test_what_kernels_are_compared_with_is_autograds(form):
     product = 4 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     columns = torch.tensor([7, 49, 0])
     leaf = product.requires_grad_()
@@ -28,5 +28,5 @@ def test_what_kernels_are_compared_with_is_autograds(form: LogitForm) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cpus_take_torchs_operations(dtype: torch.dtype) -> None:
+def test_cpus_take_torchs_operations(dtype):
     assert not usable(torch.zeros(1, dtype=dtype), LogitForm(1.0, None))

@@ -53,10 +53,7 @@ def delta_by_token(
 
 def spaces(tokens: int, *, of_heads: bool = True) -> list[torch.Tensor | None]:
     x, dt, into, out_of, decay, skip, bias = drawn(
-        (ROWS, tokens, 6, 8),
-        (ROWS, tokens, 6),
-        *[(ROWS, tokens, 2, 5)] * 2,
-        *[(6,)] * 3,
+        (ROWS, tokens, 6, 8), (ROWS, tokens, 6), *[(ROWS, tokens, 2, 5)] * 2, *[(6,)] * 3
     )
     return [x, dt, -decay.abs(), into, out_of, *([skip, bias] if of_heads else [None, None])]
 
@@ -105,12 +102,12 @@ def close(
 
 @pytest.mark.parametrize("tokens", [1, delta_rule.CHUNK, 2 * delta_rule.CHUNK + 37])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_delta_rule_is_that_of_its_definition(tokens: int, normalize: bool) -> None:
+def test_delta_rule_is_that_of_its_definition(tokens, normalize):
     ours, by_token = (partial(f, normalize=normalize) for f in (gated_delta_rule, delta_by_token))
     assert close(ours, by_token, deltas(tokens))
 
 
-def test_delta_rule_of_as_many_keys_as_values() -> None:
+def test_delta_rule_of_as_many_keys_as_values():
     ours, by_token = (partial(f, normalize=True) for f in (gated_delta_rule, delta_by_token))
     assert close(ours, by_token, deltas(70, groups=3, heads=3))
 
@@ -121,9 +118,7 @@ def test_delta_rule_of_as_many_keys_as_values() -> None:
     [(True, True, NO_LIMITS), (False, False, (0.01, 0.9))],
     ids=["with bias and skip", "clamped"],
 )
-def test_state_space_is_that_of_its_definition(
-    tokens: int, of_heads: bool, softplus: bool, limits: tuple[float, float]
-) -> None:
+def test_state_space_is_that_of_its_definition(tokens, of_heads, softplus, limits):
     options: dict[str, Any] = {"softplus": softplus, "limits": limits}
     ours, by_token = (partial(f, **options) for f in (state_space, space_by_token))
     assert close(ours, by_token, spaces(tokens, of_heads=of_heads))
@@ -131,7 +126,7 @@ def test_state_space_is_that_of_its_definition(
 
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-def test_convolution_is_torchs(biased: bool, silu: bool) -> None:
+def test_convolution_is_torchs(biased, silu):
     x, weight, bias = drawn((ROWS, 10, 30), (10, 4), (10,))
     shift = bias if biased else None
 
@@ -148,7 +143,7 @@ def test_convolution_is_torchs(biased: bool, silu: bool) -> None:
     assert close(ours, torchs, [x])
 
 
-def test_types_of_the_model_come_out_and_differ_by_rounding() -> None:
+def test_types_of_the_model_come_out_and_differ_by_rounding():
     values = [x.bfloat16() for x in deltas(100)]
     output = gated_delta_rule(*values, normalize=True)
     exact = delta_by_token(*(x.double() for x in values), normalize=True)
@@ -168,7 +163,7 @@ def saved_by(work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
     return saved
 
 
-def test_nothing_but_the_inputs_is_kept_and_they_are_exact() -> None:
+def test_nothing_but_the_inputs_is_kept_and_they_are_exact():
     """Whatever the number of chunks."""
     leaves = [x.requires_grad_() for x in deltas(300)]
     saved = saved_by(lambda: gated_delta_rule(*leaves, normalize=True))
@@ -179,7 +174,7 @@ def test_nothing_but_the_inputs_is_kept_and_they_are_exact() -> None:
     assert {y.data_ptr() for y in kept} == {x.data_ptr(), weight.data_ptr()}
 
 
-def test_gradients_are_made_for_those_that_need_them_alone() -> None:
+def test_gradients_are_made_for_those_that_need_them_alone():
     query, key, value, decay, rate = deltas(70)
     output = gated_delta_rule(query, key, value.requires_grad_(), decay, rate, normalize=True)
     output.sum().backward()
@@ -187,7 +182,7 @@ def test_gradients_are_made_for_those_that_need_them_alone() -> None:
     assert query.grad is None
 
 
-def test_strong_decay_overflows_nothing() -> None:
+def test_strong_decay_overflows_nothing():
     """exp of what is before a token would, far from it."""
     values = deltas(200)
     values[3] = values[3] * 200

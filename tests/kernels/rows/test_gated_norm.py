@@ -24,7 +24,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_families_norms_are_known_and_computed(name: str) -> None:
+def test_families_norms_are_known_and_computed(name):
     family, groups, gate_first = CLASSES[name]
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_families_norms_are_known_and_computed(name: str) -> None:
     )
 
 
-def test_inputs_are_kept_and_nothing_else() -> None:
+def test_inputs_are_kept_and_nothing_else():
     norm = GatedNorm(nn.Parameter(torch.rand(8)), eps=1e-6, groups=2, gate_first=True)
     given = [torch.randn(3, 8).bfloat16().requires_grad_() for _ in "xg"]
     saved: list[torch.Tensor] = []
@@ -65,5 +65,5 @@ class Squared(Qwen3_5RMSNormGated):
 
 
 @pytest.mark.parametrize("module", [Squared(WIDTH), nn.Linear(WIDTH, 1, bias=False)], ids=str)
-def test_other_modules_are_left_alone(module: nn.Module) -> None:
+def test_other_modules_are_left_alone(module):
     assert as_gated_norm(module) is None

@@ -9,7 +9,7 @@ from workflow.lib.kernels.rows import rotary
 from workflow.lib.kernels.rows.rotary import apply_rotary, split_rotary
 
 
-def test_tables_in_float32_leave_queries_in_their_type() -> None:
+def test_tables_in_float32_leave_queries_in_their_type():
     """Ernie 4.5 keeps its tables in full precision."""
     query, key = torch.randn(2, 5, 3, 8).bfloat16(), torch.randn(2, 5, 1, 8).bfloat16()
     angles = torch.randn(1, 5, 4)
@@ -21,7 +21,7 @@ def test_tables_in_float32_leave_queries_in_their_type() -> None:
 
 
 @pytest.mark.parametrize("neighbours", [False, True])
-def test_heads_of_one_linear_are_turned_like_those_of_three(neighbours: bool) -> None:
+def test_heads_of_one_linear_are_turned_like_those_of_three(neighbours):
     """Six of eight dimensions; gradients come back as one, of which values have a part, too."""
     heads = torch.randn(2, 5, 7, 8, dtype=torch.float64, requires_grad=True)
     angles = torch.randn(1, 5, 3, dtype=torch.float64)
@@ -36,7 +36,7 @@ def test_heads_of_one_linear_are_turned_like_those_of_three(neighbours: bool) ->
     assert all(x.untyped_storage().nbytes() == x.numel() * 8 for x in found)
 
 
-def test_tokens_of_some_heads_lie_at_equal_distances() -> None:
+def test_tokens_of_some_heads_lie_at_equal_distances():
     heads = torch.zeros(2, 5, 7, 8)
     assert rotary._token_distance(heads) == rotary._token_distance(heads[:, :, 1:3]) == 56
     assert rotary._token_distance(heads[:, :, :, :4]) is None

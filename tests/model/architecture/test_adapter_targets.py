@@ -52,9 +52,7 @@ def linears(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_ranks_and_scales_are_those_that_peft_gives(
-    model: nn.Module, settings: dict[str, Any]
-) -> None:
+def test_ranks_and_scales_are_those_that_peft_gives(model, settings):
     lora = LoraSettings(r=4, alpha=6.0, **settings)
     targets = lora.target_modules
     config = LoraConfig(
@@ -83,7 +81,7 @@ def test_ranks_and_scales_are_those_that_peft_gives(
     adapted.unload()
 
 
-def test_ranks_are_in_the_order_of_the_linears() -> None:
+def test_ranks_are_in_the_order_of_the_linears():
     lora = LoraSettings(target_modules=("v_proj", "q_proj"))
     assert list(adapter_ranks(lora, linears=["a.q_proj", "a.k_proj", "a.v_proj"])) == [
         "a.q_proj",
@@ -92,7 +90,7 @@ def test_ranks_are_in_the_order_of_the_linears() -> None:
 
 
 @pytest.mark.parametrize(("use_rslora", "scale"), [(False, 7.5 / 3), (True, 7.5 / math.sqrt(3))])
-def test_scale_is_that_of_the_configuration(use_rslora: bool, scale: float) -> None:
+def test_scale_is_that_of_the_configuration(use_rslora, scale):
     config = {"r": 3, "lora_alpha": 7.5, "use_rslora": use_rslora}
     assert adapter_scale(config, "model.layers.0.mlp.up_proj") == scale
 
@@ -105,7 +103,7 @@ def refusal(**settings: Any) -> str:
 
 
 @pytest.mark.parametrize("target", ["qkv_proj", "lm_head", "embed_tokens", "mlp.q_proj"])
-def test_name_that_is_no_linear_lists_the_valid_names(target: str) -> None:
+def test_name_that_is_no_linear_lists_the_valid_names(target):
     assert refusal(target_modules=("q_proj", target)) == (
         f"lora.target_modules = {target!r}: no linear layer of the model has this name; it has "
         "q_proj, k_proj, v_proj. "
@@ -113,7 +111,7 @@ def test_name_that_is_no_linear_lists_the_valid_names(target: str) -> None:
     )
 
 
-def test_expression_that_matches_no_whole_path_shows_one() -> None:
+def test_expression_that_matches_no_whole_path_shows_one():
     text = refusal(target_modules="q_proj")
     assert "matches the whole path of no linear layer; a path is model.layers.0.self_attn.q" in text
 
@@ -123,9 +121,7 @@ def test_expression_that_matches_no_whole_path_shows_one() -> None:
     [{"target_modules": "([a-z_.0-9]+)+!"}, {"rank_pattern": {"([a-z_.0-9]+)+!": 4}}],
     ids=["target_modules", "rank_pattern"],
 )
-def test_expression_that_matches_for_ever_is_stopped(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expression_that_matches_for_ever_is_stopped(settings, monkeypatch):
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
     with pytest.raises(
         UserError, match=r"lora\.target_modules, .* more than 0\.05 seconds .*\(a\+\)\+"
@@ -133,7 +129,7 @@ def test_expression_that_matches_for_ever_is_stopped(
         adapter_ranks(LoraSettings(**settings), linears=["model.layers.0.self_attn.q_proj"])
 
 
-def test_pattern_that_matches_no_adapter_is_refused() -> None:
+def test_pattern_that_matches_no_adapter_is_refused():
     text = refusal(target_modules=("q_proj",), rank_pattern={"q_proj": 4, "v_proj": 4})
     assert text == (
         "lora.rank_pattern: 'v_proj' is the end of no adapted layer's path, such as "
@@ -154,15 +150,13 @@ UNTIED = WholeModules(embedding="gpt_neox.embed_in", head="embed_out", tied=Fals
         (("gpt_neox.embed_in",), {"gpt_neox.embed_in"}),
     ],
 )
-def test_modules_are_found_by_the_end_of_their_path(
-    names: tuple[str, ...], chosen: set[str]
-) -> None:
+def test_modules_are_found_by_the_end_of_their_path(names, chosen):
     lora = LoraSettings(modules_to_save=names)
     assert modules_to_save(lora, UNTIED) == chosen
 
 
 @pytest.mark.parametrize("name", ["lm_head", "norm", "out", "neox.embed_in"])
-def test_module_that_is_neither_head_nor_embedding_lists_them(name: str) -> None:
+def test_module_that_is_neither_head_nor_embedding_lists_them(name):
     with pytest.raises(
         UserError,
         match=f"lora.modules_to_save = '{name}': only .* in this model they are embed_out and "
@@ -171,7 +165,7 @@ def test_module_that_is_neither_head_nor_embedding_lists_them(name: str) -> None
         modules_to_save(LoraSettings(modules_to_save=("embed_out", name)), UNTIED)
 
 
-def test_tied_modules_are_refused() -> None:
+def test_tied_modules_are_refused():
     with pytest.raises(UserError, match="ties its output head to its input embedding"):
         modules_to_save(LoraSettings(modules_to_save=("embed_out",)), replace(UNTIED, tied=True))
 
@@ -180,18 +174,18 @@ ROUTERS = ("model.layers.0.mlp.gate", "model.layers.3.mlp.gate")
 MIXTURE = WholeModules("model.embed_tokens", "lm_head", tied=True, routers=ROUTERS)
 
 
-def test_routers_are_found_by_the_end_of_their_path_in_a_tied_model_too() -> None:
+def test_routers_are_found_by_the_end_of_their_path_in_a_tied_model_too():
     assert modules_to_save(LoraSettings(modules_to_save=("mlp.gate",)), MIXTURE) == {*ROUTERS}
     one = LoraSettings(modules_to_save=("layers.3.mlp.gate",))
     assert modules_to_save(one, MIXTURE) == {ROUTERS[1]}
 
 
-def test_other_name_lists_the_routers_of_a_mixture() -> None:
+def test_other_name_lists_the_routers_of_a_mixture():
     with pytest.raises(UserError, match=r"and the routers of a mixture, .* lm_head, embed_tokens "):
         modules_to_save(LoraSettings(modules_to_save=("router",)), MIXTURE)
 
 
-def test_name_of_a_router_that_peft_would_find_elsewhere_too_is_refused() -> None:
+def test_name_of_a_router_that_peft_would_find_elsewhere_too_is_refused():
     others = ["model.layers.0.mlp.shared_expert_gate"]
     message = "'gate': model.layers.0.mlp.shared_expert_gate ends so too.*: mlp.gate"
     with pytest.raises(UserError, match=message):
@@ -218,18 +212,18 @@ BESIDE = [f"model.layers.0.mlp.shared_experts.{name}_proj" for name in ("gate", 
     ],
     ids=["dropout", "DoRA", "half an expert", "half an expert by an expression"],
 )
-def test_experts_are_refused_what_they_cannot_have(settings: dict[str, Any], says: str) -> None:
+def test_experts_are_refused_what_they_cannot_have(settings, says):
     with pytest.raises(UserError, match=says):
         adapter_ranks(LoraSettings(**settings), linears=[*EXPERTS, *BESIDE], stacks=EXPERTS)
 
 
-def test_settings_that_experts_cannot_have_reach_the_other_linears() -> None:
+def test_settings_that_experts_cannot_have_reach_the_other_linears():
     lora = LoraSettings(target_modules=("shared_experts.down_proj", "gate_proj"), dropout=0.1)
     ranks = adapter_ranks(lora, linears=[*EXPERTS, *BESIDE], stacks=EXPERTS)
     assert ranks == {BESIDE[0]: 16, BESIDE[2]: 16}
 
 
-def test_experts_without_a_gate_are_named_as_their_weights_are() -> None:
+def test_experts_without_a_gate_are_named_as_their_weights_are():
     """Nemotron H's `up_proj` is a whole weight of its experts."""
     stacks = [f"model.layers.1.mixer.experts.{name}_proj" for name in ("up", "down")]
     beside = [f"model.layers.1.mixer.shared_experts.{name}_proj" for name in ("up", "down")]
@@ -250,9 +244,7 @@ ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
         (r".*\.(q_proj|w1|w2)", "w1"),
     ],
 )
-def test_expression_that_names_experts_and_matches_none_is_refused(
-    expression: str, named: str
-) -> None:
+def test_expression_that_names_experts_and_matches_none_is_refused(expression, named):
     lora = LoraSettings(target_modules=expression)
     says = rf"names {named}, but .* no expert; a path is {EXPERTS[0]}\. Mend .* are all experts"
     with pytest.raises(UserError, match=says):
@@ -269,9 +261,7 @@ def test_expression_that_names_experts_and_matches_none_is_refused(
         (r".*\.(q_proj|experts\.\w+)", [ATTENTION[0], *EXPERTS]),
     ],
 )
-def test_expression_that_means_no_expert_or_matches_them_is_taken(
-    expression: str, chosen: list[str]
-) -> None:
+def test_expression_that_means_no_expert_or_matches_them_is_taken(expression, chosen):
     lora = LoraSettings(target_modules=expression)
     linears = [*ATTENTION, *EXPERTS, *BESIDE]
     assert [*adapter_ranks(lora, linears=linears, stacks=EXPERTS)] == chosen

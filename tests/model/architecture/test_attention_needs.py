@@ -1,7 +1,6 @@
 """What families ask of their attention, from the config.json that Transformers writes for them."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from transformers import (
     Llama4Config,
     LlamaConfig,
     NemotronConfig,
-    PreTrainedConfig,
     Qwen3Config,
     SeedOssConfig,
 )
@@ -46,15 +44,13 @@ NEEDS = [
 
 
 @pytest.mark.parametrize(("config", "needs"), NEEDS)
-def test_needs_of_a_family(config: PreTrainedConfig, needs: AttentionNeeds, tmp_path: Path) -> None:
+def test_needs_of_a_family(config, needs, tmp_path):
     config.save_pretrained(tmp_path)
     assert read_attention_needs(tmp_path) == needs
 
 
 @pytest.mark.parametrize("config", [config for config, _ in NEEDS])
-def test_what_a_config_leaves_out_is_what_its_class_says(
-    config: PreTrainedConfig, tmp_path: Path
-) -> None:
+def test_what_a_config_leaves_out_is_what_its_class_says(config, tmp_path):
     """Seed-OSS drops attention weights by default, and Gemma 2 caps scores."""
     left_out = type(config)()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": left_out.model_type}))
@@ -70,9 +66,7 @@ def test_what_a_config_leaves_out_is_what_its_class_says(
     ],
     ids=lambda config: config.model_type,
 )
-def test_no_attention_weight_is_dropped_unless_the_family_is_asked_for(
-    config: PreTrainedConfig, tmp_path: Path
-) -> None:
+def test_no_attention_weight_is_dropped_unless_the_family_is_asked_for(config, tmp_path):
     """By whatever name the family has it."""
     config.save_pretrained(tmp_path)
     assert read_attention_needs(tmp_path).dropout > 0
@@ -84,7 +78,7 @@ def test_no_attention_weight_is_dropped_unless_the_family_is_asked_for(
 
 
 @pytest.mark.parametrize("config", [{}, {"text_config": {}}, {"kv_lora_rank": 512}])
-def test_config_that_says_little_is_read(config: dict[str, object], tmp_path: Path) -> None:
+def test_config_that_says_little_is_read(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert not read_attention_needs(tmp_path).softcap
 
@@ -96,7 +90,7 @@ NO_DECODERS = {
 }
 
 
-def test_classes_that_rule_sdpa_out_are_known() -> None:
+def test_classes_that_rule_sdpa_out_are_known():
     classes = {
         family: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]]
         for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NO_DECODERS

@@ -72,7 +72,7 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-3, atol=atol)
 
 
-def test_documents_stay_apart_in_eager_attention(base: Path, expected: dict[str, Any]) -> None:
+def test_documents_stay_apart_in_eager_attention(base, expected):
     assert_same(trained(adapted(base, attention="eager", r=3)), expected)
 
 
@@ -97,12 +97,8 @@ def plain_varlen_attn(
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_varlen_is_told_all_that_a_family_asks_of_its_attention(
-    case: str,
-    base: Path,
-    expected: dict[str, Any],
-    fused: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    case, base, expected, fused, monkeypatch
+):
     """The kernel is for GPUs, so its definition takes its place; an argument that it does not know
     would raise.
     """
@@ -113,7 +109,7 @@ def test_varlen_is_told_all_that_a_family_asks_of_its_attention(
     assert_same(trained(training), expected)
 
 
-def test_activations_in_float8_turn_gradients_little(base: Path, expected: dict[str, Any]) -> None:
+def test_activations_in_float8_turn_gradients_little(base, expected):
     training = adapted(base, attention=attention_of(base), r=3)
     model = training.peft_model.get_base_model()  # type: ignore[operator]
     fuse_layers_(model)

@@ -41,13 +41,13 @@ def with_shapes(folder: Path, changes: dict[str, tuple[int, ...] | None]) -> Pat
     return write_checkpoint(folder, shapes=model_shape)
 
 
-def test_parameters_are_counted_as_in_the_file(tmp_path: Path) -> None:
+def test_parameters_are_counted_as_in_the_file(tmp_path):
     shape = describe_folder(write_checkpoint(tmp_path))
     stored = sum(int(np.prod(s)) for s in tensor_shapes(TINY).values())
     assert shape.quantized_weights + shape.plain_weights == stored
 
 
-def test_linears_have_names_and_shapes(tmp_path: Path) -> None:
+def test_linears_have_names_and_shapes(tmp_path):
     shape = describe_folder(write_checkpoint(tmp_path))
     sizes = {x.name: (x.out_features, x.in_features) for x in shape.kinds[0].linears}
     assert sizes == {
@@ -61,26 +61,26 @@ def test_linears_have_names_and_shapes(tmp_path: Path) -> None:
     }
 
 
-def test_biases_follow_from_the_switches_of_config() -> None:
+def test_biases_follow_from_the_switches_of_config():
     switches = {"attention_bias": True, "mlp_bias": True}
     plain, biased = (describe_config(TINY | more, origin=Path("x")) for more in ({}, switches))
     biases = 30 + 2 * 10 + 30 + 2 * 46 + 30
     assert biased.plain_weights - plain.plain_weights == 3 * biases
 
 
-def test_description_is_read_as_it_was_written() -> None:
+def test_description_is_read_as_it_was_written():
     shape = describe_config(TINY, origin=Path("x"))
     assert shape_of_document(json.loads(json.dumps(shape.document()))) == shape
 
 
-def test_tied_embeddings_count_once(tmp_path: Path) -> None:
+def test_tied_embeddings_count_once(tmp_path):
     config = TINY | {"tie_word_embeddings": True}
     folder = write_checkpoint(tmp_path, config=config, shapes=tensor_shapes(config))
     shape = describe_folder(folder)
     assert shape.plain_weights == 101 * 30 + 3 * 2 * 30 + 30
 
 
-def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+def test_shards_are_read_through_their_index(tmp_path):
     write_checkpoint(tmp_path)
     whole = read_headers([tmp_path / "model.safetensors"])
     names = sorted(whole)
@@ -96,7 +96,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     }
 
 
-def test_stored_rotary_tables_do_not_count(tmp_path: Path) -> None:
+def test_stored_rotary_tables_do_not_count(tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (5,)}
     found = describe_folder(with_shapes(tmp_path, extra))
     plain = describe_folder(with_shapes(tmp_path / "plain", {}))
@@ -104,7 +104,7 @@ def test_stored_rotary_tables_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_are_counted_however_they_are_published(tmp_path: Path, family: str) -> None:
+def test_experts_are_counted_however_they_are_published(tmp_path, family):
     folder = tiny_mixture(family, tmp_path)
     found = describe_folder(folder)
     assert found.source_dtype == "F32"
@@ -115,11 +115,11 @@ def test_experts_are_counted_however_they_are_published(tmp_path: Path, family: 
     reject(folder, "model.layers.1.", "check model.source")
 
 
-def test_missing_size_is_named(tmp_path: Path) -> None:
+def test_missing_size_is_named(tmp_path):
     reject(with_config(tmp_path, intermediate_size=...), "intermediate_size = None", "config.json")
 
 
-def test_size_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_size_that_is_no_number_is_named(tmp_path):
     reject(with_config(tmp_path, vocab_size="many"), "vocab_size = 'many'")
 
 
@@ -134,99 +134,95 @@ def test_size_that_is_no_number_is_named(tmp_path: Path) -> None:
         ("num_attention_heads", 31, "num_attention_heads = 31: must be at most hidden_size = 30"),
     ],
 )
-def test_size_beyond_any_model_is_refused(
-    tmp_path: Path, key: str, value: object, bound: str
-) -> None:
+def test_size_beyond_any_model_is_refused(tmp_path, key, value, bound):
     reject(with_config(tmp_path, **{key: value}), f"config.json: {bound}", "model.source")
 
 
-def test_absurd_size_of_a_config_alone_is_refused() -> None:
+def test_absurd_size_of_a_config_alone_is_refused():
     with pytest.raises(UserError, match="num_hidden_layers = 1000000000: must be at most 10,000"):
         describe_config(TINY | {"num_hidden_layers": 10**9}, origin=Path("config.json"))
 
 
-def test_config_too_large_to_be_one_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_too_large_to_be_one_is_not_read(tmp_path, monkeypatch):
     write_checkpoint(tmp_path)
     monkeypatch.setattr(config_file, "MAX_CONFIG_BYTES", 20)
     reject(tmp_path, "config.json: it has", "at most 20 are read")
 
 
-def test_config_that_is_not_json(tmp_path: Path) -> None:
+def test_config_that_is_not_json(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("<html>not found</html>")
     reject(tmp_path, "config.json cannot be read as JSON", "model.source")
 
 
-def test_config_that_is_absent(tmp_path: Path) -> None:
+def test_config_that_is_absent(tmp_path):
     reject(tmp_path, "model.source", "it has no config.json; it has no files")
 
 
-def test_packed_tensors_ask_for_the_original(tmp_path: Path) -> None:
+def test_packed_tensors_ask_for_the_original(tmp_path):
     folder = write_checkpoint(tmp_path, dtype=np.uint8)
     reject(folder, "stored as U8", "original bf16, fp16 or fp32 checkpoint")
 
 
-def test_pickles_alone_are_refused(tmp_path: Path) -> None:
+def test_pickles_alone_are_refused(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     reject(tmp_path, "only pytorch_model.bin (pickles", "save_pretrained")
 
 
-def test_no_weights_at_all(tmp_path: Path) -> None:
+def test_no_weights_at_all(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     reject(tmp_path, "no weights, neither model.safetensors nor model.safetensors.index.json")
 
 
-def test_shape_that_disagrees_with_config(tmp_path: Path) -> None:
+def test_shape_that_disagrees_with_config(tmp_path):
     folder = with_shapes(tmp_path, {"model.layers.2.mlp.up_proj.weight": (47, 30)})
     reject(folder, "model.layers.2.mlp.up_proj.weight has shape [47, 30]", "[46, 30]")
 
 
-def test_tensor_that_is_missing(tmp_path: Path) -> None:
+def test_tensor_that_is_missing(tmp_path):
     folder = with_shapes(tmp_path, {"model.layers.1.self_attn.o_proj.weight": None})
     reject(folder, "no tensor model.layers.1.self_attn.o_proj.weight")
 
 
-def test_more_layers_than_config_says(tmp_path: Path) -> None:
+def test_more_layers_than_config_says(tmp_path):
     folder = with_config(tmp_path, num_hidden_layers=2)
     reject(folder, "decoder layer 2", "num_hidden_layers = 2")
 
 
-def test_norm_missing_in_one_layer(tmp_path: Path) -> None:
+def test_norm_missing_in_one_layer(tmp_path):
     folder = with_shapes(tmp_path, {"model.layers.1.input_layernorm.weight": None})
     reject(folder, "no tensor model.layers.1.input_layernorm.weight")
 
 
-def test_truncated_file(tmp_path: Path) -> None:
+def test_truncated_file(tmp_path):
     write_checkpoint(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
     reject(tmp_path, "not a whole safetensors file", "promises", "Download it again")
 
 
-def test_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+def test_file_that_is_not_what_its_name_says(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000))
     reject(tmp_path, "is not a safetensors file, whatever its name says")
 
 
-def test_empty_file(tmp_path: Path) -> None:
+def test_empty_file(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     reject(tmp_path, "is not a safetensors file, whatever its name says")
 
 
-def test_git_lfs_pointer(tmp_path: Path) -> None:
+def test_git_lfs_pointer(tmp_path):
     write_checkpoint(tmp_path)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
     (tmp_path / "model.safetensors").write_text(pointer)
     reject(tmp_path, "Git LFS pointer", "git lfs pull")
 
 
-def test_header_whose_offsets_do_not_match_the_shape(tmp_path: Path) -> None:
+def test_header_whose_offsets_do_not_match_the_shape(tmp_path):
     write_checkpoint(tmp_path)
     header = json.dumps({"x": {"dtype": "F16", "shape": [3], "data_offsets": [0, 8]}}).encode()
     data = struct.pack("<Q", len(header)) + header + bytes(8)
@@ -234,7 +230,7 @@ def test_header_whose_offsets_do_not_match_the_shape(tmp_path: Path) -> None:
     reject(tmp_path, "a tensor of shape (3,) F16 in 8 bytes")
 
 
-def test_header_of_millions_of_dimensions_is_refused(tmp_path: Path) -> None:
+def test_header_of_millions_of_dimensions_is_refused(tmp_path):
     write_checkpoint(tmp_path)
     entry = {"dtype": "U8", "shape": [2] * 10**6, "data_offsets": [0, 8]}
     header = json.dumps({"x": entry}).encode()
@@ -244,7 +240,7 @@ def test_header_of_millions_of_dimensions_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "²"])
-def test_name_at_which_transformers_fails_is_refused(tmp_path: Path, number: str) -> None:
+def test_name_at_which_transformers_fails_is_refused(tmp_path, number):
     """It sorts names by their numbers, and takes for one what Python does not."""
     folder = with_shapes(tmp_path, {f"model.layers.{number}.mlp.bias": (5,)})
     reject(folder, "Transformers", "cannot load the checkpoint", "check model.source")
@@ -256,9 +252,7 @@ def without_single_file(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "all.safetensors")
 
 
-def test_index_too_large_to_be_one_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_too_large_to_be_one_is_not_read(tmp_path, monkeypatch):
     without_single_file(tmp_path)
     index = {"weight_map": {"a": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -266,14 +260,14 @@ def test_index_too_large_to_be_one_is_not_read(
     reject(tmp_path, "is no index of a checkpoint (ValueError('it is larger than")
 
 
-def test_index_that_names_an_absent_file(tmp_path: Path) -> None:
+def test_index_that_names_an_absent_file(tmp_path):
     without_single_file(tmp_path)
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     reject(tmp_path, "names 2 of 2 files that are not beside it", "Complete the download")
 
 
-def test_index_that_names_a_file_elsewhere(tmp_path: Path) -> None:
+def test_index_that_names_a_file_elsewhere(tmp_path):
     without_single_file(tmp_path / "model")
     (tmp_path / "model.safetensors").write_bytes(b"")
     index = {"weight_map": {"a": "../model.safetensors"}}
@@ -281,7 +275,7 @@ def test_index_that_names_a_file_elsewhere(tmp_path: Path) -> None:
     reject(tmp_path / "model", "not beside it: ../model.safetensors")
 
 
-def test_index_that_claims_a_tensor_for_the_wrong_file(tmp_path: Path) -> None:
+def test_index_that_claims_a_tensor_for_the_wrong_file(tmp_path):
     without_single_file(tmp_path)
     index = {"metadata": {}, "weight_map": {"ghost": "all.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -11,10 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.models import tiny_llama
 from tests.support.packed_checkpoints import fp8_checkpoint
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.architecture.quantization_settings import (
-    QUANTIZATION,
-    without_quantization,
-)
+from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, without_quantization
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.quantization.nf4_checkpoint import read_model_config
 from workflow.lib.system.errors import UserError
@@ -36,9 +33,7 @@ def say(folder: Path, settings: Any, *, within: str | None = None) -> Path:
 
 
 @pytest.mark.parametrize("settings", LEFT_BEHIND.values(), ids=LEFT_BEHIND)
-def test_what_is_said_over_16_bit_weights_counts_as_absent_everywhere(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: Any
-) -> None:
+def test_what_is_said_over_16_bit_weights_counts_as_absent_everywhere(tmp_path, caplog, settings):
     folder = tiny_llama(tmp_path, num_hidden_layers=1)
     plain = describe_folder(folder)
     stock = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "attention": "sdpa"}
@@ -53,7 +48,7 @@ def test_what_is_said_over_16_bit_weights_counts_as_absent_everywhere(
     assert torch.equal(load_base(folder, **stock)(ids).logits, logits)
 
 
-def test_scales_without_anything_packed_are_refused_by_name(tmp_path: Path) -> None:
+def test_scales_without_anything_packed_are_refused_by_name(tmp_path):
     folder = tiny_llama(tmp_path, num_hidden_layers=1)
     scale = "model.layers.0.mlp.up_proj.weight_scale"
     tensors = load_file(folder / "model.safetensors") | {scale: torch.ones(1)}
@@ -63,14 +58,14 @@ def test_scales_without_anything_packed_are_refused_by_name(tmp_path: Path) -> N
         describe_folder(folder)
 
 
-def test_format_that_is_not_decoded_is_refused_where_weights_are_packed(tmp_path: Path) -> None:
+def test_format_that_is_not_decoded_is_refused_where_weights_are_packed(tmp_path):
     save_file({"a.qweight": torch.ones(2)}, tmp_path / "model.safetensors")
     config = {QUANTIZATION: {"quant_method": "gptq"}}
     with pytest.raises(UserError, match=r"quantized already \(.*'gptq'; "):
         without_quantization(config, tmp_path / "config.json")
 
 
-def test_config_json_alone_is_believed(tmp_path: Path) -> None:
+def test_config_json_alone_is_believed(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(UserError, match=r"quantized already \(.*'awq'; "):
         without_quantization({QUANTIZATION: {"quant_method": "awq"}}, path)
@@ -78,12 +73,12 @@ def test_config_json_alone_is_believed(tmp_path: Path) -> None:
     assert without_quantization(packed, path) == {"text_config": {"x": 1}}
 
 
-def test_what_is_no_object_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_object_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"quantization_config = 'fp8': it must be an object or"):
         without_quantization({QUANTIZATION: "fp8"}, tmp_path / "config.json")
 
 
-def test_packed_weights_of_which_config_json_says_nothing_are_refused(tmp_path: Path) -> None:
+def test_packed_weights_of_which_config_json_says_nothing_are_refused(tmp_path):
     """Transformers would load their codes as if they were weights."""
     folder = say(fp8_checkpoint(tmp_path, block_size=(16, 16)), None)
     with pytest.raises(UserError, match=r"packed.*config\.json says nothing of it"):

@@ -17,17 +17,17 @@ SHAPES = {
 }
 
 
-def test_router_is_the_module_beside_with_one_matrix_of_a_row_an_expert() -> None:
+def test_router_is_the_module_beside_with_one_matrix_of_a_row_an_expert():
     experts = {"layers.0.mlp.experts": 4, "layers.1.experts": 4}
     found = {"layers.0.mlp.experts": "layers.0.mlp.gate", "layers.1.experts": "layers.1.router"}
     assert router_paths(experts, SHAPES) == found
 
 
-def test_experts_of_another_number_have_no_router() -> None:
+def test_experts_of_another_number_have_no_router():
     assert router_paths({"layers.0.mlp.experts": 5}, SHAPES) == {}
 
 
-def test_experts_at_the_top_have_theirs_beside_them() -> None:
+def test_experts_at_the_top_have_theirs_beside_them():
     assert router_paths({"experts": 3}, {"gate.weight": (3, 8)}) == {"experts": "gate"}
 
 
@@ -43,12 +43,12 @@ def test_experts_at_the_top_have_theirs_beside_them() -> None:
     ],
 )
 def test_null_takes_the_familys_coefficient_where_routers_are_trained(
-    asked: float | None, family: float | None, trained: bool, coefficient: float
-) -> None:
+    asked, family, trained, coefficient
+):
     found = balance_coefficient(asked, family, routers_trained=trained, name="mixtral")
     assert found == coefficient
 
 
-def test_balance_that_a_family_has_not_is_refused_by_name() -> None:
+def test_balance_that_a_family_has_not_is_refused_by_name():
     with pytest.raises(UserError, match=r"_coef = 0\.1: models of the type glm4_moe"):
         balance_coefficient(0.1, None, routers_trained=True, name="glm4_moe")

@@ -38,12 +38,12 @@ REBUILT = (
 )
 
 
-def test_at_least_80_models_ship_of_20_families() -> None:
+def test_at_least_80_models_ship_of_20_families():
     assert len(ENTRIES) >= 80
     assert len({entry["family"] for entry in DESCRIBED.values()}) >= 20
 
 
-def test_parameters_are_those_published() -> None:
+def test_parameters_are_those_published():
     """In billions where no exact number is published, rounded or cut to so many digits; stored
     buffers are counted too.
     """
@@ -62,12 +62,12 @@ def test_parameters_are_those_published() -> None:
 
 
 @pytest.mark.parametrize("hub_id", REBUILT)
-def test_shipped_description_is_what_building_gives(hub_id: str) -> None:
+def test_shipped_description_is_what_building_gives(hub_id):
     built = describe_config(ENTRIES[hub_id]["config"], origin=Path(hub_id))
     assert built == shape_of_document(DESCRIBED[hub_id])
 
 
-def test_every_shipped_model_is_described_and_every_name_stands_once() -> None:
+def test_every_shipped_model_is_described_and_every_name_stands_once():
     assert list(DESCRIBED) == list(ENTRIES)
     names = [
         name for hub_id, entry in ENTRIES.items() for name in (hub_id, *entry.get("same_shape", ()))
@@ -78,13 +78,13 @@ def test_every_shipped_model_is_described_and_every_name_stands_once() -> None:
 @pytest.mark.parametrize(
     "name", ["meta-llama/Llama-3.1-70B", "llama-3.1-70b", "Llama-3.3-70B-Instruct"]
 )
-def test_model_is_found_with_or_without_owner_in_any_case(name: str) -> None:
+def test_model_is_found_with_or_without_owner_in_any_case(name):
     entry = "meta-llama/Llama-3.1-70B"
     assert known_config(name) == ENTRIES[entry]["config"]
     assert known_shape(name) == shape_of_document(DESCRIBED[entry])
 
 
-def test_unknown_model_has_near_names() -> None:
+def test_unknown_model_has_near_names():
     assert known_config("Qwen2.5-77B") is None
     assert known_shape("Qwen2.5-77B") is None
     assert "Qwen/Qwen2.5-72B" in nearest_models("Qwen2.5-77B")

@@ -33,7 +33,7 @@ TEXT_ALONE = [name for name, case in FAMILIES.items() if "text_config" not in ca
 
 
 @pytest.mark.parametrize("family", dict.fromkeys((*TEXT_ALONE, *OTHERS)))
-def test_description_has_what_the_built_modules_have(family: str) -> None:
+def test_description_has_what_the_built_modules_have(family):
     shape, model = described(family), built(family)
     stored = model.state_dict()
     if shape.tied_embeddings:
@@ -56,7 +56,7 @@ def test_description_has_what_the_built_modules_have(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_stack_is_a_linear_of_all_experts_that_knows_their_number(family: str) -> None:
+def test_stack_is_a_linear_of_all_experts_that_knows_their_number(family):
     kind = described(family).kinds[-1]
     gate_up, down = (x for x in kind.linears if x.experts > 1)
     assert (gate_up.experts, gate_up.name, down.name) == (4, "gate_up_proj", "down_proj")
@@ -68,13 +68,13 @@ def test_stack_is_a_linear_of_all_experts_that_knows_their_number(family: str) -
     assert kind.used_weights == kind.num_weights - of_experts + of_experts * kind.top_k // 4
 
 
-def test_router_stays_in_16_bits_also_where_it_is_a_linear() -> None:
+def test_router_stays_in_16_bits_also_where_it_is_a_linear():
     kind = described("hunyuan_v1_moe").kinds[0]
     assert dict(kind.tensors) == {"mlp.gate.wg.weight": (4, 48)}
     assert "mlp.gate.wg" not in [linear.path for linear in kind.linears]
 
 
-def test_linear_that_takes_no_adapter_stays_in_16_bits() -> None:
+def test_linear_that_takes_no_adapter_stays_in_16_bits():
     model, kind = built("falcon_h1"), described("falcon_h1").kinds[0]
     assert not takes_adapter(model, "mamba.out_proj")
     assert dict(kind.tensors)["mamba.out_proj.weight"] == (48, 48)
@@ -90,39 +90,37 @@ def test_linear_that_takes_no_adapter_stays_in_16_bits() -> None:
         ("gpt_oss", ["sliding", "full"], [False, False]),
     ],
 )
-def test_how_tokens_of_a_layer_see_each_other(
-    family: str, attention: list[str], recurrent: list[bool]
-) -> None:
+def test_how_tokens_of_a_layer_see_each_other(family, attention, recurrent):
     shape = described(family)
     kinds = [shape.layer(number) for number in range(shape.num_layers)]
     assert [kind.attention for kind in kinds] == attention
     assert [kind.recurrent for kind in kinds] == recurrent
 
 
-def test_latent_attention_has_values_of_a_width_of_their_own() -> None:
+def test_latent_attention_has_values_of_a_width_of_their_own():
     kind = described("deepseek_v3").kinds[0]
     assert (kind.head_dim, kind.value_dim, kind.num_heads, kind.num_kv_heads) == (24, 16, 3, 3)
     assert (kind.query_width, kind.value_width) == (72, 48)
 
 
-def test_sinks_are_seen() -> None:
+def test_sinks_are_seen():
     assert all(kind.sinks for kind in described("gpt_oss").kinds)
     assert not any(kind.sinks for kind in described("mixtral").kinds)
 
 
-def test_description_of_other_layers_is_read_as_it_was_written() -> None:
+def test_description_of_other_layers_is_read_as_it_was_written():
     shape = described("qwen3_next")
     assert shape_of_document(shape.document()) == shape
 
 
-def test_experts_that_run_by_code_of_their_own_are_refused() -> None:
+def test_experts_that_run_by_code_of_their_own_are_refused():
     sizes = {"num_local_experts": 4, "interleave_moe_layer_step": 1}
     with pytest.raises(UserError) as caught:
         described("mixtral", model_type="llama4_text", **sizes)
     assert "down_proj of Llama4TextExperts is a tensor of shape" in str(caught.value)
 
 
-def test_model_without_linears_is_refused() -> None:
+def test_model_without_linears_is_refused():
     """GPT-2 keeps its weights in a class of its own."""
     sizes = {"n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 64, "n_inner": 96}
     with pytest.raises(UserError, match="GPT2Block has no linear whose weights can be quantized"):

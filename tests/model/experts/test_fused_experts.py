@@ -146,7 +146,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
         ("nemotron_h", None),
     ],
 )
-def test_gate_is_one_that_the_kernels_know_or_none(family: str, form: GateForm | None) -> None:
+def test_gate_is_one_that_the_kernels_know_or_none(family, form):
     assert Pair(family).experts.gate.form == form
 
 
@@ -159,12 +159,12 @@ def assert_same(pair: Pair, *, tolerance: float = 1e-5) -> None:
         )
 
 
-def test_values_and_gradients_are_those_of_the_family_with_pefts_adapters(pair: Pair) -> None:
+def test_values_and_gradients_are_those_of_the_family_with_pefts_adapters(pair):
     """fp32 on both sides; PEFT adds the update to the weight, so sums have another order."""
     assert_same(pair)
 
 
-def test_expert_without_tokens_has_no_gradient(pair: Pair) -> None:
+def test_expert_without_tokens_has_no_gradient(pair):
     _, _, _, *masters = pair.gradients()
     for name, ours, _ in masters:
         of_expert = (
@@ -176,7 +176,7 @@ def test_expert_without_tokens_has_no_gradient(pair: Pair) -> None:
         assert ours.any()
 
 
-def test_cut_weights_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_weights_give_the_same(monkeypatch):
     """The workspace holds a third of the first stack: its rows, and in backward its columns, are
     decoded in several slices.
     """
@@ -189,9 +189,7 @@ def test_cut_weights_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(pair)
 
 
-def test_grouped_products_of_gpus_give_the_same(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grouped_products_of_gpus_give_the_same(pair, monkeypatch):
     """By torch's own grouped matmul, which CPUs have too; ranks are filled up to whole units."""
     monkeypatch.setattr(expert_products, "GPUS", frozenset({"cpu"}))
     monkeypatch.setattr(grouped_products, "_torch_groups", lambda rows: True)
@@ -200,7 +198,7 @@ def test_grouped_products_of_gpus_give_the_same(
 
 
 @pytest.mark.parametrize("ways", [("float8", "float8"), ("float8", None), (None, "float8")])
-def test_float8_rounds_the_products_of_frozen_weights(ways: tuple[str | None, str | None]) -> None:
+def test_float8_rounds_the_products_of_frozen_weights(ways):
     """As e4m3 does: 3 bits behind the leading one of weights, activations and gradients."""
     pair = Pair("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     exact = [ours for _, ours, _ in pair.gradients()]
@@ -219,9 +217,7 @@ def test_float8_rounds_the_products_of_frozen_weights(ways: tuple[str | None, st
     assert (y > 1e-3, x > 1e-3) == (ways[0] is not None, True)
 
 
-def test_recomputation_ends_before_the_last_product(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputation_ends_before_the_last_product(pair, monkeypatch):
     products = []
     monkeypatch.setattr(fused_experts, "value", lambda *x: products.append(1) or value(*x))
     forward = pair.experts.forward
@@ -235,7 +231,7 @@ def test_recomputation_ends_before_the_last_product(
     assert len(products) == 3
 
 
-def test_experts_that_compute_something_else_are_refused() -> None:
+def test_experts_that_compute_something_else_are_refused():
     module = stock_experts("qwen3_moe")
     usual = type(module)
 

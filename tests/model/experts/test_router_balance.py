@@ -9,11 +9,7 @@ from torch import nn
 
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store
-from workflow.lib.model.experts.router_balance import (
-    BalanceSettings,
-    RouterBalance,
-    router_balance,
-)
+from workflow.lib.model.experts.router_balance import BalanceSettings, RouterBalance, router_balance
 from workflow.lib.model.trained_modules import routers_of
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import stored_batch
@@ -37,17 +33,17 @@ def balance_of(logits: torch.Tensor, length: int) -> RouterBalance:
     return balance
 
 
-def test_even_choices_have_a_loss_of_the_choices_of_a_token() -> None:
+def test_even_choices_have_a_loss_of_the_choices_of_a_token():
     """2 (0.5 * 0.5 + 0.5 * 0.5) of one choice."""
     assert float(balance_of(LOGITS, 2).value()) == pytest.approx(1.0)
 
 
-def test_one_busy_expert_has_twice_its_mean_probability() -> None:
+def test_one_busy_expert_has_twice_its_mean_probability():
     """Of token 0 alone: 2 (1 * 0.75)."""
     assert float(balance_of(LOGITS, 1).value()) == pytest.approx(1.5)
 
 
-def test_micro_batches_of_a_step_are_added_up_and_the_next_step_begins_anew() -> None:
+def test_micro_batches_of_a_step_are_added_up_and_the_next_step_begins_anew():
     balance = balance_of(LOGITS, 1)
     with balance.counting(torch.tensor([2]), len(LOGITS)):
         balance.count(LOGITS)
@@ -59,7 +55,7 @@ def test_micro_batches_of_a_step_are_added_up_and_the_next_step_begins_anew() ->
     assert float(balance.value()) == pytest.approx(1.0)
 
 
-def test_padding_has_no_gradient() -> None:
+def test_padding_has_no_gradient():
     balance = balance_of(LOGITS[:, [0, 1]], 1)
     gradient = balance.gradient(LOGITS)
     assert not gradient[1:].any()
@@ -67,7 +63,7 @@ def test_padding_has_no_gradient() -> None:
     torch.testing.assert_close(gradient[0], torch.tensor([0.375, -0.375]))
 
 
-def test_evaluation_does_not_know_the_balance(base: Path) -> None:
+def test_evaluation_does_not_know_the_balance(base):
     """No step has begun, of which it would ask."""
     training = adapted(base, r=4, modules_to_save=["mlp.gate"]).eval()
     batch = stored_batch(random_store(rows=2, seq_len=23), range(2))  # type: ignore[arg-type]
@@ -77,7 +73,7 @@ def test_evaluation_does_not_know_the_balance(base: Path) -> None:
     assert torch.equal(training(batch), before)
 
 
-def test_routers_that_are_frozen_are_balanced_if_it_is_asked_for(base: Path) -> None:
+def test_routers_that_are_frozen_are_balanced_if_it_is_asked_for(base):
     training = adapted(base, r=4)
     training.balance_routers_(None)
     assert training.router_balance is None
@@ -98,13 +94,13 @@ class OtherModel(nn.Module):
     num_experts, num_experts_per_tok = 2, 1
 
 
-def test_family_whose_loss_is_another_one_is_refused() -> None:
+def test_family_whose_loss_is_another_one_is_refused():
     other: Any = OtherModel()
     with pytest.raises(UserError, match="load-balancing loss of OtherModel is not supported"):
         router_balance(other, 0.1, {})
 
 
-def test_layers_whose_router_is_not_known_are_refused(base: Path) -> None:
+def test_layers_whose_router_is_not_known_are_refused(base):
     model: Any = adapted(base, r=4).peft_model.get_base_model()  # type: ignore[operator]
     first = dict([*routers_of(model).items()][:1])
     with pytest.raises(UserError, match="loss of Qwen3MoeForCausalLM is not supported"):

@@ -29,10 +29,10 @@ def rope(share: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.75])
-def test_one_linear_of_queries_keys_and_values_is_fused(share: float) -> None:
+def test_one_linear_of_queries_keys_and_values_is_fused(share):
     """Phi-4-mini rotates three quarters of each head."""
     assert isinstance(phi(rope_parameters=rope(share)), FusedAttention)
 
 
-def test_attention_that_drops_scores_is_left_alone() -> None:
+def test_attention_that_drops_scores_is_left_alone():
     assert not isinstance(phi(attention_dropout=0.1), FusedAttention)

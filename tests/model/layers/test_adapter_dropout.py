@@ -29,9 +29,7 @@ def mask(draw: Draw, features: int = FEATURES) -> torch.Tensor:
         (10, 0xFFFFFFFF, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ],
 )
-def test_generator_gives_the_known_answers_of_its_authors(
-    rounds: int, word: int, expected: str
-) -> None:
+def test_generator_gives_the_known_answers_of_its_authors(rounds, word, expected):
     """Random123, kat_vectors: key and counter of equal words."""
     key = torch.tensor(-1 if word else 0)
     words = philox(key, (torch.tensor(word),) * 4, rounds=rounds)
@@ -39,7 +37,7 @@ def test_generator_gives_the_known_answers_of_its_authors(
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3])
-def test_share_that_is_dropped_is_the_probability(p: float) -> None:
+def test_share_that_is_dropped_is_the_probability(p):
     """In the whole, in every row and eighth of the features: within 5 standard errors."""
     threshold = round(p * 65536)
     drops = 1 - mask(Draw(keys(*range(64)), 3, threshold))
@@ -50,7 +48,7 @@ def test_share_that_is_dropped_is_the_probability(p: float) -> None:
         assert float((shares - threshold / 65536).abs().max()) < 5 * error
 
 
-def test_expectation_of_the_scaled_input_is_the_input() -> None:
+def test_expectation_of_the_scaled_input_is_the_input():
     draw = Draw(keys(*range(500)), 0, 20_000)
     kept = mask(draw, 8).view(500, SEQ_LEN, 8)
     mean = draw.scale * kept.mean(dim=0)
@@ -59,7 +57,7 @@ def test_expectation_of_the_scaled_input_is_the_input() -> None:
 
 
 @pytest.mark.parametrize("other", ["linear", "step", "row", "position", "feature"])
-def test_masks_of_anything_else_are_independent(other: str) -> None:
+def test_masks_of_anything_else_are_independent(other):
     """Correlation of two masks of 49,000 draws: within 5 standard errors of 0."""
     numbers = tuple(range(7))
     one = mask(Draw(keys(*numbers), 0, 32_768))
@@ -74,13 +72,13 @@ def test_masks_of_anything_else_are_independent(other: str) -> None:
     assert abs(float(product.mean())) < 5 / math.sqrt(one.numel())
 
 
-def test_mask_of_a_row_does_not_depend_on_what_it_is_computed_with() -> None:
+def test_mask_of_a_row_does_not_depend_on_what_it_is_computed_with():
     together = mask(Draw(keys(*ROWS), 2, 9_000))
     alone = [mask(Draw(keys(row), 2, 9_000)) for row in ROWS]
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_sum_and_in_place_drop_the_same() -> None:
+def test_sum_and_in_place_drop_the_same():
     draw = Draw(keys(*ROWS), 2, 9_000)
     rows = torch.randn(3 * SEQ_LEN, 13, generator=torch.Generator().manual_seed(0))
     expected, total = dropped(rows, draw), torch.full_like(rows, 2.0)
@@ -89,7 +87,7 @@ def test_sum_and_in_place_drop_the_same() -> None:
     assert torch.equal(drop_(rows, draw), expected)
 
 
-def test_module_scales_what_it_keeps_and_its_gradient_alike() -> None:
+def test_module_scales_what_it_keeps_and_its_gradient_alike():
     module, state = AdapterDropout(0.25), AdapterState()
     module.share(state, linear=9)
     state.row_keys = keys(*ROWS)
@@ -102,12 +100,12 @@ def test_module_scales_what_it_keeps_and_its_gradient_alike() -> None:
     assert torch.equal(module.eval()(x), x)
 
 
-def test_training_without_keys_is_an_error() -> None:
+def test_training_without_keys_is_an_error():
     with pytest.raises(AssertionError, match="without keys of its rows"):
         AdapterDropout(0.25)(torch.ones(2, 3))
 
 
-def test_probability_next_to_one_keeps_something() -> None:
+def test_probability_next_to_one_keeps_something():
     module, state = AdapterDropout(1 - 1e-9), AdapterState()
     module.share(state, linear=0)
     state.row_keys = keys(1)

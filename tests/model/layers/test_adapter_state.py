@@ -1,7 +1,5 @@
 """What is made once of adapters that do not change; nothing of it outlives their change."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -24,9 +22,7 @@ def norms_made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
-def test_row_norms_are_made_once_while_adapters_are_unchanged(
-    tmp_path: Path, norms_made: list[object]
-) -> None:
+def test_row_norms_are_made_once_while_adapters_are_unchanged(tmp_path, norms_made):
     base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
     training = adapted(base, r=3, use_dora=True)
     ids, places = torch.arange(13)[None], torch.arange(13)
@@ -49,7 +45,7 @@ def test_row_norms_are_made_once_while_adapters_are_unchanged(
     assert len(norms_made) == 3 * 21
 
 
-def test_gathered_adapters_leave_no_casts_and_nothing_is_kept_between_steps() -> None:
+def test_gathered_adapters_leave_no_casts_and_nothing_is_kept_between_steps():
     state = AdapterState()
     assert state.casts() is None
     with state.unchanged():
@@ -62,7 +58,7 @@ def test_gathered_adapters_leave_no_casts_and_nothing_is_kept_between_steps() ->
     assert state.norms("linear", lambda: torch.ones(1)) == 1
 
 
-def test_failed_step_leaves_nothing_either() -> None:
+def test_failed_step_leaves_nothing_either():
     state = AdapterState()
 
     def fail() -> None:
@@ -75,7 +71,7 @@ def test_failed_step_leaves_nothing_either() -> None:
     assert state.norms("linear", lambda: torch.ones(1)) == 1
 
 
-def test_documents_that_are_computed_as_rows_have_keys_of_their_own() -> None:
+def test_documents_that_are_computed_as_rows_have_keys_of_their_own():
     """Of two rows of 5 tokens; the keys do not depend on which rows are computed together."""
     state = AdapterState()
     state.row_keys = torch.tensor([100, 900])

@@ -78,9 +78,7 @@ def expected_gradient(grad: torch.Tensor, layer: Layer, kind: str | None) -> tor
 @pytest.mark.parametrize("where", WAYS)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("nodes", ["one node", "a node each"])
-def test_values_and_gradients_are_those_of_rounded_products(
-    tmp_path: Path, kind: str, where: str, nodes: str, bias: bool
-) -> None:
+def test_values_and_gradients_are_those_of_rounded_products(tmp_path, kind, where, nodes, bias):
     """fp32 against fp64. A and B get the gradients of exact matmuls: only W is in 8 bits."""
     types = types_of(kind, where)
     layers = layers_of(tmp_path, types, bias=bias)
@@ -108,7 +106,7 @@ def test_values_and_gradients_are_those_of_rounded_products(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path: Path, kind: str) -> None:
+def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path, kind):
     types = types_of(kind, "both")
     (layer,) = layers_of(tmp_path, types, bias=True, count=1)
     x, grad = random(2, 3, IN, seed=2).requires_grad_(), random(2, 3, OUT, seed=3)
@@ -123,9 +121,7 @@ def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path: Path, kind
     torch.testing.assert_close(of_x.flatten(0, 1).double(), of_rows, rtol=1e-5, atol=1e-4)
 
 
-def test_linears_that_share_their_input_share_its_rounded_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linears_that_share_their_input_share_its_rounded_copy(tmp_path, monkeypatch):
     types = types_of("float8", "forward")
     layers = layers_of(tmp_path, types, bias=False)
     calls = []
@@ -138,7 +134,7 @@ def test_linears_that_share_their_input_share_its_rounded_copy(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_outside_of_the_block_no_bit_is_another(tmp_path: Path, kind: str) -> None:
+def test_outside_of_the_block_no_bit_is_another(tmp_path, kind):
     types, plain = types_of(kind, "both"), ProductTypes()
     results = []
     for number, used in enumerate((types, plain)):

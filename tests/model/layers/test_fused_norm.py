@@ -17,7 +17,7 @@ from workflow.lib.model.layers.fused_norm import FusedNorm
 
 
 @pytest.mark.parametrize("options", {case[2:] for case in NORMS}, ids=str)
-def test_values_and_gradients_are_those_of_the_definition(options: tuple[Any, ...]) -> None:
+def test_values_and_gradients_are_those_of_the_definition(options):
     """In fp32, against fp64; of a row of zeros too, whose LayerNorm has rounding errors of the mean
     divided by the root of eps.
     """
@@ -50,7 +50,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_norms_of_a_family_are_found(family: str) -> None:
+def test_norms_of_a_family_are_found(family):
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(FAMILIES[family].config(family))
     names = [name for name, _ in model.named_parameters()]
@@ -90,14 +90,8 @@ class Standardized(Norm):
 
 @pytest.mark.parametrize(
     ("norm", "count"),
-    [
-        (Norm(24), 1),
-        (Norm(3, 24), 0),
-        (OtherEps(24), 0),
-        (Gated(24), 0),
-        (Standardized(24), 0),
-    ],
+    [(Norm(24), 1), (Norm(3, 24), 0), (OtherEps(24), 0), (Gated(24), 0), (Standardized(24), 0)],
     ids=["plain", "weights of each head", "another eps", "may be gated", "another root"],
 )
-def test_norms_are_told_by_what_they_compute(norm: Norm, count: int) -> None:
+def test_norms_are_told_by_what_they_compute(norm, count):
     assert fuse_layer_(nn.ModuleDict({"norm": norm}))["norms"] == count

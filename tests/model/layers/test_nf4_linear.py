@@ -32,8 +32,8 @@ SHAPES = {
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
 def test_dequantized_weight_is_what_was_quantized_bit_for_bit(
-    tmp_path: Path, shape: tuple[int, int], block_size: int, double_quant: bool
-) -> None:
+    tmp_path, shape, block_size, double_quant
+):
     weight = random(*shape)
     linear = nf4_linear(tmp_path / "base", weight, block_size=block_size, double_quant=double_quant)
     packed, state = quantize_4bit(
@@ -46,7 +46,7 @@ def test_dequantized_weight_is_what_was_quantized_bit_for_bit(
         assert torch.equal(ours, expected.to(dtype))
 
 
-def test_dequantized_weight_is_the_code_times_the_scale_of_its_block(tmp_path: Path) -> None:
+def test_dequantized_weight_is_the_code_times_the_scale_of_its_block(tmp_path):
     """By hand: every weight is one of the 16 codes times its block's largest magnitude (QLoRA, eq.
     4 and 5).
     """
@@ -57,7 +57,7 @@ def test_dequantized_weight_is_the_code_times_the_scale_of_its_block(tmp_path: P
     torch.testing.assert_close(linear.dequantize(torch.float32), linear.quant_map[nearest] * scales)
 
 
-def test_padding_bytes_have_no_influence(tmp_path: Path) -> None:
+def test_padding_bytes_have_no_influence(tmp_path):
     linear = nf4_linear(tmp_path / "base", random(5, 37))
     before = linear.dequantize(torch.float32)
     for name, size in linear.spec.sizes.items():
@@ -74,7 +74,7 @@ def padded_sizes() -> dict[str, int]:
     return NF4Spec(shape=(5, 37), block_size=64, double_quant=True, offset=0.0).sizes
 
 
-def test_stored_sizes_are_those_of_the_paper(padded_sizes: dict[str, int]) -> None:
+def test_stored_sizes_are_those_of_the_paper(padded_sizes):
     """185 weights: 93 bytes of codes, 3 blocks with an 8-bit scale each, one fp32 scale of
     scales.
     """
@@ -83,7 +83,7 @@ def test_stored_sizes_are_those_of_the_paper(padded_sizes: dict[str, int]) -> No
     assert single == {"weight": 93, "absmax": 12}
 
 
-def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path: Path) -> None:
+def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path):
     """float32: FSDP2 rewrites NaN patterns of bf16 groups on CUDA, and refuses frozen uint8 on
     torch 2.11.
     """
@@ -99,9 +99,7 @@ def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path: Path)
 
 
 @pytest.mark.parametrize("bias", [None, random(7, seed=5)], ids=["no bias", "bias"])
-def test_linear_without_adapter_has_the_value_and_gradient_of_the_plain_product(
-    tmp_path: Path, bias: torch.Tensor | None
-) -> None:
+def test_linear_without_adapter_has_the_value_and_gradient_of_the_plain_product(tmp_path, bias):
     linear = nf4_linear(tmp_path / "base", random(7, 13), bias=bias)
     x = random(2, 3, 13, seed=1).requires_grad_()
     reference = torch.nn.functional.linear(x, linear.dequantize(torch.float32), bias)
@@ -135,7 +133,7 @@ def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
     )
 
 
-def test_fused_adapter_equals_autograd_of_the_plain_formula(layer: Layer) -> None:
+def test_fused_adapter_equals_autograd_of_the_plain_formula(layer):
     """fp32 against fp64: sums of 13 terms of order 1, so a few units of 1e-7 times 10."""
     x = random(2, 3, 13, seed=8).requires_grad_()
     grad = random(2, 3, 7, seed=9)
@@ -149,7 +147,7 @@ def test_fused_adapter_equals_autograd_of_the_plain_formula(layer: Layer) -> Non
         )
 
 
-def test_fused_adapter_gradients_equal_finite_differences(layer: Layer) -> None:
+def test_fused_adapter_gradients_equal_finite_differences(layer):
     """The output is linear in each of x, A and B, so a central difference is exact whatever its
     width.
     """
@@ -175,7 +173,7 @@ def test_fused_adapter_gradients_equal_finite_differences(layer: Layer) -> None:
         )
 
 
-def test_fused_adapter_saves_nothing_but_x_and_x_times_a(layer: Layer) -> None:
+def test_fused_adapter_saves_nothing_but_x_and_x_times_a(layer):
     saved: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,16 +188,14 @@ def test_fused_adapter_saves_nothing_but_x_and_x_times_a(layer: Layer) -> None:
     torch.testing.assert_close(saved[1], (x @ layer.weights[0].t()).detach().reshape(6, 3))
 
 
-def test_input_gradient_of_the_first_layer_is_not_computed(layer: Layer) -> None:
+def test_input_gradient_of_the_first_layer_is_not_computed(layer):
     """The embedding is frozen: the first layer's x wants no gradient, and its matmul is saved."""
     counted = Counted(layer.base)
     fused(random(4, 13), Layer(counted, *layer.weights)).sum().backward()
     assert counted.calls == 1
 
 
-def test_recomputation_stops_before_a_product_whose_result_backward_does_not_need(
-    layer: Layer,
-) -> None:
+def test_recomputation_stops_before_a_product_whose_result_backward_does_not_need(layer):
     """Once in forward, once in backward for the input's gradient; a plain checkpoint would make it
     a third time.
     """
@@ -227,7 +223,7 @@ class Counted:
         return self._base.dequantize(dtype)
 
 
-def test_master_gradients_are_float32_under_bfloat16_activations(layer: Layer) -> None:
+def test_master_gradients_are_float32_under_bfloat16_activations(layer):
     x = random(4, 13).bfloat16().requires_grad_()
     base = layer.base
     if base.bias is not None:
@@ -243,7 +239,7 @@ def test_master_gradients_are_float32_under_bfloat16_activations(layer: Layer) -
 
 
 @pytest.mark.parametrize("nodes", ["one node", "a node each"])
-def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nodes: str) -> None:
+def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer, nodes):
     """Two linears share it; gradients are those of autograd through norm and plain formula, in
     fp64.
     """
@@ -276,7 +272,7 @@ def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nod
         )
 
 
-def test_output_of_a_norm_that_was_changed_is_kept_itself(layer: Layer) -> None:
+def test_output_of_a_norm_that_was_changed_is_kept_itself(layer):
     norm = FusedNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
     normed = norm(random(2, 13, seed=8)).mul_(3.0)
     source_norm, source = keepable(normed)

@@ -59,9 +59,7 @@ def leaves(x: torch.Tensor, layers: list[Layer]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("nodes", ["one node", "a node each"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_equal_autograd_of_the_plain_formula(
-    tmp_path: Path, kind: str, nodes: str, bias: bool
-) -> None:
+def test_values_and_gradients_equal_autograd_of_the_plain_formula(tmp_path, kind, nodes, bias):
     """Behind a norm, whose output is made again; fp32 against fp64."""
     layers = layers_of(tmp_path, kind, bias=bias)
     norm = FusedNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
@@ -82,7 +80,7 @@ def test_values_and_gradients_equal_autograd_of_the_plain_formula(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_is_off_by_its_rounding(tmp_path: Path, kind: str) -> None:
+def test_bf16_is_off_by_its_rounding(tmp_path, kind):
     """8 bits of mantissa: a value and its gradient pass about 8 roundings of 2^-9 of the largest
     term, and sums of 10 tokens average some of it out.
     """
@@ -101,7 +99,7 @@ def test_bf16_is_off_by_its_rounding(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_recomputation_gives_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_recomputation_gives_the_same_bits(tmp_path, kind):
     layers = layers_of(tmp_path, kind, bias=False)
     x = random(2, 5, 13, seed=8).requires_grad_()
 
@@ -115,7 +113,7 @@ def test_recomputation_gives_the_same_bits(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_a_mask_is_kept_and_of_dora_the_values(tmp_path: Path, kind: str) -> None:
+def test_nothing_of_a_mask_is_kept_and_of_dora_the_values(tmp_path, kind):
     layers = layers_of(tmp_path, kind, bias=False)
     saved: list[torch.Tensor] = []
 
@@ -134,7 +132,7 @@ def test_nothing_of_a_mask_is_kept_and_of_dora_the_values(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("kind", ["dropout", "dora"])
-def test_casts_that_are_kept_are_made_once_and_change_no_bit(tmp_path: Path, kind: str) -> None:
+def test_casts_that_are_kept_are_made_once_and_change_no_bit(tmp_path, kind):
     layers = layers_of(tmp_path, kind, bias=False)
     x = random(2, 5, 13, seed=8).bfloat16().requires_grad_()
     given, results = leaves(x, layers), []

@@ -20,9 +20,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_parts_of_experts_decode_as_the_whole_stack_does(
-    shape: tuple[int, int, int], double_quant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_experts_decode_as_the_whole_stack_does(shape, double_quant, monkeypatch):
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     stack = packed_stack(weights, double_quant=double_quant)
     whole = stack.dequantize(torch.float32).view(shape)
@@ -40,7 +38,7 @@ def test_parts_of_experts_decode_as_the_whole_stack_does(
     assert torch.equal(torch.cat(parts, dim=2), whole)
 
 
-def test_slices_fit_the_workspace() -> None:
+def test_slices_fit_the_workspace():
     """Of 128 experts of 5,760 x 2,880 (gpt-oss 120B)."""
     spec = NF4Spec((128 * 5760, 2880), 64, double_quant=True, offset=0.0, experts=128)
     stack = NF4Stack(spec, compute_dtype=torch.bfloat16)
@@ -54,7 +52,7 @@ def test_slices_fit_the_workspace() -> None:
         assert min(widths[:-1]) * size * 128 * 2 > 0.5 * nf4_stack.DECODED_BYTES
 
 
-def test_slices_are_whole_tiles_of_the_product_and_alike() -> None:
+def test_slices_are_whole_tiles_of_the_product_and_alike():
     """Of 128 experts like those of Qwen3-30B-A3B: 2,730 rows of 768 weights would fit."""
     spec = NF4Spec((128 * 4096, 768), 64, double_quant=True, offset=0.0, experts=128)
     stack = NF4Stack(spec, compute_dtype=torch.bfloat16)
@@ -65,7 +63,7 @@ def test_slices_are_whole_tiles_of_the_product_and_alike() -> None:
     assert columns == [(0, 1024), (1024, 2048)]
 
 
-def test_expert_that_begins_within_a_block_is_refused() -> None:
+def test_expert_that_begins_within_a_block_is_refused():
     spec = NF4Spec((3 * 7, 48), 64, double_quant=True, offset=0.0, experts=3)
     with pytest.raises(UserError, match=r"quantize.block_size: 64 does not divide the 336 weights"):
         NF4Stack(spec, compute_dtype=torch.float32)

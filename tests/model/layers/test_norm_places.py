@@ -22,7 +22,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_lie_where_kernels_read_them(layout: str) -> None:
+def test_rows_lie_where_kernels_read_them(layout):
     x, copied = LAYOUTS[layout]
     taken = _readable(x)
     assert (taken is not x) == copied

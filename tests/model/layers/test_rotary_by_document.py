@@ -65,7 +65,7 @@ def logits(model: CausalLMForTraining, ids: torch.Tensor, positions: torch.Tenso
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])
-def test_document_has_the_same_logits_packed_and_alone(base: Path, attention: str) -> None:
+def test_document_has_the_same_logits_packed_and_alone(base, attention):
     model = adapted(base, attention=attention)
     ids = torch.randint(0, 101, POSITIONS.shape, generator=torch.Generator().manual_seed(1))
     packed = logits(model, ids, POSITIONS)
@@ -79,7 +79,7 @@ def test_document_has_the_same_logits_packed_and_alone(base: Path, attention: st
 
 
 @pytest.mark.parametrize("length", [SHORT, SHORT + 1, 50])
-def test_a_document_alone_has_the_familys_own_logits(length: int) -> None:
+def test_a_document_alone_has_the_familys_own_logits(length):
     torch.manual_seed(0)
     model = Phi3ForCausalLM(
         Phi3Config(**SIZES, original_max_position_embeddings=SHORT, rope_parameters=LONG_ROPE)
@@ -94,7 +94,7 @@ def test_a_document_alone_has_the_familys_own_logits(length: int) -> None:
 
 
 @torch.no_grad()
-def test_packed_documents_beyond_dynamic_ntks_limit_have_the_familys_own_logits() -> None:
+def test_packed_documents_beyond_dynamic_ntks_limit_have_the_familys_own_logits():
     """Each has frequencies of its own length, as a fresh stock model has for it alone."""
     lengths = (9, 40, 17, 33)
     changes: dict[str, Any] = {"max_position_embeddings": SHORT, "rope_parameters": DYNAMIC}
@@ -108,14 +108,14 @@ def test_packed_documents_beyond_dynamic_ntks_limit_have_the_familys_own_logits(
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
-def test_models_of_fixed_frequencies_are_left_as_they_are() -> None:
+def test_models_of_fixed_frequencies_are_left_as_they_are():
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     rotary = model.model.rotary_emb
     rotate_by_document_(model)
     assert model.model.rotary_emb is rotary
 
 
-def test_length_of_a_tokens_document() -> None:
+def test_length_of_a_tokens_document():
     assert document_lengths(torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])).tolist() == [
         [3, 3, 3, 1, 2, 2],
         [6] * 6,
@@ -123,7 +123,7 @@ def test_length_of_a_tokens_document() -> None:
 
 
 @pytest.mark.parametrize("rope", [LONG_ROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
-def test_nothing_waits_for_what_the_device_knows(rope: dict[str, Any]) -> None:
+def test_nothing_waits_for_what_the_device_knows(rope):
     model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
     rotate_by_document_(model)
     rotary: Any = model.model.rotary_emb
@@ -160,7 +160,7 @@ class ByLayerType(torch.nn.Module):
 @pytest.mark.parametrize(
     ("kind", "frequencies"), [("full", [0, 0, 0.25, 0.25, 0.25, 0.25]), ("sliding", [0] * 6)]
 )
-def test_type_of_layers_has_its_own_limit(kind: str, frequencies: list[float]) -> None:
+def test_type_of_layers_has_its_own_limit(kind, frequencies):
     rotary = RotaryByDocument(ByLayerType())
     found, positions = rotary(torch.zeros(1), torch.tensor([[0, 1, 0, 1, 2, 3]]), layer_type=kind)
     assert found[0, :, 0].tolist() == frequencies

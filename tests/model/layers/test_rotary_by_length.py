@@ -61,7 +61,7 @@ def documents() -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [2, 10])
-def test_loss_of_a_document_is_that_of_a_fresh_model_for_it_alone(base: Path, size: int) -> None:
+def test_loss_of_a_document_is_that_of_a_fresh_model_for_it_alone(base, size):
     together = heldout_losses(loaded(base), documents(), batch_size=size, device=CPU)
     alone = [
         heldout_losses(loaded(base), [document], batch_size=1, device=CPU)[0]
@@ -70,7 +70,7 @@ def test_loss_of_a_document_is_that_of_a_fresh_model_for_it_alone(base: Path, si
     assert [loss for loss, _ in together] == pytest.approx([loss for loss, _ in alone], rel=1e-5)
 
 
-def test_answer_is_that_of_a_fresh_model_for_the_prompt_alone(base: Path) -> None:
+def test_answer_is_that_of_a_fresh_model_for_the_prompt_alone(base):
     """Also where it crosses the limit."""
     prompts = [Prompt(n, ids.tolist(), []) for n, (ids, _) in enumerate(documents())]
     settings = AnswerSettings(stop_ids=[], max_new_tokens=NEW_TOKENS, batch_size=10)
@@ -93,14 +93,14 @@ def sharded_answers(base: Path) -> list[list[int]]:
         return generate_answers(model, prompts, settings=settings, device=CPU)
 
 
-def test_model_with_sliced_weights_answers_as_the_stock_model(base: Path) -> None:
+def test_model_with_sliced_weights_answers_as_the_stock_model(base):
     prompts = [Prompt(n, ids.tolist(), []) for n, (ids, _) in enumerate(documents())]
     settings = AnswerSettings(stop_ids=[], max_new_tokens=NEW_TOKENS, batch_size=10)
     theirs = generate_answers(loaded(base), prompts, settings=settings, device=CPU)
     assert run_distributed(sharded_answers, base, world_size=1)[0] == theirs
 
 
-def test_only_documents_on_one_side_of_the_limit_are_alike() -> None:
+def test_only_documents_on_one_side_of_the_limit_are_alike():
     config = long_rope().config
     assert rotated_alike(config, 3) == rotated_alike(config, SHORT)
     assert rotated_alike(config, SHORT + 1) == rotated_alike(config, 100)
@@ -109,12 +109,12 @@ def test_only_documents_on_one_side_of_the_limit_are_alike() -> None:
     assert crossing[0] != crossing[1] == crossing[2]
 
 
-def test_documents_are_alike_where_frequencies_are_fixed() -> None:
+def test_documents_are_alike_where_frequencies_are_fixed():
     config = LlamaConfig(**SIZES)
     assert rotated_alike(config, 3) == rotated_alike(config, 3000)
 
 
-def test_results_of_groups_come_in_the_order_of_the_items() -> None:
+def test_results_of_groups_come_in_the_order_of_the_items():
     groups = []
 
     def doubled(items: list[int]) -> list[int]:

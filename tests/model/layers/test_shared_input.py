@@ -31,7 +31,7 @@ def layers(tmp_path: Path) -> list[Able]:
     ]
 
 
-def test_all_values_are_of_one_node_and_none_is_left(layers: list[Able]) -> None:
+def test_all_values_are_of_one_node_and_none_is_left(layers):
     x, shared = random(2, 5, 13, seed=8), SharedInput(layers)
     found = [shared.value(layer, x) for layer in layers]
     for value, expected in zip(found, nf4_lora_matmuls(x, layers), strict=True):
@@ -41,7 +41,7 @@ def test_all_values_are_of_one_node_and_none_is_left(layers: list[Able]) -> None
     assert not getattr(x, VALUES)[0]
 
 
-def test_an_input_that_has_changed_since_gives_new_values(layers: list[Able]) -> None:
+def test_an_input_that_has_changed_since_gives_new_values(layers):
     x, shared = random(2, 5, 13, seed=8), SharedInput(layers)
     shared.value(layers[0], x)
     x.add_(1)
@@ -50,7 +50,7 @@ def test_an_input_that_has_changed_since_gives_new_values(layers: list[Able]) ->
     assert torch.equal(value, nf4_lora_matmuls(x, layers)[1])
 
 
-def test_a_value_is_taken_once(layers: list[Able]) -> None:
+def test_a_value_is_taken_once(layers):
     x, shared = random(2, 5, 13, seed=8), SharedInput(layers)
     one, other = shared.value(layers[0], x), shared.value(layers[0], x)
     assert one is not None
@@ -58,6 +58,6 @@ def test_a_value_is_taken_once(layers: list[Able]) -> None:
     assert one.data_ptr() != other.data_ptr()
 
 
-def test_nothing_is_shared_where_one_of_them_computes_otherwise(layers: list[Able]) -> None:
+def test_nothing_is_shared_where_one_of_them_computes_otherwise(layers):
     layers[1].able = False
     assert SharedInput(layers).value(layers[0], random(2, 5, 13)) is None

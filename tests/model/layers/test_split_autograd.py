@@ -35,7 +35,7 @@ def three_sines(x: torch.Tensor, calls: list[torch.Tensor]) -> torch.Tensor:
     return apply_split(SineGradient, x, value=value)
 
 
-def test_value_and_gradient_are_those_of_one_node() -> None:
+def test_value_and_gradient_are_those_of_one_node():
     x = torch.linspace(-1, 1, 10).view(2, 5, 1).requires_grad_()
     y = three_sines(x, [])
     assert torch.equal(y, x.sin().expand(2, 5, 3))
@@ -43,7 +43,7 @@ def test_value_and_gradient_are_those_of_one_node() -> None:
     torch.testing.assert_close(gradient, 3 * x.cos())
 
 
-def test_value_is_not_computed_again_by_recomputation() -> None:
+def test_value_is_not_computed_again_by_recomputation():
     x = torch.linspace(-1, 1, 5).view(5, 1).requires_grad_()
     calls: list[torch.Tensor] = []
     checkpoint(lambda x: three_sines(x * 2, calls), x, use_reentrant=False).sum().backward()

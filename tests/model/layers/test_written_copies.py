@@ -25,28 +25,28 @@ def made(maker: Maker) -> tuple[torch.Tensor, Rounded]:
     return tensor, copy
 
 
-def test_copy_is_taken_once(types: ProductTypes) -> None:
+def test_copy_is_taken_once(types):
     tensor, copy = made(Maker())
     with types.in_eight_bits():
         assert taken_copy(tensor, types) is copy
         assert taken_copy(tensor, types) is None
 
 
-def test_copy_of_a_tensor_that_has_changed_is_not_taken(types: ProductTypes) -> None:
+def test_copy_of_a_tensor_that_has_changed_is_not_taken(types):
     tensor, _ = made(Maker())
     tensor.add_(1)
     with types.in_eight_bits():
         assert taken_copy(tensor, types) is None
 
 
-def test_view_has_no_copy(types: ProductTypes) -> None:
+def test_view_has_no_copy(types):
     """Its rows may be others."""
     tensor, _ = made(Maker())
     with types.in_eight_bits():
         assert taken_copy(tensor[:2], types) is None
 
 
-def test_copy_in_another_format_is_not_taken(types: ProductTypes) -> None:
+def test_copy_in_another_format_is_not_taken(types):
     others = ProductTypes()
     others.asked = [FORMATS["float8"]._replace(block=64), None]
     with types.in_eight_bits(), others.in_eight_bits():
@@ -54,7 +54,7 @@ def test_copy_in_another_format_is_not_taken(types: ProductTypes) -> None:
     assert taken_copy(made(Maker())[0], types) is None, "these multiply in the compute dtype now"
 
 
-def test_maker_writes_nothing_before_a_product_has_taken_what_it_made(types: ProductTypes) -> None:
+def test_maker_writes_nothing_before_a_product_has_taken_what_it_made(types):
     """And nothing where there is no kernel: the matmuls round by themselves then."""
     maker = Maker()
     assert maker.new_copy(random(3, 32)) is None

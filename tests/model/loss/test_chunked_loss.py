@@ -48,9 +48,7 @@ def reference(head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_loss_and_gradient_equal_torch_for_any_number_of_chunks(
-    head: OutputHead, rows: int
-) -> None:
+def test_loss_and_gradient_equal_torch_for_any_number_of_chunks(head, rows):
     hidden, targets = draw(rows)
     hidden.requires_grad_()
     ours, theirs = LinearCrossEntropy(head)(hidden, targets), reference(head, hidden, targets)
@@ -61,7 +59,7 @@ def test_loss_and_gradient_equal_torch_for_any_number_of_chunks(
     torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-4, atol=1e-5)
 
 
-def test_no_rows_cost_nothing_but_keep_their_gradient(head: OutputHead) -> None:
+def test_no_rows_cost_nothing_but_keep_their_gradient(head):
     """A micro-batch without a trained token must take part in backward: other processes wait for
     it."""
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
@@ -72,7 +70,7 @@ def test_no_rows_cost_nothing_but_keep_their_gradient(head: OutputHead) -> None:
     assert hidden.grad.shape == (0, HIDDEN)
 
 
-def test_nothing_is_kept_for_backward_without_gradients(head: OutputHead) -> None:
+def test_nothing_is_kept_for_backward_without_gradients(head):
     hidden, targets = draw(5)
     with torch.no_grad():
         loss = LinearCrossEntropy(head)(hidden, targets)
@@ -80,7 +78,7 @@ def test_nothing_is_kept_for_backward_without_gradients(head: OutputHead) -> Non
     torch.testing.assert_close(loss.double(), reference(head, hidden, targets), rtol=1e-6, atol=0)
 
 
-def test_gradient_of_the_rows_is_not_held_by_the_loss(head: OutputHead) -> None:
+def test_gradient_of_the_rows_is_not_held_by_the_loss(head):
     hidden, targets = draw(3)
     hidden.requires_grad_()
     loss = LinearCrossEntropy(head)(hidden, targets)
@@ -89,16 +87,14 @@ def test_gradient_of_the_rows_is_not_held_by_the_loss(head: OutputHead) -> None:
     assert loss.grad_fn.grad is None  # type: ignore[attr-defined]
 
 
-def test_without_targets_the_logits_are_returned(head: OutputHead) -> None:
+def test_without_targets_the_logits_are_returned(head):
     hidden, _ = draw(5)
     logits = LinearCrossEntropy(head).head.logits(hidden)
     assert torch.equal(logits, head.logits(hidden))
     assert logits.dtype == torch.float32
 
 
-def test_logits_of_a_whole_batch_never_exist(
-    head: OutputHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_of_a_whole_batch_never_exist(head, monkeypatch):
     """The head sees at most `CHUNK_ROWS` rows at a time."""
     seen: list[int] = []
 
@@ -123,9 +119,7 @@ def test_logits_of_a_whole_batch_never_exist(
     ],
     ids=str,
 )
-def test_head_is_scaled_and_capped_as_its_family_does(
-    config: dict[str, float | None], scale: float, softcap: float | None
-) -> None:
+def test_head_is_scaled_and_capped_as_its_family_does(config, scale, softcap):
     head = output_head(nn.Identity(), PretrainedConfig(**config))
     assert (head.scale, head.softcap) == (scale, softcap)
 
@@ -158,7 +152,7 @@ def loss(
 
 
 @torch.no_grad()
-def test_loss_is_that_of_the_chosen_positions_alone(training: CausalLMForTraining) -> None:
+def test_loss_is_that_of_the_chosen_positions_alone(training):
     ids, places = batch()
     chosen = torch.tensor([0, 4, 20, 33])
     targets = ids.flatten()[chosen + 1]
@@ -172,9 +166,7 @@ def test_loss_is_that_of_the_chosen_positions_alone(training: CausalLMForTrainin
 
 
 @torch.no_grad()
-def test_tokens_after_the_last_chosen_position_have_no_influence(
-    training: CausalLMForTraining,
-) -> None:
+def test_tokens_after_the_last_chosen_position_have_no_influence(training):
     ids, places = batch()
     chosen, targets = torch.tensor([3, 21]), torch.tensor([5, 9])
     before = loss(training, ids, places, chosen, targets)
@@ -183,7 +175,7 @@ def test_tokens_after_the_last_chosen_position_have_no_influence(
 
 
 @torch.no_grad()
-def test_another_document_of_the_row_has_no_influence(training: CausalLMForTraining) -> None:
+def test_another_document_of_the_row_has_no_influence(training):
     ids, places = batch()
     chosen, targets = torch.arange(19 + 7, 38), torch.arange(12)
     before = loss(training, ids, places, chosen, targets)
@@ -201,9 +193,7 @@ def assert_rounded(ours: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [3, 8, 211, 49_159])
 @pytest.mark.parametrize("biased", [False, True])
-def test_rows_of_a_product_begin_at_whole_16_bytes(
-    dtype: torch.dtype, vocab: int, biased: bool
-) -> None:
+def test_rows_of_a_product_begin_at_whole_16_bytes(dtype, vocab, biased):
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 16, dtype=dtype), torch.randn(vocab, 16, dtype=dtype)
     bias = torch.randn(vocab, dtype=dtype) if biased else None
@@ -224,7 +214,7 @@ def test_rows_of_a_product_begin_at_whole_16_bytes(
 @pytest.mark.parametrize("slopes", ["known before", "of the log-probabilities"])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("rows", [0, 5, CHUNK_ROWS + 3])
-def test_rows_have_slopes_of_their_own(rows: int, trained: bool, slopes: str) -> None:
+def test_rows_have_slopes_of_their_own(rows, trained, slopes):
     """The first are weights, the second follow from the log-probabilities; frozen and trained
     heads; over several pieces of the vocabulary, none of them whole, and several chunks of rows."""
     torch.manual_seed(0)

@@ -104,18 +104,14 @@ def runs(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict
 
 
 @pytest.mark.parametrize("case", ["scaled", "overflowing"])
-def test_loss_scale_changes_no_loss_no_gradient_and_no_weight(
-    runs: dict[str, dict[str, Any]], case: str
-) -> None:
+def test_loss_scale_changes_no_loss_no_gradient_and_no_weight(runs, case):
     """It is a power of two, and a repeated step drops out what it dropped out before."""
     assert runs[case]["losses"] == runs["plain"]["losses"]
     for key in ("gradients", "weights"):
         torch.testing.assert_close(runs[case][key], runs["plain"][key], rtol=0, atol=0)
 
 
-def test_steps_that_overflow_are_made_once_more_and_counted(
-    runs: dict[str, dict[str, Any]],
-) -> None:
+def test_steps_that_overflow_are_made_once_more_and_counted(runs):
     assert runs["plain"]["repeats"] == [None] * STEPS
     assert runs["scaled"]["repeats"] == [0] * STEPS
     first, *later = runs["overflowing"]["repeats"]
@@ -123,9 +119,7 @@ def test_steps_that_overflow_are_made_once_more_and_counted(
     assert later[-1] - first < 5, "the factor is kept from step to step"
 
 
-def test_float16_trains_with_a_scaled_loss_close_to_float32(
-    runs: dict[str, dict[str, Any]],
-) -> None:
+def test_float16_trains_with_a_scaled_loss_close_to_float32(runs):
     """11 bits of mantissa, through two layers."""
     half, exact = runs["float16"], runs["plain"]
     assert half["repeats"] != [None] * STEPS
@@ -135,12 +129,12 @@ def test_float16_trains_with_a_scaled_loss_close_to_float32(
         torch.testing.assert_close(half["gradients"][name], gradient, rtol=0, atol=atol)
 
 
-def test_checkpoint_holds_the_loss_scale(runs: dict[str, dict[str, Any]]) -> None:
+def test_checkpoint_holds_the_loss_scale(runs):
     assert runs["scaled"]["saved"].tolist() == [INITIAL, STEPS, 0]
     assert torch.equal(runs["scaled"]["resumed"], runs["scaled"]["saved"])
 
 
-def test_factor_doubles_after_many_steps_without_overflow() -> None:
+def test_factor_doubles_after_many_steps_without_overflow():
     scale = LossScale()
     for _ in range(STEPS_UNTIL_DOUBLED - 1):
         assert not scale.must_repeat(1.0)
@@ -149,7 +143,7 @@ def test_factor_doubles_after_many_steps_without_overflow() -> None:
     assert scale.factor == 2 * INITIAL
 
 
-def test_gradients_that_overflow_without_a_factor_are_not_tried_for_ever() -> None:
+def test_gradients_that_overflow_without_a_factor_are_not_tried_for_ever():
     scale = LossScale()
     tries = 0
     while scale.must_repeat(math.inf):

@@ -28,7 +28,7 @@ def meta_model(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", RENAMED)
-def test_tensors_are_those_that_transformers_loads(tmp_path: Path, family: str) -> None:
+def test_tensors_are_those_that_transformers_loads(tmp_path, family):
     stored, name = RENAMED[family]
     folder = tiny_family(family, tmp_path / family)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -45,7 +45,7 @@ def test_tensors_are_those_that_transformers_loads(tmp_path: Path, family: str) 
             assert torch.equal(reader.rows(path, 1, 3), param[1:3])
 
 
-def test_part_of_a_converted_tensor_has_the_name_of_the_whole(tmp_path: Path) -> None:
+def test_part_of_a_converted_tensor_has_the_name_of_the_whole(tmp_path):
     folder = tiny_family("olmo_hybrid", tmp_path / "model")
     names = ModuleNames(meta_model(folder))
     whole = "model.layers.0.linear_attn.conv1d.weight"
@@ -56,7 +56,7 @@ def test_part_of_a_converted_tensor_has_the_name_of_the_whole(tmp_path: Path) ->
         assert torch.equal(reader.tensor(whole), torch.cat([stored[part] for part in parts]))
 
 
-def test_tensor_that_the_model_has_no_place_for_keeps_its_name(tmp_path: Path) -> None:
+def test_tensor_that_the_model_has_no_place_for_keeps_its_name(tmp_path):
     folder = tiny_llama(tmp_path / "model")
     stored = load_file(folder / "model.safetensors") | {"extra.weight": torch.ones(3)}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

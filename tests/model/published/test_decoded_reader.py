@@ -1,7 +1,6 @@
 """Packed checkpoints are read as Transformers decodes them, and as a plain loop does."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +24,7 @@ from workflow.lib.system.files import read_json
 
 E2M1 = {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5, 4: 2.0, 5: 3.0, 6: 4.0, 7: 6.0}
 WHOLE_BLOCKS, CUT_BLOCKS = (16, 8), (32, 48)
-FORMATS = {
-    "fp8": partial(fp8_checkpoint, block_size=WHOLE_BLOCKS),
-    "mxfp4": mxfp4_checkpoint,
-}
+FORMATS = {"fp8": partial(fp8_checkpoint, block_size=WHOLE_BLOCKS), "mxfp4": mxfp4_checkpoint}
 
 
 def meta(folder: Path) -> PreTrainedModel:
@@ -36,9 +32,7 @@ def meta(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_tensors_are_those_that_transformers_decodes(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
+def test_tensors_are_those_that_transformers_decodes(tmp_path, write):
     folder = write(tmp_path)
     stock = load_base(
         folder, device=torch.device("cpu"), compute_dtype=torch.bfloat16, attention="eager"
@@ -56,9 +50,7 @@ def test_tensors_are_those_that_transformers_decodes(
 
 
 @pytest.mark.parametrize("block_size", [WHOLE_BLOCKS, CUT_BLOCKS], ids=str)
-def test_fp8_is_the_product_of_code_and_scale_of_its_block(
-    tmp_path: Path, block_size: tuple[int, int]
-) -> None:
+def test_fp8_is_the_product_of_code_and_scale_of_its_block(tmp_path, block_size):
     """Blocks may be cut at the end; of such weights Transformers takes smaller blocks, or fails."""
     folder = fp8_checkpoint(tmp_path, block_size=block_size)
     stored = load_file(folder / "model.safetensors")
@@ -75,7 +67,7 @@ def test_fp8_is_the_product_of_code_and_scale_of_its_block(
         assert f"{name}_scale_inv" not in reader
 
 
-def test_mxfp4_is_a_small_value_times_a_power_of_two(tmp_path: Path) -> None:
+def test_mxfp4_is_a_small_value_times_a_power_of_two(tmp_path):
     folder = mxfp4_checkpoint(tmp_path)
     stored = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
@@ -93,9 +85,7 @@ def test_mxfp4_is_a_small_value_times_a_power_of_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_base_of_a_packed_checkpoint_is_that_of_the_decoded_one(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
+def test_base_of_a_packed_checkpoint_is_that_of_the_decoded_one(tmp_path, write):
     folder = write(tmp_path / "packed")
     plain = tiny_mixture({"fp8": "qwen3_moe", "mxfp4": "gpt_oss"}[_method(folder)], tmp_path / "p")
     with DecodedReader(folder) as reader:
@@ -119,15 +109,13 @@ def _method(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_packed_checkpoint_is_described_as_the_decoded_one(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
+def test_packed_checkpoint_is_described_as_the_decoded_one(tmp_path, write):
     shape = describe_folder(write(tmp_path))
     assert shape.source_dtype == "BF16"
     assert shape.layer(1).top_k == 2
 
 
-def test_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
+def test_fp8_without_its_scales_is_refused(tmp_path):
     folder = fp8_checkpoint(tmp_path, block_size=WHOLE_BLOCKS)
     stored = load_file(folder / "model.safetensors")
     left = {name: tensor for name, tensor in stored.items() if not name.endswith("_scale_inv")}
@@ -137,9 +125,7 @@ def test_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_value_that_is_no_finite_number_is_named_by_tensor_and_place(
-    tmp_path: Path, value: float
-) -> None:
+def test_value_that_is_no_finite_number_is_named_by_tensor_and_place(tmp_path, value):
     folder = fp8_checkpoint(tmp_path, block_size=WHOLE_BLOCKS)
     tensors = load_file(folder / "model.safetensors")
     norm, packed = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"

@@ -1,7 +1,6 @@
 """Of several sets of weights in a folder, those are read that stock Transformers loads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,7 @@ LAYOUTS = (alone, beside_shards, sharded, not_all_in_the_index, beside_others, n
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.__name__)
-def test_weights_are_those_that_transformers_loads(
-    tmp_path: Path, layout: Callable[[Path, Tensors], None]
-) -> None:
+def test_weights_are_those_that_transformers_loads(tmp_path, layout):
     folder = tiny_llama(tmp_path, **SIZES)
     layout(folder, load_file(folder / "model.safetensors"))
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -100,9 +97,7 @@ def test_weights_are_those_that_transformers_loads(
             assert torch.equal(reader.tensor(name), param)
 
 
-def test_tensor_that_transformers_takes_of_another_shard_than_the_index_names_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_tensor_that_transformers_takes_of_another_shard_than_the_index_names_is_refused(tmp_path):
     folder = tiny_llama(tmp_path, **SIZES)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "a.safetensors")

@@ -62,9 +62,7 @@ def assert_as_stock(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("tied", "tables"), [*product((True, False), TABLES)])
-def test_embedding_and_head_are_tied_as_transformers_ties_them(
-    tmp_path: Path, tied: bool, tables: str
-) -> None:
+def test_embedding_and_head_are_tied_as_transformers_ties_them(tmp_path, tied, tables):
     folder = tiny_llama(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     with_tables(tensors, tables, embedding=EMBEDDING)
@@ -78,9 +76,7 @@ def test_embedding_and_head_are_tied_as_transformers_ties_them(
 
 
 @pytest.mark.parametrize("tables", ["equal", "different", "no head"])
-def test_ties_of_a_model_and_of_its_text_part_are_read_as_transformers_reads_them(
-    tmp_path: Path, tables: str
-) -> None:
+def test_ties_of_a_model_and_of_its_text_part_are_read_as_transformers_reads_them(tmp_path, tables):
     folder = tiny_family("gemma3", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
@@ -131,9 +127,7 @@ def extra_tensors(names: list[str]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "names"), IGNORED.items(), ids=IGNORED)
-def test_what_a_family_ignores_is_no_part_of_the_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, names: list[str]
-) -> None:
+def test_what_a_family_ignores_is_no_part_of_the_model(tmp_path, caplog, family, names):
     folder = (
         tiny_family(family, tmp_path)
         if family in FAMILIES
@@ -155,9 +149,7 @@ NEXT = "model.layers.2.eh_proj.weight"  # behind the two layers of the tiny mixt
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_layers_of_multi_token_prediction_that_config_json_counts_are_left(
-    tmp_path: Path, family: str
-) -> None:
+def test_layers_of_multi_token_prediction_that_config_json_counts_are_left(tmp_path, family):
     folder = tiny_mixture(family, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     layer = {n.replace(".1.", ".2.", 1): x for n, x in tensors.items() if ".layers.1." in n}
@@ -168,9 +160,7 @@ def test_layers_of_multi_token_prediction_that_config_json_counts_are_left(
         describe_folder(folder)
 
 
-def test_what_no_list_of_the_family_has_is_told_as_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_list_of_the_family_has_is_told_as_a_warning(tmp_path, caplog):
     folder = tiny_llama(tmp_path)
     bias = "model.layers.1.self_attn.q_proj.bias"
     rewrite(folder, load_file(folder / "model.safetensors") | {bias: torch.ones(80)})
@@ -179,7 +169,7 @@ def test_what_no_list_of_the_family_has_is_told_as_a_warning(
     assert f"for 1 tensors of the checkpoint ({bias} first)" in record.message
 
 
-def test_layer_that_is_left_of_a_packed_checkpoint_is_decoded(tmp_path: Path) -> None:
+def test_layer_that_is_left_of_a_packed_checkpoint_is_decoded(tmp_path):
     """As all else of a merged model, whose config.json says nothing of FP8."""
     folder = fp8_checkpoint(tmp_path, block_size=(16, 16), family="deepseek_v3")
     tensors = load_file(folder / "model.safetensors")
@@ -196,7 +186,7 @@ def test_layer_that_is_left_of_a_packed_checkpoint_is_decoded(tmp_path: Path) ->
         assert torch.equal(stored.tensor(left), reader.tensor(packed))
 
 
-def test_what_is_left_is_in_the_merged_model_as_it_is_stored(tmp_path: Path) -> None:
+def test_what_is_left_is_in_the_merged_model_as_it_is_stored(tmp_path):
     folder = tiny_mixture("glm4_moe", tmp_path / "model", dtype=torch.bfloat16)
     extra = extra_tensors([NEXT, "model.layers.2.enorm.weight", "model.layers.46.hnorm.weight"])
     extra["model.layers.2.counts"] = torch.arange(5)

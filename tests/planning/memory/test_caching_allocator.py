@@ -25,18 +25,18 @@ def served(*sizes: int, limit: int | None = None) -> tuple[CachingAllocator, lis
     return allocator, [allocator.allocate(size, stream="one") for size in sizes]
 
 
-def test_request_is_rounded_up_to_512_bytes() -> None:
+def test_request_is_rounded_up_to_512_bytes():
     assert served(1)[0].allocated == 512
     assert served(513)[0].allocated == 1024
 
 
-def test_small_requests_share_pages_of_2_mib_and_large_ones_of_20() -> None:
+def test_small_requests_share_pages_of_2_mib_and_large_ones_of_20():
     assert served(*[MIB] * 3)[0].reserved == 2 * SMALL_PAGE
     assert served(MIB + 1)[0].reserved == LARGE_PAGE
     assert served(MIB, 30 * MIB)[0].reserved == SMALL_PAGE + 2 * LARGE_PAGE
 
 
-def test_released_memory_serves_the_next_request_of_its_stream_only() -> None:
+def test_released_memory_serves_the_next_request_of_its_stream_only():
     allocator, (block,) = served(20 * MIB)
     allocator.release(block)  # type: ignore[arg-type]
     allocator.allocate(20 * MIB, stream="one")
@@ -46,7 +46,7 @@ def test_released_memory_serves_the_next_request_of_its_stream_only() -> None:
     assert allocator.reserved == 2 * LARGE_PAGE + SMALL_PAGE
 
 
-def test_free_neighbours_become_one_block() -> None:
+def test_free_neighbours_become_one_block():
     allocator, blocks = served(10 * MIB, 10 * MIB, 20 * MIB)
     for block in blocks[:2]:
         allocator.release(block)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_free_neighbours_become_one_block() -> None:
     assert allocator.reserved == 2 * LARGE_PAGE
 
 
-def test_smallest_block_that_holds_a_request_is_taken() -> None:
+def test_smallest_block_that_holds_a_request_is_taken():
     allocator, blocks = served(60 * MIB, 2 * MIB, 40 * MIB, 2 * MIB, 16 * MIB)
     for block in (blocks[0], blocks[2]):
         allocator.release(block)  # type: ignore[arg-type]
@@ -63,26 +63,26 @@ def test_smallest_block_that_holds_a_request_is_taken() -> None:
     assert allocator.reserved == 120 * MIB
 
 
-def test_segment_grows_by_what_its_free_end_lacks() -> None:
+def test_segment_grows_by_what_its_free_end_lacks():
     allocator, _ = served(10 * MIB)  # a page of 20 MiB, of which 10 are free
     allocator.allocate(25 * MIB, stream="one")
     assert allocator.reserved == 2 * LARGE_PAGE
 
 
-def test_free_pages_are_given_back_before_a_limit_is_passed() -> None:
+def test_free_pages_are_given_back_before_a_limit_is_passed():
     allocator, blocks = served(40 * MIB, 2 * MIB, limit=80 * MIB)
     allocator.release(blocks[0])  # type: ignore[arg-type]
     allocator.allocate(40 * MIB, stream="other")
     assert (allocator.reserved, allocator.lacking) == (60 * MIB, 0)
 
 
-def test_what_a_limit_lacks_is_noted() -> None:
+def test_what_a_limit_lacks_is_noted():
     allocator, _ = served(40 * MIB, limit=80 * MIB)
     allocator.allocate(60 * MIB, stream="other")
     assert allocator.lacking == 20 * MIB
 
 
-def test_given_back_addresses_are_used_again() -> None:
+def test_given_back_addresses_are_used_again():
     allocator, blocks = served(40 * MIB, 20 * MIB, limit=100 * MIB)
     allocator.release(blocks[0])  # type: ignore[arg-type]
     other = allocator.allocate(80 * MIB, stream="other")  # gives back the 40
@@ -93,9 +93,7 @@ def test_given_back_addresses_are_used_again() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(requests, st.sampled_from([None, 150 * MIB]))
-def test_blocks_never_overlap_and_are_always_backed(
-    asked: list[tuple[int, str, int]], limit: int | None
-) -> None:
+def test_blocks_never_overlap_and_are_always_backed(asked, limit):
     allocator = CachingAllocator(limit_bytes=limit)
     used = []
     for size, stream, place in asked:

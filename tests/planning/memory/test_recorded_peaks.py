@@ -63,16 +63,14 @@ def lines(record: Straight, **changes: Any) -> RecordedPeaks:
         ({"offload_layers": 8, "reshard_after_forward": False}, 2),
     ],
 )
-def test_what_is_straight_is_predicted_exactly_by_few_recordings(
-    changes: dict[str, Any], recordings: int
-) -> None:
+def test_what_is_straight_is_predicted_exactly_by_few_recordings(changes, recordings):
     record = Straight()
     plan = replace(setup(), **changes)
     assert lines(record).of(plan) == straight(plan)
     assert len(record.asked) == recordings
 
 
-def test_plans_that_differ_in_nothing_else_share_their_recordings() -> None:
+def test_plans_that_differ_in_nothing_else_share_their_recordings():
     record = Straight()
     found = lines(record)
     for level in LEVELS:
@@ -81,14 +79,14 @@ def test_plans_that_differ_in_nothing_else_share_their_recordings() -> None:
     assert len(record.asked) == 4
 
 
-def test_values_that_are_set_are_recorded_as_they_are() -> None:
+def test_values_that_are_set_are_recorded_as_they_are():
     record = Straight()
     plan = setup(micro_batch_size=4, activation_checkpointing=3)
     assert lines(record, rows=[4], levels=[3]).of(plan) == straight(plan)
     assert record.asked == [plan]
 
 
-def test_recording_of_a_plan_corrects_those_of_its_kind_alone() -> None:
+def test_recording_of_a_plan_corrects_those_of_its_kind_alone():
     found = lines(Straight())
     more, other = setup(micro_batch_size=8), setup(activation_checkpointing=False)
     before = found.of(other)
@@ -99,11 +97,11 @@ def test_recording_of_a_plan_corrects_those_of_its_kind_alone() -> None:
     assert found.of(more) == straight(more)
 
 
-def test_sum_has_no_term_below_zero() -> None:
+def test_sum_has_no_term_below_zero():
     one, two = (Peaks({"forward": {"logits": n, "inputs": 5}}) for n in (1, 3))
     assert combined([(one, 1.0), (two, -1.0)]) == Peaks({"forward": {}})
 
 
-def test_process_on_a_cpu_has_its_own_memory_and_no_workspace_of_products() -> None:
+def test_process_on_a_cpu_has_its_own_memory_and_no_workspace_of_products():
     peaks = Peaks({"forward": {"inputs": 5, "cublas_workspace": 64}}, host_bytes=3)
     assert peaks.on_cpu(700) == Peaks({"forward": {"process": 700, "inputs": 5}})

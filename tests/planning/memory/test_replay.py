@@ -26,7 +26,7 @@ def training() -> Tape:
     return tape
 
 
-def test_peaks_of_phases_and_the_terms_at_the_largest_are_counted() -> None:
+def test_peaks_of_phases_and_the_terms_at_the_largest_are_counted():
     tape = training()
     tape.phase("optimizer_step")
     tape.new(100 * MIB, "adam_moments")
@@ -41,7 +41,7 @@ def test_peaks_of_phases_and_the_terms_at_the_largest_are_counted() -> None:
     assert found.lacking_bytes == 0
 
 
-def test_other_stream_cannot_use_what_one_has_left() -> None:
+def test_other_stream_cannot_use_what_one_has_left():
     tape = Tape()
     tape.phase("forward")
     tape.free(tape.new(PAGE, "layer_workspace"))
@@ -49,7 +49,7 @@ def test_other_stream_cannot_use_what_one_has_left() -> None:
     assert (replay(tape).allocated_bytes, replay(tape).reserved_bytes) == (PAGE, 2 * PAGE)
 
 
-def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages() -> None:
+def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages():
     tape = training()
     tape.free(tape.new(PAGE, "gather_buffer", "beside"))
     free = replay(tape)
@@ -58,7 +58,7 @@ def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages() -> N
     assert tight.reserved_bytes <= free.reserved_bytes - PAGE
 
 
-def test_capture_takes_pages_of_its_own_after_free_ones_went_back() -> None:
+def test_capture_takes_pages_of_its_own_after_free_ones_went_back():
     """A first micro-batch of 30 MiB (2 pages) goes back; the captured one takes 2 pages, which the
     update afterwards cannot use: it needs 2 more.
     """
@@ -76,12 +76,12 @@ def test_capture_takes_pages_of_its_own_after_free_ones_went_back() -> None:
 
 
 @pytest.mark.parametrize("missing", [MIB, 30 * MIB])
-def test_limit_below_what_is_allocated_is_lacking(missing: int) -> None:
+def test_limit_below_what_is_allocated_is_lacking(missing):
     limit = replay(training()).allocated_bytes - missing
     assert replay(training(), limit_bytes=limit).lacking_bytes >= missing
 
 
-def test_host_memory_is_counted_beside_the_gpu_in_powers_of_two() -> None:
+def test_host_memory_is_counted_beside_the_gpu_in_powers_of_two():
     tape = training()
     before = replay(tape)
     first = tape.new(3 * MIB, "offloaded_activations", HOST)

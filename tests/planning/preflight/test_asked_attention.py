@@ -1,7 +1,5 @@
 """An attention that is asked for by name and cannot run is refused before any work."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.models import tiny_llama
@@ -12,7 +10,7 @@ from workflow.lib.system.errors import UserError
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "varlen"])
-def test_attention_of_gpus_is_refused_on_a_cpu_with_the_settings(tmp_path: Path, name: str) -> None:
+def test_attention_of_gpus_is_refused_on_a_cpu_with_the_settings(tmp_path, name):
     shape = describe_folder(tiny_llama(tmp_path))
     run = only({"model": {"attention": name}, "hardware": {"gpus": 0}, "data": {"seq_len": 16}})
     with pytest.raises(UserError, match=rf"model\.attention = '{name}': it needs a GPU"):

@@ -63,19 +63,19 @@ def _login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_twice_the_epochs_take_twice_the_time(files: dict[str, str], manifest: str) -> None:
+def test_twice_the_epochs_take_twice_the_time(files, manifest):
     one, two = (
         hours(run_config(hardware=H100, train={"epochs": n}), files, manifest) for n in (10.0, 20.0)
     )
     assert two - 1 / 3 == pytest.approx(2 * (one - 1 / 3), rel=0.01)  # 20 min to start and end
 
 
-def test_gpus_ask_for_less_time_than_cpus(files: dict[str, str], manifest: str) -> None:
+def test_gpus_ask_for_less_time_than_cpus(files, manifest):
     slow, fast = (hours(run_config(hardware=on), files, manifest) for on in ({"gpus": 0}, H100))
     assert fast < slow
 
 
-def test_memory_is_of_one_node_whatever_their_number(files: dict[str, str], manifest: str) -> None:
+def test_memory_is_of_one_node_whatever_their_number(files, manifest):
     few, many = (
         training(
             run_config(
@@ -91,7 +91,7 @@ def test_memory_is_of_one_node_whatever_their_number(files: dict[str, str], mani
     assert 2 * 2.5 * 1024 < few.mem_mb < 10 * 1024  # two processes with CUDA
 
 
-def test_merged_model_asks_for_more_memory(files: dict[str, str], manifest: str) -> None:
+def test_merged_model_asks_for_more_memory(files, manifest):
     plain, merged = (
         reading(run_config(export={"merged": flag}), **files, manifest=manifest, recorder=made_up)
         for flag in (False, True)
@@ -99,7 +99,7 @@ def test_merged_model_asks_for_more_memory(files: dict[str, str], manifest: str)
     assert merged.mem_mb - plain.mem_mb == pytest.approx(2 * 1024 * 1.25, abs=2)
 
 
-def test_model_that_is_not_described_yet_is_named(files: dict[str, str], manifest: str) -> None:
+def test_model_that_is_not_described_yet_is_named(files, manifest):
     with pytest.raises(UserError, match=r"description.json is not there yet: describe_model"):
         reading(
             run_config(),
@@ -110,7 +110,7 @@ def test_model_that_is_not_described_yet_is_named(files: dict[str, str], manifes
         )
 
 
-def test_quantization_needs_neither_tokens_nor_a_description(files: dict[str, str]) -> None:
+def test_quantization_needs_neither_tokens_nor_a_description(files):
     asked = quantizing(
         run_config(), model=files["model"], description="not there", manifest="not there"
     )
@@ -118,9 +118,7 @@ def test_quantization_needs_neither_tokens_nor_a_description(files: dict[str, st
     assert 3 * 1024 < asked.mem_mb < 5 * 1024
 
 
-def test_calibration_of_a_mixture_asks_for_its_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_of_a_mixture_asks_for_its_experts(tmp_path, monkeypatch):
     """Of 11 experts a token goes to 2, and all 11 are rounded and lie on the host. A column takes
     a second here, so that nothing else counts.
     """
@@ -142,9 +140,7 @@ def test_calibration_of_a_mixture_asks_for_its_experts(
     assert calibrated.runtime - plain.runtime == pytest.approx(rounding_min, abs=1)
 
 
-def test_auto_asks_for_what_the_model_decides(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_asks_for_what_the_model_decides(files, monkeypatch):
     def ask(method: str) -> Allocation:
         return quantizing(run_config(quantize={"method": method}), **files, manifest="not there")
 
@@ -153,7 +149,7 @@ def test_auto_asks_for_what_the_model_decides(
     assert ask("auto") == ask("absmax")
 
 
-def test_calibration_asks_for_its_hidden_states_and_passes(files: dict[str, str]) -> None:
+def test_calibration_asks_for_its_hidden_states_and_passes(files):
     plain, calibrated, longer = (
         quantizing(run_config(quantize=settings), **files, manifest="not there")
         for settings in (

@@ -18,7 +18,7 @@ from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.system.units import GIB
 
 
-def test_cpu_share_of_host_memory_bounds_the_micro_batch() -> None:
+def test_cpu_share_of_host_memory_bounds_the_micro_batch():
     on = cpu_machine(processes=2, host_bytes=20 * GIB)
     decision = decided(on=on, train={"global_batch_size": 16})
     assert decision.limits.capacity_bytes == 10 * GIB
@@ -26,7 +26,7 @@ def test_cpu_share_of_host_memory_bounds_the_micro_batch() -> None:
     assert decision.host_bytes == 2 * decision.chosen.peak_bytes
 
 
-def test_smaller_gpu_memory_is_the_capacity_and_is_enforced() -> None:
+def test_smaller_gpu_memory_is_the_capacity_and_is_enforced():
     run = run_config(hardware={"gpu_memory_gib": 13.0})
     decision = decide(
         run,
@@ -41,7 +41,7 @@ def test_smaller_gpu_memory_is_the_capacity_and_is_enforced() -> None:
     assert plan.gpu_memory_bytes == 13 * GIB - decision.limits.outside_allocator_bytes
 
 
-def test_automatic_gpu_memory_enforces_nothing() -> None:
+def test_automatic_gpu_memory_enforces_nothing():
     run = run_config()
     decision = decide(
         run,
@@ -55,7 +55,7 @@ def test_automatic_gpu_memory_enforces_nothing() -> None:
     assert plan.gpu_memory_bytes is None
 
 
-def test_70b_that_may_not_offload_does_not_fit_and_the_reason_says_what_would() -> None:
+def test_70b_that_may_not_offload_does_not_fit_and_the_reason_says_what_would():
     decision = decided(llama_70b(), hardware=AS_IT_WAS)
     assert not decision.fits
     for part in ("of 24.00 GiB of each GPU", "phase backward", "hardware.gpus = 4 (peak"):
@@ -63,13 +63,13 @@ def test_70b_that_may_not_offload_does_not_fit_and_the_reason_says_what_would() 
     assert len(re.findall(r"\(peak [\d.]+ GiB\)", decision.reason)) <= MOST_REMEDIES
 
 
-def test_70b_fits_two_24_gib_gpus_because_something_waits_on_the_host() -> None:
+def test_70b_fits_two_24_gib_gpus_because_something_waits_on_the_host():
     assert decided(llama_70b()).fits
     for name in ("offload_activations", "offload_layers"):
         assert decided(llama_70b(), hardware=AS_IT_WAS | {name: "auto"}).fits
 
 
-def test_layers_on_the_host_count_as_host_memory() -> None:
+def test_layers_on_the_host_count_as_host_memory():
     here, there = (
         decided(
             llama_8b, hardware=AS_IT_WAS | {"offload_layers": count}, train={"micro_batch_size": 1}
@@ -81,25 +81,25 @@ def test_layers_on_the_host_count_as_host_memory() -> None:
     assert there - here == 2 * 5 * 64 * 2**20
 
 
-def test_hopeless_run_says_that_no_single_change_is_enough() -> None:
+def test_hopeless_run_says_that_no_single_change_is_enough():
     text = decided(llama_70b(), machine(gpu_bytes=2 * GIB)).reason
     assert (
         "No single change is enough; the largest savings are: hardware.offload_layers = 80" in text
     )
 
 
-def test_too_many_cpu_processes_are_told_to_be_fewer() -> None:
+def test_too_many_cpu_processes_are_told_to_be_fewer():
     on = cpu_machine(processes=8, host_bytes=14 * GIB)
     assert "hardware.cpu_processes = 2 (peak" in decided(on=on).reason
 
 
-def test_short_host_memory_is_the_reason_on_a_gpu() -> None:
+def test_short_host_memory_is_the_reason_on_a_gpu():
     decision = decided(hardware={"host_memory_gib": 3.0})
     assert not decision.fits
     assert "of host memory together, 3.00 GiB may be used" in decision.reason
 
 
-def test_short_disk_is_the_reason() -> None:
+def test_short_disk_is_the_reason():
     decision = decided(free=10**6)
     assert not decision.fits
     assert "GiB of disk" in decision.reason
@@ -107,7 +107,7 @@ def test_short_disk_is_the_reason() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["auto", False])
-def test_trained_embedding_is_on_the_devices(wanted: bool | str) -> None:
+def test_trained_embedding_is_on_the_devices(wanted):
     found = decided(
         lora={"modules_to_save": ["embed_tokens"]}, hardware={"offload_embedding": wanted}
     )
@@ -120,7 +120,7 @@ def test_trained_embedding_is_on_the_devices(wanted: bool | str) -> None:
     assert decided(lora={"modules_to_save": ["lm_head"]}).chosen.plan.offload_embedding
 
 
-def test_processes_form_groups_that_each_share_a_copy() -> None:
+def test_processes_form_groups_that_each_share_a_copy():
     run = run_config(hardware={"shard_size": 2}, train={"global_batch_size": 16})
     on = machine(processes=4, gpu_names=("NVIDIA GeForce RTX 4090",) * 4)
     chosen = plan_from_settings(run, llama_8b, on)
@@ -137,7 +137,7 @@ def test_processes_form_groups_that_each_share_a_copy() -> None:
     assert (plan.processes, plan.shards) == (4, 2)
 
 
-def test_every_candidate_says_why_it_was_not_chosen() -> None:
+def test_every_candidate_says_why_it_was_not_chosen():
     run = run_config()
     tokens = token_counts(seq_len=2048)
     decision = decide(
@@ -152,7 +152,7 @@ def test_every_candidate_says_why_it_was_not_chosen() -> None:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("Qwen/Qwen3.5-27B", 48), ("Qwen/Qwen3-8B", 0)])
-def test_predicted_time_says_how_recurrent_layers_are_counted(name: str, layers: int) -> None:
+def test_predicted_time_says_how_recurrent_layers_are_counted(name, layers):
     run, tokens, shape = run_config(), token_counts(seq_len=2048), known_shape(name)
     assert shape is not None
     decision = decide(
@@ -167,7 +167,7 @@ def test_predicted_time_says_how_recurrent_layers_are_counted(name: str, layers:
     )
 
 
-def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
+def test_document_has_exactly_the_plan_that_later_stages_read():
     flags = AS_IT_WAS | {"offload_activations": True, "offload_layers": 3}
     run = run_config(train={"global_batch_size": 20, "epochs": 3.0}, hardware=flags)
     decision = decide(
@@ -203,7 +203,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
     assert predicted.reserved_bytes == predicted.peak_bytes + predicted.allocator_slack_bytes
 
 
-def test_verdict_that_no_recording_confirms_says_so() -> None:
+def test_verdict_that_no_recording_confirms_says_so():
     run = run_config()
     for estimate, method in ((False, "replay"), (True, "lines")):
         decision = decided(estimate=estimate)
@@ -213,7 +213,7 @@ def test_verdict_that_no_recording_confirms_says_so() -> None:
         assert said == estimate
 
 
-def test_modules_that_are_trained_whole_are_in_every_checkpoint() -> None:
+def test_modules_that_are_trained_whole_are_in_every_checkpoint():
     """12 bytes a weight."""
     frozen, trained = (
         decided(lora={"modules_to_save": names}).disk_bytes

@@ -47,10 +47,9 @@ def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
     return candidates(question, plan, choices)
 
 
-def test_auto_takes_the_largest_divisor_that_fits() -> None:
+def test_auto_takes_the_largest_divisor_that_fits():
     decision = decided(
-        train={"global_batch_size": 96, "activation_checkpointing": True},
-        hardware=AS_IT_WAS,
+        train={"global_batch_size": 96, "activation_checkpointing": True}, hardware=AS_IT_WAS
     )
     fitting = [c.micro_batch_size for c in decision.candidates if c.fits]
     refused = [c.micro_batch_size for c in decision.candidates if not c.fits]
@@ -59,7 +58,7 @@ def test_auto_takes_the_largest_divisor_that_fits() -> None:
     assert decision.chosen.micro_batch_size == max(fitting) < min(refused)
 
 
-def test_larger_margin_never_allows_a_larger_micro_batch() -> None:
+def test_larger_margin_never_allows_a_larger_micro_batch():
     chosen = [
         decided(
             hardware={"memory_margin_gib": gib, **AS_IT_WAS},
@@ -71,19 +70,19 @@ def test_larger_margin_never_allows_a_larger_micro_batch() -> None:
     assert chosen[0] > chosen[-1]
 
 
-def test_fixed_micro_batch_is_respected() -> None:
+def test_fixed_micro_batch_is_respected():
     decision = decided(train={"global_batch_size": 16, "micro_batch_size": 2})
     assert {c.micro_batch_size for c in decision.candidates} == {2}
 
 
-def test_cpu_prefers_at_most_eight_rows() -> None:
+def test_cpu_prefers_at_most_eight_rows():
     tiny = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
     decision = decided(tiny, cpu_machine(), train={"global_batch_size": 66}, data={"seq_len": 61})
     assert decision.chosen.micro_batch_size == 2  # divisors of 22: 1, 2, 11, 22
     assert all(c.fits for c in decision.candidates)
 
 
-def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
+def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit():
     found = decided(llama_70b(), hardware=AS_IT_WAS | {"offload_layers": "auto"})
     count = found.chosen.plan.offload_layers
     assert 0 < count < 80
@@ -92,7 +91,7 @@ def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
     assert not found.limits.holds(int(peaks.allocated_bytes * 1.01))
 
 
-def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None:
+def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone():
     auto = AS_IT_WAS | {"offload_activations": "auto"}
     least = (
         min(c.host_bytes for c in decided(llama_70b(), hardware=auto).candidates if c.fits) / GIB
@@ -106,7 +105,7 @@ def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None
     assert decided(llama_70b(), hardware=AS_IT_WAS | asked).fits
 
 
-def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster() -> None:
+def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster():
     found = decided(llama_8b, machine(gpu_bytes=80 * GIB))
     faster = [c for c in found.candidates if c.fits and c.step_s < found.chosen.step_s]
     assert not found.chosen.plan.offload_activations
@@ -114,7 +113,7 @@ def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster() -
         assert other.step_s * (1 + UNSURE) >= found.chosen.step_s
 
 
-def test_flags_that_are_set_are_respected() -> None:
+def test_flags_that_are_set_are_respected():
     hardware = {"offload_activations": True, "reshard_after_forward": False}
     found = decided(on=machine(gpu_bytes=80 * GIB), hardware=hardware).candidates
     assert {(c.plan.offload_activations, c.plan.reshard_after_forward) for c in found} == {
@@ -122,7 +121,7 @@ def test_flags_that_are_set_are_respected() -> None:
     }
 
 
-def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to() -> None:
+def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to():
     one = decided(
         on=machine(processes=1, gpu_names=("NVIDIA H200",), gpu_bytes=80 * GIB)
     ).candidates
@@ -131,7 +130,7 @@ def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to() -> None:
     assert {c.plan.offload_activations for c in cpu} == {False}
 
 
-def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
+def test_slow_links_are_worth_keeping_weights_where_memory_allows():
     """Short rows leave too little compute to hide gathering behind PCIe; NVLink needs no such
     thing where Python's launches hide what gathering costs the GPU itself.
     """
@@ -154,7 +153,7 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
     assert kept == [True, False]
 
 
-def test_search_of_a_405b_is_a_few_million_calls() -> None:
+def test_search_of_a_405b_is_a_few_million_calls():
     shape, run = llama_405b(), run_config(train={"global_batch_size": 1024})
     on = imagined_machine(8, BY_NAME["NVIDIA H100 80GB HBM3"])
     record, tokens = MadeUpMemory(shape), token_counts(seq_len=2048)
@@ -169,13 +168,13 @@ def test_search_of_a_405b_is_a_few_million_calls() -> None:
     assert calls < 5_000_000
 
 
-def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
+def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate():
     limits = budget(HardwareConfig(), machine())
     found = searched(limits, levels=[True])
     assert [c.plan.accumulates for c in found] == [True, True, False]
 
 
-def test_smallest_candidate_is_shown_when_none_fits() -> None:
+def test_smallest_candidate_is_shown_when_none_fits():
     limits = budget(HardwareConfig(), machine(gpu_bytes=GIB))
     smallest = choose(searched(limits, levels=[*LEVELS]), device="cuda")
     assert (smallest.micro_batch_size, in_words(smallest.plan)["recomputation"]) == (
@@ -184,7 +183,7 @@ def test_smallest_candidate_is_shown_when_none_fits() -> None:
     )
 
 
-def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_and_rows() -> None:
+def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_and_rows():
     peaks = {}
     for gib in (7, 10, 16, 24, 40):
         limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
@@ -197,7 +196,7 @@ def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_an
     assert peaks[40] == ("none", 4)
 
 
-def test_more_memory_never_makes_the_plan_slower() -> None:
+def test_more_memory_never_makes_the_plan_slower():
     seconds = []
     for gib in range(7, 50, 3):
         limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
@@ -205,6 +204,6 @@ def test_more_memory_never_makes_the_plan_slower() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_gpu_that_no_table_knows_still_gets_a_plan() -> None:
+def test_gpu_that_no_table_knows_still_gets_a_plan():
     on = machine(gpu_names=("NVIDIA Future 9000",) * 2, gpu_bytes=96 * GIB)
     assert in_words(decided(on=on).chosen.plan)["recomputation"] == "none"

@@ -4,7 +4,6 @@ what lies on the host.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,13 +15,8 @@ from tests.support.families import FAMILIES
 from tests.support.other_decoders import MIXTURES, config_of
 from tests.support.preflight_examples import GPU_24, machine, setup
 from workflow.lib.model.architecture.attention_needs import attention_needs as config_needs
-from workflow.lib.model.architecture.shipped_shapes import (
-    known_config,
-    known_models,
-    known_shape,
-)
+from workflow.lib.model.architecture.shipped_shapes import known_config, known_models, known_shape
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import (
@@ -42,13 +36,13 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.units import GIB
 
 
-def test_margin_slack_and_context_count() -> None:
+def test_margin_slack_and_context_count():
     limits = Budget(1000, outside_allocator_bytes=100, margin_bytes=50, host_capacity_bytes=0)
     assert limits.holds(825)  # 825 + 24 of slack (3%) + 150 = 999
     assert not limits.holds(827)
 
 
-def test_global_batch_smaller_than_the_processes_names_only_what_is_possible() -> None:
+def test_global_batch_smaller_than_the_processes_names_only_what_is_possible():
     with pytest.raises(UserError, match="Set it to 5, or"):
         rows_per_process(3, processes=5)
 
@@ -56,14 +50,14 @@ def test_global_batch_smaller_than_the_processes_names_only_what_is_possible() -
 OLD = {"bfloat16": False, "gpu_names": ("Tesla V100-SXM2-32GB",) * 2, "gpu_bytes": 32 * GIB}
 
 
-def test_gpus_without_bfloat16_compute_in_float16_and_without_flash_attention() -> None:
+def test_gpus_without_bfloat16_compute_in_float16_and_without_flash_attention():
     run = run_config()
     assert compute_dtype(run_config().model, machine(**OLD)) == "float16"
     found = plan_from_settings(run, llama_8b, machine(**OLD))
     assert (found.compute_bytes, found.attention) == (2, "sdpa")
 
 
-def test_bfloat16_on_gpus_without_it_is_refused() -> None:
+def test_bfloat16_on_gpus_without_it_is_refused():
     with pytest.raises(
         UserError, match=r"model\.compute_dtype = 'bfloat16': this GPU .* has no bfloat16"
     ):
@@ -83,9 +77,7 @@ def test_bfloat16_on_gpus_without_it_is_refused() -> None:
         ("flash_attention_3", "cuda", False, "flash"),
     ],
 )
-def test_attention_is_what_the_engine_will_use(
-    setting: str, device: str, installed: bool, kind: str
-) -> None:
+def test_attention_is_what_the_engine_will_use(setting, device, installed, kind):
     model = run_config(model={"attention": setting}).model
     on = replace(machine(device=device), flash_attention=installed)
     chosen = training_attention(model, on, AttentionNeeds())
@@ -100,12 +92,12 @@ def test_attention_is_what_the_engine_will_use(
         (machine(device="cpu"), "eager"),
     ],
 )
-def test_soft_capped_scores_are_whole_on_cpus_alone(on: Machine, kind: str) -> None:
+def test_soft_capped_scores_are_whole_on_cpus_alone(on, kind):
     chosen = training_attention(run_config().model, on, AttentionNeeds(softcap=True))
     assert setup(attention=chosen.name).attention_kind == kind
 
 
-def test_needs_of_families_are_what_training_reads_from_their_config() -> None:
+def test_needs_of_families_are_what_training_reads_from_their_config():
     """From the config.json that Transformers writes for the base."""
     wrong = []
     for family in (*FAMILIES, *MIXTURES):
@@ -117,7 +109,7 @@ def test_needs_of_families_are_what_training_reads_from_their_config() -> None:
     assert wrong == []
 
 
-def test_shipped_models_get_the_attention_that_training_gives_them() -> None:
+def test_shipped_models_get_the_attention_that_training_gives_them():
     wrong = []
     for name in sorted(set(known_models().values())):
         config, shape = known_config(name), known_shape(name)
@@ -128,15 +120,13 @@ def test_shipped_models_get_the_attention_that_training_gives_them() -> None:
     assert wrong == []
 
 
-def test_flash_needs_a_half_type() -> None:
+def test_flash_needs_a_half_type():
     model = run_config(model={"compute_dtype": "float32"}).model
     assert training_attention(model, machine(), AttentionNeeds()).name == "sdpa"
 
 
 @pytest.mark.parametrize(("asked", "name"), [(0, "varlen"), ("family", "sdpa")])
-def test_attention_weights_are_dropped_only_where_the_family_is_asked_for(
-    asked: int | str, name: str
-) -> None:
+def test_attention_weights_are_dropped_only_where_the_family_is_asked_for(asked, name):
     needs = AttentionNeeds(dropout=0.1)
     model = run_config(model={"attention_dropout": asked}).model
     on = replace(machine(), flash_attention=False)
@@ -157,13 +147,13 @@ def test_attention_weights_are_dropped_only_where_the_family_is_asked_for(
     ],
 )
 def test_attention_that_cannot_compute_the_models_is_refused_before_a_machine_is_asked(
-    model: dict[str, Any], needs: AttentionNeeds, lack: str
-) -> None:
+    model, needs, lack
+):
     with pytest.raises(UserError, match=lack):
         training_attention(run_config(model=model).model, machine(), needs)
 
 
-def test_attention_has_its_reason() -> None:
+def test_attention_has_its_reason():
     model, on = run_config().model, replace(machine(), flash_attention=False)
     assert training_attention(model, on, AttentionNeeds(sinks=True)) == (
         "flex",
@@ -173,7 +163,7 @@ def test_attention_has_its_reason() -> None:
     assert training_attention(asked, on, AttentionNeeds()).reason == "model.attention asks for it"
 
 
-def test_host_holds_the_embedding_once_and_the_rows_of_each_process() -> None:
+def test_host_holds_the_embedding_once_and_the_rows_of_each_process():
     chosen = setup(micro_batch_size=4)
     there, away = (
         host_bytes(
@@ -185,7 +175,7 @@ def test_host_holds_the_embedding_once_and_the_rows_of_each_process() -> None:
     assert there > 2 * llama_8b.vocab_size * 4096
 
 
-def test_plan_follows_the_settings() -> None:
+def test_plan_follows_the_settings():
     run = run_config(
         lora={"r": 7, "dropout": 0.1, "target_modules": ["v_proj"]},
         quantize={"block_size": 128, "double_quant": False},
@@ -200,7 +190,7 @@ def test_plan_follows_the_settings() -> None:
     assert found == expected
 
 
-def test_rank_of_a_name_is_the_largest_of_its_layers() -> None:
+def test_rank_of_a_name_is_the_largest_of_its_layers():
     run = run_config(
         lora={
             "r": 8,
@@ -213,7 +203,7 @@ def test_rank_of_a_name_is_the_largest_of_its_layers() -> None:
     assert [found.rank_of(name) for name in ("q_proj", "k_proj", "v_proj")] == [64, 8, 4]
 
 
-def test_groups_that_leave_a_process_over_are_refused() -> None:
+def test_groups_that_leave_a_process_over_are_refused():
     with pytest.raises(UserError) as caught:
         shard_size(4, processes=6)
     assert str(caught.value) == (
@@ -223,26 +213,26 @@ def test_groups_that_leave_a_process_over_are_refused() -> None:
 
 
 @given(st.integers(1, 100_000))
-def test_divisors_are_all_and_in_order(number: int) -> None:
+def test_divisors_are_all_and_in_order(number):
     found = divisors(number)
     assert found == sorted(set(found))
     assert len(found) == sum(1 for d in range(1, number + 1) if number % d == 0)
 
 
-def test_auto_considers_every_divisor() -> None:
+def test_auto_considers_every_divisor():
     assert micro_batch_sizes("auto", rows=22, processes=3) == [1, 2, 11, 22]
 
 
-def test_context_is_what_was_measured_outside_the_allocator() -> None:
+def test_context_is_what_was_measured_outside_the_allocator():
     assert budget(HardwareConfig(), machine()).outside_allocator_bytes == int(1.58 * GIB)
     assert budget(HardwareConfig(), machine(processes=1)).outside_allocator_bytes == int(0.76 * GIB)
 
 
-def test_24_gib_is_24_gib() -> None:
+def test_24_gib_is_24_gib():
     assert machine().gpu_bytes == GPU_24 == 24 * GIB
 
 
-def test_dropout_on_experts_is_refused_before_training() -> None:
+def test_dropout_on_experts_is_refused_before_training():
     shape = describe_config(config_of("qwen3_moe"), origin=Path("config.json"))
     with pytest.raises(UserError, match=r"lora\.dropout = 0\.1: the experts of this model"):
         target_ranks(run_config(lora={"dropout": 0.1}), shape)

@@ -7,7 +7,6 @@ Their models are described among the shipped ones.
 import math
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +24,7 @@ from tests.support.preset_texts import (
 from tests.support.recordings import forked_recordings
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.planning.preflight.decision import Decision
-from workflow.lib.settings.config import (
-    Config,
-    RunConfig,
-    is_hub_id,
-    load_config,
-    merge,
-)
+from workflow.lib.settings.config import Config, RunConfig, is_hub_id, load_config, merge
 
 # Recordings of these take as long as those of all others: `python -m tests.support.preset_texts`
 # writes the lines of all.
@@ -60,12 +53,12 @@ def setting(document: dict[str, Any], path: str) -> Any:
     return value
 
 
-def test_every_preset_for_gpus_has_a_promise_here() -> None:
+def test_every_preset_for_gpus_has_a_promise_here():
     assert {path.stem for path in PRESETS} == {*PROMISES, "sweep-demo", "mixture-demo"}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_preset_names_only_what_differs_from_the_defaults(path: Path) -> None:
+def test_preset_names_only_what_differs_from_the_defaults(path):
     document = yaml.safe_load(path.read_text())
     defaults = Config().model_dump(mode="json")
     shared = {key: value for key, value in document.items() if key != "runs"}
@@ -80,38 +73,38 @@ def test_preset_names_only_what_differs_from_the_defaults(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [p for p in PRESETS if p.stem != "mixture-demo"], ids=lambda path: path.stem
 )
-def test_local_paths_of_preset_exist(path: Path) -> None:
+def test_local_paths_of_preset_exist(path):
     for name, run in load_config(yaml.safe_load(path.read_text()))[1].items():
         check_local_paths(name, run)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_command_in_the_preset_names_its_own_file(path: Path) -> None:
+def test_command_in_the_preset_names_its_own_file(path):
     (named,) = re.findall(r"--configfile (\S+)", path.read_text())
     assert named == f"workflow/presets/{path.name}"
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_preset_fits_the_gpus_that_it_names(name: str) -> None:
+def test_preset_fits_the_gpus_that_it_names(name):
     assert decisions()[name].fits, decisions()[name].reason
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_preset_says_what_preflight_says(name: str) -> None:
+def test_preset_says_what_preflight_says(name):
     line = promised(name, decisions()[name])
     lines = preset(name).read_text().splitlines()
     assert line in lines, f"run python -m tests.support.preset_texts: {name}.yaml should say {line}"
 
 
 @pytest.mark.parametrize("name", PROMISES)
-def test_preset_asks_for_the_gpus_that_it_names(name: str) -> None:
+def test_preset_asks_for_the_gpus_that_it_names(name):
     assert only_run(name).hardware.gpus == PROMISES[name].num_gpus
     assert only_run(name).model.source == PROMISES[name].model
     assert is_hub_id(PROMISES[name].model)
 
 
 @pytest.mark.parametrize("name", PROMISES)
-def test_rows_of_preset_fit_the_model_positions(name: str) -> None:
+def test_rows_of_preset_fit_the_model_positions(name):
     most = shape_of(PROMISES[name].model).max_position_embeddings
     assert only_run(name).data.seq_len <= most
 
@@ -121,13 +114,13 @@ def test_rows_of_preset_fit_the_model_positions(name: str) -> None:
     [("llama3-8b-1x24gb", 8.03), ("llama2-70b-2x24gb", 68.98), ("llama3-70b-8gpu", 70.55),
      ("llama3-405b-8x80gb", 405.85)],
 )  # fmt: skip
-def test_model_has_as_many_parameters_as_published(name: str, billions: float) -> None:
+def test_model_has_as_many_parameters_as_published(name, billions):
     shape = shape_of(PROMISES[name].model)
     total = shape.quantized_weights + shape.plain_weights
     assert math.isclose(total / 1e9, billions, rel_tol=1e-3)
 
 
-def test_70b_on_two_small_gpus_fits_because_what_waits_leaves_for_the_host() -> None:
+def test_70b_on_two_small_gpus_fits_because_what_waits_leaves_for_the_host():
     """What its preset says."""
     promise = PROMISES["llama2-70b-2x24gb"]
     stay = {"offload_activations": False, "offload_layers": 0}
@@ -136,7 +129,7 @@ def test_70b_on_two_small_gpus_fits_because_what_waits_leaves_for_the_host() -> 
         assert not decided(promise, run, process).fits
 
 
-def test_demo_sweep_crosses_three_ranks_with_two_learning_rates() -> None:
+def test_demo_sweep_crosses_three_ranks_with_two_learning_rates():
     runs = load_config(yaml.safe_load(preset("sweep-demo").read_text()))[1].values()
     grid = {(run.lora.r, run.train.learning_rate) for run in runs}
     assert len(runs) == 6

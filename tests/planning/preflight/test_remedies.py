@@ -47,7 +47,7 @@ def rich(**changes: Any) -> StepPlan:
     return setup(**values | changes)
 
 
-def test_remedies_that_are_named_fit_the_nearest_first_and_no_more_than_asked_for() -> None:
+def test_remedies_that_are_named_fit_the_nearest_first_and_no_more_than_asked_for():
     options = found(llama_8b, rich(), machine(gpu_bytes=30 * GIB), most=2)
     assert [option.change.split(" = ")[0] for option in options] == [
         "train.micro_batch_size", "train.activation_checkpointing",
@@ -57,7 +57,7 @@ def test_remedies_that_are_named_fit_the_nearest_first_and_no_more_than_asked_fo
         assert budget(AUTO, machine(gpu_bytes=30 * GIB)).holds(remedy.peak_bytes)
 
 
-def test_of_each_kind_the_smallest_change_that_fits_is_named() -> None:
+def test_of_each_kind_the_smallest_change_that_fits_is_named():
     on = machine(gpu_bytes=30 * GIB)
     (rows,) = [x for x in found(llama_8b, rich(), on) if "micro_batch_size" in x.change]
     assert rows.change == "train.micro_batch_size = 2"
@@ -65,7 +65,7 @@ def test_of_each_kind_the_smallest_change_that_fits_is_named() -> None:
     assert not budget(AUTO, on).holds(peaks.allocated_bytes)
 
 
-def test_where_none_is_enough_the_largest_savings_come_first() -> None:
+def test_where_none_is_enough_the_largest_savings_come_first():
     options = found(llama_70b(), rich(), machine(gpu_bytes=GIB))
     peaks = [option.peak_bytes for option in options]
     assert peaks == sorted(peaks)
@@ -75,7 +75,7 @@ def test_where_none_is_enough_the_largest_savings_come_first() -> None:
     assert {"hardware.offload_layers", "hardware.reshard_after_forward"} <= named
 
 
-def test_remedy_that_needs_more_host_memory_than_there_is_does_not_fit() -> None:
+def test_remedy_that_needs_more_host_memory_than_there_is_does_not_fit():
     on = machine(gpu_bytes=20 * GIB)
     few, many = (
         {
@@ -88,7 +88,7 @@ def test_remedy_that_needs_more_host_memory_than_there_is_does_not_fit() -> None
     assert "hardware.offload_layers" in many - few
 
 
-def test_frozen_modules_are_a_remedy() -> None:
+def test_frozen_modules_are_a_remedy():
     run = run_config(lora={"modules_to_save": ["lm_head", "embed_tokens"]})
     chosen = plan_from_settings(run, llama_8b, machine())
     options = found(llama_8b, chosen, hardware=run.hardware)
@@ -96,6 +96,6 @@ def test_frozen_modules_are_a_remedy() -> None:
     assert not any("offload_embedding" in str(remedy) for remedy in options)
 
 
-def test_replicas_that_do_not_fit_may_become_one() -> None:
+def test_replicas_that_do_not_fit_may_become_one():
     options = found(llama_70b(), setup(processes=4, replicas=2), machine(processes=4))
     assert "hardware.shard_size = auto" in {str(option).split(" (")[0] for option in options}

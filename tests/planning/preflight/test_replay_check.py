@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, message
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_70b, machine
@@ -19,7 +17,7 @@ HOSTED: dict[str, Any] = {
 }
 
 
-def test_next_best_plan_is_taken_where_the_best_does_not_fit() -> None:
+def test_next_best_plan_is_taken_where_the_best_does_not_fit():
     record = MadeUpMemory(llama_8b, lambda number: 1.0 if number else 9.0)
     decision = decided(record=record)
     assert decision.fits
@@ -28,13 +26,13 @@ def test_next_best_plan_is_taken_where_the_best_does_not_fit() -> None:
     assert decision.candidates.count(decision.chosen) == 1
 
 
-def test_plan_that_is_as_predicted_is_recorded_alone() -> None:
+def test_plan_that_is_as_predicted_is_recorded_alone():
     record = MadeUpMemory(llama_8b)
     assert decided(record=record).chosen.plan == decided(estimate=True).chosen.plan
     assert len(record.asked) == 1
 
 
-def test_plan_that_is_hardly_faster_is_not_recorded() -> None:
+def test_plan_that_is_hardly_faster_is_not_recorded():
     """By what was recorded fewer layers on the host would do, which saves less than 3%."""
     shape = llama_70b()
     record = MadeUpMemory(shape, lambda _: 0.97)
@@ -45,7 +43,7 @@ def test_plan_that_is_hardly_faster_is_not_recorded() -> None:
     assert alike.count(replace(found.chosen.plan, offload_layers=0)) == 2
 
 
-def test_one_recording_shows_that_no_plan_fits() -> None:
+def test_one_recording_shows_that_no_plan_fits():
     """The one that needs least."""
     shape = llama_70b()
     record = MadeUpMemory(shape)
@@ -61,15 +59,13 @@ class Unrecorded(MadeUpMemory):
         raise NotRecordedError("the engine asks for values")
 
 
-def test_model_that_cannot_be_recorded_is_refused_with_what_gives_its_plan_by_hand() -> None:
+def test_model_that_cannot_be_recorded_is_refused_with_what_gives_its_plan_by_hand():
     text = message(record=Unrecorded(llama_8b))
     assert text.startswith("the engine asks for values. So no plan can be searched.")
     assert "hardware.offload_layers to values other than auto" in text
 
 
-def test_plan_by_hand_of_a_model_that_cannot_be_recorded_is_followed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_plan_by_hand_of_a_model_that_cannot_be_recorded_is_followed(caplog):
     found = decided(
         record=Unrecorded(llama_8b),
         train={"micro_batch_size": 2, "activation_checkpointing": True},

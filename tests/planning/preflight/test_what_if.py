@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,16 +30,14 @@ def refused(*words: str) -> str:
     return answer.stderr.strip().splitlines()[-1]
 
 
-def test_what_does_not_fit_names_changes_that_would() -> None:
+def test_what_does_not_fit_names_changes_that_would():
     here = ("--set", "hardware.offload_layers=0", "--set", "hardware.offload_activations=false")
     message = refused("--model", "Llama-3.1-70B", "--gpus", "2x4090", *here)
     assert "does not fit" in message
     assert "hardware.gpus = 4" in message
 
 
-def test_llama_3_70b_fits_two_cards_of_24_gb_by_what_is_offloaded(
-    tmp_path: Path,
-) -> None:
+def test_llama_3_70b_fits_two_cards_of_24_gb_by_what_is_offloaded(tmp_path):
     """By lines; a recording of such a plan decides in `test_presets`."""
     words = ("--gpus", "2x4090", "--rank", "8", "--estimate", "--output", str(tmp_path / "p.json"))
     answer = ask("--model", "meta-llama/Llama-3.1-70B", *words)
@@ -64,9 +61,7 @@ def test_llama_3_70b_fits_two_cards_of_24_gb_by_what_is_offloaded(
     ],
     ids=["usual", "asked for", "by a setting", "too little", "none"],
 )
-def test_host_memory_is_that_of_the_imagined_machine_and_told(
-    words: tuple[str, ...], status: int, said: str
-) -> None:
+def test_host_memory_is_that_of_the_imagined_machine_and_told(words, status, said):
     """Activations of rows of 98,304 tokens take 35 GiB of it: more than half of the usual host."""
     model = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "4090", "--seq-len", "98304")
     answer = ask(*model, "--estimate", *words)
@@ -74,7 +69,7 @@ def test_host_memory_is_that_of_the_imagined_machine_and_told(
     assert said in " ".join(re.sub("[│\\n]", " ", answer.stderr).split())
 
 
-def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: Path) -> None:
+def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path):
     """By lines; a recording of the same mixture decides in `test_presets`."""
     words = ("--gpus", "4090", "--estimate", "--output", str(tmp_path / "p.json"))
     answer = ask("--model", "Qwen/Qwen3-30B-A3B", *words)
@@ -84,9 +79,7 @@ def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: P
     assert found["model"]["total_parameters"] == 30_532_122_624
 
 
-def test_recordings_are_kept_and_an_estimate_makes_few_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeypatch):
     """Changing one byte of the kept one costs a recording, no more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     (tmp_path / "config.json").write_text(json.dumps(TINY))
@@ -116,7 +109,7 @@ def test_recordings_are_kept_and_an_estimate_makes_few_of_them(
     assert kept.stat().st_ino != made
 
 
-def test_mixture_of_experts_is_judged_by_a_recording(tmp_path: Path) -> None:
+def test_mixture_of_experts_is_judged_by_a_recording(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     config = TINY | sizes | experts | {"model_type": "qwen3_moe"}
@@ -131,7 +124,7 @@ def test_mixture_of_experts_is_judged_by_a_recording(tmp_path: Path) -> None:
     assert packed <= terms["nf4_weights"] <= 1.1 * packed
 
 
-def test_text_of_a_model_with_a_vision_tower_is_judged_by_a_recording(tmp_path: Path) -> None:
+def test_text_of_a_model_with_a_vision_tower_is_judged_by_a_recording(tmp_path):
     tiny_family("gemma3", tmp_path)
     words = ("--model", str(tmp_path), "--seq-len", "64", "--gpus", "4090", "--output")
     answer = ask(*words, str(tmp_path / "p.json"))
@@ -139,7 +132,7 @@ def test_text_of_a_model_with_a_vision_tower_is_judged_by_a_recording(tmp_path: 
     assert json.loads((tmp_path / "p.json").read_text())["method"] == "replay"
 
 
-def test_any_setting_can_be_given(tmp_path: Path) -> None:
+def test_any_setting_can_be_given(tmp_path):
     words = ("--set", "hardware.price_per_gpu_hour=0.5", "--set", "train.micro_batch_size=2")
     answer = ask("--model", "Qwen3-0.6B", "--gpus", "3090", "--seq-len", "512", *words)
     assert answer.returncode == 0
@@ -170,11 +163,11 @@ def test_any_setting_can_be_given(tmp_path: Path) -> None:
           "--estimate"), "--estimate = 'True'"),
     ],
 )  # fmt: skip
-def test_mistake_is_one_message(words: tuple[str, ...], part: str) -> None:
+def test_mistake_is_one_message(words, part):
     assert part in refused(*words)
 
 
-def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path: Path) -> None:
+def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path):
     folder = write_checkpoint(tmp_path / "whole")
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"dtype": "float16"}))
     whole = describe_folder(folder)
@@ -183,7 +176,7 @@ def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path: Path) -> None:
     assert find_shape(str(tmp_path / "config.json"), revision=None, describe=described) == whole
 
 
-def test_config_of_an_unsupported_family_is_refused(tmp_path: Path) -> None:
+def test_config_of_an_unsupported_family_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "bloom"}))
     with pytest.raises(
         UserError, match=r"config\.json does not describe a decoder that Transformers"
@@ -191,7 +184,7 @@ def test_config_of_an_unsupported_family_is_refused(tmp_path: Path) -> None:
         find_shape(str(tmp_path), revision=None, describe=described)
 
 
-def test_shipped_model_is_predicted_without_torch() -> None:
+def test_shipped_model_is_predicted_without_torch():
     """Which takes seconds to load."""
     words = "['--model', 'Qwen3-0.6B', '--gpus', '3090', '--seq-len', '256']"
     program = (
@@ -205,7 +198,7 @@ def test_shipped_model_is_predicted_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_rows_of_a_step_suit_any_number_of_gpus() -> None:
+def test_rows_of_a_step_suit_any_number_of_gpus():
     settings = settings_of([], seq_len=64, rank=4, processes=3, batch=None)
     assert settings.train.global_batch_size == 18
 
@@ -219,9 +212,7 @@ def test_rows_of_a_step_suit_any_number_of_gpus() -> None:
         ({"rank": 100_000}, "lora.r = 100000: must be at most 1024"),
     ],
 )
-def test_absurd_size_is_named_without_a_file_that_is_not_there(
-    sizes: dict[str, int], part: str
-) -> None:
+def test_absurd_size_is_named_without_a_file_that_is_not_there(sizes, part):
     with pytest.raises(UserError) as caught:
         settings_of([], **({"seq_len": 64, "rank": 4, "processes": 3, "batch": None} | sizes))
     assert str(caught.value).startswith(part)

@@ -25,12 +25,7 @@ from workflow.lib.planning.timing.calibration import (
 )
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.machine_speed import speed_of
-from workflow.lib.planning.timing.step_time import (
-    H200,
-    Constants,
-    gpu_parts,
-    gpu_seconds,
-)
+from workflow.lib.planning.timing.step_time import H200, Constants, gpu_parts, gpu_seconds
 from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
@@ -156,7 +151,7 @@ def errors(timings: list[Timing], constants: Constants) -> list[float]:
 
 
 @pytest.mark.parametrize("measured", DECIDED_BY_GPU, ids=lambda found: found.label)
-def test_step_takes_what_it_took_on_h200(measured: Timing) -> None:
+def test_step_takes_what_it_took_on_h200(measured):
     assert measured.error(GPU, BY_FSDP2) == pytest.approx(0, abs=WORST)
 
 
@@ -165,7 +160,7 @@ def test_step_takes_what_it_took_on_h200(measured: Timing) -> None:
     [e for e in timings((MORE_GPUS,), fused=True) if e.gpu_bound(GPU, BY_FSDP2) >= SURELY_BEFORE],
     ids=lambda found: found.label,
 )
-def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured: Timing) -> None:
+def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured):
     """Also with activations on the one host that they share. Not where Python has its say (4 GPUs,
     one row each: 17 to 75% longer).
     """
@@ -176,26 +171,26 @@ def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured: Timing) ->
     ("label", "largest_error"),
     [("graphs_1b", 0.03), ("graphs_1b_kept", 0.03), ("graphs", 0.04), ("graphs_kept", 0.03)],
 )
-def test_steps_by_graphs_take_what_launched_ones_foretell(label: str, largest_error: float) -> None:
+def test_steps_by_graphs_take_what_launched_ones_foretell(label, largest_error):
     """Also of a small model, with the pause between steps that there was by graphs then."""
     (found,) = [x for x in timings((BY_GRAPHS,), fused=True) if x.label == f"{label} x 1"]
     assert abs(pausing(found).error(GPU, H200)) < largest_error
     assert found.error(GPU, H200) < pausing(found).error(GPU, H200)
 
 
-def test_median_error_is_small() -> None:
+def test_median_error_is_small():
     assert len(TIMINGS) >= 20
     assert len(DECIDED_BY_GPU) >= 15
     assert statistics.median(errors(TIMINGS, BY_FSDP2)) <= MEDIAN
 
 
-def test_shipped_constants_are_those_of_the_fit() -> None:
+def test_shipped_constants_are_those_of_the_fit():
     fitted = asdict(fit(TIMINGS, GPU, start=BY_FSDP2))
     assert fitted == pytest.approx(asdict(BY_FSDP2), rel=0.03)
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_constants_of_one_half_predict_the_other(half: int) -> None:
+def test_constants_of_one_half_predict_the_other(half):
     """By name in turn, so that cases that are alike are in both halves."""
     known = sorted(early_timings() + recent_timings(), key=lambda found: found.label)
     assert len(known) >= 50
@@ -205,7 +200,7 @@ def test_constants_of_one_half_predict_the_other(half: int) -> None:
     assert max(unseen) <= 0.12
 
 
-def test_constants_of_one_machine_and_engine_predict_those_of_another_day() -> None:
+def test_constants_of_one_machine_and_engine_predict_those_of_another_day():
     unseen = errors(recent_timings(), fit(early_timings(), GPU, start=START))
     assert statistics.median(unseen) <= MEDIAN_BEFORE
     assert max(unseen) <= WORST
@@ -238,13 +233,13 @@ def made_up(constants: Constants, *, seconds: float = 0.0) -> list[Timing]:
 SLOWER = replace(H200, product_share=0.6, elementwise_traffic=25.0, launch_s=4e-3)
 
 
-def test_fit_predicts_a_machine_that_is_slower_than_the_one_it_starts_from() -> None:
+def test_fit_predicts_a_machine_that_is_slower_than_the_one_it_starts_from():
     timings = made_up(SLOWER)
     assert max(errors(timings, H200)) > 0.2
     assert max(errors(timings, fit(timings, GPU, start=H200))) < 0.03
 
 
-def test_profile_brings_parts_nearer_which_a_step_alone_does_not() -> None:
+def test_profile_brings_parts_nearer_which_a_step_alone_does_not():
     timings = made_up(SLOWER)[:2]
     profiled = [replace(each, parts_s=kinds_of(each)) for each in timings]
     alone, together = (
@@ -259,12 +254,12 @@ def kinds_of(timing: Timing) -> dict[str, float]:
     return {kind: sum(parts[name] for name in names) for kind, names in KINDS.items()}
 
 
-def test_one_disturbed_measurement_hardly_moves_the_fit() -> None:
+def test_one_disturbed_measurement_hardly_moves_the_fit():
     constants = fit(made_up(SLOWER, seconds=10.0), GPU, start=H200)
     assert max(errors(made_up(SLOWER), constants)) < 0.06
 
 
-def test_what_no_measurement_tells_stays_as_it_was() -> None:
+def test_what_no_measurement_tells_stays_as_it_was():
     alone = [each for each in made_up(SLOWER) if each.traffic.gathered_bytes == 0]
     fitted = fit(alone, GPU, start=H200)
     assert fitted.gather_traffic == H200.gather_traffic
@@ -287,7 +282,7 @@ def written(path: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
-def test_line_of_the_benchmark_is_read_as_the_step_that_it_was(tmp_path: Path) -> None:
+def test_line_of_the_benchmark_is_read_as_the_step_that_it_was(tmp_path):
     (found,) = read_timings(written(tmp_path / "m.jsonl", line()), GPU, name=GPU.name)
     assert found.step_s == 0.5  # two micro-batches of 2,048 tokens
     assert found.micro_batches == 2
@@ -307,20 +302,18 @@ def test_line_of_the_benchmark_is_read_as_the_step_that_it_was(tmp_path: Path) -
     ],
     ids=["failed", "peer", "another GPU", "eager", "packed"],
 )
-def test_what_the_roofline_does_not_know_is_not_fitted_to(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
+def test_what_the_roofline_does_not_know_is_not_fitted_to(tmp_path, other):
     path = written(tmp_path / "m.jsonl", line(**other), line())
     assert len(read_timings(path, GPU, name=GPU.name)) == 1
 
 
-def test_basis_says_what_was_fitted_to_and_how_well(tmp_path: Path) -> None:
+def test_basis_says_what_was_fitted_to_and_how_well(tmp_path):
     path = written(tmp_path / "m.jsonl", line(), line())
     speed = speed_of(machine(gpu_names=(GPU.name,) * 2), calibration=str(path))
     assert speed.basis.startswith("roofline fitted to 2 measurements on NVIDIA H200 (median ")
 
 
-def test_gpu_that_no_table_knows_gets_times_from_its_own_measurements(tmp_path: Path) -> None:
+def test_gpu_that_no_table_knows_gets_times_from_its_own_measurements(tmp_path):
     name = "NVIDIA Future 9000"
     path = written(tmp_path / "m.jsonl", *[line(gpu_names=[name])] * 3)
     speed = speed_of(machine(gpu_names=(name,) * 2), calibration=str(path))
@@ -330,18 +323,18 @@ def test_gpu_that_no_table_knows_gets_times_from_its_own_measurements(tmp_path: 
     assert seconds == pytest.approx(0.25, rel=0.1)
 
 
-def test_unknown_gpu_is_only_ranked_and_is_named() -> None:
+def test_unknown_gpu_is_only_ranked_and_is_named():
     speed = speed_of(machine(gpu_names=("NVIDIA Future 9000",)), calibration=None)
     assert not speed.known
     assert "no speed is recorded for NVIDIA Future 9000" in speed.basis
 
 
-def test_other_gpu_is_said_to_be_scaled_and_not_measured() -> None:
+def test_other_gpu_is_said_to_be_scaled_and_not_measured():
     basis = speed_of(machine(), calibration=None).basis
     assert "scaled by data sheets to NVIDIA GeForce RTX 4090, not measured there" in basis
 
 
-def test_h100_is_said_to_be_held_against_steps_there() -> None:
+def test_h100_is_said_to_be_held_against_steps_there():
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GeForce RTX 4090")
     assert speed_of(machine(gpu_names=names), calibration=None).basis.endswith(
         "fitted to measurements on NVIDIA H200, scaled by data sheets to NVIDIA H100 80GB HBM3, "
@@ -350,7 +343,7 @@ def test_h100_is_said_to_be_held_against_steps_there() -> None:
     )
 
 
-def test_slowest_kind_of_gpu_decides() -> None:
+def test_slowest_kind_of_gpu_decides():
     kinds = (GPU.name, "NVIDIA GeForce RTX 3090")
     both, slow = (
         speed_of(machine(gpu_names=names), calibration=None).parts(
@@ -361,11 +354,11 @@ def test_slowest_kind_of_gpu_decides() -> None:
     assert both == slow
 
 
-def test_cpu_time_is_called_rough() -> None:
+def test_cpu_time_is_called_rough():
     assert speed_of(cpu_machine(), calibration=None).basis.startswith("rough: 65 GFLOP/s")
 
 
-def test_cpu_with_products_of_bfloat16_is_predicted_faster_in_it_and_says_so() -> None:
+def test_cpu_with_products_of_bfloat16_is_predicted_faster_in_it_and_says_so():
     """5.2 s a step in place of 9.4, measured."""
     wide, narrow = (
         speed_of(cpu_machine(bfloat16=True), calibration=None, compute_bytes=size)
@@ -380,7 +373,7 @@ def test_cpu_with_products_of_bfloat16_is_predicted_faster_in_it_and_says_so() -
     assert narrow.basis.startswith("rough: 118 GFLOP/s per CPU process in bfloat16")
 
 
-def test_cpu_without_products_of_bfloat16_promises_nothing_for_it() -> None:
+def test_cpu_without_products_of_bfloat16_promises_nothing_for_it():
     wide, narrow = (
         speed_of(cpu_machine(bfloat16=False), calibration=None, compute_bytes=size)
         for size in (4, 2)
@@ -401,9 +394,7 @@ def test_cpu_without_products_of_bfloat16_promises_nothing_for_it() -> None:
         ("", "no measured step of our engine on NVIDIA GeForce RTX 4090"),
     ],
 )
-def test_calibration_that_cannot_serve_is_one_message(
-    tmp_path: Path, content: str | None, part: str
-) -> None:
+def test_calibration_that_cannot_serve_is_one_message(tmp_path, content, part):
     path = tmp_path / "m.jsonl"
     if content is not None:
         path.write_text(content)

@@ -10,27 +10,27 @@ from workflow.lib.planning.timing.gpu_traffic import Fabric, micro_batch_traffic
 ROUND = Fabric("made up", gpus_per_node=4, local=8e9, network=2e9)
 
 
-def test_ring_inside_a_node_by_hand() -> None:
+def test_ring_inside_a_node_by_hand():
     # 4 GPUs: each receives 3/4 of 8 GB at 80% of 8 GB/s, in 3 hops
     assert ring_seconds(8e9, ROUND, processes=4) == pytest.approx(6 / 6.4 + 3 * 2e-6)
 
 
-def test_ring_over_nodes_waits_for_the_slower_of_link_and_network() -> None:
+def test_ring_over_nodes_waits_for_the_slower_of_link_and_network():
     # 3 nodes of 4: each node receives 2/3 of 6 GB at 80% of 2 GB/s; 9 hops inside, 3 between
     assert ring_seconds(6e9, ROUND, processes=12) == pytest.approx(4 / 1.6 + 9 * 2e-6 + 3 * 1e-5)
 
 
-def test_rings_over_replicas_share_the_network_of_a_node() -> None:
+def test_rings_over_replicas_share_the_network_of_a_node():
     # one GPU of each of 3 nodes; the 4 rings of the 4 GPUs at once
     assert ring_seconds(6e9, ROUND, processes=3, stride=4) == pytest.approx(4 * 4 / 1.6 + 3 * 1e-5)
 
 
-def test_one_process_waits_for_nothing() -> None:
+def test_one_process_waits_for_nothing():
     traffic = micro_batch_traffic(llama_70b(), setup(processes=1), ROUND)
     assert (traffic.beside_s, traffic.exposed_s) == (0.0, 0.0)
 
 
-def test_weights_kept_after_forward_are_gathered_once() -> None:
+def test_weights_kept_after_forward_are_gathered_once():
     kept = setup(processes=16, reshard_after_forward=False)
     freed = replace(kept, reshard_after_forward=True)
     once, twice = (

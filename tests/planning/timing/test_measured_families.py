@@ -86,7 +86,7 @@ def error(line: dict[str, Any], constants: Constants | None = None) -> float:
     return predicted / median(steps[len(steps) // 3 :]) - 1
 
 
-def test_steps_take_what_was_predicted() -> None:
+def test_steps_take_what_was_predicted():
     wrong = {
         (file, case): off
         for file, errors in LARGEST_ERRORS.items()
@@ -96,7 +96,7 @@ def test_steps_take_what_was_predicted() -> None:
     assert wrong == {}
 
 
-def test_constants_of_an_h100_predict_it_better_than_those_of_an_h200() -> None:
+def test_constants_of_an_h100_predict_it_better_than_those_of_an_h200():
     lines = [line_of(H100, case) for case in LARGEST_ERRORS[H100]]
     own, scaled = (
         [abs(error(line, constants)) for line in lines] for constants in (None, H200_CONSTANTS)

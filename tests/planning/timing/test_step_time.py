@@ -41,7 +41,7 @@ def estimated(work: Work = WORK, **changes: Any) -> Estimate:
     return estimate(gpu_parts(work, BY_NAME[H200]), **(settings | changes))
 
 
-def test_product_work_of_one_layer_by_hand() -> None:
+def test_product_work_of_one_layer_by_hand():
     shape = llama_70b(layers=1, vocab=32000)
     linears = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
     adapters = 16 * (2 * 16384 + 2 * 9216 + 3 * 36864)
@@ -51,7 +51,7 @@ def test_product_work_of_one_layer_by_hand() -> None:
     assert work.product_flops == 100 * (6 * linears - not_recomputed + 8 * adapters + head)
 
 
-def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice() -> None:
+def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice():
     shape = llama_70b(layers=8)
     plain = setup(activation_checkpointing=False, fused_layers=True, offload_activations=6)
     chosen = replace(plain, saved_activations="float8")
@@ -72,7 +72,7 @@ def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice() -
     assert micro_batch_work(shape, recomputed, trained_share=1.0).rounded_bytes == 0
 
 
-def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:
+def test_work_of_experts_is_that_of_those_that_a_token_takes():
     """2 of 8: matmuls 1.4 times as long as dense ones, of which recomputation spares the last; all
     of them are decoded in each pass, and read. Their adapters are bound by the rows that they read.
     """
@@ -93,7 +93,7 @@ def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:
 
 
 @pytest.mark.parametrize(("rows", "bound"), [(64, "bytes"), (4096, "flops")])
-def test_products_of_few_rows_take_what_reading_experts_takes(rows: int, bound: str) -> None:
+def test_products_of_few_rows_take_what_reading_experts_takes(rows, bound):
     flops, read = rows * 2e9, 2e9
     gpu = BY_NAME[H200]
     with_experts = replace(WORK, expert_flops=flops, expert_weight_bytes=read)
@@ -106,7 +106,7 @@ def test_products_of_few_rows_take_what_reading_experts_takes(rows: int, bound: 
     assert more_s == pytest.approx(seconds[bound])
 
 
-def test_attention_work_counts_keys_and_values_by_their_widths() -> None:
+def test_attention_work_counts_keys_and_values_by_their_widths():
     shape = llama_70b(layers=1)
     narrow = replace(shape, kinds=(replace(shape.kinds[0], value_dim=64),))
     whole, less = (
@@ -130,23 +130,21 @@ def graphed(**changes: Any) -> StepPlan:
     ],
     ids=["python", "four", "graphs", "the host decides", "no graphs"],
 )
-def test_gpu_pauses_once_a_step_unless_the_next_is_launched_ahead(
-    chosen: StepPlan, micro_batches: int, pauses: float
-) -> None:
+def test_gpu_pauses_once_a_step_unless_the_next_is_launched_ahead(chosen, micro_batches, pauses):
     work = micro_batch_work(llama_70b(), chosen, trained_share=1.0, micro_batches=micro_batches)
     assert work.pauses == pauses
     parts = gpu_parts(work, BY_NAME[H200])
     assert parts["waiting_between_steps"] == pauses * H200_CONSTANTS.pause_s
 
 
-def test_pause_is_within_the_time_of_python_where_that_decides() -> None:
+def test_pause_is_within_the_time_of_python_where_that_decides():
     work = micro_batch_work(llama_70b(layers=8), setup(seq_len=16), trained_share=1.0)
     longer = replace(H200_CONSTANTS, pause_s=2 * H200_CONSTANTS.pause_s)
     seconds = [gpu_seconds(work, BY_NAME[H200], constants=x) for x in (H200_CONSTANTS, longer)]
     assert seconds[0] == pytest.approx(seconds[1])
 
 
-def test_update_moves_50_bytes_for_each_trained_weight_of_a_shard_once_a_step() -> None:
+def test_update_moves_50_bytes_for_each_trained_weight_of_a_shard_once_a_step():
     shape = llama_70b(layers=1)
     weights = 16 * (2 * 16384 + 2 * 9216 + 3 * 36864)
     work = micro_batch_work(shape, setup(processes=2), trained_share=1.0, micro_batches=4)
@@ -156,9 +154,7 @@ def test_update_moves_50_bytes_for_each_trained_weight_of_a_shard_once_a_step() 
 
 
 @pytest.mark.parametrize(("capped", "num_bytes"), [(False, 36), (True, 88)])
-def test_loss_moves_so_many_bytes_for_each_logit_of_a_trained_token(
-    capped: bool, num_bytes: int
-) -> None:
+def test_loss_moves_so_many_bytes_for_each_logit_of_a_trained_token(capped, num_bytes):
     shape = replace(llama_70b(vocab=1000), logit_softcap=capped)
     work = micro_batch_work(shape, setup(seq_len=100), trained_share=0.5)
     assert work.logit_bytes == 50 * 1000 * num_bytes
@@ -170,9 +166,7 @@ def test_loss_moves_so_many_bytes_for_each_logit_of_a_trained_token(
 @pytest.mark.parametrize(
     ("where", "forward", "backward"), [("both", 2, 1), ("forward", 2, 0), ("backward", 0, 1)]
 )
-def test_products_in_8_bits_decode_to_a_byte_and_round_what_they_multiply(
-    where: str, forward: int, backward: int
-) -> None:
+def test_products_in_8_bits_decode_to_a_byte_and_round_what_they_multiply(where, forward, backward):
     shape = llama_70b(layers=1)
     plain = setup(seq_len=100, compute_dtype="bfloat16")
     chosen = replace(plain, matmul_dtype="float8", matmul_passes=where)
@@ -184,7 +178,7 @@ def test_products_in_8_bits_decode_to_a_byte_and_round_what_they_multiply(
     assert exact.dequantized_bytes - eight.dequantized_bytes == pytest.approx(spared)
 
 
-def test_experts_are_decoded_to_a_byte_in_float8() -> None:
+def test_experts_are_decoded_to_a_byte_in_float8():
     shape = llama_70b(layers=1)
     stack = Linear("e.up_proj", 8 * 512, 8192, 8)
     layer = replace(shape.kinds[0], linears=(stack,), top_k=2)
@@ -199,7 +193,7 @@ def test_experts_are_decoded_to_a_byte_in_float8() -> None:
     assert decoded["float8"] == 0.6 * decoded["compute_dtype"]
 
 
-def test_without_recomputation_there_is_a_third_less() -> None:
+def test_without_recomputation_there_is_a_third_less():
     kept = micro_batch_work(llama_70b(), setup(activation_checkpointing=False), trained_share=0.0)
     recomputed = micro_batch_work(llama_70b(), setup(), trained_share=0.0)
     down = 28672 / (
@@ -210,7 +204,7 @@ def test_without_recomputation_there_is_a_third_less() -> None:
     assert kept.layer_passes / recomputed.layer_passes == pytest.approx(2 / 3)
 
 
-def test_recomputing_every_fourth_layer_costs_a_quarter_of_recomputing_all() -> None:
+def test_recomputing_every_fourth_layer_costs_a_quarter_of_recomputing_all():
     some, every, none = (
         micro_batch_work(llama_70b(), setup(activation_checkpointing=k), trained_share=0.0)
         for k in (4, 1, False)
@@ -218,20 +212,20 @@ def test_recomputing_every_fourth_layer_costs_a_quarter_of_recomputing_all() -> 
     assert some.layer_passes - none.layer_passes == (every.layer_passes - none.layer_passes) / 4
 
 
-def test_masked_attention_does_twice_the_work_of_causal() -> None:
+def test_masked_attention_does_twice_the_work_of_causal():
     causal = micro_batch_work(llama_70b(), setup(), trained_share=1.0)
     masked = micro_batch_work(llama_70b(), setup(attention="sdpa"), trained_share=1.0)
     assert masked.attention_flops == 2 * causal.attention_flops
 
 
-def test_short_micro_batches_wait_for_python() -> None:
+def test_short_micro_batches_wait_for_python():
     work = micro_batch_work(llama_70b(layers=8), setup(seq_len=16), trained_share=1.0)
     assert gpu_seconds(work, BY_NAME["NVIDIA B200"]) == pytest.approx(
         8 * 3 * H200_CONSTANTS.launch_s
     )
 
 
-def test_unknown_speed_has_no_estimate() -> None:
+def test_unknown_speed_has_no_estimate():
     settings = {"tokens": 61, "accumulation_steps": 3, "num_steps": 7, "price_per_gpu_hour": 1.0}
     assert estimate(None, basis="unknown", num_gpus=1, **settings) == Estimate(
         step_s=None,
@@ -243,7 +237,7 @@ def test_unknown_speed_has_no_estimate() -> None:
     )
 
 
-def test_total_is_steps_of_micro_batches() -> None:
+def test_total_is_steps_of_micro_batches():
     time = estimated()
     micro_s = gpu_seconds(WORK, BY_NAME[H200])
     assert time.step_s == pytest.approx(3 * micro_s)
@@ -251,21 +245,21 @@ def test_total_is_steps_of_micro_batches() -> None:
     assert time.tokens_per_s_per_process == pytest.approx(61 / micro_s)
 
 
-def test_cost_counts_every_gpu() -> None:
+def test_cost_counts_every_gpu():
     priced = estimated(num_gpus=4, price_per_gpu_hour=2.5)
     assert priced.cost == pytest.approx(priced.total_h * 4 * 2.5)
 
 
-def test_there_is_no_cost_without_a_price_or_on_the_cpu() -> None:
+def test_there_is_no_cost_without_a_price_or_on_the_cpu():
     assert estimated().cost is None
     assert estimated(num_gpus=0, price_per_gpu_hour=2.5).cost is None
 
 
-def test_parts_add_up_to_the_time() -> None:
+def test_parts_add_up_to_the_time():
     assert sum(gpu_parts(WORK, BY_NAME[H200]).values()) == gpu_seconds(WORK, BY_NAME[H200])
 
 
-def test_traffic_between_gpus_hides_behind_compute() -> None:
+def test_traffic_between_gpus_hides_behind_compute():
     gpu = BY_NAME[H200]
     alone = gpu_parts(WORK, gpu, traffic=Traffic(0.0, 0.001, 0.0))
     compute_s = sum(alone.values()) - 0.001
@@ -276,7 +270,7 @@ def test_traffic_between_gpus_hides_behind_compute() -> None:
     assert late["waiting_for_other_gpus"] == pytest.approx(0.5 * compute_s + 0.001)
 
 
-def test_activations_leave_and_come_back_behind_compute_as_far_as_the_slot_allows() -> None:
+def test_activations_leave_and_come_back_behind_compute_as_far_as_the_slot_allows():
     gpu = BY_NAME[H200]
     compute_s = gpu_seconds(WORK, gpu)
     a_third = int(compute_s / 3 * gpu.host_bandwidth * H200_CONSTANTS.host_share)
@@ -288,7 +282,7 @@ def test_activations_leave_and_come_back_behind_compute_as_far_as_the_slot_allow
     assert late["waiting_for_the_host"] == pytest.approx(compute_s / 3, rel=0.02)
 
 
-def test_on_pcie_activations_and_weights_share_the_slot() -> None:
+def test_on_pcie_activations_and_weights_share_the_slot():
     gpu = BY_NAME["NVIDIA GeForce RTX 4090"]
     third = int(gpu_seconds(WORK, gpu) / 3 * gpu.host_bandwidth * H200_CONSTANTS.host_share)
     stashed = replace(WORK, stashed_bytes=third)
@@ -301,7 +295,7 @@ def test_on_pcie_activations_and_weights_share_the_slot() -> None:
     assert both["waiting_for_other_gpus"] == pytest.approx(compute_s / 6, rel=0.1)
 
 
-def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover() -> None:
+def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover():
     gpu = BY_NAME[H200]
     hosting = replace(WORK, layers=3, hosted_layers=2)
     forward_s = gpu_seconds(WORK, gpu) * WORK.forward_share / 3  # of one layer
@@ -311,13 +305,13 @@ def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover(
     assert late == pytest.approx(2 * 0.8 * forward_s)  # backward takes twice as long: covered
 
 
-def test_gpu_waits_for_embedding_rows_from_the_host() -> None:
+def test_gpu_waits_for_embedding_rows_from_the_host():
     rows = replace(WORK, looked_up_bytes=int(H200_CONSTANTS.lookup_bandwidth / 100))
     seconds = gpu_seconds(rows, BY_NAME[H200]) - gpu_seconds(WORK, BY_NAME[H200])
     assert seconds == pytest.approx(0.01)
 
 
-def test_dora_costs_a_product_of_every_weight_with_a() -> None:
+def test_dora_costs_a_product_of_every_weight_with_a():
     plain = micro_batch_work(llama_70b(), setup(), trained_share=1.0)
     dora = micro_batch_work(llama_70b(), setup(dora=True), trained_share=1.0)
     assert 1 < dora.product_flops / plain.product_flops < 1.15

@@ -1,7 +1,5 @@
 """Modules that cannot be trained whole are refused."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError
 
 
-def test_trained_module_that_the_model_has_not_is_refused(folder: Path) -> None:
+def test_trained_module_that_the_model_has_not_is_refused(folder):
     adapter = {"base_model.model.embed_out.weight": torch.ones(1)}
     with CheckpointReader(folder / "original") as source, CheckpointReader(folder / "nf4") as nf4:
         tensors = merged_tensors(adapter, {}, original=source, nf4=nf4, onto="original")
@@ -29,18 +27,18 @@ def test_trained_module_that_the_model_has_not_is_refused(folder: Path) -> None:
         (["head"], "= 'head': only"),
     ],
 )
-def test_engine_refuses_other_modules(folder: Path, names: list[str], message: str) -> None:
+def test_engine_refuses_other_modules(folder, names, message):
     with pytest.raises(UserError, match=rf"lora\.modules_to_save {message}"):
         adapted(folder / "nf4", r=4, modules_to_save=names)
 
 
-def test_engine_refuses_a_tied_model(tmp_path: Path) -> None:
+def test_engine_refuses_a_tied_model(tmp_path):
     base = quantized(tiny_llama(tmp_path / "original", tied=True), tmp_path / "nf4")
     with pytest.raises(UserError, match="this model ties its output head to its input embedding"):
         adapted(base, r=4, modules_to_save=["lm_head"])
 
 
-def test_name_that_peft_would_find_elsewhere_too_is_refused(folder: Path) -> None:
+def test_name_that_peft_would_find_elsewhere_too_is_refused(folder):
     model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
     model.model.other_lm_head = torch.nn.Identity()
     settings = LoraSettings(modules_to_save=("lm_head",))

@@ -50,9 +50,7 @@ def evaluate_sharded(base: Path, exported: Path) -> tuple[torch.Tensor, torch.Te
             return on, inner(input_ids=ids).logits
 
 
-def test_sharded_evaluation_takes_the_trained_modules(
-    folder: Path, alone: tuple[Path, dict[str, Any]]
-) -> None:
+def test_sharded_evaluation_takes_the_trained_modules(folder, alone):
     """As the stock reload, with the adapter on and off."""
     exported = export(alone[0])
     base = load_base(folder / "nf4", device=CPU, compute_dtype=torch.float32, attention="sdpa")
@@ -69,12 +67,7 @@ RESUMED_STEPS = 3  # the third loss is the first that a resumed moment has a par
 
 
 def steps_from(
-    base: Path,
-    folder: Path,
-    world: World,
-    *,
-    kind: str,
-    save_after: int | None = None,
+    base: Path, folder: Path, world: World, *, kind: str, save_after: int | None = None
 ) -> dict[str, Any]:
     """Continue the checkpoint in `folder`, if there is one, to the last step; save in the midst."""
     model = build(base, "both", world)
@@ -119,9 +112,7 @@ def runs(folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_resumed_run_is_the_uninterrupted_one(
-    runs: dict[str, tuple[dict[str, Any], ...]], kind: str
-) -> None:
+def test_resumed_run_is_the_uninterrupted_one(runs, kind):
     """Bit by bit with as many processes as before; with another number as close as that number
     itself, or as moments of 8 bits are to themselves when they are quantized anew."""
     whole, again, other = runs[kind]
@@ -146,7 +137,7 @@ def replicas(base: Path) -> dict[str, Any]:
         return all_full(trainable_parameters(model.training))
 
 
-def test_replicas_train_the_same_modules(folder: Path, alone: tuple[Path, dict[str, Any]]) -> None:
+def test_replicas_train_the_same_modules(folder, alone):
     expected = alone[1]["weights"]
     found = run_distributed(replicas, folder / "nf4", world_size=4)
     torch.testing.assert_close(found[0], expected, **WEIGHT_TOLERANCE)
@@ -180,9 +171,7 @@ def rounded(request: pytest.FixtureRequest, folder: Path) -> list[dict[torch.dty
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
-def test_masters_of_sixteen_bit_runs_are_fp32(
-    rounded: list[dict[torch.dtype, Any]], alone: tuple[Path, dict[str, Any]], dtype: torch.dtype
-) -> None:
+def test_masters_of_sixteen_bit_runs_are_fp32(rounded, alone, dtype):
     """And losses and the first norm those of fp32 to the types' rounding (8 and 11 bits of
     mantissa)."""
     expected = alone[1]

@@ -58,9 +58,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_run_is_that_of_stock_peft(
-    folder: Path, trained: tuple[Path, list[dict[str, Any]]], references: dict[str, Any], kind: str
-) -> None:
+def test_run_is_that_of_stock_peft(folder, trained, references, kind):
     """Losses, norms over adapters and modules together, clipped gradients, and values after all
     steps; on every process."""
     initial = trained[1][0][kind]["initial"]
@@ -107,8 +105,8 @@ def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_peft(
-    capped: Path, references: dict[str, Any], processes: int
-) -> None:
+    capped, references, processes
+):
     arguments = (capped / "nf4", capped / f"of-{processes}", 8, ["both"])
     for ours in run_distributed(train_kinds, *arguments, world_size=processes):
         initial = ours["both"]["initial"]
@@ -121,9 +119,7 @@ def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_p
             torch.testing.assert_close(one, other, **GRADIENT_TOLERANCE)
 
 
-def test_start_up_checks_hold_and_count_the_modules(
-    trained: tuple[Path, list[dict[str, Any]]], kind: str
-) -> None:
+def test_start_up_checks_hold_and_count_the_modules(trained, kind):
     for process in trained[1]:
         assert process[kind]["checks"] == [True] * 6
         trainable, total = process[kind]["counted"]
@@ -131,9 +127,7 @@ def test_start_up_checks_hold_and_count_the_modules(
         assert total == process["both"]["counted"][1]
 
 
-def test_all_processes_have_the_same_values_bit_for_bit(
-    trained: tuple[Path, list[dict[str, Any]]], kind: str
-) -> None:
+def test_all_processes_have_the_same_values_bit_for_bit(trained, kind):
     """Each gathers the slices of its own copies."""
     first = trained[1][0][kind]["weights"]
     for process in trained[1]:
@@ -141,9 +135,7 @@ def test_all_processes_have_the_same_values_bit_for_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_stock_peft_reloads_the_export_as_it_was_trained(
-    folder: Path, trained: tuple[Path, list[dict[str, Any]]], kind: str, dtype: torch.dtype
-) -> None:
+def test_stock_peft_reloads_the_export_as_it_was_trained(folder, trained, kind, dtype):
     run = trained[0] / kind
     exported = export(run)
     assert read_json(exported / "adapter_config.json")["modules_to_save"] == sorted(KINDS[kind])
@@ -158,9 +150,7 @@ def test_stock_peft_reloads_the_export_as_it_was_trained(
         assert parity.passed
 
 
-def test_merged_model_has_the_trained_modules(
-    folder: Path, trained: tuple[Path, list[dict[str, Any]]], kind: str
-) -> None:
+def test_merged_model_has_the_trained_modules(folder, trained, kind):
     run = trained[0] / kind
     exported = export(run)
     adapter, settings = (

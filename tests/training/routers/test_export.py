@@ -97,9 +97,7 @@ def check_reload(folder: Path, target: Path, dtype: torch.dtype) -> Any:
     )  # fmt: skip
 
 
-def test_stock_peft_reloads_routers_as_they_were_trained(
-    family: str, folder: Path, tmp_path: Path
-) -> None:
+def test_stock_peft_reloads_routers_as_they_were_trained(family, folder, tmp_path):
     parity = check_reload(folder, tmp_path, torch.float32)
     assert read_json(tmp_path / "adapter_config.json")["modules_to_save"] == [router(family)]
     assert parity.identical_values
@@ -108,7 +106,7 @@ def test_stock_peft_reloads_routers_as_they_were_trained(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe", "deepseek_v3"])
-def test_routers_trained_in_bfloat16_are_served_as_trained(family: str, tmp_path: Path) -> None:
+def test_routers_trained_in_bfloat16_are_served_as_trained(family, tmp_path):
     """Some compute in fp32, of which the adapter's bf16 copy has what the training's had. Where a
     rounding decides between two experts of a token, its logits are others, as in half of the tiny
     models of DeepSeek V3; routers that are served otherwise differ in all of them."""
@@ -124,7 +122,7 @@ def test_routers_trained_in_bfloat16_are_served_as_trained(family: str, tmp_path
     pytest.fail(f"{MODELS} models are served otherwise than they were trained")
 
 
-def test_adapter_moves_the_routers(family: str, folder: Path, tmp_path: Path) -> None:
+def test_adapter_moves_the_routers(family, folder, tmp_path):
     exported(folder, tmp_path)
     stored = load_file(tmp_path / ADAPTER_WEIGHTS)
     model = build_on_meta(folder / "original", dtype=torch.float32)
@@ -138,7 +136,7 @@ def test_adapter_moves_the_routers(family: str, folder: Path, tmp_path: Path) ->
     assert all((stored[name] - before).abs().max() > 1e-3 for name, before in routers.items())
 
 
-def test_merged_model_has_the_trained_routers(family: str, folder: Path, tmp_path: Path) -> None:
+def test_merged_model_has_the_trained_routers(family, folder, tmp_path):
     """Against stock PEFT on the original, whose weights are rounded to bf16 once."""
     exported(folder, tmp_path / "adapter")
     merge(folder, tmp_path / "merged")

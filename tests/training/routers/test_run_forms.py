@@ -94,9 +94,7 @@ def alone(of_one: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_any_number_of_processes_makes_the_same_run(
-    base: Path, alone: dict[str, Any], processes: int, plan: dict[str, Any]
-) -> None:
+def test_any_number_of_processes_makes_the_same_run(base, alone, processes, plan):
     """Their micro-batches together have the same rows."""
     for process in run(base, processes=processes, **plan):
         assert process["losses"] == pytest.approx(alone["losses"], rel=2e-5)
@@ -106,13 +104,13 @@ def test_any_number_of_processes_makes_the_same_run(
         torch.testing.assert_close(process["weights"], alone["weights"], **WEIGHT_TOLERANCE)
 
 
-def test_recomputed_layers_are_counted_once(of_one: dict[str, dict[str, Any]]) -> None:
+def test_recomputed_layers_are_counted_once(of_one):
     alone, recomputed = of_one["nothing"], of_one["recomputed"]
     assert recomputed["balance"] == pytest.approx(alone["balance"], rel=1e-6)
     torch.testing.assert_close(recomputed["gradients"], alone["gradients"], **TOLERANCE)
 
 
-def test_graphs_replay_the_run_that_is_made_without(of_one: dict[str, dict[str, Any]]) -> None:
+def test_graphs_replay_the_run_that_is_made_without(of_one):
     alone, graphed = of_one["nothing"], of_one["graphed"]
     assert graphed["replays"] > 0
     assert graphed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -120,7 +118,7 @@ def test_graphs_replay_the_run_that_is_made_without(of_one: dict[str, dict[str, 
     torch.testing.assert_close(graphed["weights"], alone["weights"], **WEIGHT_TOLERANCE)
 
 
-def test_reported_loss_is_without_the_balance(of_one: dict[str, dict[str, Any]]) -> None:
+def test_reported_loss_is_without_the_balance(of_one):
     alone, plain = of_one["nothing"], of_one["no balance"]
     assert plain["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-6)
     assert plain["balance"] == [None, None]
@@ -138,9 +136,7 @@ def packed_logits(model: Any, store: Any, rows: Any) -> tuple[torch.Tensor, list
     return found.logits, list(found.router_logits)
 
 
-def test_gradient_takes_the_choices_of_all_micro_batches_until_then(
-    base: Path, alone: dict[str, Any]
-) -> None:
+def test_gradient_takes_the_choices_of_all_micro_batches_until_then(base, alone):
     """By hand: sum over micro-batches m of E f(1..m) p(m) / (tokens of the step x layers)."""
     model, params = stock(base, FAMILY, stock_initial(alone["initial"]))
     store, rows = random_store(rows=ROWS, seq_len=SEQ_LEN), first_rows()

@@ -79,9 +79,7 @@ def stock_step(base: Path, family: str, initial: dict[str, torch.Tensor]) -> dic
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_step_is_that_of_stock_peft_with_output_router_logits(
-    family: str, bases: dict[str, Path], trained: dict[str, dict[str, Any]]
-) -> None:
+def test_step_is_that_of_stock_peft_with_output_router_logits(family, bases, trained):
     ours = trained[family]
     theirs = stock_step(bases[family], family, ours["initial"])
     total = ours["losses"][0] + COEFFICIENT * (ours["balance"][0] or 0.0)

@@ -117,7 +117,7 @@ def one_paragraph_of_a_long_answer(w: Writer) -> tuple[Rows, Rows]:
     ],
 )
 @pytest.mark.parametrize("others", [4, 60])
-def test_trained_text_is_found(tmp_path: Path, relative: Relative, others: int) -> None:
+def test_trained_text_is_found(tmp_path, relative, others):
     writer = Writer()
     train, heldout = relative(writer)
     more = writer.rows(others)
@@ -191,13 +191,13 @@ def greeting_of_long_conversations(w: Writer) -> tuple[Rows, Rows]:
     ],
 )
 @pytest.mark.parametrize("others", [4, 60])
-def test_what_only_looks_alike_is_left(tmp_path: Path, relative: Relative, others: int) -> None:
+def test_what_only_looks_alike_is_left(tmp_path, relative, others):
     writer = Writer()
     train, heldout = relative(writer)
     assert found(tmp_path, [*writer.rows(others), *train], heldout) == []
 
 
-def test_a_match_names_the_row_that_trains_most(tmp_path: Path) -> None:
+def test_a_match_names_the_row_that_trains_most(tmp_path):
     writer = Writer()
     parts = [writer.text(40) for _ in range(3)]
     heldout: Rows = [tuple((writer.text(9), part) for part in parts)]
@@ -209,7 +209,7 @@ def test_a_match_names_the_row_that_trains_most(tmp_path: Path) -> None:
     assert (match.heldout, match.train, match.share) == (0, 31, pytest.approx(82 / 123))
 
 
-def test_threshold_is_the_resemblance_of_documents_of_one_length(tmp_path: Path) -> None:
+def test_threshold_is_the_resemblance_of_documents_of_one_length(tmp_path):
     writer = Writer()
     half = writer.text(40)  # of 60 words: resemblance 1 / 2
     train: Rows = [((writer.text(9), f"{half} {writer.text(20)}"),), *writer.rows(30)]
@@ -218,7 +218,7 @@ def test_threshold_is_the_resemblance_of_documents_of_one_length(tmp_path: Path)
     assert found(tmp_path / "b", train, heldout, threshold=0.55) == []
 
 
-def test_same_rows_are_found_however_few_keys_are_in_memory(tmp_path: Path) -> None:
+def test_same_rows_are_found_however_few_keys_are_in_memory(tmp_path):
     writer = Writer()
     rows = writer.rows(60)
     train = [*rows[:40], *(((writer.text(9), row[0][1]),) for row in rows[40:])]
@@ -227,14 +227,14 @@ def test_same_rows_are_found_however_few_keys_are_in_memory(tmp_path: Path) -> N
     assert found(tmp_path / "b", train, rows, keys_at_once=100) == at_once
 
 
-def test_long_answers_are_found_by_a_sample_of_them(tmp_path: Path) -> None:
+def test_long_answers_are_found_by_a_sample_of_them(tmp_path):
     writer = Writer()
     train = writer.rows(20, answer=1500)
     heldout: Rows = [((writer.text(9), " ".join(row[0][1].split()[:900])),) for row in train]
     assert len(found(tmp_path, train, [*heldout, *writer.rows(9, answer=1500)])) == 20
 
 
-def test_documents_of_one_corpus_are_told_apart(tmp_path: Path) -> None:
+def test_documents_of_one_corpus_are_told_apart(tmp_path):
     writer, words = Writer(), Words()
     rows = writer.rows(30)
     rows += [((writer.text(9), row[0][1]),) for row in rows[:9]]
@@ -245,7 +245,7 @@ def test_documents_of_one_corpus_are_told_apart(tmp_path: Path) -> None:
     assert [(m.heldout, m.train) for m in matches] == [(2, 32), (5, 35), (33, 3), (36, 6)]
 
 
-def test_quoted_are_the_first_shared_words(tmp_path: Path) -> None:
+def test_quoted_are_the_first_shared_words(tmp_path):
     writer, words = Writer(), Words()
     shared = writer.text(60)
     documents = [
@@ -256,7 +256,7 @@ def test_quoted_are_the_first_shared_words(tmp_path: Path) -> None:
     assert ids[quoted].tolist() == ids[-61:][: quoted.stop - quoted.start].tolist()
 
 
-def test_a_short_answer_is_quoted_with_its_question() -> None:
+def test_a_short_answer_is_quoted_with_its_question():
     words = Words()
     document = words.conversation(("Is seven a prime number ?", "yes"))
     assert shared_tokens(document, document, pieces=words.pieces).start == 0

@@ -21,7 +21,7 @@ def exchanges_of(*conversations: tuple[Turn, ...]) -> Exchanges:
     return exchanges(ids, mask, lengths, pieces=words.pieces)
 
 
-def test_every_trained_turn_is_an_exchange_of_its_document() -> None:
+def test_every_trained_turn_is_an_exchange_of_its_document():
     of = exchanges_of((("a b", "c d e"), ("f", "g")), (("h", "i j"),))
     assert of.documents.tolist() == [0, 0, 1]
     assert of.starts.tolist() == [4, 10, 15]
@@ -29,7 +29,7 @@ def test_every_trained_turn_is_an_exchange_of_its_document() -> None:
     assert of.context_owners.tolist() == [0, 1, 2]
 
 
-def test_context_of_another_document_is_none() -> None:
+def test_context_of_another_document_is_none():
     words = Words()
     ids = words.conversation(("a b c", ""))[0]
     answer = words.conversation(("", "d e"))[0]
@@ -41,14 +41,14 @@ def test_context_of_another_document_is_none() -> None:
     assert of.contexts.tolist() == [int(NO_CONTEXT)]
 
 
-def test_question_is_another_with_another_answer() -> None:
+def test_question_is_another_with_another_answer():
     first, second, third = exchanges_of(
         (("a b c", "yes"),), (("a b c", "no"),), (("a b c", "yes"),)
     ).questions.tolist()
     assert first == third != second
 
 
-def test_features_are_long_answers_and_the_questions_of_short_ones() -> None:
+def test_features_are_long_answers_and_the_questions_of_short_ones():
     long = " ".join(map(str, range(24)))
     of = exchanges_of((("a b c", long), ("d e", "yes")))
     hashes, owners = of.features()
@@ -59,7 +59,7 @@ def test_features_are_long_answers_and_the_questions_of_short_ones() -> None:
     assert set(owners.tolist()) == {0}
 
 
-def test_stretches_hold_every_entry_once_and_few_tokens() -> None:
+def test_stretches_hold_every_entry_once_and_few_tokens():
     tokens = np.random.default_rng(0).integers(0, TOKENS_AT_ONCE // 3, size=101)
     slices = stretches(tokens)
     assert np.concatenate([tokens[some] for some in slices]).tolist() == tokens.tolist()

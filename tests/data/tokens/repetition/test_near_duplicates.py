@@ -2,10 +2,7 @@
 time.
 """
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 
 from tests.support.token_splits import all_trained, separate, split_of
 from workflow.lib.data.tokens.repetition.near_duplicates import (
@@ -17,9 +14,7 @@ from workflow.lib.data.tokens.repetition.near_duplicates import (
 VOCABULARY = 5000
 
 
-def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(tmp_path, monkeypatch):
     draw = np.random.default_rng(0)
     originals = [draw.integers(1, VOCABULARY, size=90, dtype=np.uint32) for _ in range(40)]
     changed = [np.concatenate([ids[:60], ids[62:]]) for ids in originals]

@@ -28,7 +28,7 @@ def shingle_sets(documents: list[list[int]]) -> list[frozenset[int]]:
     return [frozenset(hashes[owners == number].tolist()) for number in range(len(documents))]
 
 
-def test_shingles_are_runs_of_six_within_a_document() -> None:
+def test_shingles_are_runs_of_six_within_a_document():
     first, second, third = shingle_sets(
         [list(range(1, 11)), list(range(3, 11)), list(range(20, 26))]
     )
@@ -39,7 +39,7 @@ def test_shingles_are_runs_of_six_within_a_document() -> None:
     assert resemblance(arrays[0], arrays[2]) == 0.0
 
 
-def test_short_document_is_one_shingle_of_its_own() -> None:
+def test_short_document_is_one_shingle_of_its_own():
     short, longer, same = shingle_sets([[1, 2, 3], [1, 2, 3, 4], [1, 2, 3]])
     assert len(short) == len(longer) == 1
     assert short != longer
@@ -51,14 +51,14 @@ def words(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return pieces_of(tokenizer).words(ids, np.zeros(len(ids), dtype=np.int64))[0].tolist()
 
 
-def test_words_ignore_case_and_signs_and_special_tokens(tmp_path: Path) -> None:
+def test_words_ignore_case_and_signs_and_special_tokens(tmp_path):
     tokenizer = tiny_tokenizer(tmp_path)
     assert words(tokenizer, "a B,c!") == words(tokenizer, "<|user|>A b - C")
     assert words(tokenizer, "a B,c!") != words(tokenizer, "a B,d!")
     assert words(tokenizer, "日") != words(tokenizer, "月")  # parts of characters
 
 
-def test_words_are_the_same_however_capitals_cut_them_into_tokens() -> None:
+def test_words_are_the_same_however_capitals_cut_them_into_tokens():
     tokenizer = load_tokenizer(Path("workflow/resources/base"))
     text = "The photosynthesis of fishermen is described below."
     assert len(tokenizer.encode(text)) != len(tokenizer.encode(text.upper()))
@@ -66,13 +66,13 @@ def test_words_are_the_same_however_capitals_cut_them_into_tokens() -> None:
     assert len(words(tokenizer, text)) == 7
 
 
-def test_text_without_words_has_no_shingle() -> None:
+def test_text_without_words_has_no_shingle():
     hashes, owners, tokens = shingles(np.zeros(3, np.uint32), np.array([1, 2]), pieces=WORDS)
     assert len(hashes) == len(owners) == len(tokens) == 0
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8])
-def test_nearly_all_pairs_at_the_threshold_share_a_key(threshold: float) -> None:
+def test_nearly_all_pairs_at_the_threshold_share_a_key(threshold):
     draw = np.random.default_rng(0)
     rows, pairs, size = band_rows(threshold), 400, 120
     shared = round(2 * size * threshold / (1 + threshold))
@@ -89,7 +89,7 @@ def test_nearly_all_pairs_at_the_threshold_share_a_key(threshold: float) -> None
     assert strangers.mean() < 0.01
 
 
-def test_short_documents_that_share_little_rarely_share_a_key() -> None:
+def test_short_documents_that_share_little_rarely_share_a_key():
     draw = np.random.default_rng(0)
     pairs, size, shared = 400, 24, 4  # most bins are empty and borrow
     sets = []
@@ -101,14 +101,14 @@ def test_short_documents_that_share_little_rarely_share_a_key() -> None:
     assert (keys[:, ::2] == keys[:, 1::2]).any(axis=0).mean() < 0.1
 
 
-def test_document_without_shingles_has_no_key() -> None:
+def test_document_without_shingles_has_no_key():
     hashes = np.array([5, 9], dtype=np.uint64)
     keys = band_keys(hashes, np.array([1, 1]), documents=3, rows=3)
     assert (keys[:, [0, 2]] == 0).all()
     assert (keys[:, 1] > 0).all()
 
 
-def test_what_many_documents_say_is_widespread() -> None:
+def test_what_many_documents_say_is_widespread():
     hashes = np.array([7] * 10 + [8, 8, 9], dtype=np.uint64)
     owners = np.array([*range(10), 0, 1, 2])
     assert widespread(hashes, owners, share=0.5).tolist() == [7]
