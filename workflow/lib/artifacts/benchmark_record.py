@@ -9,9 +9,7 @@ from workflow.lib.artifacts.training_record import Check
 
 
 class Observed(Record, frozen=False):
-    """What one process has seen of a case; peaks are those of the steps, after loading and
-    checks.
-    """
+    """What one process has seen of a case; peaks are of the steps, after loading and checks."""
 
     step_s: list[float] = Field(default=[])
     """Seconds of each step."""
@@ -40,9 +38,7 @@ class Observed(Record, frozen=False):
 
 
 class Measurement(Observed):
-    """A case over all processes: the largest peaks and the slowest load of any of them, all else of
-    the main one.
-    """
+    """A case over all processes: largest peaks and slowest load; all else of the main one."""
 
     tokens_per_s_per_process: float
     """Tokens a second over the last two thirds of the steps."""

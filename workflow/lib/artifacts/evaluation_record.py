@@ -1,6 +1,4 @@
-"""`<subject>.json` of `evaluate_run`, written by `evaluation.results`, and `requirements.json` of
-`require_gain`, written by `report.required_gains`.
-"""
+"""Records of `evaluate_run` (`<subject>.json`) and of `require_gain` (`requirements.json`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,9 +141,7 @@ class WorstStack(StackErrors):
 
 
 class FourBits(Record):
-    """What 4 bits cost, as the calibration of the base measured it, in nats per predicted token of
-    some held-out documents.
-    """
+    """What 4 bits cost, by the base's calibration: nats per predicted held-out token."""
 
     documents: int
     """Documents measured."""
@@ -179,8 +175,7 @@ class Evaluation(Record):
     samples: list[Sample]
     """Answers to some held-out prompts."""
     comparisons: dict[SubjectName, Comparison]
-    """With each measured subject before it, as first subject, in the order original, base, tuned,
-    tuned_on_original, merged."""
+    """With each measured subject before it, which comes first in the difference."""
     four_bits: FourBits | None = None
     """Of the base, if it was calibrated."""
     quantized_by: str | None = None
@@ -202,9 +197,7 @@ class FourBitsCost:
 
 
 def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost | None:
-    """Return what 4 bits cost, by the evaluation if it measured the original, else by the base's
-    calibration; None if neither did.
-    """
+    """Return what 4 bits cost, by the evaluation or else the base's calibration, or None."""
     if (base := subjects.get("base")) is None:
         return None
     found = base.comparisons.get("original")

@@ -1,6 +1,4 @@
-"""Files and folders of this disk that the settings name: they are looked for before anything
-starts.
-"""
+"""Files and folders that the settings name: they are looked for before anything starts."""
 
 from pathlib import Path
 
@@ -18,9 +16,7 @@ from workflow.lib.system.input_files import why_unreadable
 
 
 def check_local_paths(name: str, run: RunConfig) -> None:
-    """Raise `UserError` if a local path that the run names does not exist. Hub ids are not looked
-    up.
-    """
+    """Raise `UserError` if a local path that the run names is not there; hub ids are not asked."""
     paths = {
         "data.chat_template": run.data.chat_template,
         "export.llama_cpp": run.export.llama_cpp and f"{run.export.llama_cpp}/{CONVERTER}",
@@ -92,8 +88,7 @@ def _refuse_gguf(source: str) -> None:
 
 def _refuse_other_folders(source: str) -> None:
     """Raise `UserError` for a folder as base model whose files say that it is none: an adapter, a
-    folder without configuration or weights, a tokenizer in Mistral's own format.
-    """
+    folder without configuration or weights, a tokenizer in Mistral's own format."""
     folder = Path(source)
     if is_hub_id(source) or not path_exists(source) or not folder.is_dir():
         return
@@ -106,9 +101,7 @@ def _refuse_other_folders(source: str) -> None:
 
 
 def _check_readable(key: str, path: Path) -> None:
-    """Raise `UserError` for a pipe, a device or a file that may not be read, which a stage would
-    wait for or stumble over.
-    """
+    """Raise `UserError` for a pipe, a device or an unreadable file: a stage would wait for it."""
     if (why := why_unreadable(path)) is not None:
         raise setting_error(key, str(path), why, "Remove it, or put a readable file there")
 

@@ -33,8 +33,7 @@ class Source(Record):
     blank_lines: int | None = None
     """Blank lines of a file in which a line is a row; neither read nor dropped."""
     special_token_texts: int | None = None
-    """Rows whose text spells a special token of the template; `data.special_tokens_in_text`
-    says what it is encoded as."""
+    """Rows that spell a special token of the template (`data.special_tokens_in_text`)."""
     rows_by_turns: int | None = None
     """Rows of which turns became examples of their own."""
     begin_untrained: int | None = None
@@ -248,8 +247,7 @@ class Manifest(Record):
     train_heldout_overlap: int | None = None
     """Held-out rows that were dropped because their tokens equal those of a training row."""
     train_heldout_near_duplicates: int | None = None
-    """Held-out rows that resemble a training row; removed, or left, as `data.near_duplicates`
-    says."""
+    """Held-out rows that resemble a training row: removed or left (`data.near_duplicates`)."""
     train_heldout_shared_groups: int | None = None
     """Held-out rows of a group (`data.group_by`) that training rows are of; treated likewise."""
     files: TokenFiles

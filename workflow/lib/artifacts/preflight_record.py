@@ -2,8 +2,7 @@
 
 The file is written from these types, a key per field and in their order, and read back into them.
 A file that lacks a field or has another one is of another version and refused: a lever that a stage
-does not know of would be left out without a word.
-"""
+does not know of would be left out without a word."""
 
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,9 +19,7 @@ class PreflightRecord(Record, extra="forbid"):
 
 
 def _complete(plan: Any) -> Any:
-    """Raise an error if a document lacks a field of the plan: its default need not be what an
-    earlier version did.
-    """
+    """Raise an error if a document lacks a field of the plan: defaults change with versions."""
     if isinstance(plan, dict) and (absent := {x.name for x in fields(StepPlan)} - plan.keys()):
         raise PydanticCustomError("missing", "{fields}", {"fields": sorted(absent)})
     return plan

@@ -32,8 +32,7 @@ class StackErrors(Record):
     fewest_tokens: int
     """Tokens of calibration that went to the expert with the fewest."""
     filled: int
-    """Experts that got fewer tokens than a quarter of their weights' inputs: tokens of others
-    calibrated them too."""
+    """Experts with tokens for less than a quarter of their inputs; others' were added."""
 
 
 class HeldoutLosses(Record):

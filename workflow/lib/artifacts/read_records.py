@@ -1,6 +1,4 @@
-"""Reading the JSON artifacts of other stages, with an error that names the file and the field of
-whatever is wrong.
-"""
+"""Reading the JSON artifacts of other stages, with errors that name file and field."""
 
 import itertools
 import json
@@ -18,24 +16,18 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def read_record(path: Path, model: type[RecordT]) -> RecordT:
-    """Read a JSON artifact; raises `UserError` as `read_artifact`, and naming the field if one is
-    missing or wrong.
-    """
+    """Read a JSON artifact; raises `UserError` as `read_artifact`, or naming a wrong field."""
     return _parse(read_artifact(path), model, where=str(path))
 
 
 def read_records(path: Path, model: type[RecordT]) -> list[RecordT]:
-    """Read a JSON Lines artifact, perhaps without lines; raises `UserError` as `read_lines`, and
-    naming line and field.
-    """
+    """Read a JSON Lines artifact, perhaps empty; raises `UserError` naming line and field."""
     rows = enumerate(read_lines(path), 1)
     return [_parse(row, model, where=f"{path}, line {number}") for number, row in rows]
 
 
 def read_steps(path: Path) -> list[Step]:
-    """Read `metrics.jsonl`: at least one line, steps ascending; raises `UserError` naming file,
-    line and field.
-    """
+    """Read `metrics.jsonl`: one line or more, steps ascending; raises `UserError` as above."""
     steps = read_records(path, Step)
     if not steps:
         raise UserError(f"{path}: has no line, so there is no curve to draw. Run finetune again.")

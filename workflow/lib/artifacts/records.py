@@ -18,8 +18,7 @@ class Record(BaseModel):
     """Base of all records: frozen, strict types, finite numbers, further fields ignored.
 
     Values are kept as they are: no rounding, no conversion. A field with a default may be missing
-    in a file; the docstring below a field is its description.
-    """
+    in a file; the docstring below a field is its description."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -33,9 +32,7 @@ class Record(BaseModel):
     """What to do about a file that does not hold this record."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as JSON is written from it: its fields in order, less those that were
-        not given.
-        """
+        """Return the record as its JSON: fields in order, without those that were not given."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 

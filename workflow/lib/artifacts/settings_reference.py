@@ -3,8 +3,7 @@ editors.
 
 `python -m workflow.scripts.write_settings_pages` writes both again; a test fails when they are not
 what this renders. `config.yaml` shows the settings that most people change, and is written by hand.
-This module spells settings. What they do stands in `settings`, once.
-"""
+This module spells settings. What they do stands in `settings`, once."""
 
 import json
 import sys
@@ -55,16 +54,12 @@ _BOUNDS = {
 
 
 def configuration_md() -> str:
-    """Return the reference as Markdown: a table of key, value, default and effect for each
-    section.
-    """
+    """Return the reference as Markdown: key, value, default and effect by section."""
     return "\n".join([TABLE_HEAD, *(_section_md(*section) for section in _sections(Config))])
 
 
 def schema_json() -> str:
-    """Return the JSON schema of `config.yaml` for editors, which knows the keys of `runs.<name>`
-    too.
-    """
+    """Return the JSON schema of `config.yaml` for editors, with the keys of `runs.<name>`."""
     schema = json_schema()
     run = json_schema(RunConfig)
     schema["$defs"]["RunConfig"] = {key: run[key] for key in run if key != "$defs"}

@@ -2,8 +2,7 @@
 looks, at the end.
 
 A stage writes `BEGUN` first and `ENDED` last, unless it ends in trouble. Where neither an end nor
-trouble comes last, it was killed.
-"""
+trouble comes last, it was killed."""
 
 import re
 import shlex
@@ -25,8 +24,7 @@ def failure_causes(folder: Path, *, since: float) -> list[str]:
 
     Of a message of several lines (a table, a traceback) the first and the last are kept. A log that
     is from the future is not of this
-    invocation: the clock has jumped.
-    """
+    invocation: the clock has jumped."""
     until = time.time() + CLOCKS_DIFFER_S
     logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
     causes = ((path, _cause(list(_records(path)))) for path in logs)
@@ -34,9 +32,7 @@ def failure_causes(folder: Path, *, since: float) -> list[str]:
 
 
 def from_the_future(paths: Iterable[Path]) -> str | None:
-    """Return the message for files, among and below `paths`, that are newer than now; None if there
-    is none: the clock was put back.
-    """
+    """Return the message for files, among and below `paths`, that are newer than now, or None."""
     until = time.time() + CLOCKS_DIFFER_S
     late = [path for path in paths if any(f.stat().st_mtime > until for f in _files(path))]
     if not late:
@@ -72,8 +68,7 @@ def _first_hand(records: list[tuple[str, list[str]]]) -> list[str]:
     else what comes last.
 
     The launchers of several machines share a log: that of the machine that failed may not be the
-    last to write there, and the others may be told to stop because of it.
-    """
+    last to write there, and the others may be told to stop because of it."""
     begins = [n for n, (_, lines) in enumerate(records) if lines[0] == BEGUN]
     since = records[begins[-1] :] if begins else records[-1:]
     errors = [lines for level, lines in since if level in ("ERROR", "CRITICAL")]

@@ -11,8 +11,7 @@ from workflow.lib.system.files import short_hash
 def trained_content(manifest: Path, base: Path) -> str:
     """Return a short hash of the training tokens and of the base's weights and config.
 
-    Raises `UserError` if the record of either is damaged.
-    """
+    Raises `UserError` if the record of either is damaged."""
     tokens = read_artifact(manifest).get("files")
     if not isinstance(tokens, dict):
         raise damaged(manifest.parent, manifest.name, "lacks checksums")

@@ -30,8 +30,7 @@ class PeakBytes(Record):
 
 
 class ExpertLoad(Record):
-    """Which experts of a mixture the rows of a run went to. A token has a row for each of its
-    experts."""
+    """Where the rows of a run went in a mixture. A token has a row for each of its experts."""
 
     layers: int
     """Layers with experts."""
@@ -139,8 +138,7 @@ class Summary(Record):
     tokens_per_s: float
     """`tokens` a second, over all processes."""
     graphs_off: str | None = None
-    """Why micro-batches could not be CUDA graphs, which makes them slower. Written only where they
-    were to be."""
+    """Why micro-batches, which were to be CUDA graphs, were none."""
     peak_bytes: PeakBytes
     """Predicted and measured peak memory."""
     expert_load: ExpertLoad | None = None

@@ -2,8 +2,7 @@
 processes.
 
 A case is data: a name and the settings that differ. It becomes a `Request`, which names all that a
-measurement depends on but the machine.
-"""
+measurement depends on but the machine."""
 
 import difflib
 from collections.abc import Mapping
@@ -162,8 +161,7 @@ def _sizes(document: Any, *, where: str) -> BenchmarkConfig:
 def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
     """Return what is to be measured, in order; num_gpus: those that this machine shows.
 
-    Raises `UserError` for an unknown case, and for a list of cases that cannot be read.
-    """
+    Raises `UserError` for an unknown case, and for a list of cases that cannot be read."""
     entries = read_cases(benchmark.cases_file)
     on_gpus = benchmark.device == "auto" and num_gpus > 0
     counts = benchmark.processes
@@ -177,9 +175,7 @@ def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
 
 
 def read_cases(path: str | None) -> dict[str, CaseEntry]:
-    """Return the entries of a list of cases by name (None: the shipped one); raises `UserError` if
-    it cannot be read.
-    """
+    """Return the cases of a list by name (None: the shipped one), or raise `UserError`."""
     file = SHIPPED if path is None else Path(path)
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -236,9 +232,7 @@ def _request(name: str, entry: CaseEntry, benchmark: BenchmarkConfig, *, process
 
 
 def run_settings(request: Request, *, device: str) -> RunConfig:
-    """Return the settings of the run that a request measures; raises `UserError` for one that no
-    run may have.
-    """
+    """Return the settings of a request's run; raises `UserError` for one that no run may have."""
     sizes, count = request.sizes, request.processes
     document: dict[str, Any] = {
         "data": {"seq_len": sizes.seq_len},
@@ -262,9 +256,7 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
 
 
 def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
-    """Return the config.json of the measured shape: of a multimodal model, that of its decoder,
-    since random bases hold no other part. Raises `UserError` if there is no such model.
-    """
+    """Return the config.json of the measured decoder, or raise `UserError` if there is none."""
     path = Path(sizes.model) / "config.json"
     config = read_bounded(path) if path.is_file() else known_config(sizes.model)
     if config is None:

@@ -3,8 +3,7 @@
 
 Steps are timed by the training's own metrics. A step ends when its loss and its gradient norm have
 arrived from the device, which works in order. So the time between the ends of two steps has the
-device's work of the steps between them and no other, also where the next step is launched ahead.
-"""
+device's work of the steps between them and no other, also where the next step is launched ahead."""
 
 import gc
 import os
@@ -71,8 +70,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
     others. Collective.
 
     All jobs have the same device, shard size and timeout. Raises `UserError` if GPU memory runs
-    out.
-    """
+    out."""
     plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
     with (
         Pulse(rank=int(os.environ["RANK"]), start_s=timeout_s, step_s=STEP_S) as pulse,
@@ -93,9 +91,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
 
 
 def together(everyone: Sequence[Observed], job: Job) -> Measurement:
-    """Return the measurement over all processes. Speed is that of the last two thirds of the main
-    process' steps together.
-    """
+    """Return the measurement over all processes; speed is of the last two thirds of steps."""
     main = everyone[0]
     timed = main.step_s[len(main.step_s) // 3 :]
     tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * job.run["data"]["seq_len"]

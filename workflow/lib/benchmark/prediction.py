@@ -1,8 +1,7 @@
 """A measurement before it is made: its run, and what preflight plans and predicts for it.
 
 Preflight's own decision gives the plan and its verdict the memory, so a lever that it knows needs
-nothing here. Nothing here imports torch.
-"""
+nothing here. Nothing here imports torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,9 +46,7 @@ class Prepared:
 
 
 def prepare(request: Request, *, num_gpus: int, recordings: RecordingProcess) -> Prepared:
-    """Plan and predict a request on this machine; raises `UserError` if it cannot run here,
-    whatever its memory. The plan of a peer is not recorded itself.
-    """
+    """Plan and predict a request (a peer: plan alone); raises `UserError` if it cannot run."""
     device = "cuda" if request.sizes.device == "auto" and num_gpus > 0 else "cpu"
     if device == "cuda" and request.processes > num_gpus:
         bound = f"this machine shows {num_gpus} GPU(s), one for each process"
@@ -107,9 +104,7 @@ def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
 
 
 def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
-    """Return the counts of the random rows: all tokens are trained but the first
-    of a document.
-    """
+    """Return the counts of the random rows: all tokens are trained but a document's first."""
     sizes = request.sizes
     rows = ROWS_OF_STEPS * request.processes * sizes.micro_batch_size * sizes.accumulation
     documents = len(range(0, sizes.seq_len, sizes.seq_len // sizes.documents))

@@ -2,8 +2,7 @@
 on.
 
 All linears of one size share one random tensor, so 70B parameters are quantized in seconds, on the
-CPU; each lies in the files for itself, so that loading reads as many bytes as of a real model.
-"""
+CPU; each lies in the files for itself, so that loading reads as many bytes as of a real model."""
 
 import math
 import shutil
@@ -45,8 +44,7 @@ def write_random_base(
     as a whole.
 
     float_storage: packed weights as bf16 views (`bnb_4bit_quant_storage`), which other software
-    needs to shard them.
-    """
+    needs to shard them."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -101,9 +99,7 @@ def as_bfloat16(packed: torch.Tensor) -> torch.Tensor:
 
 
 def random_rows(*, rows: int, seq_len: int, documents: int, vocab_size: int) -> TokenStore:
-    """Return `rows` full rows of `documents` documents each; all tokens are trained but the first
-    of a document.
-    """
+    """Return `rows` full rows of `documents` documents, all but whose first tokens are trained."""
     ids = np.random.default_rng(SEED).integers(0, vocab_size, (rows, seq_len)).astype(np.uint32)
     positions = np.tile(np.arange(seq_len, dtype=np.int32), (rows, 1)) % (seq_len // documents)
     return TokenStore(

@@ -11,8 +11,7 @@ gradients are summed over the groups too.
 FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4_linear`), and gradients
 are summed, not averaged, because the loss is already divided by the global number of trained
 tokens. Adapters are float32 masters, which decoder layers gather in the compute dtype: half the
-bytes, and no cast at each use. Their gradients stay float32.
-"""
+bytes, and no cast at each use. Their gradients stay float32."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -9,8 +9,7 @@ last collective of torch's flight recorder (for gloo and NCCL alike).
 Every phase has a bound of its own: seconds without a move. The launcher's `Watch` reads the files
 of all its workers. A process hangs if its bound is over and it does not wait for others; if its
 thread does not even beat; or if all wait. The one that has begun fewer phases and collectives than
-the others is the one that they wait for.
-"""
+the others is the one that they wait for."""
 
 import json
 import os
@@ -163,14 +162,12 @@ def _position(stack: list[traceback.FrameSummary]) -> str:
 
 
 def _waits(stack: list[traceback.FrameSummary]) -> bool:
-    """Tell whether a thread is within torch's communication: others may take as long as they need,
-    then."""
+    """Tell whether a thread is within torch's communication: others may take their time then."""
     return bool(stack) and f"{os.sep}torch{os.sep}distributed{os.sep}" in stack[-1].filename
 
 
 def last_collective() -> tuple[int, str] | None:
-    """Return number and name of the newest collective in torch's flight recorder, None without
-    one."""
+    """Return number and name of the newest collective in the flight recorder, or None."""
     from torch._C import _distributed_c10d
 
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
@@ -199,12 +196,10 @@ class _Seen:
 
 
 class Watch:
-    """The launcher's side: look at all workers of this machine now and then. Time counts in looks,
-    so a machine that slept in between has not hung."""
+    """The launcher's side: looks at all workers. Time counts in looks: machines may sleep."""
 
     def __init__(self, folder: Path, *, ranks: range, size: int) -> None:
-        """Take the folder of beats, the ranks of the workers that beat there, if they beat at all,
-        and how many all machines have."""
+        """Take the folder of beats, this machine's ranks, and how many all machines have."""
         self._folder, self._ranks, self._size = folder, ranks, size
         self._seen: dict[int, _Seen] = {}
         self._looked_s: float | None = None
@@ -225,8 +220,7 @@ class Watch:
         return None
 
     def _notes(self, passed_s: float) -> Iterator[tuple[int, _Seen]]:
-        """Yield rank and state of the workers that run; whose end is seen elsewhere holds up
-        nobody."""
+        """Yield rank and state of running workers; others' end is seen elsewhere."""
         for rank in self._ranks:
             try:
                 path = self._folder / f"rank-{rank}.json"

@@ -7,8 +7,7 @@ computes, a stream of its own gathers all slices into one buffer. The layer's pa
 of it, so nothing is copied further; FSDP2 would copy into its buffer and out of another one. FSDP2
 shards the rest: adapters, norms and biases. With one process there is nothing to gather: layers
 from host memory are copied, and the others stay ordinary parameters. CPUs do the same without
-streams.
-"""
+streams."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -86,8 +85,7 @@ class _PackedLayer:
         return sum(part.num_bytes for part in self._parts)
 
     def empty_(self) -> None:
-        """Take the packed parameters from a meta-device model: nothing shards, allocates or loads
-        them then."""
+        """Take the packed parameters from a meta-device model: nothing else loads them then."""
         for part in self._parts:
             nothing = torch.empty(0, device="meta")
             setattr(part.linear, part.name, nn.Parameter(nothing, requires_grad=False))
@@ -131,8 +129,7 @@ class _PackedLayer:
             self._gather(self._buffer)
 
     def _gather(self, buffer: torch.Tensor) -> None:
-        """Fill a buffer with the slices of all processes; what comes from the host is copied to its
-        own place in it first."""
+        """Fill a buffer with all processes' slices; what comes from the host is copied first."""
         mine = self.slice
         if self.on_host:
             mine = buffer.narrow(0, self._slice_start, self.slice_bytes)
@@ -153,8 +150,7 @@ class _PackedLayer:
         self._gathered = self._stream.record_event()
 
     def unshard(self) -> None:
-        """Give the parameters their values; what is computed from now on waits for them.
-        Collective."""
+        """Give the parameters their values, which later work waits for. Collective."""
         self.fetch()
         self._wait()
         assert self._buffer is not None
@@ -176,14 +172,12 @@ class _PackedLayer:
         self._gathered = None
 
     def abandon(self) -> None:
-        """Free the weights after a capture that failed, in which nothing has run: its events must
-        not be waited for."""
+        """Free the weights after a failed capture, in which nothing has run: no event to await."""
         self._gathered = None
         self.reshard()
 
     def differences(self, reader: CheckpointReader) -> list[str]:
-        """Return the packed tensors that differ from the checkpoint, bit by bit, while they are on
-        the device."""
+        """Return the packed tensors on the device that differ from the checkpoint, bit by bit."""
         linears = {part.path: part.linear for part in self._parts}
         return [name for path, x in linears.items() for name in different_parts(x, path, reader)]
 
@@ -257,8 +251,7 @@ class PackedLayers:
         return sum(layer.on_host for layer in self._layers.values())
 
     def parameters(self) -> set[nn.Parameter]:
-        """Return the packed parameters of these layers, which hold nothing while they are not in
-        use."""
+        """Return the packed parameters of these layers, which hold nothing out of use."""
         return set().union(*(layer.parameters() for layer in self._layers.values()))
 
     def allocate_(self) -> None:
@@ -267,8 +260,7 @@ class PackedLayers:
             layer.allocate_()
 
     def load_(self, folder: Path, *, moved: Callable[[], None] = lambda: None) -> int:
-        """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer;
-        return the bytes read."""
+        """Fill this process's slices from the checkpoint; `moved` by layer; return bytes read."""
         bytes_read = 0
         with CheckpointReader(folder) as reader:
             for layer in self._layers.values():
@@ -283,8 +275,7 @@ class PackedLayers:
 
     @contextmanager
     def gathered(self, number: int) -> Iterator[None]:
-        """Within the block the packed parameters of layer `number` have their values. Collective,
-        between two micro-batches."""
+        """Give layer `number` its values within the block. Collective, between micro-batches."""
         self._layers[number].unshard()
         yield
         self._layers[number].reshard()
@@ -313,8 +304,7 @@ class PackedLayers:
             layer.abandon()
 
     def _begin(self, *_: Any) -> None:
-        """A forward pass begins, so no backward runs; its first layer is gathered while the
-        embedding is looked up."""
+        """A forward begins: its first layer is gathered while the embedding is looked up."""
         self._backward = None
         self.free()
         if 0 in self._layers:

@@ -68,8 +68,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def loopback_store() -> TCPStore:
-    """Return a store that listens on a free port of the loopback interface alone. Raises
-    `UserError` where there is no such interface."""
+    """Return a store on a free port of the loopback interface; raises `UserError` without one."""
     if (lack := loopback_lack()) is not None:
         raise UserError(f"{lack}.")
     listening = socket.create_server((ADDRESS, 0))

@@ -6,8 +6,7 @@ content, so a folder whose index agrees with itself and its files is whole. Piec
 their offset in the whole tensor (DTensor's own chunk list), so any number of processes can read
 what any other number wrote. Nothing is pickled: torch's distributed checkpoint keeps its
 `.metadata` as a pickle, which could run code when read, and its safetensors storage has no
-checksums.
-"""
+checksums."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -43,8 +42,7 @@ class WriteError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one process holds of a tensor: `local` lies at `offset` of the whole, of shape
-    `shape`."""
+    """What one process holds of a tensor: `local` lies at `offset` of the whole `shape`."""
 
     local: torch.Tensor
     offset: tuple[int, ...]
@@ -58,8 +56,7 @@ class Piece:
 
 
 def piece_of(tensor: torch.Tensor, *, rank: int) -> Piece:
-    """Return this process's part of a tensor; a tensor that is not distributed is written by rank
-    0."""
+    """Return this process's part of a tensor; rank 0 writes undistributed ones."""
     if not isinstance(tensor, DTensor):
         whole = tensor.detach()
         return Piece(whole, (0,) * whole.dim(), tuple(whole.shape), mine=rank == 0)
@@ -159,8 +156,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_names(index: dict[str, Any]) -> None:
-    """Raise `DamagedError` unless all files lie in the folder itself, and every piece is in one
-    that has a checksum."""
+    """Raise `DamagedError` unless all files lie in the folder, with checksums for all pieces."""
     try:
         files = set(index["files"])
         used = {piece["file"] for entry in index["tensors"].values() for piece in entry["pieces"]}
@@ -172,8 +168,7 @@ def _check_names(index: dict[str, Any]) -> None:
 
 
 def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(None)) -> None:
-    """Compare size and SHA-256 of the index's files (of a share of them); raises `DamagedError` at
-    the first that differs."""
+    """Compare size and SHA-256 of (a share of) the files; raises `DamagedError` at a difference."""
     for name in sorted(index["files"])[share]:
         expected = index["files"][name]
         try:
@@ -216,8 +211,7 @@ def _values(file: Any, name: str, region: tuple[slice, ...]) -> torch.Tensor:
 def _overlaps(
     name: str, entry: dict[str, Any], target: Piece
 ) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield file, region of the file's piece, and region of the target, wherever the two
-    overlap."""
+    """Yield file, region of its piece, and region of the target, wherever they overlap."""
     stored = (tuple(entry["shape"]), entry["dtype"])
     expected = (target.shape, str(target.local.dtype).removeprefix("torch."))
     if stored != expected:
@@ -236,8 +230,7 @@ def _overlaps(
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor whole, on the CPU, after checking all files. Needs no process group.
-    Raises `DamagedError`."""
+    """Return every tensor whole on the CPU, all files checked; raises `DamagedError`. Local."""
     index = read_index(folder)
     check_files(folder, index)
     tensors = {

@@ -2,8 +2,7 @@
 steps.
 
 SIGTERM and SIGUSR1 are what a cluster sends before it takes a machine back, SIGINT is Ctrl-C,
-SIGHUP a lost terminal.
-"""
+SIGHUP a lost terminal."""
 
 import signal
 from collections.abc import Sequence
@@ -45,8 +44,7 @@ class StopRequest:
 
 
 def on_any(flags: Sequence[bool], *, group: dist.ProcessGroup) -> list[bool]:
-    """Return for each flag whether it is set on any process, so that all decide alike.
-    Collective."""
+    """Return for each flag whether any process has set it. Collective."""
     shared = torch.tensor([int(flag) for flag in flags])
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in shared]

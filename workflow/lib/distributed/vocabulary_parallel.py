@@ -71,8 +71,7 @@ def _shared_table(
 
 
 def _sliced(table: nn.Parameter, mesh: DeviceMesh, axis: DeviceMesh) -> nn.Parameter:
-    """Return a meta-device table as a parameter of which this process holds rows, cut along `axis`
-    as FSDP2 cuts."""
+    """Return a meta table as this process's rows, cut along `axis` as FSDP2 cuts."""
     placements: list[Placement] = [
         Shard(0) if (name,) == axis.mesh_dim_names else Replicate()
         for name in mesh.mesh_dim_names or ()
@@ -98,8 +97,7 @@ def _sliced(table: nn.Parameter, mesh: DeviceMesh, axis: DeviceMesh) -> nn.Param
 
 
 class SlicedHead(nn.Module):
-    """A linear head of whose rows this process holds a slice: `weight` (vocab, hidden) and `bias`
-    (vocab,) are DTensors."""
+    """A linear head sliced by rows: `weight` (vocab, hidden) and `bias` (vocab,) are DTensors."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup
@@ -113,8 +111,7 @@ class SlicedHead(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return all logits (..., vocab) of this process's hidden states (..., hidden), for checks:
-        without gradients. Collective."""
+        """Return all logits (..., vocab) of states (..., hidden), without gradients. Collective."""
         size, vocab = self._group.size(), self.weight.shape[0]
         own_rows = hidden.flatten(0, -2)
         rows = largest_count(len(own_rows))
@@ -128,8 +125,7 @@ class SlicedHead(nn.Module):
 
 
 class SlicedCrossEntropy(LinearCrossEntropy):
-    """The same loss of this process's rows by a `SlicedHead`. Collective: the processes may have
-    different numbers of rows, or none."""
+    """The loss of this process's rows by a `SlicedHead`. Collective; row counts may differ."""
 
     def __init__(self, head: OutputHead, group: dist.ProcessGroup) -> None:
         super().__init__(head)
@@ -191,8 +187,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
 
 
 class _TargetColumns:
-    """The columns of the targets (rows,) of all processes in the logits of this process's slice,
-    rows `start` to `stop` of the vocabulary."""
+    """The columns of all processes' targets (rows,) in logits of rows `start` to `stop`."""
 
     def __init__(self, targets: torch.Tensor, ranges: tuple[int, int]) -> None:
         start, stop = ranges
@@ -202,8 +197,7 @@ class _TargetColumns:
         self.ignored = targets == IGNORED
 
     def numbers(self) -> torch.Tensor:
-        """Return them as (rows,): `ELSEWHERE` where another slice has the target, `IGNORED` where
-        there is none."""
+        """Return (rows,): `ELSEWHERE` where another slice has the target, `IGNORED` for none."""
         here = self._columns[:, 0].masked_fill(~self._inside, ELSEWHERE)
         return here.masked_fill_(self.ignored, IGNORED)
 
@@ -221,8 +215,7 @@ class _TargetColumns:
 
 @dataclass
 class _Part:
-    """What the logits of a slice are made from: states (rows, hidden), the head of `loss`, and the
-    rows' weights for a trained one."""
+    """Sources of a slice's logits: states (rows, hidden), `loss`'s head, trained rows' weights."""
 
     loss: SlicedCrossEntropy
     states: torch.Tensor
@@ -239,14 +232,12 @@ class _StoredPart(_Part):
         return self.loss.leaf_and_logits(self.states, self.trained)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-sum-exp over the slice, and the target's logit if it is there, else 0; (rows,)
-        fp32."""
+        """Return log-sum-exp over the slice, and the target's logit there or 0; (rows,) fp32."""
         logits = self._leaf_and_logits[1].detach()
         return logits.logsumexp(dim=1), self.columns.chosen(logits)
 
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
-        """Return what the slice adds to the gradient of the states (rows, hidden); log_sums: over
-        the whole vocabulary."""
+        """Return the slice's share of the states' gradient (rows, hidden); log_sums: of all."""
         leaf, logits = self._leaf_and_logits
         slope = logits.detach().sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
         self.columns.subtract_one_(slope)
@@ -279,8 +270,7 @@ class _FusedPart(_Part):
 def _over_slices(
     log_sums: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes, each of
-    which has those of its own."""
+    """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes."""
     part = torch.stack([log_sums, chosen])
     parts = _gathered(part, group).view(group.size(), *part.shape)
     return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
@@ -297,8 +287,7 @@ class ExchangedRows:
         self._padding = getattr(embedding, "padding_idx", None)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective, and
-        so is the backward of trained ones."""
+        """Return rows (n, hidden) of ids (n,), equally many on all. Collective, also backward."""
         table = self._embedding.weight
         assert isinstance(table, DTensor)
         if table.requires_grad:
@@ -310,8 +299,7 @@ class ExchangedRows:
     def looked_up(
         self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
     ) -> torch.Tensor:
-        """Return the rows of ids, of which this process has those of `ranges` in `table`.
-        Collective."""
+        """Return the rows of ids; this process has those of `ranges` in `table`. Collective."""
         return torch.cat([self._chunk(table, chunk, ranges) for chunk in self._split(ids)])
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -369,8 +357,7 @@ class _TrainedRows(torch.autograd.Function):
 
 
 def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ids (n,) lie outside of the rows `ranges`, and the index of each among them
-    (any, if outside)."""
+    """Return which ids (n,) lie outside the rows `ranges`, and the index of each in them."""
     start, stop = ranges
     return (ids < start) | (ids >= stop), (ids - start).clamp(0, stop - start - 1)
 
@@ -385,8 +372,7 @@ def _add_rows_(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -
 
 
 def largest_count(count: int) -> int:
-    """Return the largest `count` of any process. Over the CPU, so that nobody waits for a GPU's
-    queue. Collective over all processes."""
+    """Return the largest `count` of any process, by the CPU: no GPU's queue waits. Collective."""
     largest = torch.tensor(count)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)

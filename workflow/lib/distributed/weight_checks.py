@@ -1,6 +1,4 @@
-"""Proof at start that the weights that the processes gather are those of the checkpoint, byte by
-byte.
-"""
+"""Proof at start that gathered weights are the checkpoint's, byte by byte."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -33,8 +31,7 @@ def local_bytes(training: nn.Module) -> tuple[int, int]:
 
 
 def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
-    """Return the bytes that each of `shards` processes with one copy of the model should hold of
-    it, but for uneven cuts."""
+    """Return the bytes of a copy that each of `shards` processes should hold, if cut evenly."""
     sliced = {id(p): p for p in _vocabulary_parameters(training)}.values()
     tables = sum(p.numel() * p.element_size() for p in sliced)
     _, total = local_bytes(training)
@@ -80,8 +77,7 @@ def names_of_all(names: list[str], world: World) -> list[str]:
 
 
 def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
-    """Compare all parameters that are whole at this moment (gathered, or never sharded) with the
-    checkpoint."""
+    """Compare all whole parameters (gathered, or never sharded) with the checkpoint."""
     wrong = []
     for path, linear in nf4_linears(model):
         wrong += different_parts(linear, checkpoint_name(path), reader)
@@ -110,8 +106,7 @@ def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> l
 
 
 def _different_slices(training: CausalLMForTraining, reader: CheckpointReader) -> list[str]:
-    """Compare this process's slices of embedding and head, which are never gathered, with the
-    checkpoint."""
+    """Compare this process's slices of embedding and head with the checkpoint."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     sliced = set(map(id, _vocabulary_parameters(training)))
     wrong = []

@@ -4,8 +4,7 @@ In an evaluation each process has a whole copy of the model, or a slice of one. 
 in the order of the items, so what is computed from them cannot depend on the number of processes. A
 model larger than one GPU is sharded over all of them (`sharded`), and then
 every forward is collective: `in_step` has each process announce its forwards, and one that has done
-its share forwards a single token, for nobody, as long as another still works.
-"""
+its share forwards a single token, for nobody, as long as another still works."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,8 +74,7 @@ def divide(
 
 
 def fits(folder: Path, division: Division, *, gpu_bytes: Sequence[int], host_bytes: int) -> bool:
-    """Tell whether a 16-bit model in safetensors files can be loaded by the processes of
-    `division`; on the CPU in float32."""
+    """Tell whether processes of `division` can load a 16-bit safetensors model (CPU: float32)."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not gpu_bytes:
         copies = 1 if division.sharded else division.processes

@@ -1,6 +1,4 @@
-"""The processes of a run: how a torchrun worker joins the others, what it knows of them, and when
-it ends with its launcher.
-"""
+"""The processes of a run: how a torchrun worker joins the others, and ends with its launcher."""
 
 import ctypes
 import datetime
@@ -32,8 +30,7 @@ class World:
     mesh: DeviceMesh
     """Of `process_mesh`."""
     io_group: dist.ProcessGroup
-    """gloo, for decisions and the traffic of checkpoints: beside the collectives of the training,
-    without waiting for a GPU."""
+    """gloo, for decisions and checkpoints: beside the training's collectives, without a GPU."""
 
     def axis(self, name: Literal["replica", "shard"]) -> DeviceMesh:
         """Return the processes along one axis of the mesh, this one among them."""
@@ -119,8 +116,7 @@ def die_with_parent() -> None:
 
 
 def largest_of_all(counts: Sequence[int], *, world: World) -> list[int]:
-    """Return the largest of each count of any process. Over the CPU, so that nobody waits for a
-    GPU's queue. Collective."""
+    """Return the largest of each count of any process, by the CPU. Collective."""
     if world.size == 1:
         return list(counts)
     largest = torch.tensor(counts)

@@ -2,8 +2,7 @@
 they fit.
 
 The estimate keeps most out-of-memory errors from happening; what it misses (fragmentation, kernels'
-workspace) is caught, and the batch halved. Rounding aside, no number depends on the batch size.
-"""
+workspace) is caught, and the batch halved. Rounding aside, no number depends on the batch size."""
 
 import gc
 import logging
@@ -30,8 +29,7 @@ def fitting_batch_size(
     what should fit.
 
     config: the model's. `keeps_cache`: generation, which keeps keys and values of every layer. A
-    power of two.
-    """
+    power of two."""
     if setting != "auto":
         return int(setting)
     of_one = tokens * token_bytes(config, keeps_cache=keeps_cache)
@@ -44,8 +42,7 @@ def token_bytes(config: Any, *, keeps_cache: bool) -> int:
 
     4 bytes a value: six vectors of the hidden size and three of the MLP's live at once in a layer;
     logits, their log-softmax and one temporary (a task scores every position); keys and values of
-    all layers where they are kept.
-    """
+    all layers where they are kept."""
     text = config.get_text_config()
     layer = 6 * text.hidden_size + 3 * (text.intermediate_size or 4 * text.hidden_size)
     cache = 2 * text.num_hidden_layers * text.hidden_size if keeps_cache else 0
@@ -70,8 +67,7 @@ def halving(compute: Callable[[int], T], *, start: int, what: str, collective: b
     what: the part of the evaluation, for the log. collective: forwards are, so that the others wait
     within the one
     that failed here: `BatchMemoryError` asks `restarting` for a new start. Raises `UserError` if
-    one sequence does not fit.
-    """
+    one sequence does not fit."""
     size = start
     while True:
         try:
@@ -100,8 +96,7 @@ def restarting(launch: Callable[[int | None], None]) -> None:
     """Call `launch(None)`, and if processes in step run out of memory, again with half the batch at
     most.
 
-    What they finished before is archived, so only the rest is measured again.
-    """
+    What they finished before is archived, so only the rest is measured again."""
     most = None
     while True:
         try:

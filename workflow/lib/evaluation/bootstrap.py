@@ -4,8 +4,7 @@ Resampling whole documents, with replacement, keeps the tokens of one document t
 not independent. The statistic is sum(numerators) / sum(denominators), so a long document weighs as
 in the loss itself. Base and tuned see the same documents, and their difference resamples as one
 numerator: the variation that both share cancels. Intervals are percentiles (Efron and Tibshirani
-1993, ch. 13).
-"""
+1993, ch. 13)."""
 
 from dataclasses import dataclass
 
@@ -32,8 +31,7 @@ def estimate_ratio(
 
     Both of shape (units,), at least two units, denominators positive. The p-value is twice the
     smaller share of resamples on either side of 0, counting the sample itself: never below 2 /
-    (resamples + 1).
-    """
+    (resamples + 1)."""
     tops = np.asarray(numerators, dtype=np.float64)
     bottoms = np.asarray(denominators, dtype=np.float64)
     assert tops.shape == bottoms.shape, f"{tops.shape} against {bottoms.shape}"

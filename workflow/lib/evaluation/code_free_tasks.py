@@ -4,8 +4,7 @@ The harness imports what `!function` names, takes a metric that it does not know
 repository whose Python is run, and hands `generation_kwargs` to Transformers, which runs what
 `custom_generate` names. So nothing is looked for that would be bad: a key passes if it is known to
 be data, and a name if it is one of the harness' own registries (lm_eval 0.4.13, which the tests
-hold these tables against).
-"""
+hold these tables against)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -78,9 +77,7 @@ NAMES: Mapping[str, frozenset[str]] = {
 
 
 def possible_code(definition: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield, in words, what a task, a group, or a member of one may run: keys and names of no
-    table.
-    """
+    """Yield, in words, what a task, a group, or a member may run: keys and names of no table."""
     yield from _unknown(definition, TASK, prefix="")
     yield from _dataset(definition.get("dataset_path"))
     for member in _listed(definition.get("task")):
@@ -114,9 +111,7 @@ def _unknown(section: Mapping[Any, Any], keys: frozenset[str], *, prefix: str) -
 
 
 def _dataset(path: Any) -> Iterator[str]:
-    """A reader of files, a repository of the hub, or a folder; other words name readers that may
-    import what their options say.
-    """
+    """Other words than a reader, a hub repository or a folder name readers that may import code."""
     if path is None or path in READERS:
         return
     if not isinstance(path, str) or "/" not in path or "://" in path:

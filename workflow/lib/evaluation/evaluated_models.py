@@ -3,8 +3,7 @@ archived yet.
 
 NF4 base and tuned are one copy of the weights with the adapter switched off and on, and so are the
 original and the adapter on it. Only one copy is in memory: a model takes the place of the one
-before it.
-"""
+before it."""
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,9 +39,7 @@ MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
 
 
 def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> dict[str, Any]:
-    """Return how models are loaded on `device`: the keyword arguments of
-    `stock_models.load_base`.
-    """
+    """Return how models are loaded on `device`: arguments of `stock_models.load_base`."""
     dtype = resolve_dtype(settings.compute_dtype, device)
     attention = resolve_attention(
         settings.attention, device, read_attention_needs(base), compute_dtype=dtype
@@ -51,9 +48,7 @@ def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> 
 
 
 def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what every number depends on besides model and question, as JSON; the number of
-    processes is not in it.
-    """
+    """Return, as JSON, what all numbers depend on besides model and question; not the processes."""
     return {
         "device": options["device"].type,
         "compute_dtype": str(options["compute_dtype"]).removeprefix("torch."),
@@ -86,8 +81,7 @@ def source_files(
     """Return the files of the original that its numbers depend on, with their SHA-256. Collective.
 
     Those of a download are held to its record; a user's own are hashed now.
-    Raises `UserError` if one is damaged.
-    """
+    Raises `UserError` if one is damaged."""
     recorded = [file for file in downloaded_files(folder) if _counts(file.name)]
     if recorded:
         check_recorded(recorded, world=world, moved=moved)
@@ -118,8 +112,7 @@ def subjects(
     options: of `load_options`; sources: `source_files` of the original, if it is measured; shards:
     the processes over which the weights are sharded, None for a whole copy; streamed: the original
     is larger than memory.
-    Raises `UserError` if a folder is not finished.
-    """
+    Raises `UserError` if a folder is not finished."""
     loading, memory = _Loading(options, shards), _Memory()
     base, adapter = listed_files(folders.base), listed_files(folders.adapter)
     known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}
@@ -157,9 +150,7 @@ def _streamed(folder: Path, options: dict[str, Any]) -> Iterator[StreamedModel]:
 
 
 def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subject:
-    """Return the subject, with what happens to it told to `pulse`: that it is loaded (from some of
-    `folders`), and every forward pass.
-    """
+    """Return the subject whose loading (from some of `folders`) and forward passes tell `pulse`."""
     files = [path for folder in folders for path in folder.glob("*.safetensors")]
     num_bytes = sum(path.stat().st_size for path in files)
 
@@ -237,9 +228,7 @@ class _Memory:
 
 
 def _called(tuned: PeftModel) -> Model:
-    """Return what is called for a forward. PEFT's wrapper would go past the hooks by which FSDP
-    gathers weights.
-    """
+    """Return what is called for a forward: PEFT's wrapper would go past the hooks of FSDP."""
     # PEFT declares any module
     inner: PreTrainedModel = tuned.get_base_model()  # type: ignore[assignment]
     return inner if is_sharded(inner) else tuned

@@ -19,9 +19,7 @@ RESAMPLES, SEED = 2000, 0
 
 
 def four_bits_of(base: Path) -> FourBits | None:
-    """Return what the base's calibration measured; None if it was not calibrated, was made
-    elsewhere, or had no held-out documents.
-    """
+    """Return what the base's calibration measured on held-out documents, or None."""
     if not (base / QUANTIZATION).is_file():
         return None
     calibration = read_record(base / QUANTIZATION, Quantization).calibration
@@ -31,9 +29,7 @@ def four_bits_of(base: Path) -> FourBits | None:
 
 
 def method_of(base: Path) -> str | None:
-    """Return how a base was quantized, with the reason if there was a choice; None if it was made
-    elsewhere, or by an earlier version.
-    """
+    """Return how a base was quantized, and why if there was a choice; None if it is not told."""
     if not (base / QUANTIZATION).is_file():
         return None
     record = read_record(base / QUANTIZATION, Quantization)

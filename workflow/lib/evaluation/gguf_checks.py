@@ -1,6 +1,4 @@
-"""A GGUF file compared with the same model in Transformers: the ids of prompts, greedy answers, and
-the loss on held-out documents.
-"""
+"""A GGUF file beside its model in Transformers: prompt ids, answers, held-out loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,9 +44,7 @@ ROLES = {"system", "user", "assistant"}
 
 @dataclass(frozen=True)
 class Reference:
-    """What Transformers says: of each position its prompt, its target, log p and most likely token;
-    of each prompt its greedy answer.
-    """
+    """What Transformers says: by position prompt, target, log p and most likely token; answers."""
 
     positions: list[tuple[list[int], int, float, int]]
     prompts: list[Prompt]
@@ -93,8 +89,7 @@ def check_prompts(
     """Return how many conversations and texts have the same token ids in both.
 
     Raises `UserError` at one that has not. Conversations with tools, or with content that is no
-    text, are left out: how a server is given them differs.
-    """
+    text, are left out: how a server is given them differs."""
     checked = 0
     for probe in probes:
         if probe.text is not None:
@@ -154,9 +149,7 @@ class Loaded:
 
 
 def compared(loaded: Loaded, expected: Reference, *, vocab_size: int, prompts: int) -> GgufFile:
-    """Return how a file's losses and answers compare; raises `UserError` if the loss is further off
-    than its format's bound.
-    """
+    """Return how losses and answers compare; raises `UserError` beyond the format's bound."""
     found = [
         loaded.server.log_probability(prompt, target, vocab_size=vocab_size)
         for prompt, target, *_ in expected.positions

@@ -5,8 +5,7 @@ Documents are not packed. A batch is padded on the right: in a causal model noth
 follows it, so padding needs no mask and changes no loss. Where positions are rotated by the length
 of a row, a batch has documents that are rotated as each alone (`rotated_alike`). Only positions
 that predict a trained token get logits (`logits_to_keep`), and a batch closes early where those
-would outgrow `LOGITS_BYTES`.
-"""
+would outgrow `LOGITS_BYTES`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,8 +38,7 @@ def heldout_losses(
 
     `model` is a causal LM in evaluation mode whose inputs belong on `device`. `batch_size`
     (documents, or `auto`) bounds memory and changes results by rounding only; it is halved where
-    memory runs out. Every document has trained tokens.
-    """
+    memory runs out. Every document has trained tokens."""
     if not documents:
         return []
     longest = max(len(ids) for ids, _ in documents)
@@ -84,9 +82,7 @@ def _batches(
     batch_size: int,
     most_rows: int,
 ) -> Iterator[list[int]]:
-    """Group documents of similar length that are `alike`, longest first: what does not fit in
-    memory fails at once.
-    """
+    """Group `alike` documents of similar length, longest first: what does not fit fails at once."""
     batch: list[int] = []
     longest = 0
     for number in sorted(range(len(documents)), key=lambda n: -len(documents[n][0])):
@@ -134,9 +130,7 @@ def _token_losses(
     columns: np.ndarray[tuple[int], np.dtype[np.int64]],
     targets: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return -log softmax(logits[row, column])[target] of each triple, computed in fp32 by
-    chunks.
-    """
+    """Return -log softmax(logits[row, column])[target] of each triple, in fp32 by chunks."""
     places = [torch.from_numpy(index).to(logits.device) for index in (rows, columns, targets)]
     parts = [
         nn.functional.cross_entropy(logits[row, column].float(), target, reduction="none").cpu()

@@ -3,8 +3,7 @@ interface.
 
 The server comes with the package `xllamacpp` (envs/gguf.txt). Its log-probabilities are of the
 token that follows a prompt, so a loss asks once a position; what a prompt shares with the one
-before is kept.
-"""
+before is kept."""
 
 import json
 import math
@@ -57,8 +56,7 @@ class LlamaCppServer:
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation that asks for an answer, by the file's own
-        template.
-        """
+        template."""
         prompt = self._ask("/apply-template", messages=messages)["prompt"]
         ids: list[int] = self._ask(
             "/tokenize", content=prompt, add_special=True, parse_special=True
@@ -90,8 +88,7 @@ class LlamaCppServer:
         """Return (log p of `target` after a prompt, the most likely token).
 
         Of a token that is part of a character, the server (of 2026-10) returns nothing where it is
-        the one that is written: then a letter is, and the target is looked up among all tokens.
-        """
+        the one that is written: then a letter is, and the target is looked up among all tokens."""
         if found := self._probabilities(prompt, written=target, count=1):
             return float(found["logprob"]), found["top_logprobs"][0]["id"]
         candidates = self._probabilities(prompt, written=self._letter, count=vocab_size)
@@ -102,8 +99,7 @@ class LlamaCppServer:
         """Return what the server says of the token that it is made to write and of the `count` most
         likely ones; nothing where that token is part of a character.
 
-        It is made to by a bias, and the probabilities are those before the bias.
-        """
+        It is made to by a bias, and the probabilities are those before the bias."""
         found = self._ask(
             "/completion",
             prompt=prompt,

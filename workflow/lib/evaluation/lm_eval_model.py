@@ -2,8 +2,7 @@
 batches that fit.
 
 All processes hold all requests, and each asks the model for its share; the harness itself knows of
-one process only, so its scores are computed from the same answers whatever their number.
-"""
+one process only, so its scores are computed from the same answers whatever their number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +22,7 @@ WINDOWS = 64
 
 
 class SharingHFLM(HFLM):  # type: ignore[misc]
-    """The harness's model on a share of the requests, in batches that fit; `Progress` takes the
-    place of its bars.
-    """
+    """The harness's model on a share of the requests, in batches that fit, with our `Progress`."""
 
     def __init__(
         self,
@@ -100,8 +97,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
 
     def _scored_alike(self, request: tuple[Any, list[int], list[int]]) -> tuple[int, ...]:
         """Return what is the same for requests that a batch takes as each alone; the last token is
-        predicted only.
-        """
+        predicted only."""
         _, context, answer = request
         tokens = min(len(context) + len(answer) - 1, self.max_length)
         return rotated_alike(self.model.config, tokens)
@@ -113,9 +109,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         return rotated_alike(self.model.config, tokens, new_tokens=new_tokens)
 
     def _model_generate(self, context: Any, *args: Any, **options: Any) -> Any:
-        """Generate without Transformers' own way to keep sharded processes in step, which needs
-        equal numbers of calls.
-        """
+        """Generate without Transformers' `synced_gpus`, which needs equal numbers of calls."""
         output = super()._model_generate(context, *args, synced_gpus=False, **options)
         self._count(len(context))
         return output

@@ -3,8 +3,7 @@
 Local task files come first; the thousands of shipped ones are indexed only if a task is not local.
 Each name of `evaluate.tasks` is loaded and run by itself, so a task's score cannot depend on which
 others run. All subjects run the same task objects with the same seeds, so their items pair up one
-to one.
-"""
+to one."""
 
 import hashlib
 import json
@@ -54,8 +53,7 @@ def load_tasks(
 
     `trained_template_sha256`: digest of the chat template that made the tokens; None for plain
     text. Raises `UserError` for an unknown task, one whose file or data cannot be loaded, and one
-    that cannot run as the settings say.
-    """
+    that cannot run as the settings say."""
     check_interfaces("lm_eval")
     sandbox_task_templates()
     if settings.tasks_dir and not settings.task_code:
@@ -84,8 +82,7 @@ def task_facts(
     `archive`.
 
     Definitions and items count by content, so a task file or its data edited in place is run again;
-    so do Python files of `evaluate.tasks_dir`, whose functions a definition may call.
-    """
+    so do Python files of `evaluate.tasks_dir`, whose functions a definition may call."""
     folder = settings.tasks_dir
     code = sorted(Path(folder).rglob("*.py")) if folder else []
     template = tokenizer.chat_template if settings.apply_chat_template else None
@@ -117,9 +114,7 @@ def _text(value: Any) -> bytes:
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | None) -> None:
-    """Raise `UserError` if the tokenizer has no chat template, or another than the one trained
-    on.
-    """
+    """Raise `UserError` if the tokenizer has no chat template, or not the trained one."""
     template = tokenizer.chat_template
     if template is None:
         raise setting_error(
@@ -142,9 +137,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | No
 def _load(
     name: str, manager: TaskManager, settings: EvaluateConfig, shipped: list[str]
 ) -> LoadedTasks:
-    """Load definitions and data; whatever a task file or its data set raises is the user's to
-    mend.
-    """
+    """Load definitions and data; what a task file or its data set raises is the user's to mend."""
     try:
         return dict(manager.load([name]))
     except UserError:  # of a template that was stopped, or of any reader of ours
@@ -178,8 +171,7 @@ def run_tasks(
     """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by
     `evaluate.seed`.
 
-    Collective over `world`, whose processes share the requests; None = alone.
-    """
+    Collective over `world`, whose processes share the requests; None = alone."""
     _seed(settings.seed, tasks)
     results = lm_eval.evaluate(
         lm=SharingHFLM(model, tokenizer, batch_size=settings.batch_size, world=world),

@@ -5,8 +5,7 @@ A measurement is one part of an evaluation (held-out loss, samples, one task) of
 original, a base, an adapter on either, a merged model). It lies in
 `<folder>/<subject>/<part>-<key>.json`; both names are short hashes of content: the subject's from
 its checksums, the key from the part's settings, data and package versions. Nothing is ever replaced
-by something else under the same name, so runs may share the folder, and it is safe to delete.
-"""
+by something else under the same name, so runs may share the folder, and it is safe to delete."""
 
 import logging
 import re
@@ -34,8 +33,7 @@ UNMEASURED = ("README.md", "quantization.json")
 def content_key(*models: Sequence[RecordedFile]) -> str:
     """Return a short hash of the content of models, from the recorded SHA-256 of their files.
 
-    The files must have been checked against it (`work_sharing.check_recorded`).
-    """
+    The files must have been checked against it (`work_sharing.check_recorded`)."""
     return short_hash(
         [[f"{f.sha256}  {f.name}" for f in files if f.name not in UNMEASURED] for files in models]
     )
@@ -46,9 +44,7 @@ class Archive:
     folder: Path
 
     def find(self, subject: str, part: str, facts: Mapping[str, Any]) -> Any | None:
-        """Return what was measured on `subject` under these `facts`; None if nothing was, or the
-        file is damaged.
-        """
+        """Return what was measured on `subject` under `facts`; None if nothing sound is there."""
         path = self._path(subject, part, facts)
         if not path.is_file():
             return None

@@ -2,8 +2,7 @@
 
 `prepare` settles the questions before any weight is loaded; `parts` are the questions as
 independent measurements; `measure` puts to one subject those that the archive does not hold, and
-returns the answers to all. The JSON artifacts are made of measurements in `results`.
-"""
+returns the answers to all. The JSON artifacts are made of measurements in `results`."""
 
 import hashlib
 import math
@@ -55,8 +54,7 @@ class Questions:
     """What all subjects are asked.
 
     `losses_of`: documents whose loss is measured, by number; may be none. `sources`: where each of
-    these is from.
-    """
+    these is from."""
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase
@@ -69,9 +67,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement: its name, what its result depends on besides the subject, and how to make it
-    (JSON).
-    """
+    """A measurement: name, all that decides it besides the subject, and how to make it (JSON)."""
 
     name: str
     facts: dict[str, Any]
@@ -83,8 +79,7 @@ class Measurement:
     """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by
     prompt.
 
-    `drawn`: the answers at a temperature; empty if none were asked for.
-    """
+    `drawn`: the answers at a temperature; empty if none were asked for."""
 
     losses: list[tuple[float, int]]
     tasks: TaskScores
@@ -99,8 +94,7 @@ def prepare(
 
     Raises `UserError` if a task cannot run (`lm_eval_tasks.load_tasks`), or if the held-out loss is
     asked for
-    and fewer than two documents have trained tokens: there would be no interval.
-    """
+    and fewer than two documents have trained tokens: there would be no interval."""
     documents = store.heldout_documents()
     chosen = choose_documents(documents, at_most=settings.max_documents, seed=settings.seed)
     if settings.heldout and len(chosen) < 2:
@@ -130,9 +124,7 @@ def prepare(
 
 
 def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
-    """Return the measurements that the questions ask for. `world`: the processes that share each;
-    None = alone.
-    """
+    """Return the measurements that are asked for; `world`: the processes that share each."""
     settings = questions.settings
     measurements = []
     if questions.losses_of:
@@ -235,8 +227,7 @@ def measure(
 
     machine: what the numbers depend on besides subject and part (types, attention, package
     versions). The subject is opened only if a part is not archived. Collective over `world`: only
-    the main process reads and writes files.
-    """
+    the main process reads and writes files."""
     is_main = world is None or world.is_main
     asked = [part for part in asked if part.name == HELDOUT or not subject.streamed]
     values = agreed(

@@ -1,7 +1,6 @@
 """Measurements of the subjects as the JSON artifacts of the evaluation.
 
-Everything here is computed anew from stored answers: intervals and p-values cost no model.
-"""
+Everything here is computed anew from stored answers: intervals and p-values cost no model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,8 +38,7 @@ def evaluations(
 ) -> dict[SubjectName, Evaluation]:
     """Return the artifacts of all subjects by name, in the order in which they are shown.
 
-    four_bits: of a calibrated base; quantized_by: of `four_bits.method_of`.
-    """
+    four_bits: of a calibrated base; quantized_by: of `four_bits.method_of`."""
     shown = [name for name in SUBJECTS if name in measured]
     provenance = Provenance.now()
     return {
@@ -169,8 +167,7 @@ def _difference_fields(
 
 def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
     """Return what 4 bits cost, and each subject against the reference (`REFERENCES`) as lines of
-    text: what, before -> after, the signed difference and its interval.
-    """
+    text: what, before -> after, the signed difference and its interval."""
     reference = next(name for name in REFERENCES if name in results)
     return [
         *_four_bits_lines(results),

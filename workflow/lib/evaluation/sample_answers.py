@@ -45,8 +45,7 @@ def choose_prompts(
     """Return at most `count` prompts, drawn by `seed` from the documents of these numbers, in
     order.
 
-    Each of these documents has trained tokens.
-    """
+    Each of these documents has trained tokens."""
     generator = np.random.default_rng(seed)
     drawn = generator.choice(len(numbers), size=min(count, len(numbers)), replace=False)
     return [_cut(documents[number], number) for number in sorted(numbers[i] for i in drawn)]
@@ -69,8 +68,7 @@ def stop_token_ids(
     """Return the tokens that end an answer.
 
     The end tokens of tokenizer and model, and the special tokens that end the references: a chat
-    template may close a turn with another token than the tokenizer's `eos_token`.
-    """
+    template may close a turn with another token than the tokenizer's `eos_token`."""
     config: GenerationConfig | None = model.generation_config
     named = [tokenizer.eos_token_id, None if config is None else config.eos_token_id]
     ids = {i for value in named for i in (value if isinstance(value, list) else [value])}
@@ -113,9 +111,7 @@ class AnswerSettings:
 
 
 class GumbelNoise(LogitsProcessor):
-    """Adds `temperature` times Gumbel noise to the logits of each row, from a generator of the
-    row's own.
-    """
+    """Adds `temperature` times Gumbel noise to the logits, from a generator for each row."""
 
     def __init__(self, documents: Sequence[int], *, temperature: float, seed: int) -> None:
         self._temperature = temperature
@@ -171,9 +167,7 @@ def generate_answers(
 def _batches(
     prompts: Sequence[Prompt], alike: Sequence[tuple[int, ...]], *, size: int
 ) -> Iterator[list[int]]:
-    """Group prompts of similar length that are `alike`, longest first: what does not fit in memory
-    fails at once.
-    """
+    """Group `alike` prompts of similar length, longest first: what does not fit fails at once."""
     by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].prompt))
     for _, group in groupby(by_length, key=lambda index: alike[index]):
         numbers = list(group)
@@ -205,9 +199,7 @@ def _continue(
 def _left_padded(
     rows: Sequence[list[int]], *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and attention mask, both (rows, longest): generation continues at the right
-    edge.
-    """
+    """Return ids and attention mask (rows, longest): generation continues at the right edge."""
     length = max(len(row) for row in rows)
     ids = torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)

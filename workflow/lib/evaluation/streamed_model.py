@@ -1,8 +1,7 @@
 """The held-out loss of a model that is larger than memory: one decoder layer has weights at a time.
 
 All documents go through a layer before the next one is read, so the weights are read once. Answers
-and tasks would read them once a token, so of such a model nothing else is measured.
-"""
+and tasks would read them once a token, so of such a model nothing else is measured."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +23,7 @@ DOCUMENTS_AT_ONCE = 512
 class StreamedModel:
     """A model that is read layer by layer, as often as `losses` is called.
 
-    moved: called for every document and layer.
-    """
+    moved: called for every document and layer."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@ harness.
 
 The stage must know before it imports anything of Hugging Face whether the tasks need the hub: the
 libraries read their offline variables at import. Kinds of names as in lm_eval 0.4.13
-(`tasks/_index.py`).
-"""
+(`tasks/_index.py`)."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -32,9 +31,7 @@ GROUP_KEYS = frozenset(("group", "group_alias", "task", "tag", "aggregate_metric
 
 
 def environment(settings: EvaluateConfig) -> dict[str, str]:
-    """Return the variables to set before Hugging Face libraries are imported: offline if every task
-    is local, and no code from the hub unless `evaluate.task_code` lets it run.
-    """
+    """Return the variables to set before imports: offline, no hub code, where settings allow."""
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
     code = {} if settings.task_code else NO_HUB_CODE
     return SINGLE_PROCESS | code | ({} if shipped else OFFLINE)
@@ -44,8 +41,7 @@ def local_task_names(tasks_dir: str | None) -> set[str]:
     """Return the names of tasks, groups and tags defined in the folder's YAML files; none for no
     folder.
 
-    Raises `UserError` if the folder does not exist or a file is not YAML.
-    """
+    Raises `UserError` if the folder does not exist or a file is not YAML."""
     if tasks_dir is None:
         return set()
     folder = Path(tasks_dir)
@@ -57,9 +53,7 @@ def local_task_names(tasks_dir: str | None) -> set[str]:
 
 
 def _read(file: Path) -> dict[str, list[str]]:
-    """Return the strings of each top-level key. Nodes are only composed, so `!function` imports
-    nothing.
-    """
+    """Return the strings of each top-level key. Nodes are composed: `!function` imports nothing."""
     root = _compose(file)
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     return {str(key.value): _strings(value) for key, value in pairs}
@@ -82,9 +76,7 @@ def _strings(node: yaml.Node) -> list[str]:
 
 
 def _names(keys: dict[str, list[str]]) -> set[str]:
-    """Return the names that one file defines; one that is only included by others may define
-    none.
-    """
+    """Return the names that one file defines; an included one may define none."""
     if "group" in keys:
         return {*keys["group"], *keys.get("tag", [])}  # its `task` lists members defined elsewhere
     return {*keys.get("task", []), *keys.get("tag", [])}
@@ -94,8 +86,7 @@ def refuse_code(tasks_dir: str) -> None:
     """Raise `UserError` if a task file of the folder, or one that it includes, may run Python.
 
     That is a tag such as `!function`, and whatever `code_free_tasks` does not know. Templates in
-    the files are another matter: `task_templates` keeps them in.
-    """
+    the files are another matter: `task_templates` keeps them in."""
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
     while waiting:
         file = waiting.pop().resolve()
@@ -111,9 +102,7 @@ def refuse_code(tasks_dir: str) -> None:
 
 
 def _definition(file: Path, tasks_dir: str) -> dict[Any, Any]:
-    """Return what a file says, merged keys included; empty for what is no section, which the
-    harness skips.
-    """
+    """Return what a file says, merged keys included; empty for what the harness skips."""
     root = _compose(file)
     try:
         value = yaml.SafeLoader("").construct_document(root) if root else None
@@ -138,8 +127,7 @@ def check_tasks(settings: EvaluateConfig) -> None:
     task measures, before anything is trained.
 
     Reads definitions alone: neither the network nor data. Where every task is local, without code
-    and as it is defined, there is nothing to ask the harness, whose import takes seconds.
-    """
+    and as it is defined, there is nothing to ask the harness, whose import takes seconds."""
     required = [name for name in settings.require if name != HELDOUT_LOSS]
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
     if not (
@@ -190,9 +178,7 @@ def refuse_unrunnable(
     num_fewshot: int | None,
     settings: EvaluateConfig,
 ) -> None:
-    """Raise `UserError` for what the harness would refuse only after the model ran, or would
-    silently ignore.
-    """
+    """Raise `UserError` for what the harness would refuse late, or ignore in silence."""
     if runs_code:
         raise setting_error(
             "evaluate.tasks", name, "it runs code that the model writes", "Remove it"
@@ -212,8 +198,7 @@ def known_tasks(settings: EvaluateConfig) -> "TaskManager":
     """Return the harness' index of tasks: those of the folder, and where `evaluate.tasks` names
     others, those of the harness, whose thousands of files take seconds to read.
 
-    Raises `UserError` for a task of `evaluate.tasks` that is in neither.
-    """
+    Raises `UserError` for a task of `evaluate.tasks` that is in neither."""
     with importing():
         from lm_eval import __version__
         from lm_eval.tasks import TaskManager
@@ -246,8 +231,7 @@ def _members(
     """Return the definition of a task; or of a group or tag and all below it, by name.
 
     index: definitions; tagged: the tasks of tags. What a group says goes before what its members
-    say.
-    """
+    say."""
     found: dict[str, Mapping[str, Any]] = {}
     waiting: list[tuple[Any, dict[str, Any]]] = [(name, {})]
     while waiting:
@@ -265,9 +249,7 @@ def _members(
 
 
 def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` if none of the tasks (name: definition) measures `task/metric`; one that
-    lists no metrics has the harness's own.
-    """
+    """Raise `UserError` if none of the tasks (name: definition) measures `task/metric`."""
     task, _, metric = name.partition("/")
     if task not in measured:
         known = ", ".join(sorted(measured)) or "none"
@@ -281,9 +263,7 @@ def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _metrics(definition: Mapping[str, Any]) -> list[str]:
-    """Return the names that a task's metrics have in results: with the name of the filter, if it
-    defines filters.
-    """
+    """Return the names of a task's metrics in results: with the filter's, if it defines filters."""
     listed = [str(entry["metric"]) for entry in definition.get("metric_list") or []]
     filters = [entry["name"] for entry in definition.get("filter_list") or []] or ["none"]
     return [metric if one == "none" else f"{metric},{one}" for metric in listed for one in filters]

@@ -3,8 +3,7 @@
 The harness gives a mean's standard error; intervals and p-values of a paired difference are ours.
 Where every item is right or wrong, the p-value is that of the exact McNemar test: the two-sided
 binomial test of the items that only one of the two answered rightly (McNemar 1947). Elsewhere it is
-that of the bootstrap.
-"""
+that of the bootstrap."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ class TaskScores:
     """What one subject scored.
 
     `scores`: the artifact's `tasks`. `items`: by (task, metric), the values whose mean the metric
-    is; metrics that are no mean over items (corpus-level ones, groups) are not in it.
-    """
+    is; metrics that are no mean over items (corpus-level ones, groups) are not in it."""
 
     scores: dict[str, Task]
     items: MetricItems

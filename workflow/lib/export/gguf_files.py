@@ -7,8 +7,7 @@ engine knows no `{% generation %}` blocks, which mark what is trained and write 
 template goes without them.
 
 llama.cpp scales an adapter by alpha / rank with one alpha. Other scales (rank-stabilized, an alpha
-by module) go into B, which changes nothing.
-"""
+by module) go into B, which changes nothing."""
 
 import os
 import subprocess
@@ -52,8 +51,7 @@ class GgufSource:
 def write_models(
     source: GgufSource, outputs: Mapping[GgufFormat, Path], *, llama_cpp: Path, threads: int
 ) -> None:
-    """Write a model as a GGUF file of each format; raises `UserError` with the last lines of what
-    failed."""
+    """Write a model as GGUF in each format; raises `UserError` with the end of what failed."""
     some = next(iter(outputs.values()))
     converted = [name for name in outputs if name in CONVERTED]
     with tempfile.TemporaryDirectory(dir=some.parent, prefix=".source-") as folder:
@@ -107,8 +105,7 @@ def _convert(script: Path, source: Path, output: Path, *options: str, outtype: s
 
 
 def servable_copy(source: GgufSource, folder: Path) -> Path:
-    """Fill `folder` with links to the model's files and to the tokenizer's, and the chat template
-    without what only training reads."""
+    """Link the model's and tokenizer's files into `folder`, with the template for inference."""
     folder.mkdir()
     files = {path.name: path for path in source.model.iterdir()}
     files |= {
@@ -145,8 +142,7 @@ def _in_tokenizer_config(path: Path, template: str) -> None:
 
 
 def scaled_copy(adapter: Path, folder: Path) -> Path:
-    """Write the adapter so that alpha / rank is the scale of every module: what differs goes into
-    B."""
+    """Write the adapter with scale alpha / rank for every module: what differs goes into B."""
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     for name, tensor in tensors.items():
@@ -160,8 +156,7 @@ def scaled_copy(adapter: Path, folder: Path) -> Path:
 
 
 def quantize(source: Path, output: Path, *, format_name: GgufFormat, threads: int) -> None:
-    """Write `source`, a GGUF file of 16 or 32 bits, in a format of fewer. Raises `UserError` with
-    what llama.cpp says if it fails."""
+    """Write `source`, a 16- or 32-bit GGUF, in fewer bits; raises `UserError` as llama.cpp does."""
     try:
         from cyllama.llama import llama_cpp
     except ImportError:

@@ -6,8 +6,7 @@ device that stock code chooses. `pack_` then gives the experts' module its param
 `NF4Tensor`, which has the shape that the family expects. Every operation decodes it, so experts run
 by any of Transformers' implementations, and PEFT wraps the parameter as any other.
 
-Stacks of a merged model are made expert by expert and written as the family publishes them.
-"""
+Stacks of a merged model are made expert by expert and written as the family publishes them."""
 
 import copy
 import math

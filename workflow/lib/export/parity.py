@@ -4,8 +4,7 @@ they give.
 `finetune` records a digest of the gathered adapter and fp32 logits of the model as it was trained
 (sharded); `consolidate` computes both again from the exported files with stock Transformers and
 PEFT, and compares. The digest finds every altered bit; the logits find an adapter that is put to
-use in another way.
-"""
+use in another way."""
 
 import hashlib
 import math
@@ -54,8 +53,7 @@ def trained_logits(
 
 
 def adapter_digest(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the SHA-256 (32,) uint8 of an adapter's names and fp32 values. Collective if it is
-    sharded."""
+    """Return the SHA-256 (32,) uint8 of an adapter's names and values. Collective if sharded."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -112,8 +110,7 @@ def compare_logits(
 
     exported: the file that PEFT has read; the values in it are to be the trained ones, and PEFT is
     to hold them (whole modules in their compute dtype).
-    A difference of logits far below the `adapter_effect` cannot be the base model's.
-    """
+    A difference of logits far below the `adapter_effect` cannot be the base model's."""
     model.eval()
     with safe_open(path, framework="pt") as file:
         digest = file.get_tensor("digest")

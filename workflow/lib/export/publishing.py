@@ -140,8 +140,7 @@ def named_paths(path: Path) -> Iterator[str]:
 
 
 def private_folders() -> list[str]:
-    """Return how paths of this machine begin: of the home folder, of this one, of temporary
-    files."""
+    """Return how paths of this machine begin: home folder, this one, temporary files."""
     folders = {str(Path.home()), str(Path.cwd()), tempfile.gettempdir()}
     return sorted(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders if folder != os.sep)
 

@@ -59,8 +59,7 @@ def load_sharded_adapter(
 
     PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`), which has the
     adapter.
-    Raises `UserError` also if adapter and model do not fit tensor by tensor.
-    """
+    Raises `UserError` also if adapter and model do not fit tensor by tensor."""
     check_whole(folder)
     check_whole(adapter, single=ADAPTER_WEIGHTS)
     model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)

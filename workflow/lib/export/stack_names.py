@@ -8,8 +8,7 @@ before it `...mlp.experts.base_layer`.
 
 PEFT takes the names of a mixture's target modules for those of Transformers 4, in which every
 expert was a module: of Qwen's family, `gate_proj` of a dense layer or a shared expert would mean
-the stacks. Linears of such names are exported as `target_parameters` too, by their weight.
-"""
+the stacks. Linears of such names are exported as `target_parameters` too, by their weight."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -27,8 +26,7 @@ PREFIX = "base_model.model."
 
 
 class StackNames:
-    """The names of an adapter's tensors in training and in PEFT's files. stacks: paths of the
-    adapted stacks, in the model's order."""
+    """The names of an adapter's tensors in training and in PEFT; stacks: adapted, in order."""
 
     def __init__(self, stacks: Iterable[str]) -> None:
         wrappers = _wrappers(stacks)

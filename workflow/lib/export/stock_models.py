@@ -17,8 +17,7 @@ shape). And they mend four traps:
 * Dynamic NTK scaling of Transformers 5.23 rotates a row by the frequencies of a longer one that
   came before (`by_length`).
 
-Nothing here runs remote code or needs a network.
-"""
+Nothing here runs remote code or needs a network."""
 
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,7 @@ def load_base(
 
     `cuda` without an index fills the visible GPUs one after the other, so a model larger than one
     GPU still loads; an index pins it to that one. Raises `UserError` if the folder does not hold
-    every tensor of the model in its shape, or if the GPUs cannot hold it.
-    """
+    every tensor of the model in its shape, or if the GPUs cannot hold it."""
     if not (base_dir / "config.json").is_file():
         raise UserError(f"{base_dir} holds no model (config.json is not there).")
     check_interfaces(*OF_MODELS)
@@ -157,8 +155,7 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
 
 @torch.no_grad()
 def decode_partial_rows_(model: nn.Module) -> None:
-    """Put plain linears in the places of 4-bit ones on the CPU whose rows are not whole blocks: the
-    module's third trap."""
+    """Put plain linears for 4-bit ones on the CPU whose rows are not whole blocks (third trap)."""
     linears = [(p, m) for p, m in model.named_modules() if isinstance(m, Linear4bit)]
     for path, linear in linears:
         assert isinstance(linear.weight, Params4bit)
@@ -202,8 +199,7 @@ def refuse_unmatched(
     unexpected: set[str],
     mismatched: list[str] | tuple[str, ...] = (),
 ) -> None:
-    """Raise `UserError` naming the tensors of `folder` that the model lacks, has no file for, or
-    has in another shape."""
+    """Raise `UserError` naming tensors that model and `folder` do not both have, in one shape."""
     defects = {"missing": missing, "left over": unexpected, "of another shape": mismatched}
     wrong = [f"{len(names)} {kind} ({min(names)})" for kind, names in defects.items() if names]
     if wrong:

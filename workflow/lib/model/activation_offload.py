@@ -12,8 +12,7 @@ A tensor leaves in the order in which it was saved and comes back in the reverse
 wants them; the two never happen at once, so one stream orders them, and a host buffer can be used
 again as soon as it was read. A pass that is captured into a CUDA graph takes the host buffers of a
 pass of equal shapes before it. They are never given back, so its copies go to the same places at
-every replay. On the CPU the same is done without streams, which only moves bytes: for tests.
-"""
+every replay. On the CPU the same is done without streams, which only moves bytes: for tests."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -54,9 +53,7 @@ class _Saved:
         return self.host.numel()
 
     def check(self) -> None:
-        """Raise `RuntimeError`, as autograd does, if somebody has changed the values since: the
-        host may have others.
-        """
+        """Raise `RuntimeError`, as autograd does, if the values have changed since."""
         if self.values is not None and self.values._version != self.version:
             raise RuntimeError(
                 f"a tensor of {self.num_bytes:,} bytes that backward needs was changed in place"
@@ -100,17 +97,13 @@ class ActivationOffload:
         self._takes_first = self._takes = True
 
     def follow_(self, layers: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-        """Take only what the layers of these numbers save, of layers that run one after the other;
-        nothing before and after them.
-        """
+        """Take only what these layers save, which run one after the other; nothing outside them."""
         self._takes_first = 0 in numbers
         for number, layer in enumerate(layers):
             layer.register_forward_hook(partial(self._layer_ends, number + 1 in numbers))
 
     def _layer_ends(self, takes: bool, *_: Any) -> None:
-        """Set whether what follows is taken: with recomputation a layer's input is saved before its
-        own hooks run.
-        """
+        """Set whether what follows is taken: recomputation saves inputs before a layer's hooks."""
         self._takes = takes
 
     @contextmanager
@@ -135,8 +128,7 @@ class ActivationOffload:
         """Take back the buffers of the pass before.
 
         Its last copies from them may not have run yet. New ones into them come behind, on the same
-        stream.
-        """
+        stream."""
         for saved in self._saved:
             self._free.setdefault(saved.num_bytes, []).append(saved.host)
         self._saved, self._known = [], {}
@@ -164,8 +156,7 @@ class ActivationOffload:
         """Start the copy of a tensor without gaps to the host.
 
         `values` holds its memory until `_make_room` has waited for the copy. So the allocator gives
-        it to nobody while it is read, without `record_stream`, which would return it late.
-        """
+        it to nobody while it is read, without `record_stream`, which would return it late."""
         values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         saved = _Saved(
             len(self._saved), self._buffer(values.numel()), values=values, version=values._version
@@ -176,9 +167,7 @@ class ActivationOffload:
         return saved
 
     def _make_room(self) -> None:
-        """Let go of the oldest tensors that leave while they are more than the window; the device
-        waits for their copies.
-        """
+        """Release the oldest leaving tensors beyond the window; the device waits for copies."""
         leaving = sum(saved.num_bytes for saved in self._leaving)
         while leaving > self._window:
             oldest = self._leaving.popleft()
@@ -236,17 +225,14 @@ class ActivationOffload:
     def _fetch(self, saved: _Saved) -> None:
         """Start the copy to the device, into memory of the computing stream.
 
-        That stream waits for the copy before it uses the values, so also before it frees them.
-        """
+        That stream waits for the copy before it uses the values, so also before it frees them."""
         saved.values = torch.empty_like(saved.host, device=self.device, pin_memory=False)
         saved.fetched = self._copy(saved.values, saved.host)
         saved.version = saved.values._version
         self._present += saved.num_bytes
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Copy bytes behind all that is computed so far, beside what follows; return the event of
-        the end.
-        """
+        """Copy bytes behind all that is computed so far, beside what follows; return the event."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -264,8 +250,7 @@ class ActivationOffload:
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         """Return host memory (num_bytes,) uint8, page-locked if there is a GPU: copies to and from
-        any other memory are not asynchronous. Page-locking takes long, so buffers are kept.
-        """
+        any other memory are not asynchronous. Page-locking takes long, so buffers are kept."""
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
@@ -283,7 +268,5 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a parameter or a view of one: FSDP frees its memory after forward and
-    fills it again.
-    """
+    """Whether the tensor is a parameter or a view of one, whose memory FSDP frees after forward."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

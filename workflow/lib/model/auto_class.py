@@ -1,8 +1,7 @@
 """Which of Transformers' auto classes builds a model, by Transformers' own tables.
 
 A multimodal model is built whole, with all that its text never passes, so that its modules have the
-names of the published checkpoint and an adapter fits the model that anyone loads.
-"""
+names of the published checkpoint and an adapter fits the model that anyone loads."""
 
 from typing import Any
 
@@ -28,8 +27,6 @@ def is_built(config: PretrainedConfig) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> type[Any]:
-    """Return the auto class that builds the model of a configuration; if none does, the one for
-    causal language models, which says so.
-    """
+    """Return the auto class of a configuration; without one, that of causal LMs, which says so."""
     found = (one for one, table in TABLES.items() if config.model_type in table)
     return next(found, AutoModelForCausalLM)

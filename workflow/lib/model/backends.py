@@ -30,9 +30,7 @@ from workflow.lib.system.files import read_json
 
 
 def read_attention_needs(folder: Path) -> AttentionNeeds:
-    """Return what the model in `folder` asks of its attention. What its config.json leaves out is
-    what its class says.
-    """
+    """Return what the model in `folder` asks of its attention, defaults of its class included."""
     config = read_json(folder / "config.json")
     if (kind := config.get("model_type")) in CONFIG_MAPPING:
         config = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True).to_dict()
@@ -45,8 +43,7 @@ def resolve_training_attention(
     """Return the implementation that `model.attention` means for training, and why.
 
     needs: of the model (`attention_needs`). Raises `UserError` if an implementation asked for by
-    name cannot run.
-    """
+    name cannot run."""
     if name == "auto":
         return _automatic(device, compute_dtype, needs, training=True)
     if name not in (VARLEN, FLEX):
@@ -71,9 +68,7 @@ def _varlen_lack(
 def _lack(
     name: str, device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds
 ) -> str | None:
-    """Return why an implementation cannot run on this device, with the packages that are
-    installed.
-    """
+    """Return why an implementation cannot run on this device with the installed packages."""
     lack = asked_attention_lack(
         name,
         needs,
@@ -87,9 +82,7 @@ def _lack(
 
 
 def _wide_heads(device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds) -> bool:
-    """Whether varlen serves heads of the model's width on this GPU. Assumed of one that is not
-    there.
-    """
+    """Whether varlen serves heads of the model's width on this GPU, or one that is not there."""
     if needs.head_dim <= WIDEST_HEAD or not torch.cuda.is_available():
         return True
     return wide_attention.usable(device, compute_dtype, needs.head_dim)
@@ -111,17 +104,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the type that `model.compute_dtype` means: `auto` is bfloat16 on GPUs that have it,
     else float16, and float32 on CPUs.
 
-    Raises `UserError` for float16 on a CPU, or bfloat16 on a GPU without it.
-    """
+    Raises `UserError` for float16 on a CPU, or bfloat16 on a GPU without it."""
     choice = choose_dtype(name, cuda=device.type == "cuda", bfloat16=has_bfloat16(device))
     dtype: torch.dtype = getattr(torch, choice)
     return dtype
 
 
 def resolve_matmul_dtype(name: str, device: torch.device, *, compute_dtype: torch.dtype) -> str:
-    """Return the type that `train.matmul_dtype` means on this device; raises `UserError` as
-    `choose_matmul_dtype` does.
-    """
+    """Return the type of `train.matmul_dtype` here; raises as `choose_matmul_dtype` does."""
     dtype = str(compute_dtype).removeprefix("torch.")
     return choose_matmul_dtype(name, matmul_hardware(device), compute_dtype=dtype)
 
@@ -135,9 +125,7 @@ def matmul_hardware(device: torch.device) -> MatmulHardware:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a GPU multiplies bfloat16 itself: compute capability 8.0 (PyTorch emulates it on
-    older ones). Assumed of one that is not there.
-    """
+    """Whether a GPU multiplies bfloat16 itself (capability 8.0); assumed of an absent one."""
     if device.type != "cuda":
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -153,8 +141,7 @@ def resolve_attention(
     """Return the attention implementation that `model.attention` means for a stock model.
 
     varlen and flex are for training: for them it is what `auto` means here. Raises `UserError` if
-    an implementation asked for by name cannot run.
-    """
+    an implementation asked for by name cannot run."""
     if name in ("auto", VARLEN, FLEX):
         return _automatic(device, compute_dtype, needs, training=False).name
     lack = _lack(name, device, compute_dtype, needs)

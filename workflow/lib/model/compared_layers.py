@@ -75,9 +75,7 @@ def _before_experts(
 
 
 class ComparedLayers:
-    """The decoder layers of a model, and how far what a second pass adds to the hidden states is
-    from what the first one added.
-    """
+    """The decoder layers of a model, and how far a second pass's additions are from the first's."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._model, self._layers = model, layers
@@ -89,8 +87,7 @@ class ComparedLayers:
     @contextmanager
     def noted(self, num_tokens: int) -> Iterator[None]:
         """Note the first tokens of the pass within the block: what goes into each layer and comes
-        out, in host memory, and which experts take them.
-        """
+        out, in host memory, and which experts take them."""
 
         def before(_: int, given: torch.Tensor) -> torch.Tensor:
             self._inputs.append(given[:, :num_tokens].cpu())
@@ -104,9 +101,7 @@ class ComparedLayers:
 
     @contextmanager
     def compared(self, tokens: slice) -> Iterator[None]:
-        """Compare the pass within the block, which is of `tokens` of the noted ones and gets the
-        noted inputs.
-        """
+        """Compare the pass within, of `tokens` of the noted ones, which gets the noted inputs."""
 
         def before(number: int, given: torch.Tensor) -> torch.Tensor:
             return self._inputs[number][:, tokens].to(given.device)
@@ -126,9 +121,7 @@ class ComparedLayers:
         return fixed_routes(self._model, self._routes, tokens)
 
     def largest_difference(self) -> float:
-        """Return the largest difference of a layer, as a share of what the second passes have it
-        add (root mean squares).
-        """
+        """Return the largest difference of a layer, as a share of what it adds (RMS)."""
         differences, added = torch.stack(self._sums).T
         shares = torch.where(differences > 0, differences / added, 0.0)
         return float(shares.max().sqrt())
@@ -140,8 +133,7 @@ class ComparedLayers:
         after: Callable[[int, torch.Tensor], None],
     ) -> Iterator[None]:
         """Replace the hidden states (1, tokens, hidden) that go into each layer by those of
-        `before`, and hand what comes out to `after`.
-        """
+        `before`, and hand what comes out to `after`."""
 
         def replaced(number: int) -> Callable[..., Any]:
             def hook(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

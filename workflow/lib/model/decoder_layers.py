@@ -7,9 +7,7 @@ from workflow.lib.system.errors import UserError
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks, found by the class names in Transformers' `_no_split_modules`;
-    FSDP2 makes subclasses of them.
-    """
+    """Return the repeated blocks, by Transformers' `_no_split_modules` (FSDP2 makes subclasses)."""
     names = set(model._no_split_modules or ())
     layers = [
         module
@@ -27,9 +25,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def other_parts(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the parts of a model that its text never passes: the vision tower of a
-    multimodal one. Neither decoder, embedding nor head lies in them.
-    """
+    """Return the paths of parts without text (a vision tower), embedding and head."""
     text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     paths = [path for path, module in model.named_modules() if any(module is t for t in text)]
     parts: list[str] = []

@@ -3,8 +3,7 @@ built on the meta device, run once on tokens without values, and looked at.
 
 What a decoder layer does is what it did then (`layer_calls`). Which of its parts are fused,
 `fuse_layers` finds as it does for training. What is not covered is refused by name. Of a multimodal
-model the decoder is described alone.
-"""
+model the decoder is described alone."""
 
 import logging
 from dataclasses import replace
@@ -92,8 +91,7 @@ def describe_file(path: Path) -> ModelShape:
 
 def describe_folder(folder: Path) -> ModelShape:
     """Describe the model in a folder, its checkpoint included, as Transformers loads it; raises
-    `UserError` as `describe_config` and `check_loading` do. What is not loaded is told.
-    """
+    `UserError` as `describe_config` and `check_loading` do. What is not loaded is told."""
     loaded_files(folder)  # first: what is no model's folder has a message of its own
     path = folder / "config.json"
     config = read_bounded(path)
@@ -128,8 +126,7 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
 
     `origin` names the document in messages. Raises `UserError` for what is no causal language
     model, cannot be built, or has parts whose memory is not known. From then on this process
-    computes recurrent layers by their torch code (`compute_by_torch_code`).
-    """
+    computes recurrent layers by their torch code (`compute_by_torch_code`)."""
     compute_by_torch_code()
     config = without_quantization(config, origin)
     part = text_part(config)
@@ -195,8 +192,7 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
 def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) -> PretrainedConfig:
     """Return the configuration of the model, as Transformers completes it.
 
-    part: of it that describes the decoder.
-    """
+    part: of it that describes the decoder."""
     kind = CONFIG_MAPPING[config["model_type"]]
     inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
     aliases = getattr(inner, "attribute_map", {})
@@ -273,9 +269,7 @@ def _shape(model: PreTrainedModel, *, dtype: str) -> ModelShape:
 
 
 def _check_own_weights(model: PreTrainedModel, *, layers: str) -> None:
-    """Raise `UserError` if decoder layers have weights in common (Zamba): they are sharded one by
-    one.
-    """
+    """Raise `UserError` if decoder layers share weights (Zamba): they are sharded one by one."""
     owners: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if name.startswith(f"{layers}."):
@@ -319,8 +313,7 @@ def _paths(model: PreTrainedModel) -> dict[str, str]:
 
 def _others(model: PreTrainedModel, paths: dict[str, str]) -> dict[str, Any]:
     """Return what a decoder has besides its layers, embedding and head, as `ModelShape` has it;
-    raises `UserError` for what is neither a vector, a linear nor a table of tokens.
-    """
+    raises `UserError` for what is neither a vector, a linear nor a table of tokens."""
     linears = [
         Linear(path, module.out_features, module.in_features)
         for path, module in model.named_modules()

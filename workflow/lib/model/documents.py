@@ -6,8 +6,7 @@ it; so the gradient of a place that is filled up is 0, and is not computed.
 
 Which token goes where is found in host memory, from the documents' lengths. Shapes are those of the
 lengths, or of a `Room` that any documents fit into that have no more long ones among them: then
-they are the same for all micro-batches, as CUDA graphs need them.
-"""
+they are the same for all micro-batches, as CUDA graphs need them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ class Documents:
     tokens: T, of all rows. shapes: for each group of documents, how many it has and their (filled
     up) length; P is the number of its places in all groups. places: (P,) int64, the token at each
     of them. order: (T,) int64, the place of each token. Both are None where the documents are of
-    one length, and lie there as rows already.
-    """
+    one length, and lie there as rows already."""
 
     tokens: int
     shapes: tuple[tuple[int, int], ...]
@@ -48,9 +46,7 @@ class Documents:
         return self.places is None and self.shapes == (tuple(shape[:2]),)
 
     def apart(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return a tensor of the packed rows (1 or rows, tokens, ...) by group: (documents, length,
-        ...).
-        """
+        """Return packed rows (1 or rows, tokens, ...) by group: (documents, length, ...)."""
         rows = self.tokens // x.shape[1]
         flat = x.expand(rows, *x.shape[1:]).flatten(0, 1)
         if self.places is None:
@@ -117,8 +113,7 @@ def documents_of(
     """Return the documents of these lengths, which lie one behind the other, in host memory.
 
     room: its groups and no others, each document in the shortest that is left when longer ones have
-    theirs; longest: that any document may have then.
-    """
+    theirs; longest: that any document may have then."""
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = int(sizes.sum())
     if not room and (sizes == sizes[0]).all():
@@ -130,9 +125,7 @@ def documents_of(
 
 
 def _shapes_of(falling: Numbers) -> tuple[tuple[int, int], ...]:
-    """Return the groups of lengths: those of the same number of binary digits, so fewer than half
-    of the places are filled up.
-    """
+    """Return the groups of lengths by binary digits: under half of the places are filled up."""
     digits = [int(length).bit_length() for length in falling]
     firsts = [digits.index(digit) for digit in sorted({*digits}, reverse=True)]
     return tuple((digits.count(digits[first]), int(falling[first])) for first in firsts)
@@ -149,9 +142,7 @@ def _shapes_in(room: Room, longest: int) -> tuple[tuple[int, int], ...]:
 def _places(
     sizes: Numbers, by_length: Numbers, shapes: tuple[tuple[int, int], ...]
 ) -> tuple[Numbers, Numbers]:
-    """Return `Documents.places` and `Documents.order`; the k-th longest document has the k-th row
-    of the groups.
-    """
+    """Return `Documents.places` and `order`; the k-th longest document has the k-th row."""
     widths = np.concatenate([np.full(count, length) for count, length in shapes])
     first, last = np.zeros_like(widths), np.zeros_like(widths)  # of a row that is left: token 0
     begins, own = np.cumsum(sizes) - sizes, slice(len(sizes))

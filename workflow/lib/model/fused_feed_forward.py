@@ -10,8 +10,7 @@ One linear may make gate and up side by side. It is one product then, gate and u
 value, and their gradients halves of one gradient.
 
 On a GPU gate(x) and up(x) are kept without their adapters' parts, and so is the product's gradient:
-the kernels that read them add the parts (`kernels.rows.low_rank`). DoRA needs whole values.
-"""
+the kernels that read them add the parts (`kernels.rows.low_rank`). DoRA needs whole values."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -71,8 +70,7 @@ class FusedFeedForward(nn.Module):
     """Takes the place of a family's module; its linears keep their names.
 
     Where one node cannot compute an adapter (switched off, DoRA with dropout or biases) the linears
-    compute one by one, as in the family.
-    """
+    compute one by one, as in the family."""
 
     def __init__(self, original: nn.Module, *, form: Form) -> None:
         """form: what `original` computes."""
@@ -82,9 +80,7 @@ class FusedFeedForward(nn.Module):
         self._form = form
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return down(act(gate(x)) * up(x)), with the form's multipliers and dropout; x: (...,
-        hidden_size).
-        """
+        """Return down(act(gate(x)) * up(x)), with the form's multipliers; x: (..., hidden)."""
         y, form = self._product(x), self._form
         if form.output_multiplier != 1.0:
             y = y * form.output_multiplier
@@ -153,9 +149,7 @@ class _Kept(NamedTuple):
     """What backward keeps besides the input."""
 
     made: Sequence[torch.Tensor]
-    """gate(x) and up(x), or both in one tensor; on a GPU without DoRA without the adapters'
-    parts.
-    """
+    """gate(x) and up(x), or both in one; on a GPU without DoRA without the adapters' parts."""
     low: torch.Tensor
     """`low_rank` of them."""
     factors: Sequence[torch.Tensor]
@@ -163,9 +157,7 @@ class _Kept(NamedTuple):
 
 
 class _FeedForwardGradient(torch.autograd.Function):
-    """The gradient of the feed-forward, without the lengths of `down`. Its intermediates are
-    gate(x) and up(x), and A d(x) of both.
-    """
+    """The gradient of the feed-forward but DoRA's lengths of `down`, from gate, up and A d(x)."""
 
     @staticmethod
     def forward(
@@ -220,8 +212,7 @@ def _through_product(
 
     of_low: the gradient of what `down`'s adapter makes of the product. The gradient of the product
     comes first, so that one kernel can make the product and both gradients from it. They overwrite
-    gate and up, which nobody else needs.
-    """
+    gate and up, which nobody else needs."""
     *into, down = linears
     gates = _halves(kept.made)
     if kept.factors:

@@ -4,8 +4,7 @@ elsewhere.
 The model family's own embedding still runs, on a table of just these rows: so what it does besides
 the lookup (Gemma multiplies) is done. `StoredRows` takes them from the checkpoint's file, which is
 mapped into memory: no GPU memory, no traffic between GPUs, and one copy in the page cache for all
-processes of a machine, which the kernel may drop.
-"""
+processes of a machine, which the kernel may drop."""
 
 from collections.abc import Callable
 from copy import copy
@@ -25,9 +24,7 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def empty_table_(model: PreTrainedModel) -> None:
-    """Take the table from a meta-device model's embedding, unless the head uses it too: nothing
-    allocates or loads it then.
-    """
+    """Take the table from a meta embedding, unless it is the head: nothing allocates it then."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     if embedding.weight is not head.weight:
@@ -35,9 +32,7 @@ def empty_table_(model: PreTrainedModel) -> None:
 
 
 class LookedUp:
-    """What the class of a table is mixed with whose rows (n, width) of ids (n,) come from
-    elsewhere.
-    """
+    """Mixed into a table's class, whose rows (n, width) of ids (n,) come from elsewhere."""
 
     family: nn.Embedding
     rows_of: Rows
@@ -51,9 +46,7 @@ class LookedUp:
 
 
 def look_up_elsewhere_(table: nn.Embedding, rows_of: Rows) -> None:
-    """Let a table take its rows from what is called for them; the family's own embedding still
-    runs, on a table of just these rows.
-    """
+    """Let a table take its rows from a callable; the family's embedding runs on just these rows."""
     family, kind = copy(table), type(table)  # buffers stay those of the table
     family._parameters = {"weight": nn.Parameter(torch.empty(0, 0), requires_grad=False)}
     family.padding_idx = None  # it matters to gradients of the table alone
@@ -62,9 +55,7 @@ def look_up_elsewhere_(table: nn.Embedding, rows_of: Rows) -> None:
 
 
 def other_tables(model: PreTrainedModel) -> list[nn.Embedding]:
-    """Return the tables of a model's decoder beside its embedding: of Gemma 3n and 4, those of
-    which each layer gets a part of a token's row.
-    """
+    """Return a decoder's tables beside its embedding, for its layers (Gemma 3n, 4)."""
     embedding = model.get_input_embeddings()
     tables = [m for m in model.get_decoder().modules() if isinstance(m, nn.Embedding)]
     return [table for table in tables if table is not embedding]
@@ -72,8 +63,7 @@ def other_tables(model: PreTrainedModel) -> list[nn.Embedding]:
 
 def with_embeddings(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return a model's inputs with all that its decoder would look up in several tables in place of
-    ids: what is around the decoder (Gemma 4's) would read the tables' weights itself.
-    """
+    ids: what is around the decoder (Gemma 4's) would read the tables' weights itself."""
     decoder: Any = model.get_decoder()
     if not getattr(decoder, "hidden_size_per_layer_input", 0):
         return inputs
@@ -103,9 +93,7 @@ class StoredRows:
         return self.on_host(ids.cpu()).to(self._device, non_blocking=True)
 
     def on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows (n, hidden) of ids (n,), both in host memory; page-locked if the device
-        is a GPU.
-        """
+        """Return the rows (n, hidden) of ids (n,), both on the host; page-locked for a GPU."""
         rows = torch.empty(
             len(ids),
             self._table.shape[1],

@@ -3,8 +3,7 @@ slice by slice.
 
 The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> sharding
 (`fsdp.shard_`, or none) -> `materialize_` -> `load_weights_`. No process ever holds more than its
-own slices and one tensor.
-"""
+own slices and one tensor."""
 
 import math
 import re
@@ -57,8 +56,7 @@ def build_on_meta(
     attention: `eager`, which every family has, will do unless the model is to compute.
     attention_dropout: whether training drops attention weights as the family does.
     Raises `UserError` if Transformers knows no such model, it would need code from the folder, or
-    the family has no such attention.
-    """
+    the family has no such attention."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         path = folder / "config.json"
@@ -114,8 +112,7 @@ def build_nf4_on_meta(
     frozen. attention, attention_dropout: as in `build_on_meta`.
 
     Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not
-    correspond, or the installed packages lack what is used of them.
-    """
+    correspond, or the installed packages lack what is used of them."""
     check_interfaces(*OF_MODELS)
     model = build_on_meta(
         folder, dtype=compute_dtype, attention=attention, attention_dropout=attention_dropout
@@ -129,8 +126,7 @@ def build_nf4_on_meta(
 
 def keep_in_float32_(model: PreTrainedModel) -> None:
     """Give a meta-device model's tensors float32 where its family has them so in any model: the
-    corrections by which routers choose experts, say. Transformers does it when it loads weights.
-    """
+    corrections by which routers choose experts, say. Transformers does it when it loads weights."""
     names = [re.escape(name) for name in model._keep_in_fp32_modules_strict or ()]
     pattern = re.compile(rf"(.*\.)?({'|'.join(names)})(\..*)?")
     for path, module in model.named_modules() if names else ():
@@ -146,8 +142,7 @@ def replace_linears_(
     path, and `FusedExperts` in that of experts; freeze everything; return the model.
 
     Raises `UserError` for a path at which there are no weights of the spec's shape, or experts that
-    are not supported.
-    """
+    are not supported."""
     experts: dict[str, dict[str, NF4Spec]] = {}
     for path, spec in specs.items():
         if spec.experts > 1:
@@ -167,9 +162,7 @@ def replace_linears_(
 
 
 def say_quantized_(model: PreTrainedModel) -> None:
-    """Let a family's code know that its modules alone read their weights, as Transformers does when
-    it loads quantized ones: Jamba's asks for it.
-    """
+    """Tell a family's code that weights are read by modules alone, as quantized ones (Jamba)."""
     for config in (model.config, model.config.get_text_config()):
         config._is_quantized = True
 
@@ -226,8 +219,7 @@ def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> No
 
     A family computes them with the module that has them, or with one around it (Falcon-H1's
     decoder does it for all of its layers). The family is that of the innermost model around the
-    module: the text part of a multimodal model has its own (PaliGemma).
-    """
+    module: the text part of a multimodal model has its own (PaliGemma)."""
     for module in part.modules():
         missing = {
             name: buffer
@@ -286,9 +278,7 @@ def cut_of(param: torch.Tensor) -> tuple[int, int]:
 
 
 def local_range(param: torch.Tensor) -> tuple[int, int]:
-    """Return start and stop on dim 0 of this process's slice (FSDP2 cuts dim 0 as `torch.chunk`
-    does).
-    """
+    """Return start and stop on dim 0 of this process's slice (cut as by `torch.chunk`)."""
     count, index = cut_of(param)
     size = -(-param.shape[0] // count)
     start = min(index * size, param.shape[0])
@@ -307,8 +297,7 @@ def load_weights_(
 
     Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises
     `UserError` if the checkpoint lacks a tensor. `model` is the Transformers model inside any PEFT
-    wrapper; adapters are left alone. reader: of the folder, if its names are not the model's.
-    """
+    wrapper; adapters are left alone. reader: of the folder, if its names are not the model's."""
     read = 0
     with reader or CheckpointReader(folder) as reader:
         for path, linear in nf4_linears(model):
@@ -327,9 +316,7 @@ def load_weights_(
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and parameter of everything that is neither adapter nor packed NF4 data, masters
-    of trained modules too.
-    """
+    """Return name and parameter of all but adapters and packed NF4 data; masters too."""
     packed = {id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"}
     return [
         (name, param)
@@ -344,9 +331,7 @@ def is_adapter(name: str) -> bool:
 
 
 def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and buffer of all that a checkpoint stores as such (Gemma 4's `layer_scalar`),
-    NF4 code tables apart.
-    """
+    """Return name and buffer of all that a checkpoint stores (`layer_scalar`), NF4 tables apart."""
     return [
         (f"{path}.{name}" if path else name, buffer)
         for path, module in model.named_modules()
@@ -357,16 +342,12 @@ def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Strip the levels of PEFT's wrappers and of casts from a name inside the Transformers
-    model.
-    """
+    """Strip the levels of PEFT's wrappers and of casts from a name in the model."""
     return without_cast(name.replace(".base_layer", "").replace(".original_module", ""))
 
 
 def without_cast(name: str) -> str:
-    """Return a parameter's own name, given the one by which torch keeps the original of a cast one
-    (`torch.nn.utils.parametrize`).
-    """
+    """Return a parameter's own name, given that of its original (`torch.nn.utils.parametrize`)."""
     return re.sub(r"\.parametrizations\.(\w+)\.original$", r".\1", name)
 
 
@@ -389,9 +370,7 @@ def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:
 def read_row_norms(
     linear: NF4Linear, path: str, reader: CheckpointReader, *, start: int, stop: int
 ) -> torch.Tensor:
-    """Return the L2 norms (stop - start,) fp32 of rows `start` to `stop` of an NF4 weight, of which
-    only these are read.
-    """
+    """Return the L2 norms (stop - start,) fp32 of rows of an NF4 weight, reading only these."""
     if start == stop:
         return torch.empty(0)
     spec, width = linear.spec, linear.in_features
@@ -412,9 +391,7 @@ def read_row_norms(
 def read_bytes(
     linear: NF4Linear, name: str, path: str, reader: CheckpointReader, *, start: int, stop: int
 ) -> torch.Tensor:
-    """Return bytes `start` to `stop` of a part of an NF4 weight as stored (fewer at the end), uint8
-    on the CPU.
-    """
+    """Return bytes `start` to `stop` of a stored part of an NF4 weight, uint8 on the CPU."""
     key = f"{path}.{CHECKPOINT_SUFFIX[name]}"
     total = linear.spec.sizes[name]
     # 1 byte for uint8 parts, 4 for fp32 scales; all are cut at multiples of 4

@@ -33,9 +33,7 @@ OF_PACKED_ROWS = {*flash_arguments(torch.empty(0), 0), *flex_arguments(torch.zer
 
 
 class OneByOne:
-    """What a recurrent layer's class is mixed with; `documents` is set before each forward of the
-    decoder, also to be recomputed with.
-    """
+    """Mixed into a recurrent layer's class; `documents` is set before each forward."""
 
     documents: Documents | None = None
     adapters = AdapterState()
@@ -65,9 +63,7 @@ def _joined(
     inputs: Sequence[torch.Tensor],
     rows: torch.Size,
 ) -> Any:
-    """Return in packed rows what a layer made of each group of documents: all that has the tokens
-    of its input; of anything else (a cache, None) the first.
-    """
+    """Return in packed rows what a layer made by group; of a cache and the like the first."""
     if isinstance(outputs[0], tuple):
         parts = zip(*outputs, strict=True)
         return tuple(_joined(documents, part, inputs, rows) for part in parts)
@@ -78,9 +74,7 @@ def _joined(
 
 
 def _divided(documents: Documents, layer: str, tokens: int, value: Any, number: int) -> Any:
-    """Return what a layer is given for packed rows of so many tokens as it is for group
-    `number`.
-    """
+    """Return what a layer is given for packed rows of these tokens as for group `number`."""
     if isinstance(value, tuple):
         return tuple(_divided(documents, layer, tokens, part, number) for part in value)
     if not isinstance(value, torch.Tensor):
@@ -95,9 +89,7 @@ def _divided(documents: Documents, layer: str, tokens: int, value: Any, number: 
 
 
 def separate_documents_(model: PreTrainedModel, adapters: AdapterState) -> list[nn.Module]:
-    """Let recurrent layers of a model's decoder take packed documents one by one; return them.
-    adapters: what the adapters in them share.
-    """
+    """Let recurrent layers take packed documents singly; return them. adapters: in them."""
     layers = [
         module
         for layer in decoder_layers(model)
@@ -117,9 +109,7 @@ def tell_documents_(layers: Sequence[Any], documents: Documents) -> None:
 
 
 class PreparedDecoder:
-    """The decoder of a causal LM, which is changed in place: once, when its layers are those that
-    will compute (`fuse_layers` comes before).
-    """
+    """The decoder of a causal LM, changed in place once its layers are final."""
 
     def __init__(self, causal_lm: PreTrainedModel, adapters: AdapterState) -> None:
         """adapters: what the adapters of the model share."""
@@ -144,8 +134,7 @@ class PreparedDecoder:
         are told their documents.
 
         input_ids, position_ids: (rows, seq_len) int64, a position 0 starts a document. bounds,
-        documents: as in `MicroBatch`; None: found from the positions, for which the host waits.
-        """
+        documents: as in `MicroBatch`; None: found from the positions, for which the host waits."""
         if self._recurrent:
             tell_documents_(self._recurrent, documents or documents_in(position_ids))
         inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
@@ -156,8 +145,7 @@ class PreparedDecoder:
         several axes (M-RoPE, arXiv 2409.12191): (1 + axes, rows, seq_len), the text's own first.
 
         Text has the same position on every axis. Transformers makes the axes itself, but then the
-        masks of eager and sdpa attention know of no documents in some families (Qwen2.5-VL).
-        """
+        masks of eager and sdpa attention know of no documents in some families (Qwen2.5-VL)."""
         rope: Any = getattr(self._causal_lm.get_decoder().config, "rope_parameters", None) or {}
         masked = self.attention not in (FLEX, *FLATTENED)
         axes = len(rope.get("mrope_section") or ()) if masked else 0
@@ -182,9 +170,7 @@ def decoder_inputs(
     position_ids: torch.Tensor,
     bounds: tuple[torch.Tensor, int] | None,
 ) -> dict[str, Any]:
-    """Return what a decoder is called with. No attention mask: one of ones would switch off the
-    document boundaries.
-    """
+    """Return the decoder's arguments. No mask: one of ones would switch off document boundaries."""
     documents: dict[str, Any] = {}
     if attention == FLEX:
         documents = flex_arguments(position_ids)

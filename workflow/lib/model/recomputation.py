@@ -3,8 +3,7 @@ dropout, or noise of a router, whatever its family calls it.
 
 So the state of the random numbers is kept for a layer until one of its forwards in training was
 seen to leave it as it was. Keeping it costs the host a tenth of a millisecond a layer, and a CUDA
-graph of it cannot be captured (torch 2.11 to 2.13), so it ends where nothing is drawn.
-"""
+graph of it cannot be captured (torch 2.11 to 2.13), so it ends where nothing is drawn."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -18,9 +17,7 @@ from workflow.lib.model.decoder_layers import decoder_layers
 
 
 class Recomputed:
-    """What a layer calls in place of torch's `checkpoint` (non-reentrant), with its forward and its
-    inputs.
-    """
+    """What a layer calls in place of torch's `checkpoint`, with its forward and its inputs."""
 
     def __init__(self) -> None:
         self.draws: bool | None = None
@@ -57,9 +54,7 @@ def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) ->
 
 
 def recompute_without_draws_(model: PreTrainedModel) -> None:
-    """Take it that no layer draws random numbers, where no forward can be looked at: their state
-    lies in host memory.
-    """
+    """Assume that layers draw no random numbers, as their state would lie on the host."""
     for layer in decoder_layers(model):
         keeping: Any = getattr(layer, "_gradient_checkpointing_func", None)
         if isinstance(keeping, Recomputed):

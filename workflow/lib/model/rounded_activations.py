@@ -11,8 +11,7 @@ tensors of less than an eighth of the hidden states' elements (low-rank matmuls,
 router scores), scores and masks, what all layers are given alike (cosine and sine), and the input
 that a layer is recomputed from, as all that it saves would be made of that. Nor are queries and
 keys (`exact_activations`): backward of attention makes its weights again from them and the
-log-sum-exp, which would no longer belong together. docs/numerics.md has figures.
-"""
+log-sum-exp, which would no longer belong together. docs/numerics.md has figures."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -66,9 +65,7 @@ class _View(NamedTuple):
 
 
 class RoundedActivations:
-    """Takes what decoder layers save in a forward pass, and gives it back rounded to the backward
-    pass that follows.
-    """
+    """Takes what decoder layers save in forward, and gives it back rounded to backward."""
 
     def __init__(self, dtype: torch.dtype, stash: ActivationOffload | None) -> None:
         """dtype: of what is rounded; stash: where bytes wait, None for where they are."""
@@ -130,9 +127,7 @@ class RoundedActivations:
         return not (expanded or self._by_heads(tensor) or is_exact(tensor))
 
     def _by_heads(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor (rows, heads, seq_len, ...) has numbers for pairs of tokens, or the keys
-        or values that a mask makes Transformers repeat.
-        """
+        """Whether (rows, heads, seq_len, ...) holds pairs of tokens, or repeated keys or values."""
         if tensor.dim() != 4 or tensor.shape[2] != self._seq_len:
             return False
         return tensor.shape[3] == self._seq_len or tensor.is_contiguous()

@@ -3,8 +3,7 @@
 Nothing is read but the bytes asked for, so a rank that needs 1/N of every tensor reads 1/N of the
 file.
 Layout: one `model.safetensors`, or shards with `model.safetensors.index.json` (Transformers'
-convention).
-"""
+convention)."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,8 +29,7 @@ def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
     such a file, as Transformers takes it before an index.
 
     Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names
-    missing files.
-    """
+    missing files."""
     if (folder / single).is_file():
         with open_whole(folder / single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -63,9 +61,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def check_whole(folder: Path, *, single: str = SINGLE) -> None:
-    """Raise `UserError` if a file of a folder that a stage has made, or of an original, is missing,
-    or shorter or longer than its header says.
-    """
+    """Raise `UserError` if a file is missing, or shorter or longer than its header says."""
     for path in sorted(folder.glob("*.safetensors")):
         open_whole(path, made_here=True)
     named = named_weights(folder)  # which may be an index of its own
@@ -77,8 +73,7 @@ def open_whole(path: Path, *, made_here: bool = False) -> Any:
     """Return an open safetensors file; raises `UserError` if it is shorter or longer than its
     header says.
 
-    made_here: a stage has made it, as it has a folder with `quantization.json`.
-    """
+    made_here: a stage has made it, as it has a folder with `quantization.json`."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -96,8 +91,7 @@ class CheckpointReader:
 
     It holds the files open. shards: the file of each tensor, if it is not to be looked for.
     recorded: files that are hashed when they are opened, just before they are read; raises
-    `UserError` if one is damaged.
-    """
+    `UserError` if one is damaged."""
 
     def __init__(
         self,
@@ -144,9 +138,7 @@ class CheckpointReader:
         return tensor
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start` to `stop` of dim 0 (an empty tensor if `start >= stop`); reads only
-        these.
-        """
+        """Return rows `start` to `stop` of dim 0 (empty if `start >= stop`), reading only these."""
         tensor: torch.Tensor = self._file(name).get_slice(name)[start : max(start, stop)]
         return tensor
 

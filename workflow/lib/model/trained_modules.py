@@ -5,8 +5,7 @@ Their weights are fp32 masters under the names that the family gives them, so PE
 are theirs too. They compute in the type of what they are given, as a cast of the master; gradients
 are summed in fp32. With several processes each holds a slice of the rows of head and embedding
 (`vocabulary`), and `sum_copies_` adds up the gradients of the copies of a slice; routers are
-sharded with their layers.
-"""
+sharded with their layers."""
 
 from typing import Any
 
@@ -34,9 +33,7 @@ class MasterLinear(nn.Linear):
 
 
 class MasterRows:
-    """Rows of a trained embedding on one process, in the type `dtype`. The row of a padding token
-    gets no gradient, as in torch.
-    """
+    """Rows of a trained embedding here, in `dtype`; padding gets no gradient, as in torch."""
 
     def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
         self._embedding, self._dtype = embedding, dtype
@@ -66,8 +63,7 @@ def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model.
 
     Raises `UserError` if one is neither head, embedding nor router, head and embedding share a
-    table, or PEFT would find another module by the name.
-    """
+    table, or PEFT would find another module by the name."""
     if not settings.modules_to_save:
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -93,9 +89,7 @@ def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, str]:
-    """Return the path of each router by the path of its experts, in a model whose linears and
-    stacks are packed.
-    """
+    """Return the path of each router by the path of its experts, in a packed model."""
     experts = {
         path: module.num_experts
         for path, module in model.named_modules()
@@ -106,9 +100,7 @@ def routers_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _unfreeze_router_(router: nn.Module) -> None:
-    """Train what a gradient reaches in a family's router, whose forward stays as it is: it sees the
-    masters in the type that the parameters had.
-    """
+    """Train a family's router with its own forward, which sees the masters in the old type."""
     for module in [*router.modules()]:
         for name, param in [*module.named_parameters(recurse=False)]:
             if not name.endswith(CORRECTION):
@@ -121,9 +113,7 @@ def _master(tensor: Any) -> nn.Parameter:
 
 
 def trained_parts(module: nn.Module) -> list[torch.Tensor]:
-    """Return what of a head's weight and bias is trained: this process's slices, through which
-    gradients reach the masters.
-    """
+    """Return the trained slices of a head's weight and bias, with gradients to the masters."""
     params = dict(module.named_parameters(recurse=False))
     weights = [params[name] for name in ("weight", "bias") if name in params]
     return [p.to_local() if isinstance(p, DTensor) else p for p in weights if p.requires_grad]
@@ -134,8 +124,7 @@ def sum_copies_(training: Any) -> None:
     """Add up the gradients of trained slices of which other processes have copies, in fp32.
     Collective.
 
-    training: the module that is trained (`training_module.CausalLMForTraining`).
-    """
+    training: the module that is trained (`training_module.CausalLMForTraining`)."""
     model: PreTrainedModel = training.peft_model.get_base_model()
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     for param in (p for table in tables for p in table.parameters() if p.requires_grad):

@@ -2,5 +2,4 @@
 
 `memory` counts bytes, `timing` counts seconds, `preflight` searches plans and gives the verdict.
 `machine` and `token_counts` are what is planned for.
-It imports `settings`, `model.architecture` and `artifacts`.
-"""
+It imports `settings`, `model.architecture` and `artifacts`."""

@@ -2,8 +2,7 @@
 
 Columns of a weight are rounded one after the other, and each weight is read many times. `auto`
 depends on the model alone, never on the machine: a run that is repeated elsewhere must not have
-another base.
-"""
+another base."""
 
 import math
 from collections.abc import Sequence

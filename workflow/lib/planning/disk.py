@@ -24,8 +24,7 @@ def disk_bytes(
     Checkpoints: one more than are kept, because the new one is written before the oldest goes; each
     is the fp32 adapter with modules that are trained whole, and the optimizer's states. The adapter
     lies there twice: sharded, and as PEFT's file. The best adapters are counted with it: one for
-    every checkpoint that a run may continue from, and the newest.
-    """
+    every checkpoint that a run may continue from, and the newest."""
     base = shape.total(lambda layer: packed_bytes(layer.linears, plan))
     base += packed_bytes(shape.other_linears, plan)
     trained, of_adapter = trainable_parameters(shape, plan), adapter_elements(shape, plan)

@@ -11,9 +11,7 @@ from workflow.lib.system.units import GIB
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and host memory that is free,
-    bytes.
-    """
+    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and free host memory in bytes."""
 
     device: str
     processes: int
@@ -25,8 +23,7 @@ class Machine:
     flash_attention: bool
     """Whether the flash-attn package is installed."""
     bfloat16: bool = True
-    """Whether its GPUs, or its CPU where it has none, multiply bfloat16; flash attention needs the
-    same of GPUs (compute capability 8.0)."""
+    """Whether its GPUs (capability 8.0), or its CPU without any, multiply bfloat16."""
     float8: bool = True
     """Whether its GPUs multiply float8."""
     imagined_host: str | None = None
@@ -80,9 +77,7 @@ def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
 
 
 def check_place(name: str, hardware: HardwareConfig, *, here: bool, elsewhere: bool) -> None:
-    """Raise `UserError` for settings that do not suit where jobs run: on this machine, or sent to
-    a cluster (neither within a job of one).
-    """
+    """Raise `UserError` for settings that do not suit this machine, or the cluster of the jobs."""
     if here and hardware.nodes > 1:
         raise UserError(
             f"hardware.nodes = {hardware.nodes} (run {name}): this machine is one node. "
@@ -96,9 +91,7 @@ def check_place(name: str, hardware: HardwareConfig, *, here: bool, elsewhere: b
 
 
 def imagined_model(hardware: HardwareConfig) -> GpuModel | None:
-    """Return the kind of GPU to plan for instead of visible ones: `gpu_model`, where GPUs are asked
-    for and none is visible.
-    """
+    """Return the imagined kind of GPU: `gpu_model`, where GPUs are wanted and none is visible."""
     device, _ = requested_processes(hardware)
     if hardware.gpu_model is None or device == "cpu" or visible_gpus():
         return None
@@ -106,9 +99,7 @@ def imagined_model(hardware: HardwareConfig) -> GpuModel | None:
 
 
 def num_processes(hardware: HardwareConfig) -> tuple[str, int]:
-    """Return `requested_processes`; raises `UserError` if they are more GPUs than are visible here
-    (or imagined).
-    """
+    """Return `requested_processes`; raises `UserError` if that exceeds the visible GPUs."""
     device, count = requested_processes(hardware)
     available = len(visible_gpus())
     if device == "cuda" and count > available and imagined_model(hardware) is None:

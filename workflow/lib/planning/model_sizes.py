@@ -1,6 +1,5 @@
 """Sizes that follow from a model's shape: packed weights, adapters, and about what a layer keeps
-for backward. Time, disk and traffic are counted by them; memory is recorded.
-"""
+for backward. Time, disk and traffic are counted by them; memory is recorded."""
 
 import math
 from collections.abc import Iterable
@@ -14,9 +13,7 @@ ROUNDED_BYTES = 1 + 4 / 128  # of an activation in float8: with its share of a b
 
 
 def packed_bytes(linears: Iterable[Linear], plan: StepPlan) -> int:
-    """Bytes of NF4 weights and their scales: fp32 by block, or 8 bits by block and fp32 by 256 of
-    them.
-    """
+    """Bytes of NF4 weights and scales: fp32 by block, or 8 bits by block and fp32 by 256."""
     total = 0
     for linear in linears:
         blocks = math.ceil(linear.num_weights / plan.block_size)
@@ -64,17 +61,13 @@ def trainable_parameters(shape: ModelShape, plan: StepPlan) -> int:
 
 
 def kept_elements(layer: DecoderLayer, plan: StepPlan) -> int:
-    """Elements by token that autograd keeps of a fused layer, about: the values of its linears, the
-    output of attention, and inputs of further norms.
-    """
+    """About the elements by token that autograd keeps: values of linears, attention, norms."""
     values = sum(layer.rows(x) * x.out_features // x.experts for x in layer.linears)
     return values + layer.value_width + max(0, norms(layer) - 2) * layer.hidden_size
 
 
 def norms(layer: DecoderLayer) -> int:
-    """How many norms over the hidden size a layer has, as its parameters tell; of more than two the
-    last one comes behind the feed-forward.
-    """
+    """How many norms over the hidden size a layer has; above two, one follows the MLP."""
     return sum(
         name.endswith(".weight") and length == layer.hidden_size for name, length in layer.vectors
     )

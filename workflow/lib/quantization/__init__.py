@@ -11,5 +11,4 @@ all layers, with what is finished on disk. The stored format is the same, so no 
 the method.
 
 Entry points: `nf4_checkpoint.quantized_tensors`, `calibrated_base.write_calibrated`. It imports
-`artifacts`, `data`, `model`, `settings` and `system`, and must not know training or evaluation.
-"""
+`artifacts`, `data`, `model`, `settings` and `system`, and must not know training or evaluation."""

@@ -1,8 +1,7 @@
 """What decoder layers hand on beside hidden states.
 
 A layer may return more than hidden states (tokens that an indexer chose, states of its router), and
-put tensors into a mapping that all layers get (keys and values that later layers attend to).
-"""
+put tensors into a mapping that all layers get (keys and values that later layers attend to)."""
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -85,8 +84,7 @@ class Watched:
 
 
 def refuse_unlike(layer: str, given: Given, followed: Given) -> None:
-    """Raise `UserError` if a layer is given (`followed`) other tensors than it is to get: then the
-    family hands on what is not followed here."""
+    """Raise `UserError` if a layer is given other tensors (`followed`) than it is to get."""
     pairs = zip(tensors_in(given), tensors_in(followed), strict=True)
     if not all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs):
         raise UserError(

@@ -2,8 +2,7 @@
 of what 4 bits cost.
 
 Too little GPU memory is told before anything is computed. The largest moment is a linear's or an
-expert's: the matrices over its inputs, its weight a few times, the layer itself.
-"""
+expert's: the matrices over its inputs, its weight a few times, the layer itself."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -110,8 +109,7 @@ def _tokens(batch: Batch) -> int:
 
 
 def _heldout_losses(calibration: Calibration, hidden: Hidden) -> HeldoutLosses:
-    """Return the summed loss (nats) of each held-out document under each model, and how many tokens
-    of it are predicted; log the means."""
+    """Return each held-out document's summed loss (nats) by model, and its tokens; log means."""
     measured = calibration.batches[ORIGINAL]
     tokens = [int(batch.counted.sum()) for batch in measured if batch.counted is not None]
     losses = {model: calibration.losses(hidden, model) for model in MODELS}
@@ -127,8 +125,7 @@ def _heldout_losses(calibration: Calibration, hidden: Hidden) -> HeldoutLosses:
 def _write_files(
     folder: Path, inputs: CalibrationInputs, settings: QuantizeConfig, stream: LayerStream
 ) -> int:
-    """Put the finished layers and all other tensors into shards with an index; return their
-    bytes."""
+    """Write the finished layers and all other tensors as shards with an index; return bytes."""
     writer = ShardWriter(folder, shard_bytes=SHARD_BYTES)
     in_layers = {
         name for number in range(len(stream.layers)) for name in stream.stored_names(number)
@@ -149,8 +146,7 @@ def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:
 
     scores: those that eager attention makes at once. On one H200 (torch 2.11, 2026-11-25) this was
     15 to 29% above what was allocated for dense layers and a mixture, and 54% above where eager
-    attention takes most (docs/results.md).
-    """
+    attention takes most (docs/results.md)."""
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     stacks = [x for _, experts in experts_modules(layer) for x in loaded_stacks(experts).values()]
     shapes = [(x.out_features, x.in_features) for x in linears] + [x.shape[1:] for x in stacks]
@@ -167,8 +163,7 @@ def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:
 
 
 def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
-    """Bytes that experts take besides: rows of a batch sorted by expert, in and out of both
-    matmuls, and the scales of the larger stack."""
+    """Bytes that experts take besides: rows sorted by expert around both matmuls, and scales."""
     if not stacks:
         return 0
     widths = sum(sum(stack.shape[1:]) for stack in stacks)
@@ -177,8 +172,7 @@ def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
 
 
 def check_gpu_memory(layers: Iterable[nn.Module], device: torch.device, *, scores: int = 0) -> None:
-    """Raise `UserError` if a layer cannot be calibrated in the free memory of a GPU. scores: as in
-    `layer_bytes`."""
+    """Raise `UserError` if a layer does not fit in free GPU memory; scores: `layer_bytes`."""
     if device.type != "cuda":
         return
     needed = max(layer_bytes(layer, scores=scores) for layer in layers)

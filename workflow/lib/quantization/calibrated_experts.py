@@ -2,8 +2,7 @@
 
 The scales of a stack are nested together, because the mean that is taken off them is that of the
 whole stack (`stack_codes`). So all experts get their scales first, and then their codes. The second
-stack sees what the first gives in 4 bits. One expert at a time is on the device in fp32.
-"""
+stack sees what the first gives in 4 bits. One expert at a time is on the device in fp32."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -7,8 +7,7 @@ weight, the one with the least weighted error. The codes: columns are rounded on
 and what rounding a column loses is made good in the columns that are still to come, as far as their
 inputs are correlated with its (GPTQ, arXiv 2210.17323). Columns with the largest inputs come first:
 their errors find the most columns to be made good in. On SmolLM2-135M that won back 95% of what NF4
-loses, where the columns' own order won 81% (docs/results.md).
-"""
+loses, where the columns' own order won 81% (docs/results.md)."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -48,14 +47,12 @@ class Rounded:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """How the error of a column is made good in others. It depends on the inputs of a weight alone,
-    so weights with one input share it."""
+    """How a column's error is made good in others; weights with one input share it."""
 
     order: torch.Tensor
     """(in,) int64: the columns, those with the largest inputs first."""
     factor: torch.Tensor
-    """U (in, in) fp32, upper triangular: U^T U is the inverse of the inputs' correlation, both in
-    that order."""
+    """U (in, in) fp32, upper triangular: U^T U = inverse correlation of the inputs, in order."""
 
     importance: torch.Tensor
     """(in,) fp32, in the columns' own order: the mean square of each column's inputs."""
@@ -91,8 +88,7 @@ def error_feedback(correlation: torch.Tensor, *, what: str) -> ErrorFeedback:
 
 
 def _factor(damped: torch.Tensor, damping: float) -> torch.Tensor | None:
-    """Return U with U^T U = (H + damping)^-1, or None if H is not positive definite in its type.
-    damped: H, which is overwritten."""
+    """Return U with U^T U = (H + damping)^-1; None if H is indefinite. Overwrites damped."""
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()
@@ -159,8 +155,7 @@ def codes_with_feedback(
 def column_scales(
     scales: torch.Tensor, shape: torch.Size, columns: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Return the scale of every weight of some columns, (out, columns). shape: (out, in) of the
-    weight; columns: int64, their numbers."""
+    """Return the scale of each weight of `columns` (int64), (out, columns); shape: the weight's."""
     rows = torch.arange(shape[0], device=scales.device).unsqueeze(1) * shape[1]
     return scales[(rows + columns).div_(block_size, rounding_mode="floor")]
 
@@ -191,8 +186,7 @@ def largest_of_blocks(weight: torch.Tensor, *, block_size: int) -> torch.Tensor:
 
 
 def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
-    """Return bitsandbytes' choice for a weight (out, in) fp32: each block's largest weight scales
-    it, and every code is the nearest one."""
+    """Return bitsandbytes' choice for a weight (out, in) fp32: absmax scales, nearest codes."""
     edges = code_edges(code_table(weight.device))
     largest, codes = [], []
     for blocks in _blocks(weight, settings.block_size).split(BLOCKS):

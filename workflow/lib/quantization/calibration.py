@@ -2,8 +2,7 @@
 
 Beside the calibration rows, held-out documents go through three models at once: the original one,
 the one of bitsandbytes' choice (absmax), and the calibrated one. Their losses say what 4 bits cost
-and what calibration won back, at the price of three passes, without ever loading a whole model.
-"""
+and what calibration won back, at the price of three passes, without ever loading a whole model."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -41,8 +40,7 @@ ROWS = "calibration"
 
 @dataclass
 class Hidden:
-    """Hidden states between two layers, in host memory, one tensor for each batch. What goes beside
-    them is in `Calibration.batches`."""
+    """Hidden states between two layers, on the host, by batch (beside: `Calibration.batches`)."""
 
     calibration: list[torch.Tensor] = field(default_factory=list)
     measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -148,8 +146,7 @@ class Calibration:
             linear.weight.copy_(decoded)
 
     def _runs(self, number: int, hidden: Hidden) -> list[tuple[partial[torch.Tensor], Counted]]:
-        """Return calls that take each calibration batch through the layer, and what counts in
-        it."""
+        """Return calls of each calibration batch through the layer, and what counts in it."""
         self._outside.put_(stored=True)
         pairs = zip(self.batches[ROWS], hidden.calibration, strict=True)
         return [
@@ -163,8 +160,7 @@ class Calibration:
         hidden.measured[model] = [self._forward(number, *pair) for pair in pairs]
 
     def losses(self, hidden: Hidden, model: str) -> list[float]:
-        """Return the summed -log p (nats) of each measured document under a model, of what comes
-        out of its last layer."""
+        """Return the summed -log p (nats) of each measured document, from the last output."""
         self._outside.put_(stored=model != ORIGINAL)
         return document_losses(self._stream, self.batches[model], hidden.measured[model])
 

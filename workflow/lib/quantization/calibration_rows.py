@@ -38,8 +38,7 @@ def calibration_batches(
     `calibration_text` if there is one. Never held-out tokens.
 
     eager_heads: heads of a layer that make all scores of a row.
-    Raises `UserError` if there are no training rows, or too few tokens of the text.
-    """
+    Raises `UserError` if there are no training rows, or too few tokens of the text."""
     wanted = settings.calibration_tokens
     size = rows_at_once(store.seq_len, eager_heads=eager_heads)
     general: list[Batch] = []

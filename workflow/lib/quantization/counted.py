@@ -17,8 +17,7 @@ class Counted:
     apart: tuple[torch.Tensor, ...] = ()
 
     def of(self, rows: torch.Tensor, *, call: int) -> torch.Tensor:
-        """Return the rows that count of those (rows, ...) that a module gets in its `call`-th call
-        (0-based)."""
+        """Return the counted rows of a module's rows (rows, ...) in its `call`-th call, from 0."""
         mask = self.whole
         if call < len(self.apart) and len(self.apart[call]) == len(rows):
             mask = self.apart[call]

@@ -3,8 +3,7 @@
 Of very few tokens the correlation says little, and errors would be fed back along directions that
 only seem to be free. Then tokens that went to other experts are added, spread evenly over the rows,
 until there are `ENOUGH` times as many as a weight has inputs. llm-compressor sends all tokens to
-all experts instead, and GPTQModel rounds such experts to the nearest codes.
-"""
+all experts instead, and GPTQModel rounds such experts to the nearest codes."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -42,8 +41,7 @@ class ExpertTokens:
         return int((self.chosen == expert).any(1).sum())
 
     def of(self, expert: int, *, in_features: int) -> Iterator[torch.Tensor]:
-        """Yield the states (rows, hidden) that calibrate a weight of an expert with so many inputs,
-        in parts."""
+        """Yield, in parts, the states (rows, hidden) that calibrate an expert of so many inputs."""
         goes = (self.chosen == expert).any(1)
         own, others = goes.nonzero().flatten(), (~goes).nonzero().flatten()
         lacking = min(len(others), max(0, enough_tokens(in_features) - len(own)))

@@ -5,8 +5,7 @@ before it return what the layer before has returned, it runs with its weights, a
 ends the forward. So masks, rotary tables and whatever else goes into a layer are the family's own.
 Between two layers wait hidden states, and what layers hand on beside them (`Batch.beside`). The
 last hidden states are handed to the family's forward in the same way, so what follows the layers
-(norm, head, scaling and capping of logits) is the family's own too.
-"""
+(norm, head, scaling and capping of logits) is the family's own too."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -67,8 +66,7 @@ class Batch:
 
 @dataclass
 class _Turn:
-    """What the stand-ins do in one forward of the family: those before layer `number` return
-    `hidden` with `beside`; it runs, if it is to."""
+    """Stand-ins in one forward: those before `number` return `hidden` with `beside`; it may run."""
 
     number: int
     hidden: torch.Tensor | None = None
@@ -228,16 +226,14 @@ class LayerStream:
 
     @torch.no_grad()
     def logits(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the family's logits (rows, positions, vocabulary) after the last layer's
-        states."""
+        """Return the family's logits (rows, positions, vocabulary) of the last layer's states."""
         count = len(self.layers)
         turn = _Turn(count, hidden.index_select(1, positions), batch.beside[count])
         logits: torch.Tensor = self._forward(self.model, turn, batch).logits
         return logits
 
     def _take(self, turn: _Turn, batch: Batch) -> _Turn:
-        """Return a turn that was taken: until the layer behind it is reached, or the decoder's
-        end."""
+        """Return a turn until the layer behind it is reached, or the decoder's end."""
         with suppress(_ReachedError):
             self._forward(self.model.get_decoder(), turn, batch)
         return turn
@@ -264,7 +260,6 @@ def attention_of(folder: Path) -> str:
 
 
 def _attention_of_packed(folder: Path, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the attention with which a training keeps packed documents apart. Nothing is dropped
-    here."""
+    """Return the attention that keeps packed documents apart in training, without dropout."""
     needs = replace(read_attention_needs(folder), dropout=0.0)
     return resolve_training_attention("auto", device, needs, compute_dtype=dtype).name

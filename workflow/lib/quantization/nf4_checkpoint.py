@@ -5,8 +5,7 @@ Per quantized linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_ma
 quantization `weight.nested_absmax` and `weight.nested_quant_map`, and
 `weight.quant_state.bitsandbytes__nf4` (packed JSON). A stack of experts has the same below the name
 of its parameter (`stack_codes`). Embeddings, head, norms and routers are copied as they are. Files
-are cut at `SHARD_BYTES`.
-"""
+are cut at `SHARD_BYTES`."""
 
 import json
 import re
@@ -70,8 +69,7 @@ BEFORE_LAYER = re.compile(r"\.\d+\.")
 
 
 def modules_in_16_bits(model: PreTrainedModel) -> list[str]:
-    """Return paths, or ends of paths, of the linears that are not quantized; none if it is the
-    output head alone, which everyone leaves as it is."""
+    """Return paths, or ends of paths, of unquantized linears; none for the output head alone."""
     others, choosing = other_parts(model), routers(model)
     refused = {
         BEFORE_LAYER.split(path, maxsplit=1)[-1]
@@ -87,8 +85,7 @@ def modules_in_16_bits(model: PreTrainedModel) -> list[str]:
 def quantize_tensor(
     weight: torch.Tensor, settings: QuantizeConfig, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Quantize one weight (out, in) on `device`; return its checkpoint tensors on the CPU by suffix
-    (`weight`, `weight.absmax`, ...)."""
+    """Quantize a weight (out, in) on `device`; return its checkpoint tensors by suffix, CPU."""
     packed, state = quantize_4bit(
         weight.to(device).contiguous(),
         blocksize=settings.block_size,

@@ -2,8 +2,7 @@
 
 A weight decodes as w = code_table[code] * scale[block]; blocks run over the flattened weight. With
 double quantization the scales decode as scale = nested_table[s] * nested_scale + offset, so what a
-scale will be is known only after nesting. Codes have to be chosen for the decoded scales.
-"""
+scale will be is known only after nesting. Codes have to be chosen for the decoded scales."""
 
 import math
 from dataclasses import dataclass

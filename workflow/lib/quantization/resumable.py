@@ -2,8 +2,7 @@
 
 A layer is a file as soon as it is finished. The hidden states between two layers are one more file,
 written anew every `STATE_S` seconds; after a kill the layers since then are computed again, to the
-same bytes. Both lie in the folder that becomes the base.
-"""
+same bytes. Both lie in the folder that becomes the base."""
 
 import logging
 import time
@@ -142,8 +141,7 @@ def write_state(
     layers: int,
     fingerprint: str,
 ) -> None:
-    """Keep the hidden states after so many layers, and what goes beside them into the next, in
-    place of earlier ones."""
+    """Keep the hidden states after so many layers, and `beside`, in place of earlier ones."""
     tensors = {
         f"{name}.{number}.{HIDDEN}": states.contiguous()
         for name, batches in hidden.by_stream().items()
@@ -162,8 +160,7 @@ def write_state(
 def read_state(
     folder: Path, fingerprint: str
 ) -> tuple[int, Hidden, dict[str, list[Beside]]] | None:
-    """Return how many layers are finished, and what `write_state` has kept after them; None if
-    nothing can be continued."""
+    """Return how many layers are finished, and the state after them; None if there is none."""
     try:
         with safe_open(folder / STATE, framework="pt") as file:
             facts = file.metadata()

@@ -3,8 +3,7 @@
 It is stored as one linear of shape (experts * out, in) would be: one sequence of codes, one of
 scales, and, with double quantization, one mean and one sequence of nested scales. Scales are nested
 when all experts have theirs, because the mean is that of the whole stack. `quant_state` alone tells
-a stack from a linear: its shape is [experts, out, in].
-"""
+a stack from a linear: its shape is [experts, out, in]."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -34,8 +33,7 @@ def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) ->
 
 
 class ExpertCodes(NamedTuple):
-    """An expert in NF4: codes (out * in / 2, 1) uint8 on the CPU, and an fp32 scale for each block
-    on the device."""
+    """An expert in NF4: codes (out * in / 2, 1) uint8 (CPU), and fp32 scales by block (device)."""
 
     packed: torch.Tensor
     scales: torch.Tensor
@@ -58,8 +56,7 @@ def stack_tensors(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Return the checkpoint tensors of a stack on the CPU by suffix (`weight`, `weight.absmax`,
-    ...); shape (out, in) and dtype: of an expert."""
+    """Return a stack's checkpoint tensors by suffix, CPU; shape (out, in), dtype: an expert's."""
     packed, scales = zip(*experts, strict=True)
     return stored_tensors(
         torch.cat(packed),

@@ -1,6 +1,4 @@
-"""A base that is published in NF4 (bitsandbytes) already: its bytes are taken as they are, if the
-engine can compute with them.
-"""
+"""A base published in NF4: its bytes are taken as they are, if the engine can compute with them."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -46,8 +44,7 @@ def check_taken(
 
 
 def _check_state(path: str, state: Mapping[str, Any], settings: QuantizeConfig) -> None:
-    """Raise `UserError` unless a linear is stored as the settings say, by which memory is
-    planned."""
+    """Raise `UserError` unless a linear is stored as the settings (and memory plan) say."""
     found = {"block_size": state["blocksize"], "double_quant": "nested_offset" in state}
     for key, value in found.items():
         if getattr(settings, key) != value:

@@ -6,8 +6,7 @@ that it gathers into without an operation, so these are looked at before each op
 operations nothing else is made, so an event that is noted there is in its place. They are known by
 `out=`, which they are first written by. Those that one operation writes are a layer's, and FSDP2
 resizes them one after the other: where the first and the last have not changed, none has. Before
-a view, which most operations are, only those are looked at that have memory.
-"""
+a view, which most operations are, only those are looked at that have memory."""
 
 import weakref
 from typing import Any
@@ -36,9 +35,7 @@ NO_TASK = -1  # autograd's, outside of backward
 
 
 class _Storage:
-    """A storage on the device, by weak reference, and the tape's tensor that stands for its
-    memory.
-    """
+    """A storage on the device, by weak reference, and the tape's tensor for its memory."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.reference = weakref.ref(storage)
@@ -47,9 +44,7 @@ class _Storage:
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Within the block writes to `tape` what is made and released. Enter it within the GPU's
-    mode.
-    """
+    """Writes to `tape` what is made and released in the block, within the GPU's mode."""
 
     def __init__(self, gpu: RecordedGpu, tape: LayerTape, *, alone: bool = False) -> None:
         """alone: FSDP2 gathers from one process alone, by copies in place of collectives."""
@@ -59,9 +54,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._gpu = gpu
         self._known: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
-        """What FSDP2 gathers into, by the first of its storages: it is written by `out=`, or by a
-        copy, and resized.
-        """
+        """What FSDP2 gathers into, by the first of its storages: written by `out=` or copied to."""
         self._there: dict[int, list[_Storage]] = {}
         """Those of them that have memory."""
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()

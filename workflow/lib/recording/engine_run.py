@@ -3,8 +3,7 @@ start, and trained for two steps.
 
 The second step is the first that begins as all others do, with what the allocator has kept. Every
 row is full, and every token is trained. What the start-up checks compare on the
-host, and the family's own forward of 8 tokens, are left out.
-"""
+host, and the family's own forward of 8 tokens, are left out."""
 
 import gc
 import json
@@ -77,8 +76,7 @@ def record(
     config: a config.json; checked: after the start-up checks, whose freed memory the allocator
     keeps; whole: run all layers, not those alone that stand for the others. This process has the
     recorded device from then on, and must have no process group. Raises `UserError` as building a
-    model does.
-    """
+    model does."""
     described = _Described.of(config, plan)
     tape = None if whole else _repeated(described, checked=checked)
     if tape is None:
@@ -137,8 +135,7 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
 
 def _one_thread() -> AbstractContextManager[None]:
     """Run backward in the thread that asks for it. In one of its own, what autograd uses last is
-    released sooner or later than what that thread does next, as chance has it.
-    """
+    released sooner or later than what that thread does next, as chance has it."""
     return torch.autograd.set_multithreading_enabled(False)
 
 
@@ -213,9 +210,7 @@ class _Run:
         Phases(recorder.tape).follow_(self.training, self._embedding, self._layers)
 
     def check(self, recorder: AllocationRecorder) -> None:
-        """What the start-up checks do on the device: a forward of one row, and every unit
-        gathered.
-        """
+        """What the start-up checks do on the device: a forward of one row, all units gathered."""
         tape = recorder.tape
         self.training.eval()
         tape.follows_tensors = False
@@ -261,8 +256,7 @@ class _Run:
 
     def _batch(self, rows: int) -> MicroBatch:
         """Rows of packed documents of equal lengths, all of whose tokens are trained; in host
-        memory.
-        """
+        memory."""
         length, documents = self._plan.seq_len, self._documents(rows)
         ids = torch.zeros(rows, length, dtype=torch.int64)
         batch = MicroBatch(
@@ -337,8 +331,7 @@ def _stock_model(config: Mapping[str, Any], plan: StepPlan) -> PreTrainedModel:
     """Return the model of a config.json on meta.
 
     FlashAttention's packages keep nothing of what they drop, and what is recorded in their place
-    drops nothing.
-    """
+    drops nothing."""
     drops = plan.attention_dropout and plan.attention in ("sdpa", "eager")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")

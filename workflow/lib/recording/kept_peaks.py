@@ -1,8 +1,7 @@
 """Peaks of recordings that need not be made again: those that are shipped with the models, and
 those of this user, beside the kept tapes.
 
-A shipped one holds for this library's versions of the engine; a test records some of them again.
-"""
+A shipped one holds for this library's versions of the engine; a test records some of them again."""
 
 import gzip
 import json

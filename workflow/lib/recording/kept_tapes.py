@@ -1,6 +1,5 @@
 """Recordings kept for the next time: in the user's cache folder, compressed, by the hash of all
-that decides them. Whatever is wrong there costs a recording, never a run.
-"""
+that decides them. Whatever is wrong there costs a recording, never a run."""
 
 import gzip
 import json

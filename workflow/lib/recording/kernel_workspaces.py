@@ -1,8 +1,7 @@
 """What GPU kernels of libraries allocate besides their results.
 
 Read from torch 2.11 to 2.13, and compared with peaks that GPUs have measured
-(`tests/gpu/measurements`).
-"""
+(`tests/gpu/measurements`)."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,9 +17,7 @@ DOCUMENT_PADDING = 128  # tokens, of FlashAttention's sums in backward
 
 
 def workspaces(func: Any, args: Any, result: Any) -> Sequence[int]:
-    """Return the bytes of the temporary tensors of an operation's kernel, which are there
-    together.
-    """
+    """Return the bytes of an operation's temporary tensors, which are there together."""
     find = WORKSPACES.get(_name(func))
     return () if find is None else find(args, result)
 
@@ -34,8 +31,7 @@ def _flash_backward(args: Any, _: Any) -> list[int]:
     """FlashAttention 2, query (tokens, heads, head_dim): sums of rows and the queries' gradient in
     fp32, both padded per document; gradients of keys and values for every query head.
 
-    Source: `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
-    """
+    Source: `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
     query, key, starts = args[1], args[2], args[6]
     tokens, heads, head_dim = query.shape
     padded = tokens + DOCUMENT_PADDING * (starts.shape[0] - 1)
@@ -45,9 +41,7 @@ def _flash_backward(args: Any, _: Any) -> list[int]:
 
 
 def _efficient_backward(args: Any, _: Any) -> list[int]:
-    """Memory-efficient attention, query (rows, heads, seq_len, head_dim): sums of rows and the
-    queries' gradient in fp32.
-    """
+    """Memory-efficient attention, query (rows, heads, seq_len, head_dim): sums, fp32 gradient."""
     query = args[1]
     return [4 * query.shape[:-1].numel(), 4 * query.numel()]
 

@@ -5,8 +5,7 @@ Most operations of a recording have been seen before, on operands of the same sh
 what it has found too, but to look it up takes it longer than all else in a recording. Here a view
 is made by its own kernel, on meta tensors. Of all other operations the first result is torch's, and
 the next ones are made like it. What could be another one next time is left to torch: results whose
-shape depends on values, and those that are no tensors.
-"""
+shape depends on values, and those that are no tensors."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -160,9 +159,7 @@ class KnownResults:
         return [self._fake(view, device) for view in views]
 
     def _found(self, result: Any, operands: Mapping[int | str, Any], taken: set[int]) -> _Known:
-        """Return how to make a result once more; taken: memory that other results have, to which
-        its own is added.
-        """
+        """Return how to make a result again; taken: memory of others, to which its own is added."""
         if result is None:
             return None
         if type(result) is tuple:

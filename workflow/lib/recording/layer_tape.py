@@ -2,8 +2,7 @@
 (`repeat_layers`).
 
 In forward and backward that is the layer that is at work. Before and after them, where all layers
-are gone through one after the other, it is the layer of the tensors at hand.
-"""
+are gone through one after the other, it is the layer of the tensors at hand."""
 
 from workflow.lib.planning.memory.allocation_tape import Tape
 

@@ -1,6 +1,4 @@
-"""The phases of a micro-batch, and the layers in them, noted on a tape as the engine enters
-them.
-"""
+"""The phases of a micro-batch and their layers, noted on a tape as the engine enters them."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -4,8 +4,7 @@ have numbers.
 Its tensors are fake ones (`torch._subclasses.FakeTensorMode`), so no operation has anything to
 compute. What the engine, FSDP2 and torch ask of a GPU's module (`torch.cuda`), this one has too.
 A process that has this device keeps it, so recordings are made in a process of their own
-(`recording_process`).
-"""
+(`recording_process`)."""
 
 import functools
 from collections.abc import Iterator
@@ -165,8 +164,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """By the kernel that torch chooses on GPUs for a mask or fp32 (memory-efficient attention);
-    without a mask and in 16 bits FlashAttention takes no more.
-    """
+    without a mask and in 16 bits FlashAttention takes no more."""
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))

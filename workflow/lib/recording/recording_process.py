@@ -47,8 +47,7 @@ class RecordingProcess:
         """Return the recording; arguments are those of `engine_run.record`.
 
         Raises `NotRecordedError` if the model uses what fake tensors cannot do, and `UserError` as
-        building a model does.
-        """
+        building a model does."""
         return self._executor.submit(
             _recorded, config, as_recorded(plan), checked=checked, whole=whole
         ).result()
@@ -121,9 +120,7 @@ class PlanRecorder:
         self._checked = checked
 
     def tape(self, plan: StepPlan) -> Tape:
-        """Return what a process of the plan asks of a GPU's allocator; raises as
-        `RecordingProcess.record` does.
-        """
+        """Return what a process of the plan asks of a GPU's allocator; raises as `record` does."""
         asked = self.asked(plan)
         key = recording_key(self._config, asked, checked=self._checked)
         return kept_or_made(
@@ -152,17 +149,14 @@ class PlanRecorder:
 
 @contextmanager
 def plan_recorder(config: Mapping[str, Any], shape: ModelShape) -> Iterator[PlanRecorder]:
-    """Yield what records plans of the model of a config.json, in processes that end with the
-    block.
-    """
+    """Yield what records plans of the model of a config.json, in processes of the block."""
     with recording_process() as process:
         yield PlanRecorder(process, config, shape)
 
 
 def as_recorded(plan: StepPlan) -> StepPlan:
     """Return the plan without what no recording depends on, so that plans share one. All kernels
-    without a matrix of scores ask for the same; torch's own need no further package.
-    """
+    without a matrix of scores ask for the same; torch's own need no further package."""
     return replace(
         plan,
         device="cuda",

@@ -2,8 +2,7 @@
 
 What a phase asks for falls into fixed parts and passes. A pass goes through the layers upwards or
 downwards. In the tape of the whole model each layer has the events of the one that stands for it,
-and a release names the tensor of the layer that is as many layers away.
-"""
+and a release names the tensor of the layer that is as many layers away."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -45,8 +44,7 @@ class _Part:
 @dataclass(frozen=True)
 class _Place:
     """Where a tensor is made: the part, the layer, and which one it is of the tensors of its size
-    and stream that are made there. The first layers may make some more, of other sizes, for all.
-    """
+    and stream that are made there. The first layers may make some more, of other sizes, for all."""
 
     part: int
     layer: int
@@ -64,8 +62,7 @@ def repeated(
 ) -> Tape:
     """Return the tape of layers of `all_kinds` from that of the `recorded` ones.
 
-    Raises `NotRepeatableError` if layers that are alike do not ask for the same.
-    """
+    Raises `NotRepeatableError` if layers that are alike do not ask for the same."""
     return _Repetition(tape, recorded, all_kinds, reach=reach).run()
 
 
@@ -152,9 +149,7 @@ class _Repetition:
         self._new.free(tensor)
 
     def _moved(self, tensor_layer: int, old_layer: int, layer: int) -> int:
-        """Return the layer whose tensor a layer releases, if `old_layer` releases one of
-        `tensor_layer`.
-        """
+        """Return the layer whose tensor is released, if `old_layer` releases `tensor_layer`'s."""
         if tensor_layer == NONE:
             return NONE
         if old_layer != NONE and abs(tensor_layer - old_layer) <= self._reach:

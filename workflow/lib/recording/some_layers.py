@@ -3,8 +3,7 @@
 The layers of a model are alike or alternate, and so do those that a plan's levers take. What a
 layer asks of the allocator depends on its own kind and on its neighbours. So a stretch in the
 middle is cut out such that every layer, with its neighbours, has one like it among those that are
-left. The first and the last ones stay.
-"""
+left. The first and the last ones stay."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -23,8 +22,7 @@ TYPES = (bool, int, str, type(None))
 def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
     """Return the number of each layer's kind: layers of one kind have the same modules, and the
     levers do the same with them. No two are alike where layers take something from a certain other
-    one.
-    """
+    one."""
     taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)
     types = getattr(model.config.get_text_config(), "layer_types", None)
     connected = _connected(model)
@@ -44,9 +42,7 @@ def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
 
 
 def _connected(model: PreTrainedModel) -> bool:
-    """Whether layers attend to keys of earlier ones, or have parts of a table each (Gemma 3n, 4):
-    none can be taken out then.
-    """
+    """Whether layers share keys or parts of a table (Gemma 3n, 4): none can be taken out then."""
     shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
     return shares or bool(other_tables(model))
 
@@ -71,8 +67,7 @@ def representatives(kinds: Sequence[Hashable], *, reach: int) -> list[int]:
     """Return the fewest layers, in their order, that stand for all, and for two neighbours that are
     alike; all layers where no fewer do.
 
-    reach: how far layers know of each other.
-    """
+    reach: how far layers know of each other."""
     total = len(kinds)
     edge = max(EDGE, reach)
     for count in range(2 * edge + 2, total):

@@ -1,6 +1,5 @@
 """What the tensors of a recorded tape count as: by the module that has them, else by the code that
-makes them, else by the phase that makes them and how long they are there.
-"""
+makes them, else by the phase that makes them and how long they are there."""
 
 import inspect
 from collections.abc import Iterator
@@ -44,9 +43,7 @@ BY_PHASE = {
 def module_tensors(
     training: nn.Module, tables: tuple[nn.Module, ...]
 ) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield parameters and buffers with what they count as; tables: of tokens,
-    and head.
-    """
+    """Yield parameters and buffers with what they count as; tables: of tokens, and head."""
     for module in training.modules():
         own = dict(module.named_parameters(recurse=False)) | dict(
             module.named_buffers(recurse=False)

@@ -19,8 +19,7 @@ class CardInputs:
     """What a card is written from.
 
     `model_id`, `dataset_id`: hub ids, None for local folders and files. `revision`: commit of the
-    base on the hub. `adapter_config`: PEFT's. `nf4_base_id`: where the 4-bit base is on the hub.
-    """
+    base on the hub. `adapter_config`: PEFT's. `nf4_base_id`: where the 4-bit base is on the hub."""
 
     model_id: str | None
     revision: str | None

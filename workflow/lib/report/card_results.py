@@ -1,6 +1,4 @@
-"""The results in a model card: what each form of the model scored, what that says, and what
-llama.cpp makes of the GGUF files.
-"""
+"""The results in a model card: scores of each form of the model, and llama.cpp's of GGUF files."""
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile

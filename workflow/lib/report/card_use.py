@@ -3,8 +3,7 @@ served, and the commands of vLLM and SGLang, if these take the adapter. Neither 
 
 Rules: vLLM `vllm/lora/peft_helper.py` and `vllm/config/lora.py`, SGLang
 `python/sglang/srt/lora/lora_config.py`, read 2026-11-23; of experts vLLM's pull request 41384 and
-SGLang's 25528.
-"""
+SGLang's 25528."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -155,9 +154,7 @@ def _loading_by_the_workflow(inputs: CardInputs, *, dtype: str) -> str:
 
 
 def obstacles(config: Mapping[str, Any]) -> list[str]:
-    """Return why the servers would refuse an adapter or serve another one; config: PEFT's
-    `adapter_config.json`.
-    """
+    """Return why vLLM or SGLang would refuse an adapter, by PEFT's `adapter_config.json`."""
     found = []
     if config.get("use_dora"):
         found.append("it is DoRA, which vLLM refuses")

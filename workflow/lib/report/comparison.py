@@ -1,8 +1,7 @@
 """The runs side by side: one row a run, settings first, results after; as a table and as CSV.
 
 Settings are those that training recorded in `summary.json`, not those of a configuration edited
-since.
-"""
+since."""
 
 import csv
 import io
@@ -35,17 +34,13 @@ def setting_columns(runs: list[Run]) -> list[Column]:
 
 
 def result_columns(runs: list[Run]) -> list[Column]:
-    """Return what came out: losses with intervals, tasks, speed, cost. A task that a run lacks is
-    None there.
-    """
+    """Return what came out: losses with intervals, tasks, speed, cost; None for a missing task."""
     results = [_results(run) | _task_results(run) for run in runs]
     return [_column(name, results) for name in _names(results)]
 
 
 def comparison_csv(runs: list[Run]) -> str:
-    """Return the table as CSV: a header, one line a run, empty cells for None, numbers
-    unrounded.
-    """
+    """Return the table as CSV: a header, one line a run, empty cells for None."""
     columns = [*setting_columns(runs), *result_columns(runs)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -157,9 +152,7 @@ def comparable(runs: list[Run]) -> bool:
 
 
 def best_run(runs: list[Run]) -> Run | None:
-    """Return the run whose served model has the lowest held-out loss; None for a single one, and
-    where losses cannot be compared.
-    """
+    """Return the run with the lowest held-out loss; None for one run, or other documents."""
     served = [(run.measured.served.heldout, run) for run in runs]
     losses = [(heldout.loss, run) for heldout, run in served if heldout]
     if len(losses) < 2 or not comparable(runs):
@@ -168,9 +161,7 @@ def best_run(runs: list[Run]) -> Run | None:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Return nested settings by their path: `{"lora": {"r": 16}}` gives `{"lora.r": 16}`; lists
-    become words.
-    """
+    """Return settings by path: `{"lora": {"r": 16}}` gives `{"lora.r": 16}`; lists become words."""
     paths: dict[str, Value] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

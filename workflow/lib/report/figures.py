@@ -3,8 +3,7 @@
 The page's script paints them from its style sheet's variables, so that figures follow light, dark
 and
 print: a trace's `meta` names the variable, `series-1` for `--series-1`. Text from the artifacts is
-escaped for Plotly, which reads a subset of HTML in names and hover labels.
-"""
+escaped for Plotly, which reads a subset of HTML in names and hover labels."""
 
 import html
 from collections.abc import Callable
@@ -36,15 +35,12 @@ class Figure:
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     legend: tuple["Key", ...] = ()
-    """Keys that the page lists below the figure, where Plotly's own legend would not fit a
-    phone."""
+    """Keys listed below the figure, where Plotly's own legend would not fit a phone."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: the text, the colour's variable, and the number of its pattern
-    (`PATTERNS`).
-    """
+    """An entry of a legend: text, the colour's variable, and number of its pattern (`PATTERNS`)."""
 
     text: str
     color: str
@@ -100,18 +96,14 @@ CURVES = (
 
 
 def curve_figures(runs: list[Run]) -> list[Figure]:
-    """Return loss, held-out loss if it was logged, gradient norm, rate, throughput and memory over
-    the steps, all runs in each.
-    """
+    """Return the curves over the steps, all runs in each: losses, gradient, rate, speed, memory."""
     first, *rest = (_curve(curve, runs) for curve in CURVES)
     heldout = _heldout_curve(runs)
     return [first, *([heldout] if heldout else []), *rest, _memory_curve(runs)]
 
 
 def _heldout_curve(runs: list[Run]) -> Figure | None:
-    """Return the held-out loss measured while training, of the runs that measured it; None if none
-    did.
-    """
+    """Return the held-out loss measured while training, of runs that have it; None if none has."""
     measured = [(index, run) for index, run in enumerate(runs) if run.heldout_steps]
     if not measured:
         return None
@@ -140,9 +132,7 @@ def _curve(curve: Curve, runs: list[Run]) -> Figure:
 
 
 def _memory_curve(runs: list[Run]) -> Figure:
-    """Memory is drawn in the binary unit of the highest peak, so that the axis reads 21.3 and not
-    22871015424.
-    """
+    """Memory is drawn in the binary unit of the highest peak: 21.3 and not 22871015424."""
     unit, name = binary_unit(max(step.peak_bytes for run in runs for step in run.steps))
     traces = [
         _line(run, index, [step.peak_bytes / unit for step in run.steps], ".3f")
@@ -172,9 +162,7 @@ def _line(
 
 
 def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[str, Any]:
-    """Return the layout of a curve; `axis` names its unit. `from_zero`: a quantity whose share
-    matters, so that 2% does not look like a leap.
-    """
+    """Return the layout of a curve in `axis`. `from_zero`: of a quantity whose share matters."""
     return {
         "height": 300,
         "margin": {"l": 12, "r": 12, "t": 10, "b": 44},
@@ -194,9 +182,7 @@ def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[
 
 
 def heldout_figure(runs: list[Run]) -> Figure | None:
-    """Return held-out loss of all subjects with 95% intervals, a row per run; None if no run
-    measured it.
-    """
+    """Return held-out loss of all subjects with 95% intervals, a row per run; None without any."""
     measured = [run for run in runs if run.measured.served.heldout]
     if not measured:
         return None
@@ -261,9 +247,7 @@ def _interval_points(runs: list[Run], subject: SubjectName) -> dict[str, Any]:
 
 
 def memory_figure(runs: list[Run]) -> Figure:
-    """Return the predicted peak of each run as a stack of its terms, with the measured peak and the
-    capacity over it.
-    """
+    """Return each run's predicted peak, stacked by terms, with measured peak and capacity."""
     measured = [run.summary.peak_bytes.measured for run in runs]
     capacity = [run.preflight.capacity_bytes for run in runs]
     predicted = [run.preflight.peak_bytes for run in runs]
@@ -298,9 +282,7 @@ def memory_figure(runs: list[Run]) -> Figure:
 
 
 def _paint(index: int) -> tuple[str, int]:
-    """Return colour and pattern of the term at `index`: all colours plain, then all of them
-    hatched.
-    """
+    """Return colour and pattern of the term at `index`: all colours plain, then hatched."""
     return f"series-{index % NUM_COLORS + 1}", index // NUM_COLORS % len(PATTERNS)
 
 

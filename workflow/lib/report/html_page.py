@@ -4,8 +4,7 @@ itself.
 All text from the artifacts is untrusted. Jinja escapes it (autoescape), `visible` shows characters
 that would act, figure data sits in a JSON island with `<` escaped, and the page's content security
 policy allows two scripts by their SHA-256 and no request at all: text that slipped through could
-not run.
-"""
+not run."""
 
 import base64
 import hashlib
@@ -53,8 +52,7 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
     """Return the page of `runs` (at least one) as HTML.
 
     settings: by run, those that differ from the defaults: with them the page says how to make all
-    of it again.
-    """
+    of it again."""
     assert runs, "a report shows at least one run"
     content = Content(runs, report, settings)
     sections = [section for section in SECTIONS if section.shown(runs)]
@@ -152,9 +150,7 @@ def interval(value: Interval | None, style: str) -> Markup:
 
 
 def cell(value: str | float | bool | None) -> Markup:
-    """Write a value of unknown kind: text as it is, whole numbers in full, others to four
-    digits.
-    """
+    """Write a value of unknown kind: text as it is, whole numbers in full, others rounded."""
     if value is None:
         return Markup('<span class="none">none</span>')
     if isinstance(value, str | bool):
@@ -170,9 +166,7 @@ def task_pair(measured: Measured) -> tuple[str, str]:
 
 
 def selected_steps(steps: list[Step]) -> list[Step]:
-    """Return up to `CURVE_TABLE_ROWS` of the steps, evenly spaced, the first and the last among
-    them.
-    """
+    """Return up to `CURVE_TABLE_ROWS` of the steps, evenly spaced, with both ends."""
     last = len(steps) - 1
     rows = min(CURVE_TABLE_ROWS, len(steps))
     indices = sorted({round(last * row / max(1, rows - 1)) for row in range(rows)})

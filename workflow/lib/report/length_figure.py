@@ -1,6 +1,4 @@
-"""Documents by length, train beside held-out, as shares of each split: one figure per tokens
-folder.
-"""
+"""Documents by length, train beside held-out, as shares: a figure per tokens folder."""
 
 import itertools
 from typing import Any

@@ -2,8 +2,7 @@
 
 Everything in it is read from the artifacts: what was trained on what and how, what it scored beside
 its base, and what neither tells. All of the text that comes from elsewhere is written so that
-Markdown shows it as it is.
-"""
+Markdown shows it as it is."""
 
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -101,9 +100,7 @@ def _data(inputs: CardInputs) -> list[tuple[str, str]]:
 
 
 def _file(path: str) -> str:
-    """Return a data file as the settings name it; an absolute path, which is the machine's, by its
-    name.
-    """
+    """Return a data file as the settings name it; an absolute path by its name alone."""
     return code(PurePath(path).name if PurePath(path).is_absolute() else path)
 
 

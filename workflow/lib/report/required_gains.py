@@ -16,9 +16,7 @@ RequireBy = Literal["estimate", "interval"]
 
 @dataclass(frozen=True)
 class Gate:
-    """What `evaluate.require` asked of a run, perhaps nothing, and what it reached. `problem`: why
-    it cannot be judged.
-    """
+    """Reached gains of `evaluate.require`, if any; `problem`: why it cannot be judged."""
 
     verdicts: list[GainVerdict]
     problem: str | None = None
@@ -30,9 +28,7 @@ class Gate:
 
 
 def gate(settings: EvaluateConfig, measured: Measured) -> Gate:
-    """Return the judgement of a run for the report, which tells what `verdicts` refuses to
-    judge.
-    """
+    """Return the judgement of a run for the report, with the reason if there can be none."""
     try:
         return Gate(verdicts(settings.require, measured, by=settings.require_by))
     except UserError as error:
@@ -47,8 +43,7 @@ def verdicts(
     A gain is positive where what is served is better than the reference: a smaller loss, or a
     metric's change in its own direction.
     by: `estimate` (the gain) or `interval` (the lower end of its 95% interval). Raises `UserError`
-    for a metric that was not measured, has no direction, or has no interval to judge by.
-    """
+    for a metric that was not measured, has no direction, or has no interval to judge by."""
     return [_verdict(name, least, measured, by=by) for name, least in require.items()]
 
 

@@ -2,8 +2,7 @@
 
 Everything shown is in the artifacts; this module only refuses what does not belong together (a file
 of another run). What the evaluations say is in `verdict`, drawing in `figures`,
-the table over runs in `comparison`, the page in `sections` and `html_page`.
-"""
+the table over runs in `comparison`, the page in `sections` and `html_page`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,7 @@ from workflow.lib.system.checksums import damaged
 
 @dataclass(frozen=True)
 class SamplePair:
-    """One held-out prompt with the answers of the reference and of what is served, the greedy ones
-    and, where they were asked for, the drawn ones.
-    """
+    """A held-out prompt with the answers of reference and served model: greedy, and drawn."""
 
     document: int
     prompt: str
@@ -139,8 +136,7 @@ def read_run(folders: RunFolders) -> Run:
     """Read the artifacts of a run.
 
     Raises `UserError` for a missing file, a missing or wrong field, and files that belong to
-    different runs.
-    """
+    different runs."""
     folder, tokens = Path(folders.folder), Path(folders.tokens)
     gguf = folder / "convert_gguf" / "gguf.json"
     run = Run(

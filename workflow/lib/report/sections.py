@@ -35,9 +35,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Section:
-    """A section: its anchor and template, its heading, whether it is shown, and its template's
-    variables.
-    """
+    """A section: anchor and template, heading, whether it is shown, its template's variables."""
 
     key: str
     title: str

@@ -2,5 +2,4 @@
 
 Begin with `config` (`load_config`, `RunConfig`) and `errors_in_words`. `schedule` holds what
 follows from the settings alone: number of steps, learning rate, order of the data.
-It imports `system`, and no torch. It opens no model and no data.
-"""
+It imports `system`, and no torch. It opens no model and no data."""

@@ -1,8 +1,7 @@
 """Settings of the command line (`--config data='{heldout: null}'`), typed as in a file.
 
 Snakemake reads a section of the command line with every value in it as text (YAML's BaseLoader),
-and hands it to its jobs in the same way.
-"""
+and hands it to its jobs in the same way."""
 
 from collections.abc import Mapping
 

@@ -84,8 +84,7 @@ ROLES_OF_A_ROW = (
 
 class DataSource(Section):
     """One of several sources of a split: its files, and how they differ from what `data` says of
-    all.
-    """
+    all."""
 
     path: DataPath
     """File, folder or glob, as in `data.train`."""

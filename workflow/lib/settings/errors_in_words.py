@@ -2,8 +2,7 @@
 
 Pydantic reports one error per branch of a union and adds the branch to the path; here each setting
 gets one line with all that it may be. Branches that are chosen by a tag have one in angle brackets;
-below `<source>` stand the keys of a section.
-"""
+below `<source>` stand the keys of a section."""
 
 import difflib
 from collections.abc import Mapping, Sequence

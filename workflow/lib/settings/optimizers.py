@@ -1,8 +1,7 @@
 """The optimizers of `train.optimizer`: what each keeps of a trained tensor, and what it reads.
 
 Settings, checkpoints, planning and the builders in `training.optimizers` follow this table. Another
-optimizer is a row here, a builder there, and a line of test data.
-"""
+optimizer is a row here, a builder there, and a line of test data."""
 
 import math
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 Rows: epoch e visits all rows in the order of a permutation drawn from (seed, e); step s takes the
 next `global_batch_size` entries of the concatenation of these permutations. Resuming at step s
-therefore needs no iterator state, and the number of processes changes nothing.
-"""
+therefore needs no iterator state, and the number of processes changes nothing."""
 
 import functools
 import math
@@ -27,8 +26,7 @@ def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
 
     Linear from 0 (exclusive) to the peak over ceil(warmup_share * num_steps) steps, then constant,
     or linear or cosine towards `min_lr_share` of the peak, which the step after the last would
-    have.
-    """
+    have."""
     warmup = math.ceil(round(train.warmup_share * num_steps, 6))  # 0.07 * 100 is 7.000000000000001
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup

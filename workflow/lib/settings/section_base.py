@@ -49,8 +49,7 @@ class Section(BaseModel):
     def _text_that_files_can_hold(cls, value: Any) -> Any:
         """Refuse text that no file can hold, or should.
 
-        That is half a character (as `"\\ud800"` in YAML gives), or a password.
-        """
+        That is half a character (as `"\\ud800"` in YAML gives), or a password."""
         texts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
             raise PydanticCustomError("string_unicode", "must be text that UTF-8 can hold")
@@ -66,8 +65,7 @@ class Section(BaseModel):
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true for a number, and a number or text for true.
 
-        Pydantic would convert both without a word.
-        """
+        Pydantic would convert both without a word."""
         assert info.field_name is not None, "a validator of fields runs for a field"
         annotation = cls.model_fields[info.field_name].annotation
         kinds = {annotation, *get_args(annotation)}

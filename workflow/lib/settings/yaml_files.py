@@ -2,8 +2,7 @@
 
 Nine levels of nine aliases are a file of a hundred bytes and a document of 400 million values. A
 reader that walks it, or copies it, never ends. So what a document would be without aliases is
-counted before anything walks it.
-"""
+counted before anything walks it."""
 
 from pathlib import Path
 
@@ -21,8 +20,7 @@ class AliasError(yaml.YAMLError):
 def compose_yaml(path: Path) -> yaml.Node | None:
     """Return the root node of a file's one document, None for an empty one.
 
-    Raises `yaml.YAMLError`, `UserError` of `read_input`, or `RecursionError`.
-    """
+    Raises `yaml.YAMLError`, `UserError` of `read_input`, or `RecursionError`."""
     root: yaml.Node | None = yaml.compose(read_input(path), Loader=yaml.SafeLoader)
     check_aliases(root)
     return root
@@ -30,8 +28,7 @@ def compose_yaml(path: Path) -> yaml.Node | None:
 
 def check_aliases(root: yaml.Node | None) -> None:
     """Raise `AliasError` for more than `MOST_NODES` nodes without aliases, or for an anchor within
-    itself.
-    """
+    itself."""
     if root is not None and _count(root, {}, set()) > MOST_NODES:
         raise AliasError(f"its aliases stand for more than {MOST_NODES:,} values")
 

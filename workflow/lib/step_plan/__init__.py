@@ -2,5 +2,4 @@
 
 Begin with `plan.StepPlan`. Settings make it (`planning.preflight.planning_inputs`),
 `preflight.json` holds it, `training.build` follows it, `recording` builds from it, and the time
-model counts it. Nothing here knows how much memory or time a plan takes.
-"""
+model counts it. Nothing here knows how much memory or time a plan takes."""

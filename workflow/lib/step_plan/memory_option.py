@@ -84,8 +84,7 @@ class MemoryOption:
 
     def settled(self, wanted: Value, plan: BasePlan, where: Circumstances) -> Value:
         """Return what a setting means for a plan before the search; raises `UserError` for what
-        cannot be.
-        """
+        cannot be."""
         if wanted == "auto":
             return self.begins if self.automatic is None else self.automatic(plan, where)
         found = None if wanted == self.off else self.obstacle(plan, wanted, where)

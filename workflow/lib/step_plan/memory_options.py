@@ -1,8 +1,7 @@
 """The options that trade memory for time: what a plan says of each, and the table of them.
 
 All that asks about options in general reads the table: settings to a plan, the search, remedies, a
-plan's words. A new option is a setting, a field and a row here, and its code in the engine.
-"""
+plan's words. A new option is a setting, a field and a row here, and its code in the engine."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -293,8 +292,7 @@ def takes_host_memory(plan: BasePlan) -> bool:
 
 def demands(plan: BasePlan) -> tuple[bool, bool]:
     """Return what a plan asks of the machine besides GPU memory: page-locked host memory, and room
-    for all gathered weights.
-    """
+    for all gathered weights."""
     keeps = any(option.frees_gathered and not option.of(plan) for option in TABLE)
     return takes_host_memory(plan), keeps
 

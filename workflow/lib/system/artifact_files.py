@@ -3,8 +3,7 @@
 A file is an object with the field `sha256` (`files.write_checked_json`); of a file of lines, each
 line is such an object. So a bit that a disk lost is found by whoever reads, and the message says
 which file it is and what makes it anew. Files that other packages define (`config.json`, ...) are
-listed in `SHA256SUMS` of their folder instead.
-"""
+listed in `SHA256SUMS` of their folder instead."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,7 @@
 Records are `SHA256SUMS` (base, exported adapter, merged model), `files` in the manifest of the
 tokens, and `source.json` of a download. A disk that loses a bit changes neither size nor time of a
 file, so every stage that reads such a folder hashes it, and no result is kept for the next one. The
-weights are read after that, and are in the page cache then.
-"""
+weights are read after that, and are in the page cache then."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,7 @@
 """Which types and attention `auto` means, by what a device and the packages can; without torch.
 
 Preflight decides here for a machine that may not be at hand, training and evaluation for the device
-that they run on (`model.backends`).
-"""
+that they run on (`model.backends`)."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -46,9 +45,7 @@ class AttentionNeeds:
         return self if attention_dropout == FAMILY else replace(self, dropout=0.0)
 
     def dropout_note(self, attention_dropout: str | int) -> str | None:
-        """Return what to tell of a training that drops less than the family does; None for
-        nothing.
-        """
+        """Return the note on a training that drops less than the family does; None for nothing."""
         if self.dropout == self.asked(attention_dropout).dropout:
             return None
         return (
@@ -135,8 +132,7 @@ def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
 
     float32 on all CPUs, also where bfloat16 is faster: the same settings give the same numbers on
     any CPU, and the reloaded adapter is compared within 1e-4 in place of 4e-2. preflight says where
-    bfloat16 would save time.
-    """
+    bfloat16 would save time."""
     if name == "auto":
         return ("bfloat16" if bfloat16 else "float16") if cuda else "float32"
     if name == "float16" and not cuda:
@@ -164,8 +160,7 @@ def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str
     """Return the type that `train.matmul_dtype` means: `float8` or `compute_dtype`.
 
     CPUs emulate float8, and `auto` leaves that out. Raises `UserError` for a type that a GPU lacks,
-    or that its compute dtype cannot stand beside.
-    """
+    or that its compute dtype cannot stand beside."""
     if name == "auto":
         fits = device.cuda and device.float8 and compute_dtype == "bfloat16"
         return FLOAT8 if fits else COMPUTE_DTYPE
@@ -196,9 +191,7 @@ def check_saved_activations(name: str, device: MatmulHardware) -> None:
 def asked_attention_lack(
     name: str, needs: AttentionNeeds, *, cuda: bool, bfloat16: bool, compute_dtype: str
 ) -> str | None:
-    """Return why an attention that is asked for by name cannot run; None if it can, as far as
-    packages and kernels are not asked.
-    """
+    """Return why a named attention cannot run, packages and kernels not asked; None if it can."""
     if name == VARLEN or name.startswith("flash"):
         if not cuda:
             return "it needs a GPU, and this runs on cpu"
@@ -226,8 +219,7 @@ def automatic_attention(
     package is, else for training varlen, and flex for what these cannot do. Else it is what stock
     Transformers has: sdpa, or eager for soft-capped scores and sinks, which sdpa ignores. Training
     takes flex everywhere for sinks, and for a family whose masks would let packed documents see
-    each other.
-    """
+    each other."""
     if cuda and bfloat16 and compute_dtype != "float32":
         # Transformers hands it the cap, and pads narrow values.
         packs = needs.flash_lack() is None and not (training and needs.masked)

@@ -27,8 +27,7 @@ def is_worker() -> bool:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import packages, and look for no garbage meanwhile, which is a quarter of their time. What
-    they make is never garbage."""
+    """Import packages without garbage collection, a quarter of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -13,8 +13,7 @@ class UserError(ValueError):
 
 
 class BatchMemoryError(UserError):
-    """A batch of `size` sequences ran out of memory, where processes go in step. All must start
-    again with less."""
+    """A batch of `size` sequences ran out of memory, in step: all must start again with less."""
 
     def __init__(self, size: int) -> None:
         super().__init__(str(size))
@@ -22,8 +21,7 @@ class BatchMemoryError(UserError):
 
 
 class PeerLostError(RuntimeError):
-    """Not a cause: this process, or machine, only noticed that others of the run are gone. Or it
-    waits for them."""
+    """Not a cause: this process only noticed that others are gone, or waits for them."""
 
     MARK = "lost another process"  # how its message begins
 

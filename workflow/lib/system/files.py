@@ -1,7 +1,6 @@
 """Files on disk: written under a temporary name, synced, renamed; hashed; traced to what made them.
 
-Nothing here imports torch: the driver, the preflight and the report use it too.
-"""
+Nothing here imports torch: the driver, the preflight and the report use it too."""
 
 import errno
 import hashlib
@@ -73,8 +72,7 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, after everything in it is on the disk. What had the name
-    before is removed."""
+    """Give a finished and synced folder its name; what had the name before is removed."""
     for path in [*partial.rglob("*"), partial]:
         sync(path)
     shutil.rmtree(final, ignore_errors=True)
@@ -94,8 +92,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically, in the form of another package: what is ours is checked. NaN
-    and infinity are refused with `ValueError`."""
+    """Write indented JSON atomically, in another package's form; refuses NaN by `ValueError`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 

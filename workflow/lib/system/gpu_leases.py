@@ -3,8 +3,7 @@
 Snakemake counts GPUs but assigns none, and knows nothing of other commands on the same host. So a
 job locks one file per card, named by the card's UUID, in a folder that all users of the host share.
 The kernel frees a lock with the process that holds it, however that ends: nothing is left to clean
-up. A card on which another program holds memory is waited for too. Who came first is not kept.
-"""
+up. A card on which another program holds memory is waited for too. Who came first is not kept."""
 
 import contextlib
 import fcntl
@@ -79,8 +78,7 @@ def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list
 
 
 def _lock(folder: Path, uuid: str) -> int | None:
-    """Return the descriptor of a card's lock file, locked; None if another holds it. It is
-    inherited by exec."""
+    """Return the locked descriptor of a card's file, which exec inherits; None if held."""
     descriptor = _open(folder, uuid)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,8 +4,7 @@ Speeds: NVIDIA's architecture white papers (GA102, AD102, RTX Blackwell, A100, H
 (A5000, A6000, L40S, RTX 6000 Ada, H200, HGX B200), AMD's data sheet of the MI300X; sparse figures
 halved. Links: the same sheets, one direction (NVLink's figures count both); bridges that some cards
 can have are not counted. Memory: `total_memory` of CUDA, as PyTorch's out-of-memory messages show
-it; it is below the figure on the box, and error correction takes more where it is switched on.
-"""
+it; it is below the figure on the box, and error correction takes more where it is switched on."""
 
 import difflib
 import re
@@ -24,8 +23,7 @@ AMPERE = ("RTX 3090", "RTX A5000", "RTX A6000", "A100")  # compute capability 8.
 
 @dataclass(frozen=True)
 class Link:
-    """How GPUs of one machine reach each other. bandwidth: bytes/s of a GPU in one direction.
-    share: what collectives get of it."""
+    """How GPUs of one machine are linked: bandwidth (bytes/s, one way), collectives' share."""
 
     name: str
     bandwidth: float
@@ -75,8 +73,7 @@ class GpuModel:
 def _model(
     name: str, gib: float, tflops: float, gb_per_s: float, link: Link, *aliases: str
 ) -> GpuModel:
-    """Return a GPU whose slot is that of its generation. That is PCIe 5.0 where its own links are
-    newer than Ampere's."""
+    """Return a GPU with its slot: PCIe 5.0 where its own links are newer than Ampere's."""
     host = PCIE_4 if link in (PCIE_4, NVLINK_3) else PCIE_5
     return GpuModel(name, gib, tflops * 1e12, gb_per_s * 1e9, link, host.bandwidth, aliases)
 
@@ -125,8 +122,7 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
 
 
 def parse_gpu(text: str, *, setting: str) -> GpuModel:
-    """Return the kind of GPU that a setting names, which says nothing of how many. Raises
-    `UserError` as `parse_gpus` does."""
+    """Return the kind of GPU that a setting names, or raise `UserError` as `parse_gpus`."""
     if model := _models_by_plain_name().get(_plain(text)):
         return model
     _, model = parse_gpus(text, setting=setting)

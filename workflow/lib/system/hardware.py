@@ -1,7 +1,6 @@
 """The machine: visible GPUs, host memory and disks, asked without torch.
 
-The driver and the kernel tell.
-"""
+The driver and the kernel tell."""
 
 import os
 import socket
@@ -35,8 +34,7 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs that a process started here would see (`CUDA_VISIBLE_DEVICES` honoured). An
-    empty list where there is no NVIDIA driver."""
+    """Return the GPUs of `CUDA_VISIBLE_DEVICES`, or all; none without an NVIDIA driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -115,8 +113,7 @@ def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
 
 
 def available_host_bytes() -> int:
-    """Return the host memory that processes can still take, bytes. It is the smaller of
-    MemAvailable and the cgroup's rest."""
+    """Return host memory that can still be taken: of MemAvailable and the cgroup's rest."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -127,8 +124,7 @@ def available_host_bytes() -> int:
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether the CPU multiplies bfloat16 itself. It does by AVX512-BF16 or AMX (x86), or by
-    the extension BF16 (Arm)."""
+    """Tell whether the CPU multiplies bfloat16 itself: AVX512-BF16, AMX (x86), BF16 (Arm)."""
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     pairs = (line.partition(":")[::2] for line in lines)
     flags = {

@@ -1,8 +1,7 @@
 """Files that a user names, which may be anything: a pipe never ends, a device has no size.
 
 Whoever opens a file by a name of the settings asks here first; folders are asked for what would be
-read in them.
-"""
+read in them."""
 
 import os
 import stat

@@ -2,8 +2,7 @@
 
 `kill` or a scheduler sends it so. Snakemake waits for its jobs, and a signal tells it only to start
 no more: a training would run to its end. A terminal tells all processes at once; here the jobs are
-told in the same way. Those on a cluster Snakemake cancels itself.
-"""
+told in the same way. Those on a cluster Snakemake cancels itself."""
 
 import os
 import signal
@@ -75,8 +74,7 @@ def _tell(parent: int, number: signal.Signals) -> None:
 
 
 def group_below(pid: int) -> list[int]:
-    """Return the processes below `pid` in its group, as a terminal would tell them. The workers of
-    a training are not among them."""
+    """Return the processes below `pid` in its group, as a terminal would; no workers."""
     processes = []
     for child in _children(pid):
         with suppress(ProcessLookupError):

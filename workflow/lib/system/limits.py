@@ -4,8 +4,7 @@ Templates and regular expressions are such text. A sandbox keeps a template from
 but not from a loop within loops or from 100 GB of text. The kernel counts instead: a timer of the
 process stops the first, the limit of its address space the second. Time is processor time, so a
 busy machine changes nothing. Rendering a short conversation took 28 µs, and the bounds 15 more (on
-a busy core, 2026-11-23).
-"""
+a busy core, 2026-11-23)."""
 
 import os
 import resource
@@ -31,8 +30,7 @@ class BoundedWork:
 
     What counts is the address space that the process has mapped. None stands for `MAX_SECONDS` and
     `MAX_BYTES`. Raises `ExcessError` there. Not to be nested. Outside of the main thread, to which
-    alone Python gives signals, time has no bound.
-    """
+    alone Python gives signals, time has no bound."""
 
     def __init__(self, *, max_seconds: float | None = None, max_bytes: int | None = None) -> None:
         self._seconds = MAX_SECONDS if max_seconds is None else max_seconds
@@ -67,8 +65,7 @@ class BoundedWork:
 
 
 class _TimeIsOverError(BaseException):
-    """Time is over. Not an `Exception`: Jinja, which computes constants beforehand, takes any of
-    those for a constant that has no value."""
+    """Time is over. Not an `Exception`: Jinja takes any of those for a constant without value."""
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
@@ -82,6 +79,5 @@ def _mapped_bytes() -> int:
 
 @cache
 def _statm(_pid: int) -> int:
-    """Return what reads the sizes of this process. One that was opened before a fork reads the
-    parent's."""
+    """Return what reads this process's sizes; one opened before a fork reads the parent's."""
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,8 +1,7 @@
 """One process at a time: a lock file that the kernel frees, whatever kills its holder.
 
 So nobody has to remove it. Its holder's process id is in it. A holder that ends in order removes
-the file, so one that was killed can be named later.
-"""
+the file, so one that was killed can be named later."""
 
 import fcntl
 import logging
@@ -26,8 +25,7 @@ def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | 
 
     The file is there only while it is held, or if its last holder was killed. doing: what the
     holder does, for the message (`training this run`). wait_s: seconds to wait for another process,
-    which may be about to end. Raises `UserError` that names it if it holds the lock longer.
-    """
+    which may be about to end. Raises `UserError` that names it if it holds the lock longer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, doing=doing, deadline=time.monotonic() + wait_s) as lock:
         lock.seek(0)
@@ -43,8 +41,7 @@ def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | 
 
 
 def _locked(path: Path, *, doing: str, deadline: float) -> TextIO:
-    """Return the open file at `path`, locked. What was locked may be no longer there, as its holder
-    removed it: then once more."""
+    """Return the locked file at `path`; once more if its holder has removed it meanwhile."""
     while True:
         lock = path.open("a+")
         try:

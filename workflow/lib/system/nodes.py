@@ -1,8 +1,7 @@
 """The nodes of a run: which of them this process is on, and where all of them meet.
 
 Slurm starts one launcher per node (`srun --ntasks-per-node=1`) and says in its environment which
-one this is. The step is started on the first node, so its address is where the workers meet.
-"""
+one this is. The step is started on the first node, so its address is where the workers meet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ ALONE = Place(nodes=1, index=0, address="127.0.0.1", port=0, run_id="")
 
 
 def follows(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process works for a launcher on another node. It is part of a step on
-    several nodes, and not on the first."""
+    """Tell whether this process works for a launcher on another node: not a step's first."""
     several = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
     return several and environment.get("SLURM_NODEID", "0") != "0"
 

@@ -1,8 +1,7 @@
 """Numbers and text as people read them: rounded, with units, and with nothing invisible left in.
 
 Formatting only: no function here computes a result. Digits are fixed by kind, so that a column
-lines up.
-"""
+lines up."""
 
 import math
 import re

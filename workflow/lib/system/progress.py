@@ -1,6 +1,5 @@
 """How far a long piece of work is: a bar on a terminal, elsewhere a line in the log every half
-minute, whether or not anything was finished in it.
-"""
+minute, whether or not anything was finished in it."""
 
 import logging
 import sys

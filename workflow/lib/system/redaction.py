@@ -4,8 +4,7 @@ Secrets belong into the environment (`HF_TOKEN`), never into settings; but a lib
 quote one. What a service's tokens look like is known from `detect-secrets`, which is kept up for
 that; here stands what it does not look for in running text: logins of URLs, what follows a name
 such as `access_token=`, and the tokens of the hub and of Google. Of its list is used what tells a
-token by its own form, not by entropy, which checksums have as well.
-"""
+token by its own form, not by entropy, which checksums have as well."""
 
 import functools
 import re

@@ -2,8 +2,7 @@
 
 A release without one of them would fail late, by an AttributeError, or not at all: an attribute
 that nobody reads any more can still be set. Only torch's flight recorder (`heartbeat`) has no
-check, since there is another way without it.
-"""
+check, since there is another way without it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

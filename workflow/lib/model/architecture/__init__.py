@@ -2,5 +2,4 @@
 
 Begin with `model_shape` (`ModelShape`, which `model.describe_model` makes by building the model's
 class) and `checkpoint_headers`. `adapter_targets` says which linears get an adapter.
-It imports `system` and `settings` alone.
-"""
+It imports `system` and `settings` alone."""

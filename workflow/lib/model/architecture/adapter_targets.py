@@ -2,8 +2,7 @@
 
 PEFT warns or says nothing where a pattern matches nothing; here that is an error. Imports no torch,
 so preflight and training decide alike. Rules read from PEFT 0.21, `check_target_module_exists` and
-`get_pattern_key`.
-"""
+`get_pattern_key`."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -27,8 +26,7 @@ def adapter_ranks(
     linears: paths as `model.layers.3.self_attn.q_proj`; stacks: those of them that are the weights
     of several experts, each of which gets an adapter of this rank. Raises `UserError` if a name or
     pattern of the settings matches none of them, or takes too long to match, or the settings ask
-    for what experts cannot have.
-    """
+    for what experts cannot have."""
     try:
         with BoundedWork():
             ranks = _adapter_ranks(lora, list(linears), [*stacks])
@@ -43,9 +41,7 @@ def adapter_ranks(
 
 
 def _check_experts(lora: LoraSettings, stacks: list[str]) -> None:
-    """Raise `UserError` if the adapters of experts are to have what PEFT's have not, or to be on a
-    part of them by mistake.
-    """
+    """Raise `UserError` for experts' adapters unlike PEFT's, or on a part of them by mistake."""
     if not stacks:
         return
     experts, _, name = stacks[0].rpartition(".")
@@ -99,8 +95,7 @@ def adapter_scale(lora: Mapping[str, Any], path: str) -> float:
     """Return the factor of B A of the linear at `path`: alpha / r, or alpha / sqrt(r) for
     rank-stabilized LoRA.
 
-    lora: the content of PEFT's `adapter_config.json`.
-    """
+    lora: the content of PEFT's `adapter_config.json`."""
     patterns = {key: lora.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     assert all(isinstance(pattern, Mapping) for pattern in patterns.values())
     rank = _by_pattern(patterns["rank_pattern"], path, lora["r"])
@@ -139,8 +134,7 @@ def modules_to_save(
 
     others: paths of other modules. Raises `UserError` for a module that is not offered, for a name
     that PEFT would take for one of `others` too, or for a tied table, of which PEFT would export a
-    copy for each name.
-    """
+    copy for each name."""
     chosen = set()
     for name in lora.modules_to_save:
         matches = [path for path in offered.paths if _is_target((name,), path)]
@@ -233,8 +227,7 @@ def _check_expression(
     targets: tuple[str, ...] | str, *, chosen: list[str], stacks: list[str]
 ) -> None:
     """Raise `UserError` if a regular expression has a name that only experts have, and matches no
-    expert. One that names other linears alone is right: no expert is trained then.
-    """
+    expert. One that names other linears alone is right: no expert is trained then."""
     if not isinstance(targets, str) or not stacks or {*stacks} & {*chosen}:
         return
     matched = {name for path in chosen for name in path.split(".")}
@@ -251,9 +244,7 @@ def _check_expression(
 
 
 def _words(expression: str) -> set[str]:
-    """Return the names in a regular expression, without those that it excludes, as in
-    `(?!.*experts)`, and without its classes, as `\\w`.
-    """
+    """Return the names in a regular expression, without excluded ones and classes."""
     wanted = NEGATIVE_LOOKAROUND.sub(" ", expression)
     return {*re.findall(r"[A-Za-z]\w*", re.sub(r"\\[A-Za-z]", " ", wanted))}
 

@@ -1,6 +1,4 @@
-"""What a model asks of its attention, from its config.json as Transformers completes it
-(`backends.read_attention_needs`).
-"""
+"""What a model asks of its attention, by its config.json as Transformers completes it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -77,8 +75,7 @@ def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the widest of queries and keys, and the width of values.
 
     Latent attention has keys of two parts, one of them rotated (DeepSeek-V2, arXiv 2405.04434,
-    sec. 2.1; the defaults are its family's).
-    """
+    sec. 2.1; the defaults are its family's)."""
     if config.get("kv_lora_rank") is not None:
         keys = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)
         return int(keys), int(config.get("v_head_dim", 128))

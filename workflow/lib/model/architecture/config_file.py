@@ -1,8 +1,7 @@
 """A model's config.json, read within bounds: what it may say before a library builds from it.
 
 A file from anywhere may say anything, so sizes are compared with bounds before Transformers makes
-lists of as many entries, and what is no model of ours is refused by name.
-"""
+lists of as many entries, and what is no model of ours is refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -32,8 +31,7 @@ INFINITE = "__float__"  # as Transformers 5 writes what JSON has no number for
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json; raises `UserError` as `read_bounded` and `without_quantization` do.
 
-    Of a model in a format that is decoded when it is read, it is that of the decoded model.
-    """
+    Of a model in a format that is decoded when it is read, it is that of the decoded model."""
     return without_quantization(read_bounded(path), path)
 
 
@@ -42,8 +40,7 @@ def read_bounded(path: Path) -> dict[str, Any]:
 
     `Infinity` and `NaN`, which are no JSON, become what Transformers 5 writes in their place
     (`with_infinities`). Raises `UserError` if it is no JSON object, or a size in it, or in a model
-    within it, is beyond `LARGEST_SIZES`.
-    """
+    within it, is beyond `LARGEST_SIZES`."""
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
         check_bounds(content, path)
@@ -62,9 +59,7 @@ def read_bounded(path: Path) -> dict[str, Any]:
 
 
 def with_infinities(content: Any) -> Any:
-    """Return the content of a config.json with the numbers that `{"__float__": "Infinity"}` means,
-    as Transformers does when it reads the file itself.
-    """
+    """Return a config.json with the numbers that Transformers writes as `{"__float__": ...}`."""
     if isinstance(content, dict):
         if content.keys() == {INFINITE}:
             return float(content[INFINITE])

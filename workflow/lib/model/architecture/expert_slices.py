@@ -1,6 +1,4 @@
-"""How much of a layer's experts is decoded at a time: plain arithmetic, for the engine and for its
-predictions.
-"""
+"""How much of a layer's experts is decoded at a time: for the engine and its predictions."""
 
 from workflow.lib.system.units import MIB
 

@@ -34,9 +34,7 @@ def recomputed_share(recomputation: Recomputation) -> Fraction:
 
 @cache
 def is_recomputed(recomputation: Recomputation, layer: int) -> bool:
-    """Return whether backward recomputes a layer: the first is one of them, and they are spread
-    evenly.
-    """
+    """Return whether backward recomputes a layer: the first one, and others evenly spread."""
     share = recomputed_share(recomputation)
     return math.ceil((layer + 1) * share) > math.ceil(layer * share)
 
@@ -47,9 +45,7 @@ def recomputed_layers(recomputation: Recomputation, num_layers: int) -> list[int
 
 
 def spread(count: int, total: int) -> list[int]:
-    """Return `count` of the numbers 0 to `total` - 1, spread evenly; up to half of them are never
-    neighbours.
-    """
+    """Return `count` of the numbers below `total`, spread evenly; up to half: never neighbours."""
     return [(2 * index + 1) * total // (2 * count) for index in range(count)]
 
 
@@ -60,8 +56,7 @@ def activation_offload_layers(
     or up to `wanted` of them.
 
     First come those that are not recomputed, spread evenly and the last one last, whose backward
-    follows at once.
-    """
+    follows at once."""
     if wanted is True:
         return [*range(num_layers)]
     recomputed = recomputed_layers(recomputation, num_layers)

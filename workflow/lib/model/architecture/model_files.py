@@ -1,6 +1,4 @@
-"""Which files of a model's folder belong to the model, and which to its tokenizer; what a folder or
-a repository is that has no model.
-"""
+"""Which files of a folder belong to the model, and which to its tokenizer; what a folder lacks."""
 
 from collections.abc import Collection
 from fnmatch import fnmatchcase
@@ -72,8 +70,7 @@ def fault_of_files(names: Collection[str], *, named_weights: str | None = None) 
     say; None if nothing is.
 
     named_weights: the file that config.json names in place of the usual ones
-    (`transformers_weights`).
-    """
+    (`transformers_weights`)."""
     if ADAPTER in names:
         return _adapter_fault(names)
     if CONFIG not in names:
@@ -103,9 +100,7 @@ def fault_of_tokenizer(names: Collection[str]) -> Fault | None:
 
 
 def named_weights(folder: Path) -> str | None:
-    """Return the file that config.json names in place of the usual ones; raises `UserError`
-    if it is not beside it.
-    """
+    """Return the file that config.json names; raises `UserError` if it is not beside it."""
     path = folder / CONFIG
     named = read_bounded(path).get(WEIGHTS) if path.is_file() else None
     if named is not None and not is_beside(folder, str(named)):

@@ -4,8 +4,7 @@ JSON file.
 Made by building the model's own class (`model.describe_model`), and read without torch. A model is
 a list of kinds of decoder layers and the order in which they follow each other: layers of a kind
 have the same tensors and do the same. Nothing here knows how many bytes anything takes (`memory`
-does).
-"""
+does)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +26,7 @@ FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to 
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a decoder layer, or a stack of as many as there are experts; `path` is its
-    place in the layer (`self_attn.q_proj`, `mlp.experts.gate_up_proj`).
-    """
+    """One linear of a decoder layer, or a stack of experts; `path`: in the layer."""
 
     path: str
     out_features: int
@@ -49,9 +46,7 @@ class Linear:
 
     @property
     def adapter_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of A and B of an adapter of rank 1: (experts, in) and (out of one expert,
-        experts), of which every dimension that counts experts is multiplied by the rank.
-        """
+        """Shapes of A and B at rank 1; dimensions that count experts are multiplied by the rank."""
         return (self.experts, self.in_features), (self.out_features // self.experts, self.experts)
 
 
@@ -71,9 +66,7 @@ class DecoderLayer:
     vectors: tuple[tuple[str, int], ...]
     """Name and elements of all other 1-D tensors (norms, biases), sorted by name."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Name and shape of other tensors that stay in 16 bits (routers, convolutions), sorted by
-    name.
-    """
+    """Name and shape of other tensors that stay in 16 bits (routers, convolutions), sorted."""
     value_dim: int | None = None
     """Width of a head's values; None: as wide as its keys."""
     sinks: bool = False
@@ -143,8 +136,7 @@ class ModelShape:
     tied_embeddings: bool
     logit_softcap: bool
     attention_masks: int
-    """Masks that a forward of packed rows makes: one for all layers, or one for each kind of
-    attention."""
+    """Masks that a forward of packed rows makes: one, or one for each kind of attention."""
     other_vectors: tuple[tuple[str, int], ...]
     """Name and elements of what is neither in a decoder layer nor a table: the final norm."""
     source_dtype: str
@@ -158,11 +150,9 @@ class ModelShape:
     other_tables: tuple[tuple[str, tuple[int, int]], ...] = ()
     """Name and shape of tables of tokens beside the embedding (per-layer embeddings of Gemma)."""
     router_aux_loss_coef: float | None = None
-    """What the family's own training multiplies its load-balancing loss by, as config.json says;
-    None: the family has no such loss."""
+    """Coefficient of the family's load-balancing loss, by config.json; None: it has none."""
     left_tensors: int = 0
-    """Tensors of the checkpoint that no part of the model is loaded from (layers of multi-token
-    prediction): they are not trained, and are copied into a merged model."""
+    """Tensors that no part loads (multi-token prediction): only copied into a merged model."""
     config_sha256: str = field(default="", compare=False)
     """Of the config.json that this describes."""
 
@@ -262,8 +252,7 @@ def _sizes(linear: Linear) -> list[int]:
 
 def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
     """Return what `ModelShape.document` wrote; raises `KeyError`, `TypeError` or `AttributeError`
-    for anything else.
-    """
+    for anything else."""
     known = {entry.name for entry in fields(DecoderLayer)}
     kinds = tuple(
         DecoderLayer(
@@ -286,9 +275,7 @@ def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """Return the config.json of a model's folder, or the one that a description has beside its own
-    fields.
-    """
+    """Return the config.json of a model's folder, or that within a description."""
     if model.is_dir():
         config: dict[str, Any] = read_json(model / "config.json")
         return config

@@ -1,8 +1,7 @@
 """What a config.json says of quantization, compared with the tensors that lie beside it.
 
 A file may say null, or still say how weights were packed that are in 16 bits again: then nothing is
-packed, and the settings count as absent.
-"""
+packed, and the settings count as absent."""
 
 import logging
 from collections.abc import Mapping
@@ -30,8 +29,7 @@ def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     quantization.
 
     path: of the file. Raises `UserError` for a format that is not decoded, and as
-    `quantization_of`.
-    """
+    `quantization_of`."""
     settings = quantization_of(config, path)
     if settings is not None and settings.get(METHOD) not in DECODED_FORMATS:
         raise UserError(
@@ -53,8 +51,7 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] 
     config.json says.
 
     path: of the file. Without weights beside it the file is believed. Raises `UserError` if it says
-    so in no way that is known, or if there are scales and nothing that they scale.
-    """
+    so in no way that is known, or if there are scales and nothing that they scale."""
     settings = said_of_quantization(config)
     if settings is None:
         return None

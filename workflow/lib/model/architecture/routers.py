@@ -1,16 +1,14 @@
 """Where a mixture's routers are, and whether their load is balanced.
 
 A router is the module beside the experts of a layer that has one matrix, with a row for each
-expert. No family is named here. Imports no torch, so preflight and training find the same.
-"""
+expert. No family is named here. Imports no torch, so preflight and training find the same."""
 
 from collections.abc import Iterator, Mapping
 
 from workflow.lib.system.errors import setting_error
 
 CORRECTION = "correction_bias"
-"""End of the name of what a family's own training moves by the experts' loads (DeepSeek V3). It has
-no gradient."""
+"""End of the name of what a family's training moves by the experts' loads, without gradient."""
 
 
 def router_paths(
@@ -19,8 +17,7 @@ def router_paths(
     """Return the path of the router of each module of experts; none for one without.
 
     experts: how many there are, by the module's path (`mlp.experts`); shapes: of all parameters
-    that are not packed, by name.
-    """
+    that are not packed, by name."""
     found = {}
     for path, count in experts.items():
         for beside, rows in _rows_of_matrices(path, shapes):
@@ -51,8 +48,7 @@ def balance_coefficient(
     """Return what a model's load-balancing loss is multiplied by; 0: it is not computed.
 
     asked: `train.router_aux_loss_coef`; family: what config.json says, None for a family without
-    such a loss, whose `name` is for messages. Raises `UserError` if that is asked for it.
-    """
+    such a loss, whose `name` is for messages. Raises `UserError` if that is asked for it."""
     if asked and family is None:
         raise setting_error(
             "train.router_aux_loss_coef",

@@ -4,8 +4,7 @@ no torch.
 A safetensors file is 8 bytes of header length (little-endian), that many bytes of JSON
 `{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data that the offsets count from
 (https://github.com/huggingface/safetensors#format). Every promise of the header is held against
-the file's size, so a truncated download is found here and not an hour later.
-"""
+the file's size, so a truncated download is found here and not an hour later."""
 
 import json
 import math
@@ -52,9 +51,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
 
 
 def is_beside(folder: Path, name: str) -> bool:
-    """Tell whether the folder itself has such a file: an index must not lead out of it, and may
-    name anything.
-    """
+    """Tell whether the folder has such a file: an index may name anything."""
     try:
         return Path(name).name == name and (folder / name).is_file()
     except (OSError, ValueError):  # a name that no file can have
@@ -62,9 +59,7 @@ def is_beside(folder: Path, name: str) -> bool:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of every tensor in an index; raises `UserError` if it is none, or names files
-    that are not beside it.
-    """
+    """Return the file of each tensor of an index; raises `UserError` for files elsewhere."""
     try:
         if path.stat().st_size > MAX_HEADER_BYTES:
             raise ValueError(f"it is larger than {MAX_HEADER_BYTES // 10**6} MB")

@@ -4,8 +4,7 @@ download.
 `workflow/resources/models/shapes.json`: by hub id the sizes of the model's config.json and its
 published number of parameters, which a test compares with what the description adds up to; ids of
 the same shape with it. `descriptions.json.gz` beside it: their descriptions, which
-`python -m workflow.scripts.write_model_descriptions` makes from these.
-"""
+`python -m workflow.scripts.write_model_descriptions` makes from these."""
 
 import difflib
 import gzip
@@ -32,9 +31,7 @@ def known_models() -> dict[str, str]:
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json of a shipped model by its hub id, or its last part, in any case; None
-    if none matches.
-    """
+    """Return the config.json of a shipped model by hub id or its last part, in any case."""
     entry = _entry(name)
     config: dict[str, Any] | None = None if entry is None else read_json(SHAPES)[entry]["config"]
     return config

@@ -1,6 +1,4 @@
-"""How processes divide the vocabulary and the rows of its loss: plain arithmetic, for the engine
-and for its predictions.
-"""
+"""How processes divide the vocabulary and its rows: for the engine and its predictions."""
 
 import math
 
@@ -21,16 +19,13 @@ def vocabulary_slices(shards: int) -> int:
     """Return over how many neighbouring processes embedding and head are cut, of `shards` that
     share a copy of the model.
 
-    All of up to 8; of more, the smallest divisor of their number that is at least 8.
-    """
+    All of up to 8; of more, the smallest divisor of their number that is at least 8."""
     enough = min(shards, ENOUGH_SLICES)
     return next(count for count in range(enough, shards + 1) if shards % count == 0)
 
 
 def chunk_rows(slices: int, *, vocab_size: int) -> int:
-    """Return how many rows each of the processes with a slice contributes to a chunk of the
-    loss.
-    """
+    """Return the rows that each process with a slice contributes to a chunk of the loss."""
     fitting = CHUNK_LOGITS // math.ceil(vocab_size / slices) // FEWEST_ROWS * FEWEST_ROWS
     return max(min(CHUNK_ROWS, fitting) // slices, FEWEST_ROWS)
 

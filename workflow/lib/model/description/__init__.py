@@ -2,5 +2,4 @@
 
 Begin with `layer_kinds` (`described_layers`); `describe_model` describes a whole model by it.
 `layer_calls` writes down what a layer calls, `layer_parameters` what it holds. Nothing computes
-values.
-"""
+values."""

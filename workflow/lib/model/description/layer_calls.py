@@ -2,8 +2,7 @@
 and attention function, in order.
 
 Tokens have no values there, so a run takes a tenth of a second and no memory, whatever the model's
-size. The functions of attention and of experts are ours, which write down what they are given.
-"""
+size. The functions of attention and of experts are ours, which write down what they are given."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,9 +23,7 @@ RECORDER = "workflow_layer_calls"
 
 @dataclass(frozen=True)
 class Attended:
-    """A call of the attention function: shapes of queries, keys and values (heads, width), and what
-    the family tells besides.
-    """
+    """A call of the attention function: shapes (heads, width) of q, k, v; other arguments."""
 
     path: str
     query: tuple[int, int]
@@ -103,9 +100,7 @@ def _watch(calls: LayerCalls, path: str, module: nn.Module, stack: ExitStack) ->
 
 
 def _prepare(model: PreTrainedModel, recorder: "_Recorder") -> None:
-    """Have a model's attention and experts call us, and its rotary tables not ask for the values of
-    positions.
-    """
+    """Have attention and experts call us, and rotary tables not ask for positions' values."""
     model.eval()
     model.config._attn_implementation = RECORDER
     model.config._experts_implementation = RECORDER

@@ -15,8 +15,7 @@ NOTHING = Attended("", query=(0, 0), key=(0, 0), value=(0, 0), arguments={})
 
 def described_layers(model: PreTrainedModel, layers: Sequence[LayerCalls]) -> list[DecoderLayer]:
     """Return the description of every decoder layer of a model on the meta device, by what it
-    called; raises `UserError` for what cannot be trained.
-    """
+    called; raises `UserError` for what cannot be trained."""
     return [_described(calls, tuple(linears_of(model, calls))) for calls in layers]
 
 
@@ -42,9 +41,7 @@ def _described(calls: LayerCalls, linears: tuple[Linear, ...]) -> DecoderLayer:
 
 
 def _check(calls: LayerCalls, linears: Sequence[Linear], attended: Attended) -> None:
-    """Raise `UserError` for a layer without linears, for heads that cannot be shared, and for
-    weights (experts, out, in) of a class that Transformers' interface of experts does not know.
-    """
+    """Raise `UserError` for layers without linears, unshareable heads, and unknown experts."""
     if not linears:
         raise UserError(
             f"in a decoder layer {type(calls.layer).__name__} has no linear whose weights can be "

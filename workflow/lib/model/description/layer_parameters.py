@@ -1,6 +1,4 @@
-"""The parameters of a decoder layer by what becomes of them: linears and stacks of experts are
-quantized and may have adapters, all others stay in 16 bits.
-"""
+"""A layer's parameters by use: linears and stacks are quantized, all others are not."""
 
 from collections.abc import Sequence
 
@@ -18,9 +16,7 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def linears_of(model: PreTrainedModel, calls: LayerCalls) -> list[Linear]:
-    """Return the linears and stacks of a layer in the order of their calls; those last that the
-    family's code reads without calling them.
-    """
+    """Return a layer's linears and stacks by order of calls; those only read come last."""
     choosing = routers(calls.layer)
     found = {
         path: Linear(path, module.out_features, module.in_features)
@@ -49,9 +45,7 @@ def weight_names(linears: Sequence[Linear], layer: nn.Module) -> set[str]:
 
 
 def others_of(calls: LayerCalls, linears: Sequence[Linear]) -> tuple[Vectors, Tensors]:
-    """Return name and elements of what else is 1-D, and name and shape of the rest; stored buffers
-    too.
-    """
+    """Return name and elements of other 1-D parameters, name and shape of the rest; buffers too."""
     quantized = weight_names(linears, calls.layer)
     stored = [*calls.layer.named_parameters(), *stored_buffers(calls.layer)]
     others = sorted((name, tuple(x.shape)) for name, x in stored if name not in quantized)

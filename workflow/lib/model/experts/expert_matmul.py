@@ -52,8 +52,7 @@ def row_weights(
 def column_weights(
     base: NF4Stack, start: int, stop: int, *, form: Format | None, dtype: torch.dtype
 ) -> Weights:
-    """Return columns `start` to `stop` of every expert, transposed (experts, stop - start, out),
-    for the gradient of x."""
+    """Return columns `start` to `stop` of every expert, transposed, for the gradient of x."""
     if form is None:
         return Weights(base.dequantize_columns(start, stop, dtype).transpose(1, 2))
     stack, scales = _packed(base, form)
@@ -106,8 +105,7 @@ def stack_of(layer: nn.Module, *, bias: torch.Tensor | None, dtype: torch.dtype)
 
 
 def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> torch.Tensor:
-    """Return a master by expert in the compute dtype; from where the layer keeps casts, if it
-    does."""
+    """Return a master by expert in the compute dtype; from the layer's casts, if it keeps them."""
     casts, key = layer.shared.casts(), (dtype, id(weight))
     if casts is not None and key in casts:
         return casts[key]

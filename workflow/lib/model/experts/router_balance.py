@@ -89,8 +89,7 @@ class RouterBalance:
             model.get_submodule(path).register_forward_pre_hook(layer.weigh, with_kwargs=True)
 
     def share_(self, group: dist.ProcessGroup) -> None:
-        """Have the sums be those of all processes of a group, which have equally many
-        micro-batches."""
+        """Sum over all processes of a group, which have equally many micro-batches."""
         self._group = group
 
     def begin_step_(self, *, divisor: float, tokens: int, device: torch.device) -> None:
@@ -146,8 +145,7 @@ class RouterBalance:
         sums.probabilities.add_(real @ probabilities)
 
     def joined(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return a micro-batch's summed loss () with the balance in its gradient, and not in its
-        value."""
+        """Return a micro-batch's summed loss () with the balance in its gradient alone."""
         joined: torch.Tensor = _Joined.apply(loss, self)  # type: ignore[no-untyped-call]
         return joined
 
@@ -163,8 +161,7 @@ class RouterBalance:
         return (probabilities * rising * real[:, None]).to(logits.dtype)
 
     def value(self) -> torch.Tensor:
-        """Return the loss () float64 of what the step has run so far, without the coefficient; the
-        same on all processes."""
+        """Return the step's loss () float64 so far, without coefficient, the same everywhere."""
         sums = _sums(self._tensors.step)
         means = sums.tokens * self._layers
         product = (sums.chosen / means) @ (sums.probabilities / means)
@@ -249,8 +246,7 @@ class _Joined(torch.autograd.Function):
 
 
 def family_coefficient(model: PreTrainedModel) -> float | None:
-    """Return what a family's own training multiplies its load-balancing loss by; None if it has no
-    such loss."""
+    """Return the coefficient of a family's own load-balancing loss; None if it has no such loss."""
     coefficient: float | None = getattr(model, "router_aux_loss_coef", None)
     return None if coefficient is None else float(coefficient)
 
@@ -278,8 +274,7 @@ def router_balance(
 
 @torch.no_grad()
 def _computes_the_same(model: nn.Module, settings: BalanceSettings) -> bool:
-    """Compare the function beside the model's class with ours on random logits of two layers, with
-    padding."""
+    """Compare the function beside the model's class with ours on random logits, with padding."""
     theirs = getattr(inspect.getmodule(type(model)), "load_balancing_loss_func", None)
     if theirs is None:
         return False

@@ -75,16 +75,14 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
 
 
 def _share_projections_(module: nn.Module) -> bool:
-    """Have the linears of queries, keys and values that have adapters share their input; return
-    whether a module has several such linears."""
+    """Let adapted linears of q, k and v share their input; return whether there are several."""
     linears = [child for name, child in module.named_children() if name in PROJECTIONS]
     share_input_([linear for linear in linears if isinstance(linear, FusedLoraLinear)])
     return len(linears) > 1
 
 
 def _as_fused_norm(module: nn.Module) -> FusedNorm | None:
-    """Return the fused norm of a module that is an RMS norm or a LayerNorm with a weight w, times w
-    or 1 + w, and perhaps a bias; None of any other."""
+    """Return the fused norm of an RMS norm or LayerNorm (w or 1 + w, perhaps a bias), or None."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     params: dict[str, Any] = dict(module.named_parameters())
     if [*params] not in NORM_PARAMETERS or list(module.children()) or not isinstance(eps, float):

@@ -28,8 +28,7 @@ TOKENS, WIDTH = 5, 8  # of what a class is tried on
 
 
 class FusedAttention(nn.Module):
-    """The projections keep their names; `arguments` are what the attention function gets
-    besides queries, keys and values."""
+    """The projections keep their names; `arguments`: the attention function's besides q, k, v."""
 
     def __init__(
         self,
@@ -57,8 +56,7 @@ class FusedAttention(nn.Module):
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention's output (rows, seq_len, hidden_size) and its weights, if the
-        function tells them."""
+        """Return the output (rows, seq_len, hidden_size) and the attention's weights, if told."""
         assert past_key_values is None, "fused layers are for training, which has no cache"
         query, key, value = self._turned(hidden_states, *position_embeddings)
         keep_exact(query, key)
@@ -119,8 +117,7 @@ def _turned_dims(module: Any) -> list[int]:
 
 @torch.no_grad()
 def _agreed(module: Any, *, neighbours: bool) -> dict[str, object] | None:
-    """Return what the module's class tells the attention function, if it and ours do the same; None
-    otherwise."""
+    """Return what the module's class hands to the attention function, if ours does the same."""
     told = [
         _agreed_on(module, dims, magnitude, neighbours=neighbours)
         for dims in _turned_dims(module)
@@ -190,8 +187,7 @@ def _recorded(
     x: torch.Tensor,
     turns: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[Any, ...]:
-    """Return what the class's forward hands to the attention function, its output, and what it
-    tells besides."""
+    """Return what the class's forward hands to the attention function, and its output."""
     calls: list[tuple[Any, ...]] = []
     stand_in.recorded = calls  # type: ignore[assignment]
     output, _ = kind.forward(
@@ -209,8 +205,7 @@ def _recorder(
     mask: None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function that writes down how it is called; its value depends on all that it is
-    given."""
+    """An attention function that notes how it is called; its value depends on all arguments."""
     module.recorded.append((query, key, value, arguments))
     groups = query.shape[1] // key.shape[1]
     mixed = query + (key * value).repeat_interleave(groups, dim=1)

@@ -1,5 +1,4 @@
-"""Dropout of an adapter's input by `kernels.rows.dropout`: its scale 1 / (1 - p) is a part of the
-adapter's."""
+"""Dropout of an adapter's input; its scale 1 / (1 - p) is a part of the adapter's."""
 
 import hashlib
 from collections.abc import Iterable

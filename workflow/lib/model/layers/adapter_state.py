@@ -19,8 +19,7 @@ class AdapterState:
         self.row_keys: torch.Tensor | None = None
         """(rows,) int64, of the micro-batch that is computed (`adapter_dropout`)."""
         self.sharded = False
-        """Whether weights are gathered for each use: casts of them would stay after they are
-        gone."""
+        """Whether weights are gathered for each use: casts of them would outlive them."""
         self._casts: Casts | None = None
         self._norms: Casts | None = None
 

@@ -24,8 +24,7 @@ from workflow.lib.model.layers.written_copies import taken_copy
 
 
 class ProductTypes:
-    """In what a model multiplies its frozen weights: in the compute dtype, and within the block
-    `in_eight_bits` as the run asks for. All linears of a model share one."""
+    """The dtype of matmuls with frozen weights: compute dtype, or in `in_eight_bits` the run's."""
 
     def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
         """forward, backward: names of `eight_bits.FORMATS`; None: the compute dtype."""
@@ -38,8 +37,7 @@ class ProductTypes:
 
     @contextmanager
     def in_eight_bits(self) -> Iterator[None]:
-        """Within the block multiply in what is asked for: a training step does. What is measured
-        or exported is not in it."""
+        """Within the block multiply as the run asks; what is measured or exported stays outside."""
         self.forward, self.backward = self.asked
         try:
             yield
@@ -70,8 +68,7 @@ Operand = torch.Tensor | Rounded
 
 
 def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
-    """Return x (..., in) as the rows (T, in) that forward multiplies: linears that share x share
-    this, too."""
+    """Return x (..., in) as rows (T, in) that forward multiplies: one for all that share x."""
     types, rows = linear.product_types, x.reshape(-1, x.shape[-1])
     copy = taken_copy(x, types)
     if copy is not None or types.forward is None:

@@ -18,8 +18,7 @@ SOURCE = "workflow_norm_source"
 
 
 class FusedNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (offset + w) + b, or the same of x - mean(x) (LayerNorm); one
-    kernel on a GPU."""
+    """x / rms(x) * (offset + w) + b, or the same of x - mean(x) (LayerNorm); one GPU kernel."""
 
     def __init__(
         self,
@@ -52,8 +51,7 @@ class FusedNorm(nn.Module):
 
 
 def keepable(x: torch.Tensor) -> tuple[FusedNorm | None, torch.Tensor]:
-    """Return what a node saves in place of its input x (..., width), as rows (T, width): with a
-    norm, that norm's input."""
+    """Return what a node saves for its input x (..., width): with a norm, that norm's input."""
     source: tuple[Any, ...] = getattr(x, SOURCE, (None, x, None))
     norm, norm_input, version = source
     # Changed in place since: the norm would give other values.
@@ -63,6 +61,5 @@ def keepable(x: torch.Tensor) -> tuple[FusedNorm | None, torch.Tensor]:
 
 
 def restored(norm: FusedNorm | None, source: torch.Tensor) -> torch.Tensor:
-    """Return the input's rows (T, width) from what `keepable` gave; the norm's weight must be there
-    (FSDP gathers it)."""
+    """Return rows (T, width) from what `keepable` gave; needs the norm's gathered weight."""
     return source if norm is None else norm.normalized(source)

@@ -23,8 +23,7 @@ ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in ex
 
 
 class NF4Dora(LoraVariant):
-    """DoRA on an `NF4Linear`, as an extension that PEFT offers for it. Magnitudes are filled by
-    `lora.init_adapters_`."""
+    """DoRA on an `NF4Linear`, as PEFT's extension; `lora.init_adapters_` fills magnitudes."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **unused: Any) -> None:
@@ -76,16 +75,14 @@ class FusedLoraLinear(PeftLoraLinear):
         return nf4_lora_matmul(x, self) if value is None else value
 
     def _dropped_dora(self, x: torch.Tensor) -> torch.Tensor:
-        """Return f (W d + s B A d) + W (x - d) + b for d = drop(x): PEFT drops the input of all but
-        the plain matmul."""
+        """Return f (W d + s B A d) + W (x - d) + b for d = drop(x), as PEFT computes it."""
         kept, base = self.lora_dropout[ADAPTER](x), self.get_base_layer()
         assert isinstance(base, NF4Linear)
         (y,) = nf4_lora_matmuls(kept, [self], draws=[None])
         return y + frozen_product(x - kept, base, bias=False)
 
     def get_base_layer(self) -> nn.Module:
-        """Return the linear below. PEFT's own asks each for one below it again, which takes longer
-        than all else here does."""
+        """Return the linear below; PEFT's way through all levels takes longer than all else."""
         base: nn.Module | None = self._modules["base_layer"]
         assert base is not None
         return base
@@ -111,16 +108,14 @@ class FusedLoraLinear(PeftLoraLinear):
         return bool(self.lora_variant)
 
     def fused_factor(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return DoRA's m / n (out_features,) fp32, for matmuls with W in `dtype`; None without
-        DoRA."""
+        """Return DoRA's m / n (out_features,) fp32, for W in `dtype`; None without DoRA."""
         if not self.has_dora():
             return None
         norms = self.shared.norms(self, lambda: direction_norms(self, dtype=dtype))
         return self.fused_magnitude() / norms
 
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has
-        gathered them."""
+        """Return the masters A (r, in_features) and B (out_features, r), gathered by FSDP."""
         parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
         a_weight, b_weight = (
             parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
@@ -144,8 +139,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
 
 def share_state(model: nn.Module) -> AdapterState:
-    """Have all adapters of a model share one state, and return it. Linears are numbered in the
-    model's order."""
+    """Have all adapters of a model share one state; return it. Linears are numbered in order."""
     state = AdapterState()
     layers = [layer for layer in model.modules() if isinstance(layer, FusedLoraLinear)]
     for number, layer in enumerate(layers):

@@ -111,8 +111,7 @@ def values(
     low: torch.Tensor,
     factors: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
-    """Return y (T, out) of every linear for x (..., in); with a factor of DoRA without the bias,
-    which is added after it."""
+    """Return y (T, out) of every linear for x (..., in); with a DoRA factor without bias."""
     made, shared = [], operand(x, linears[0].base)
     for linear, part, factor in zip(linears, _parts(linears, low), factors, strict=True):
         y = _value(linear, shared, part, dtype=x.dtype, bias=factor is None)
@@ -224,8 +223,7 @@ def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch.Tensor:
-    """Return masters one below the other in the compute dtype; from where `of` keeps its casts, if
-    it does."""
+    """Return masters, stacked, in the compute dtype; from the casts that `of` keeps, if any."""
     key = (dtype, *map(id, weights))
     if of.casts is not None and key in of.casts:
         return of.casts[key]

@@ -44,8 +44,7 @@ class NF4Spec:
         return math.ceil(math.prod(self.shape) / self.block_size)
 
     def part_range(self, name: str, *, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes of a part that encode weights `start` to `stop`; `start` begins a nested
-        block."""
+        """Return a part's bytes for weights `start` to `stop`; `start` begins a nested block."""
         if name == "weight":
             return start // 2, math.ceil(stop / 2)
         nested = name == "nested_absmax"
@@ -146,8 +145,7 @@ class NF4Linear(nn.Linear):
     def dequantize_parts(
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the weights, of `shape`, that bytes (uint8) of each parameter encode; they start
-        at a whole block."""
+        """Return the weights, of `shape`, encoded by bytes (uint8) from a whole block on."""
         double = self.spec.double_quant
         nested = parts["nested_absmax"].view(torch.float32) if double else None
         data = self._data(parts["weight"], parts["absmax"], nested)

@@ -82,8 +82,7 @@ def nf4_lora_matmuls(
 
 
 def _apart(y: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> torch.Tensor:
-    """Return DoRA's value plus the bias, if there is one; of a layer whose value is changed in
-    place not that which its node keeps."""
+    """Return DoRA's value plus a bias; a copy if the layer's value is changed in place."""
     if bias is not None:
         return y + bias
     return y.clone() if layer.changed_in_place else y
@@ -126,8 +125,7 @@ class _NF4LoraMatMuls(torch.autograd.Function):
 def _gradients(
     ctx: Any, source: torch.Tensor, low: torch.Tensor, grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every
-    layer."""
+    """Return the gradients of x (..., in) (None unless wanted) and of A and B of every layer."""
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     linears = adapted(ctx.layers, ctx.draws)
     of_low = low_gradient(linears, flat)

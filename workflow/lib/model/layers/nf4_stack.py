@@ -19,8 +19,7 @@ TILE_COLUMNS = 256  # of a program of the grouped matmul (`kernels.experts.group
 
 
 class NF4Stack(NF4Linear):
-    """Frozen NF4 weights (experts, out, in): a linear of `experts * out` rows whose matmuls are
-    made by `fused_experts`."""
+    """Frozen NF4 weights (experts, out, in) as a linear; `fused_experts` makes their matmuls."""
 
     def __init__(self, spec: NF4Spec, *, compute_dtype: torch.dtype) -> None:
         """Raises `UserError` if an expert does not begin at a block of the quantization."""
@@ -81,8 +80,7 @@ class NF4Stack(NF4Linear):
         return DECODED_BYTES / (self.out_features * self.in_features * dtype.itemsize)
 
     def _decode(self, first: int, length: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `length` weights from each of `first`, `first` + `stride`, and so on to the end of
-        the stack, flat. All three are whole blocks."""
+        """Return `length` weights from `first`, `first` + `stride`, ..., flat; all whole blocks."""
         count = len(range(first, self.out_features * self.in_features, stride))
         block = self.spec.block_size
         out = torch.empty(count * length, dtype=dtype, device=self.weight.device)

@@ -63,8 +63,7 @@ class RotaryByDocument(nn.Module):
         lengths: torch.Tensor,
         layer_type: str | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the family's tables with the frequencies of dynamic NTK scaling for `lengths`
-        (rows, seq_len)."""
+        """Return the tables by dynamic NTK scaling for `lengths` (rows, seq_len)."""
         fixed, _ = self.copies(x.device)
         named = {} if layer_type is None else {"layer_type": layer_type}
         frequencies, _ = ROPE_INIT_FUNCTIONS[DYNAMIC](
@@ -126,8 +125,7 @@ def changes_beyond(rotary: Any, layer_type: str | None = None) -> tuple[str, int
 
 
 def length_limit(kind: str, parameters: Mapping[str, Any], config: Any) -> int | None:
-    """Return the length up to which frequencies of this kind are those of the beginning; None: they
-    do not change."""
+    """Return the length up to which frequencies of this kind do not change; None: they never do."""
     if kind == LONGROPE:
         return int(parameters["original_max_position_embeddings"])
     return int(config.max_position_embeddings) if kind == DYNAMIC else None

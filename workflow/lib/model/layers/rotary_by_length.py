@@ -47,8 +47,7 @@ def in_groups(
     alike: Callable[[Item], object],
     compute: Callable[[list[Item]], list[Result]],
 ) -> list[Result]:
-    """Return what `compute` makes of the items, in their order, given those together that are
-    alike."""
+    """Return what `compute` makes of the items, in order, with those together that are alike."""
     groups: dict[object, list[int]] = {}
     for number, item in enumerate(items):
         groups.setdefault(alike(item), []).append(number)
@@ -60,8 +59,7 @@ def in_groups(
 
 
 def rotate_by_call_alone_(model: nn.Module) -> None:
-    """Let every call of a stock model have the frequencies for its own length, whatever lengths
-    came before: dynamic NTK scaling keeps those of a longer one."""
+    """Give each call of a stock model its own length's frequencies: dynamic NTK keeps longer."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_type = kinds if isinstance(kinds, dict) else {"": kinds}

@@ -22,8 +22,7 @@ class SharedInput:
         self._layers = tuple(layers)
 
     def value(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of one of the layers for x (..., in_features); None where one node
-        cannot compute all of them now."""
+        """Return the value of a layer for x (..., in_features); None where one node cannot."""
         waiting, version = getattr(x, VALUES, ({}, None))
         if layer in waiting and version == x._version:
             value: torch.Tensor = waiting.pop(layer)

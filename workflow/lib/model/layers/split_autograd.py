@@ -42,8 +42,7 @@ def first_outputs(
 
 
 class _Value(torch.autograd.Function):
-    """The second node. What `compute` uses is no input of it, so autograd sees no other way back
-    than through the placeholder."""
+    """The second node: `compute`'s sources are no inputs, so autograd goes by the placeholder."""
 
     @staticmethod
     def forward(

@@ -30,8 +30,7 @@ class Maker:
         """None: no matmul has taken a tensor yet."""
 
     def new_copy(self, like: torch.Tensor) -> Rounded | None:
-        """Return a copy to be filled for a tensor like this (..., width); None: nobody wants one,
-        or there is no kernel that would write it."""
+        """Return a copy to fill for a tensor (..., width); None: not wanted, or no kernel."""
         form = None if self.takers is None else self.takers.forward
         if form is None or not normed.works_on(like.device, like.dtype):
             return None
@@ -53,8 +52,7 @@ def note(tensor: torch.Tensor, maker: Maker, copy: Rounded | None) -> None:
 
 
 def taken_copy(tensor: torch.Tensor, takers: Takers) -> Rounded | None:
-    """Return the copy in the format of these matmuls, which take the tensor; None if there is none
-    or the tensor has changed since."""
+    """Return the copy for these matmuls, which take it; None if it is absent or outdated."""
     noted: _Note | None = getattr(tensor, COPY, None)
     if noted is None:
         return None

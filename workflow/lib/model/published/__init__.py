@@ -4,5 +4,4 @@ Transformers decides which files are read (`loaded_files`), and what of them bec
 (`loading`); the bytes are read here. `decoded_reader` unpacks FP8 and MXFP4. On
 it stands `converted_reader`, which gives tensors the names and shapes of Transformers' modules.
 
-It imports `architecture`, `decoder_layers`, `safetensors_reader` and `system`.
-"""
+It imports `architecture`, `decoder_layers`, `safetensors_reader` and `system`."""

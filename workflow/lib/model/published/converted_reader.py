@@ -3,8 +3,7 @@
 Files of a hub keep the names they were published with (`embed_out` of GPT-NeoX, `language_model` of
 Gemma 3, three convolutions of OLMo Hybrid where the module has one, one tensor a projection and
 expert where the module has a stack of experts). Transformers' own table of conversions says how
-they are loaded; it is asked here for one tensor, or one expert, at a time.
-"""
+they are loaded; it is asked here for one tensor, or one expert, at a time."""
 
 import copy
 import re
@@ -47,9 +46,7 @@ class ModuleNames:
         self.converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
     def of(self, stored: str) -> str:
-        """Return the model's name for a stored tensor, or for what it becomes a part of; its own
-        name if the model has no place for it.
-        """
+        """Return the model's name for a stored tensor or its whole; else its own name."""
         return self.named(stored)[0]
 
     def has_place(self, name: str) -> bool:
@@ -61,9 +58,7 @@ class ModuleNames:
         return self._tied.get(name, name)
 
     def loaded_as(self, name: str) -> str:
-        """Return what PEFT takes the name of a linear's tensor for when it loads an adapter: by the
-        table alone.
-        """
+        """Return PEFT's name for a linear's tensor when it loads an adapter, by the table."""
         return str(rename_source_key(name, self._renamings, [], self._prefix, self._places)[0])
 
     def named(self, stored: str) -> tuple[str, str | None]:
@@ -148,9 +143,7 @@ class ConvertedReader(DecodedReader):
         return self._converted(name, sources).contiguous()
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start` to `stop` of dim 0, of a stack experts; of another tensor that is
-        converted, all are read.
-        """
+        """Return rows `start` to `stop` of dim 0 (or experts); converted tensors are read whole."""
         if (only := self._only_stored(name)) is not None:
             return super().rows(only, start, stop)
         if is_by_expert(self._converter(name)) and start < stop:
@@ -159,8 +152,7 @@ class ConvertedReader(DecodedReader):
 
     def experts(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
         """Yield the part (., .) of each expert in a tensor (experts, ., .), on the CPU; reads no
-        more than that part at a time, unless the conversion mixes experts.
-        """
+        more than that part at a time, unless the conversion mixes experts."""
         if self._only_stored(name) is not None:
             yield from super().experts(name, start, stop)
             return
@@ -186,8 +178,7 @@ class ConvertedReader(DecodedReader):
         self, name: str, experts: Iterable[torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield stored name and tensor of all that a stack's tensor is made of, given the parts of
-        its experts in the model: the way back from `experts`.
-        """
+        its experts in the model: the way back from `experts`."""
         if (only := self._only_stored(name)) is not None:
             yield only, torch.stack([*experts])
             return
@@ -241,8 +232,7 @@ class ConvertedReader(DecodedReader):
 
     def _only_stored(self, name: str) -> str | None:
         """Return the stored name of a tensor that is loaded as it is; None for one that is made of
-        others. A name that is not there is returned for the error of whoever reads it.
-        """
+        others. A name that is not there is returned for the error of whoever reads it."""
         if name not in self._stored:
             return name
         ((stored, pattern), *others) = self._stored[name]
@@ -283,9 +273,7 @@ def is_by_expert(converter: WeightConverter) -> bool:
 
 
 def _separated(expert: torch.Tensor, converter: WeightConverter) -> list[torch.Tensor]:
-    """Return the stored tensors, in order of the patterns, of which a conversion makes an expert's
-    part.
-    """
+    """Return the stored tensors, in the patterns' order, that make an expert's part."""
     pieces = [expert]
     for operation in reversed(converter.operations[1:]):
         if isinstance(operation, Concatenate):

@@ -43,8 +43,7 @@ def decode_fp8(
     """Return rows of a weight (..., rows, in) in bf16; the product is in fp32.
 
     scale: of the whole weight; block_size: rows and columns of a block, None for one scale;
-    first_row: the number of the first row of `weight` in the whole.
-    """
+    first_row: the number of the first row of `weight` in the whole."""
     factors = scale.float()
     if block_size is not None:
         rows = torch.arange(first_row, first_row + weight.shape[-2]) // block_size[0]
@@ -55,8 +54,7 @@ def decode_fp8(
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return experts (experts, in, out) in bf16 of blocks (experts, out, in / 32, 16) and scales
-    (experts, out, in / 32), both uint8. Exact: bf16 has all of these values.
-    """
+    (experts, out, in / 32), both uint8. Exact: bf16 has all of these values."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     values = torch.tensor(E2M1)[codes.int()]
     exponents = scales.int().unsqueeze(-1) - EXPONENT_BIAS
@@ -73,8 +71,7 @@ ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 class DecodedReader(CheckpointReader):
     """`CheckpointReader` that decodes FP8, MXFP4 and NF4.
 
-    finite: raise `UserError` for a value read that is not a finite number.
-    """
+    finite: raise `UserError` for a value read that is not a finite number."""
 
     def __init__(
         self, folder: Path, *, recorded: Iterable[RecordedFile] = (), finite: bool = False
@@ -181,8 +178,7 @@ class DecodedReader(CheckpointReader):
 
     def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
         """Return what a weight in NF4 is stored as by the end of the name (`weight.absmax`, ...),
-        bytes unchanged, the codes as uint8 (bytes, 1); None for another.
-        """
+        bytes unchanged, the codes as uint8 (bytes, 1); None for another."""
         if name not in self._nf4:
             return None
         stored = {suffix: f"{name}{suffix}" for suffix in NF4_PARTS}

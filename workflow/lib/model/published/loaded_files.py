@@ -1,6 +1,5 @@
 """The files from which the installed Transformers loads a model, asked of Transformers itself: a
-folder may hold a single file beside shards, other sets of shards, variants and pickles.
-"""
+folder may hold a single file beside shards, other sets of shards, variants and pickles."""
 
 from pathlib import Path
 
@@ -23,8 +22,7 @@ def loaded_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Return every tensor that Transformers reads of a model's folder, by stored name.
 
     Raises `UserError` if there are no safetensors weights, or files are missing, broken, or do not
-    belong together.
-    """
+    belong together."""
     files = loaded_files(folder)
     tensors = read_headers(files)
     index = folder / (named_weights(folder) or INDEX)
@@ -50,8 +48,7 @@ def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
 
 def loaded_files(folder: Path) -> list[Path]:
     """Return the safetensors files that Transformers reads of a model's folder, in its order: of a
-    tensor in several files the last one's counts. Raises `UserError` as `loaded_tensors`.
-    """
+    tensor in several files the last one's counts. Raises `UserError` as `loaded_tensors`."""
     check_interfaces("transformers")
     named = named_weights(folder)
     fault = fault_of_files({path.name for path in folder.glob("*")}, named_weights=named)

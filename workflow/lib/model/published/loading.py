@@ -3,8 +3,7 @@
 The family's `from_pretrained` gets tensors without values, of the names and shapes that are stored,
 and reports what it made of them: what is missing, of another shape, or left over, by its table of
 conversions, its ties and its lists of what it ignores. Tied tensors that are both stored it
-compares by value, which is done here (`differing_ties`).
-"""
+compares by value, which is done here (`differing_ties`)."""
 
 import copy
 import re
@@ -55,9 +54,7 @@ class LeftOver:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep its progress and its advice on published settings from the user, who cannot change
-    them.
-    """
+    """Keep its progress and its advice on published settings from the user."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -78,9 +75,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def differing_ties(model: PreTrainedModel, folder: Path) -> bool:
-    """Tell whether a folder stores both of two tied tensors, with other values: Transformers does
-    not tie them then.
-    """
+    """Tell whether a folder stores two tied tensors with other values: they are not tied then."""
     if not model.all_tied_weights_keys or not any(folder.glob("*.safetensors")):
         return False
     names = ModuleNames(model)
@@ -106,8 +101,7 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
     """Return what Transformers leaves of a checkpoint; raise `UserError` unless it loads every
     tensor of the model from it, in its shape, of a type that can be quantized.
 
-    model: of the folder, on meta. Looks at headers alone, so that hours are not in vain.
-    """
+    model: of the folder, on meta. Looks at headers alone, so that hours are not in vain."""
     reader.check_parts()
     if reader.packed and not said_of_quantization(read_bounded(reader.folder / "config.json")):
         raise UserError(
@@ -181,9 +175,7 @@ def first_weight(model: PreTrainedModel) -> str:
 
 
 def _check_no_more_layers(model: PreTrainedModel, told: Iterable[str], folder: Path) -> None:
-    """Raise `UserError` for decoder layers that neither the family ignores nor config.json counts
-    as those of multi-token prediction.
-    """
+    """Raise `UserError` for extra decoder layers that family and config.json do not know."""
     layers = decoder_layers(model)
     first = next(path for path, module in model.named_modules() if module is layers[0])
     start = first.rpartition(".")[0] + "."

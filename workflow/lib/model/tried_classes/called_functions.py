@@ -50,8 +50,7 @@ def _held(function: Any) -> Any:
 
 
 def _with_names(function: Any, names: dict[str, Any]) -> FunctionType:
-    """Return a copy of a function for which these global names mean something else; of one that
-    decorators have wrapped, too."""
+    """Return a copy of a function (also decorated) for which these globals mean another thing."""
     inner, closure = _held(function), function.__closure__
     copied = None if inner is None else _with_names(inner, names)
     if copied is not None:

@@ -16,8 +16,7 @@ from workflow.lib.model.tried_classes.family_code import codes_of
 
 
 def note_changes_in_place_(layer: nn.Module) -> None:
-    """Say to the adapted linears of a decoder layer whether a module around them, or the layer,
-    changes tensors in place."""
+    """Tell adapted linears of a layer whether a module around them changes tensors in place."""
     for path, linear in layer.named_modules():
         if isinstance(linear, FusedLoraLinear):
             names = path.split(".")
@@ -28,8 +27,7 @@ def note_changes_in_place_(layer: nn.Module) -> None:
 
 @functools.cache
 def changes_in_place(kind: Any) -> bool:
-    """Whether a class's forward, or a function of its file or its class that this names, changes
-    any value in place."""
+    """Whether a class's forward, or a function of its file or class, changes values in place."""
     return any(map(_changes, codes_of(kind.forward, kind)))
 
 

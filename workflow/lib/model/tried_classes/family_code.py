@@ -1,5 +1,4 @@
-"""The code that a family's class or function runs: its own, and what it names of the same file and
-the same class."""
+"""The code of a family's class or function: its own, and what it names of its file and class."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,8 +7,7 @@ from typing import Any
 
 
 def codes_of(function: Any, owner: Any = None) -> list[CodeType]:
-    """Return the codes of a function, and of others that it names in its file, or in its class
-    `owner`."""
+    """Return the codes of a function, and of others that it names in its file or `owner`."""
     return [*_codes(inspect.unwrap(function), owner, set())]
 
 

@@ -44,8 +44,7 @@ def _children(module: nn.Module) -> tuple[dict[str, Any], dict[str, nn.Module]]:
 
 
 def _orders(linears: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the names of gate and up, or of the one linear of both, and of down, as their sizes
-    allow it."""
+    """Yield the names of gate and up, or of one for both, and of down, by their sizes."""
     for *into, down in permutations(linears):
         width = linears[down].in_features * (3 - len(into))
         sizes = {(linears[name].in_features, linears[name].out_features) for name in into}
@@ -90,8 +89,7 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
 
 
 def _numbers(*modules: nn.Module) -> list[float]:
-    """Return the numbers that modules have as attributes: a class may multiply by them, or drop
-    such a share."""
+    """Return the numbers among modules' attributes: factors, or a share to drop."""
     found = {x for module in modules for x in vars(module).values() if isinstance(x, float)}
     return sorted(found - {1.0})
 
@@ -99,8 +97,7 @@ def _numbers(*modules: nn.Module) -> list[float]:
 def _dropout(
     stand_in: nn.Module, x: torch.Tensor, output: torch.Tensor, numbers: list[float]
 ) -> float | None:
-    """Return the share of the output that training drops, None if training does something else
-    to it."""
+    """Return the share of the output that training drops; None if it does something else."""
     with torch.random.fork_rng(devices=[]):
         trained = tried(stand_in.train(), x)
     for share in (0.0, *(number for number in numbers if 0 < number < 1)):

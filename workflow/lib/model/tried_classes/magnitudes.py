@@ -18,16 +18,14 @@ MOST = POWERS[-1]  # beyond, squares and cubes of values end what float32 can te
 
 
 def magnitudes(*owners: Any) -> list[float]:
-    """Return what values are multiplied by: 1 first, then what the numbers of these modules or
-    functions ask for, and powers."""
+    """Return factors of values: 1, then what numbers of the modules ask for, and powers."""
     numbers = {abs(x) for owner in owners for x in _numbers_of(owner)}
     asked = {x for x in numbers if POWERS[0] < x < MOST}
     return [1.0, *sorted({*asked, *POWERS} - {1.0})]
 
 
 def alike(found: Any, expected: Any, *, tolerance: float) -> bool:
-    """Whether tensors, or tuples of them, have the same shapes and differ by `tolerance` of the
-    largest element at most."""
+    """Whether tensors, or tuples, have the same shapes and differ by `tolerance` of the largest."""
     if isinstance(expected, tuple):
         parts = isinstance(found, tuple) and len(found) == len(expected)
         return parts and all(
@@ -52,8 +50,7 @@ def agree(
 
 
 def _numbers_of(owner: Any) -> Iterator[float]:
-    """Yield the floats that a module, or the one a method belongs to, has as attributes or in its
-    config, and the constants of its code."""
+    """Yield the floats of a module's (or a method's module's) attributes, config and code."""
     module = getattr(owner, "__self__", owner)
     kind: Any = type(module)
     forward = owner if owner is not module else getattr(kind, "forward", owner)

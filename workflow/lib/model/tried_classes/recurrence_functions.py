@@ -53,8 +53,7 @@ class Known(NamedTuple):
 
 
 def recur_by_ours_(module: nn.Module) -> bool:
-    """Have a module's own forward call our operation in place of each function of its file that we
-    know; return whether there is one."""
+    """Call ours for each function of its file that we know; return whether there is one."""
     return call_ours_(module, _ours_of)
 
 

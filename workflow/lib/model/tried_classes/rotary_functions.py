@@ -58,8 +58,7 @@ TABLES = {
 
 
 def rotate_by_kernel_(module: nn.Module) -> bool:
-    """Have a module's own forward call our operation in place of each function of its file that
-    rotates heads; return whether there is one."""
+    """Call ours for each function that rotates heads in a module's forward; return if any."""
     return call_ours_(module, _rotating_of)
 
 
@@ -69,8 +68,7 @@ def _rotating_of(function: FunctionType) -> Callable[..., Any] | None:
 
 
 def _rotating(function: Any, form: Form) -> Callable[..., Any]:
-    """Return our operation with the arguments and the result of `function`, which gets the calls
-    that it does not know."""
+    """Return ours with `function`'s arguments and result; unknown calls go to `function`."""
 
     def rotating(*args: Any, **options: Any) -> Any:
         axis = options.get(AXIS, form.axis)
@@ -122,8 +120,7 @@ def rotary_form(function: FunctionType) -> Form | None:
 
 
 def _agrees(function: FunctionType, form: Form, axis: int, pairs: int) -> bool | None:
-    """Whether a function rotates so many pairs of dimensions in this form; None: it takes none such
-    or other arguments."""
+    """Whether a function rotates so many pairs in this form; None: it takes no such arguments."""
     heads, cos, sin = _drawn(form, axis, pairs)
     options = {} if axis == form.axis else {AXIS: axis}
 

@@ -8,8 +8,7 @@ from torch import nn
 
 
 def stand_in_for(module: nn.Module) -> nn.Module:
-    """Return a module of the same class with the attributes of `module`, and none of its parameters
-    and children."""
+    """Return a module of the same class and attributes, without its parameters and children."""
     made = type(module).__new__(type(module))  # with the class's methods, which its forward calls
     nn.Module.__init__(made)
     for name, value in vars(module).items():
@@ -19,15 +18,13 @@ def stand_in_for(module: nn.Module) -> nn.Module:
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
-    """Whether the forward of a module's class has one argument: another, which may be left out,
-    could change what it computes."""
+    """Whether a class's forward has one argument: an optional other one could change its value."""
     return len(inspect.signature(type(module).forward).parameters) == 2  # self is the first
 
 
 @torch.no_grad()
 def tried(stand_in: nn.Module, *given: torch.Tensor) -> torch.Tensor | None:
-    """Return what the forward of a stand-in gives; None: no tensor, or the class wants other
-    attributes or makes other shapes."""
+    """Return what a stand-in's forward gives; None: no tensor, other attributes or shapes."""
     try:
         output = type(stand_in).forward(stand_in, *given)
     except (AttributeError, TypeError, RuntimeError):

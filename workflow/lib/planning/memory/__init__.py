@@ -2,5 +2,4 @@
 
 `recorded_peaks` draws lines between a few of them, for the search of plans. `replay` runs one (an
 `allocation_tape`) through `caching_allocator`, a model of PyTorch's allocator.
-It imports `model.architecture`, and no torch.
-"""
+It imports `model.architecture`, and no torch."""

@@ -5,8 +5,7 @@ Read from c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with `expandabl
 which `launch` sets. Every stream has a pool of small blocks and one of large ones. A request is
 rounded up to 512 bytes and takes the smallest free block that holds it; the rest of that block
 stays free, and free neighbours become one. Where none holds it, the pool's segment grows by whole
-pages, which count as reserved. Pages go back to the GPU only when it has no more.
-"""
+pages, which count as reserved. Pages go back to the GPU only when it has no more."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
@@ -54,9 +53,7 @@ class _Pool:
             del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def take_best(self, size: int) -> Block | None:
-        """Remove and return the smallest free block that holds `size`. One that can grow counts
-        with what it can grow to.
-        """
+        """Remove and return the smallest free block for `size`; a growing one counts as grown."""
         free = self.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -76,13 +73,10 @@ class CachingAllocator:
     of both.
 
     Where a limit would be passed, free pages are given back first; what is lacking even then is
-    noted, and served.
-    """
+    noted, and served."""
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
-        """limit_bytes: what may be taken from the GPU, as `set_per_process_memory_fraction` bounds
-        it.
-        """
+        """limit_bytes: of what may be taken from the GPU (`set_per_process_memory_fraction`)."""
         self._limit = limit_bytes
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self.allocated = self.reserved = 0
@@ -139,9 +133,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> Block:
-        """Put pages behind the first `size` bytes of a block; return the free block that they are
-        part of then.
-        """
+        """Put pages behind the first `size` bytes of a block; return their free block."""
         pool = block.pool
         mapped_bytes = -(-size // pool.page) * pool.page
         pool.remove(block)
@@ -172,9 +164,7 @@ def rounded(num_bytes: int) -> int:
 
 
 def _asked(size: int) -> int:
-    """Return what a request counts against the limit when no free block holds it
-    (get_allocation_size).
-    """
+    """Return what a request counts against the limit without a free block (get_allocation_size)."""
     if size <= LARGEST_SMALL:
         return SMALL_PAGE
     return LARGE_PAGE if size < LARGE_PAGE // 2 else -(-size // SMALL_PAGE) * SMALL_PAGE
@@ -192,9 +182,7 @@ def _room(block: Block) -> int:
 
 
 def _first_room(pool: _Pool, size: int) -> Block:
-    """Return the first block without memory, or the free one right before it, from which `size`
-    bytes can be had.
-    """
+    """Return the first block without memory, or the free one before it, for `size` bytes."""
     for address in sorted(a for a, block in pool.at.items() if not block.mapped):
         block = pool.at[address]
         if block.previous is not None and not block.previous.used:

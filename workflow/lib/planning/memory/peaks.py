@@ -75,9 +75,7 @@ class Peaks:
         return sum(self.terms.values())
 
     def on_cpu(self, process_bytes: int) -> "Peaks":
-        """Return the peaks of a process that trains on a CPU and has `process_bytes` besides:
-        matmuls borrow no workspace there.
-        """
+        """Return the peaks of a CPU process of `process_bytes`: matmuls borrow no workspace."""
         return Peaks(
             {
                 name: {PROCESS: process_bytes} | {x: n for x, n in terms.items() if x != WORKSPACE}

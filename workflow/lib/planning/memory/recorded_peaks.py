@@ -6,8 +6,7 @@ the rows, and what gathered weights take, or layers on the host spare, is the sa
 four recordings (few and more rows, the most and the fewest layers recomputed), and one or two for
 each of the others where a search asks for it, tell of every plan. The largest phase counts.
 
-A line only ranks: the plan that is chosen is recorded itself, and corrects those like it.
-"""
+A line only ranks: the plan that is chosen is recorded itself, and corrects those like it."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -48,9 +47,7 @@ class RecordedPeaks:
         levels: Sequence[Recomputation],
         num_layers: int,
     ) -> None:
-        """plan: what all plans have in common, with what none of them offloads unless all do; rows,
-        levels: what they vary.
-        """
+        """plan: common to all plans, offloading least; rows, levels: what they vary."""
         self._plan, self._record, self._num_layers = plan, record, num_layers
         few = min(rows)
         self._few, self._more = few, min((n for n in rows if n > few), default=few)
@@ -60,9 +57,7 @@ class RecordedPeaks:
         self._shares: dict[Hashable, float] = {}
 
     def of(self, plan: StepPlan) -> Peaks:
-        """Return what a plan is expected to allocate, corrected by the last recorded plan of its
-        kind.
-        """
+        """Return what a plan should allocate, corrected by its kind's last recorded plan."""
         sums: dict[Point, float] = {}
         for point, weight in self._weights(plan):
             sums[point] = sums.get(point, 0.0) + weight
@@ -144,9 +139,7 @@ class RecordedPeaks:
         yield from ((level, x) for level, x in ((self._most, share), (self._least, 1 - share)) if x)
 
     def _away(self, plan: StepPlan, level: Recomputation) -> float:
-        """Return the share of the layers like those of `level`, recomputed or not, whose
-        activations are offloaded.
-        """
+        """Return the share of a level's layers of one kind whose activations are offloaded."""
         chosen = plan.activation_checkpointing
         away = activation_offload_layers(
             plan.offload_activations, recomputation=chosen, num_layers=self._num_layers

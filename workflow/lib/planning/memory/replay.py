@@ -2,8 +2,7 @@
 allocator's model (`caching_allocator`).
 
 A replay knows what a sum of tensors does not: pages that a stream has taken and another cannot use,
-pieces that fit nothing, buffers that meet for a moment. It gives the verdict on one plan.
-"""
+pieces that fit nothing, buffers that meet for a moment. It gives the verdict on one plan."""
 
 from dataclasses import dataclass
 
@@ -19,8 +18,7 @@ class Replay:
     peaks: Peaks
     reserved_bytes: int
     lacking_bytes: int
-    """What the allocator would need beyond its limit, though it gives back all that is free; 0 if
-    it can serve everything."""
+    """What the allocator would need beyond its limit with all free memory given back."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -29,9 +27,7 @@ class Replay:
 
 
 def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
-    """Return the peaks of a tape's events with an allocator that may take `limit_bytes` from the
-    GPU, or any number.
-    """
+    """Return the peaks of a tape with an allocator that may take `limit_bytes`, or any number."""
     allocator = CachingAllocator(limit_bytes=limit_bytes)
     blocks: dict[int, Block] = {}
     peaks, moments, phase = {LOAD: 0}, {LOAD: 0}, LOAD
@@ -72,9 +68,7 @@ def _terms(tape: Tape, moments: dict[str, int]) -> dict[str, Terms]:
 
 
 def _host_bytes(tape: Tape) -> int:
-    """Return the page-locked memory that a tape asks for: PyTorch rounds each request up to a power
-    of two, and keeps what is released.
-    """
+    """Return the page-locked bytes of a tape: rounded to powers of two, and never freed."""
     there = most = 0
     for event in tape.events:
         if isinstance(event, int) and tape.streams[tensor := max(event, ~event)] == HOST:

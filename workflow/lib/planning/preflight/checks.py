@@ -1,8 +1,7 @@
 """What preflight reads, the machine and the tokens, and what it refuses whatever the memory.
 
 Only settings, `config.json`, the manifest and the machine are looked at: the checks also run before
-anything is downloaded or tokenized.
-"""
+anything is downloaded or tokenized."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -42,8 +41,7 @@ def read_machine(settings: HardwareConfig) -> Machine:
     """Ask this machine what a run gets on each node; raises `UserError` if that is less than the
     settings ask for.
 
-    Where no GPU is visible it may be asked to plan for `hardware.gpu_model`.
-    """
+    Where no GPU is visible it may be asked to plan for `hardware.gpu_model`."""
     device, processes = num_processes(settings)
     imagined = imagined_model(settings)
     if imagined is not None:
@@ -96,8 +94,7 @@ def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -
     whatever the data, as far as that is known.
 
     Nothing is known of a folder that is still to be downloaded. Of a model without a description,
-    or with another one's, config.json alone is looked at; `describe_model` comes first then.
-    """
+    or with another one's, config.json alone is looked at; `describe_model` comes first then."""
     path = folder / "config.json"
     if not folder.exists():
         return
@@ -126,8 +123,7 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
 
     trains_here: whether this is the machine that will train it, so that `hardware.gpus` can be held
     against what is visible. Elsewhere a number is believed, and of `auto` nothing is known but that
-    it suits any model.
-    """
+    it suits any model."""
     check_context(run.data.seq_len, shape)
     check_gguf(run, shape)
     if run.hardware.gpu_model is not None:
@@ -149,8 +145,7 @@ def check_gguf(run: RunConfig, shape: ModelShape) -> None:
     """Raise `UserError` if the adapter is to become a GGUF file and has a part for each expert.
 
     PEFT keeps the experts' parts of a stack side by side in one matrix, which llama.cpp's converter
-    does not take apart.
-    """
+    does not take apart."""
     if not run.export.gguf or "adapter" not in run.export.gguf_of:
         return
     stacks = {linear.path for kind in shape.kinds for linear in kind.linears if linear.experts > 1}
@@ -168,8 +163,7 @@ def check_gguf(run: RunConfig, shape: ModelShape) -> None:
 def check_context(seq_len: int, shape: ModelShape) -> None:
     """Raise `UserError` if rows are longer than the model can read.
 
-    Rows up to max_position_embeddings are those that dynamic NTK scaling leaves alone, too.
-    """
+    Rows up to max_position_embeddings are those that dynamic NTK scaling leaves alone, too."""
     if seq_len > shape.max_position_embeddings:
         raise setting_error(
             "data.seq_len",
@@ -180,9 +174,7 @@ def check_context(seq_len: int, shape: ModelShape) -> None:
 
 
 def check_batch(run: RunConfig, machine: Machine) -> tuple[int, list[int]]:
-    """Return a process's rows of a step, and the micro-batch sizes to consider; raises `UserError`
-    if either is impossible.
-    """
+    """Return a process's rows of a step and its micro-batch sizes, or raise `UserError`."""
     rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
     sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=machine.processes)
     return rows, sizes

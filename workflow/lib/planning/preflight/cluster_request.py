@@ -2,8 +2,7 @@
 
 Predictions are of the peak and of undisturbed work, so both get room: what is asked for too low is
 killed, what is asked for too high only waits longer. A job that is tried again asks for more
-memory.
-"""
+memory."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -74,8 +73,7 @@ def training(
     tokens.
 
     Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be
-    made.
-    """
+    made."""
     decision, forecasted = _decide(run, Path(description), manifest, recorder)
     minutes = _training_minutes(forecasted) + START_MIN
     return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes)
@@ -93,8 +91,7 @@ def reading(
     `evaluate_run`, which loads the original too.
 
     Weights are read by way of host memory. Held-out documents are fewer than those trained on, and
-    nobody knows how long tasks take.
-    """
+    nobody knows how long tasks take."""
     decision, forecasted = _decide(run, Path(description), manifest, recorder)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0
@@ -109,9 +106,7 @@ def reading(
 
 
 def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
-    """Return what `quantize_base` needs, whatever the tokens: it streams, so three copies of the
-    largest tensor, in 32 bits. Reads the headers of the checkpoint.
-    """
+    """Return what `quantize_base` needs: three copies of the largest tensor, in 32 bits."""
     tensors = read_headers(sorted(Path(model).glob("*.safetensors")))
     largest = 4 * max(math.prod(tensor.shape) for tensor in tensors.values())
     stored = sum(tensor.num_bytes for tensor in tensors.values())
@@ -129,8 +124,7 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
 
 def _calibration_bytes(run: RunConfig, shape: ModelShape) -> int:
     """Hidden states of all rows before and after a layer, and of a mixture those of its experts;
-    without a GPU a layer and the matrices of its widest linear too, all in fp32.
-    """
+    without a GPU a layer and the matrices of its widest linear too, all in fp32."""
     rows = run.quantize.calibration_tokens + MEASURED_MODELS * MEASURED_TOKENS
     experts = shape.largest(_in_stacks)
     hidden = (3 if experts else 2) * 4 * rows * shape.hidden_size
@@ -147,9 +141,7 @@ def _in_stacks(layer: DecoderLayer) -> int:
 
 
 def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
-    """Forward passes, for each group of linears with one input and for what is measured, and the
-    rounding, column by column.
-    """
+    """Forward passes, for each group of linears and what is measured, and rounding by column."""
     cuda = requested_processes(run.hardware)[0] == "cuda"
     tokens = CALIBRATION_PASSES * run.quantize.calibration_tokens
     tokens += MEASURED_MODELS * MEASURED_TOKENS

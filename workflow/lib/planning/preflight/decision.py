@@ -40,9 +40,7 @@ logger = logging.getLogger("workflow")
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen candidate, all candidates, and what it was compared with; `reason` says what
-    decided.
-    """
+    """The chosen candidate, all candidates, their comparison; `reason` says what decided."""
 
     fits: bool
     reason: str
@@ -70,8 +68,7 @@ def decide(
 
     `disk_free_bytes` is None where there is no disk to ask; estimate: by the lines between
     recordings alone. Raises `UserError` if a setting cannot work with this model or machine,
-    whatever its memory, and of a model that cannot be recorded, if the settings leave a choice.
-    """
+    whatever its memory, and of a model that cannot be recorded, if the settings leave a choice."""
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
     plan = replace(
@@ -122,9 +119,7 @@ def decide(
 def _lines(
     plan: StepPlan, choices: Choices, record: Recorder, *, rows: int, num_layers: int
 ) -> RecordedPeaks:
-    """Return the lines for what the choices leave open. Gradients of earlier micro-batches count
-    where any plan has some.
-    """
+    """Return the lines for what is open, with earlier gradients where any plan has some."""
     levels: Any = choices.values.get(RECOMPUTATION, [plan.activation_checkpointing])
     common = replace(plan, accumulation_steps=rows // min(choices.sizes))
     return RecordedPeaks(

@@ -74,8 +74,7 @@ def forecast(
 
 def _of_recurrent_layers(shape: ModelShape) -> str:
     """Return what the basis of a predicted time says of recurrent layers: a recurrence by its
-    family's code may take many times as long as all else (`docs/time-model.md`).
-    """
+    family's code may take many times as long as all else (`docs/time-model.md`)."""
     layers = shape.total(lambda layer: int(layer.recurrent))
     if not layers:
         return ""

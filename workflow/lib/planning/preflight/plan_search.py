@@ -6,8 +6,7 @@ candidate are predicted by lines between recordings (`recorded_peaks`), its seco
 `machine_speed`. What saves memory costs time; the memory that it saves allows larger micro-batches,
 which save time. Which of the two wins depends on shapes, memory and links, so all are tried: some
 hundred. What the search would keep on the host is left out where it is no faster than what fits
-without.
-"""
+without."""
 
 import math
 from bisect import bisect_left
@@ -51,8 +50,7 @@ class Candidate:
     host_bytes: int = 0
     """Host memory of a node's processes together."""
     lacking_host_bytes: int = 0
-    """How much more of that would be needed than there is; 0 or less if it is there or not
-    known."""
+    """How much more would be needed than there is; 0 or less if it is there or unknown."""
     replayed: Replay | None = None
     """Of its own recording, if there is one; `lacking_bytes` is by this then."""
 
@@ -68,9 +66,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak fits with slack and margin, and the host holds what it has
-        to.
-        """
+        """Whether the peak fits with slack and margin, and the host holds its part."""
         return self.lacking_bytes <= 0 and self.lacking_host_bytes <= 0
 
 
@@ -129,9 +125,7 @@ class Question:
 
 
 def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Candidate]:
-    """Predict every choice; where one does not fit, once more with layers on the host, as few as
-    let it fit, or all.
-    """
+    """Predict every choice; what does not fit, with the fewest layers on the host."""
     options, unasked = list[Candidate](), list[StepPlan]()
     for tried in choices.plans(plan, rows=question.rows):
         if choices.takes_host_memory(tried):
@@ -165,8 +159,7 @@ def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> 
     """Return of how many layers an option lets `plan` fit, the fewest, by bisection; all if fewer
     do not.
 
-    Most plans that do not fit need all, so what is one fewer is asked first.
-    """
+    Most plans that do not fit need all, so what is one fewer is asked first."""
 
     def holds(count: int) -> bool:
         return question.holds(plan.changed({option.field: count}))
@@ -206,9 +199,7 @@ def seconds(question: Question, plan: StepPlan) -> float:
 
 
 def _in_all_of_the_host(option: Candidate, limits: Budget) -> Candidate:
-    """Return a plan judged by all of the host memory: of a machine that is only imagined, where
-    none fits by half of it.
-    """
+    """Return a plan judged by all host memory: of an imagined machine, where half holds none."""
     if limits.host_capacity_bytes is None:
         return option
     return replace(option, lacking_host_bytes=option.host_bytes - limits.host_capacity_bytes)
@@ -218,8 +209,7 @@ def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> i
     """Host memory that a plan may take; None = no bound is known.
 
     What nobody has asked to be page-locked leaves half of the host's memory alone; where that is
-    not known, as of a machine that is only imagined, it is taken to be twice the GPUs'.
-    """
+    not known, as of a machine that is only imagined, it is taken to be twice the GPUs'."""
     if not unasked or machine.gpu_bytes is None:
         return limits.host_capacity_bytes
     if limits.host_capacity_bytes is None:
@@ -235,8 +225,7 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
     equally fast ones the one with most rows is taken, then the one with the smallest peak; of those
     that offload, within 3%, the one that takes least host memory. If none fits, the one that lacks
     least. On the CPU micro-batches have at most 8 rows, if there are such candidates: larger ones
-    gain nothing.
-    """
+    gain nothing."""
     small = [c for c in options if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
     allowed = small if device == "cpu" and small else options
     fitting = [candidate for candidate in allowed if candidate.fits]
@@ -249,17 +238,13 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
 
 
 def is_worth_recording(candidate: Candidate, known: Candidate) -> bool:
-    """Whether a candidate asks less of the machine than a known one that fits, or is faster by 3%
-    or more.
-    """
+    """Whether a candidate asks less than a known one that fits, or is faster by 3% or more."""
     less = demands(candidate.plan) < demands(known.plan)
     return less or candidate.step_s < known.step_s / (1 + NEGLIGIBLE)
 
 
 def _fastest(alike: list[Candidate]) -> Candidate:
-    """Of plans that ask for the same: the fastest, with most rows; where activations are offloaded,
-    the least of them.
-    """
+    """Of plans that ask for the same: the fastest, most rows, least offloaded activations."""
     first = min(
         alike,
         key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.peak_bytes),

@@ -11,8 +11,7 @@ FASTER, SLOWER = 6, 3  # plans shown on either side of the chosen one
 
 def nearest_plans(plans: Sequence[TriedPlan]) -> list[TriedPlan]:
     """Return the chosen plan (of a run that does not fit, the one that needs least) between the
-    next ones that would be faster and the next slower ones that fit, by their time.
-    """
+    next ones that would be faster and the next slower ones that fit, by their time."""
     chosen = min(plans, key=lambda p: (p.why not in VERDICTS_OF_CHOSEN, abs(p.relative_time - 1)))
     ordered = sorted(plans, key=lambda plan: (plan.relative_time, plan.peak_bytes))
     index = ordered.index(chosen)

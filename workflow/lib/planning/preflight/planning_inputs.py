@@ -1,8 +1,7 @@
 """From settings, shapes and a machine to the plan that they ask for, and the sizes of micro-batches
 that the search tries (`plan_search`).
 
-Nothing here reads a file or asks the machine: the caller passes `Machine`.
-"""
+Nothing here reads a file or asks the machine: the caller passes `Machine`."""
 
 from collections.abc import Mapping
 
@@ -33,9 +32,7 @@ from workflow.lib.system.errors import setting_error
 
 
 def rows_per_process(global_batch_size: int, *, processes: int) -> int:
-    """Return the rows of a step that each process trains on; raises `UserError` if they are not
-    whole.
-    """
+    """Return the rows of a step for each process; raises `UserError` if they are not whole."""
     if global_batch_size % processes == 0:
         return global_batch_size // processes
     below = global_batch_size // processes * processes
@@ -50,9 +47,7 @@ def rows_per_process(global_batch_size: int, *, processes: int) -> int:
 
 
 def shard_size(wanted: int | str, *, processes: int) -> int:
-    """Return how many processes share one copy of the model; raises `UserError` if that leaves some
-    over.
-    """
+    """Return how many processes share a copy of the model; raises `UserError` for a remainder."""
     if wanted == "auto":
         return processes
     size = int(wanted)
@@ -75,8 +70,7 @@ def divisors(number: int) -> list[int]:
 def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[int]:
     """Return the micro-batch sizes to consider: the one that is set, or all divisors of `rows`.
 
-    Raises `UserError` if the one that is set does not divide the rows of a process.
-    """
+    Raises `UserError` if the one that is set does not divide the rows of a process."""
     valid = divisors(rows)
     if wanted == "auto":
         return valid
@@ -98,9 +92,7 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
 
 
 def matmul_dtype(run: RunConfig, machine: Machine) -> str:
-    """Return what training steps multiply frozen weights in; raises `UserError` for a type that the
-    machine has not.
-    """
+    """Return the matmul dtype of training; raises `UserError` for one that the machine lacks."""
     dtype = compute_dtype(run.model, machine)
     return choose_matmul_dtype(run.train.matmul_dtype, _hardware(machine), compute_dtype=dtype)
 
@@ -115,8 +107,7 @@ def training_attention(
     """Return the attention that training will choose, and why.
 
     needs: of the model (`attention_needs`). Raises `UserError` if the one asked for by name cannot
-    run there.
-    """
+    run there."""
     needs = needs.asked(model.attention_dropout)
     if model.attention != "auto":
         lack = asked_attention_lack(
@@ -154,9 +145,7 @@ def attention_needs(shape: ModelShape) -> AttentionNeeds:
 
 
 def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:
-    """Return which of embedding, head and routers are trained whole; raises `UserError` as
-    `adapter_targets.modules_to_save` does.
-    """
+    """Return which of embedding, head and routers are trained; raises as `modules_to_save` does."""
     offered = WholeModules(
         embedding=shape.embedding,
         head=shape.head,
@@ -167,9 +156,7 @@ def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:
 
 
 def router_aux_loss_coef(run: RunConfig, shape: ModelShape) -> float:
-    """Return what the router's load-balancing loss is multiplied by, 0 without one; raises
-    `UserError` if the settings ask for one that the family has not.
-    """
+    """Return the coefficient of the router's loss, 0 without; raises `UserError` for none."""
     trained = not trained_modules(run, shape).isdisjoint(shape.router_paths())
     return balance_coefficient(
         run.train.router_aux_loss_coef,
@@ -180,9 +167,7 @@ def router_aux_loss_coef(run: RunConfig, shape: ModelShape) -> float:
 
 
 def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
-    """Return the rank of each adapted linear by its path; raises `UserError` as
-    `adapter_targets.adapter_ranks` does.
-    """
+    """Return the rank of each adapted linear by path; raises as `adapter_targets.adapter_ranks`."""
     stacks = [
         f"{shape.layers}.{number}.{linear.path}"
         for number in range(shape.num_layers)
@@ -196,8 +181,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
     """Return the plan that settings ask for, with micro-batches of one row and recomputation of all
     layers where the search decides.
 
-    Raises `UserError` if a LoRA target is no linear of the model.
-    """
+    Raises `UserError` if a LoRA target is no linear of the model."""
     trained = trained_modules(run, shape)
     ranks = _largest_ranks(target_ranks(run, shape))
     needs = attention_needs(shape)
@@ -255,17 +239,13 @@ def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
 
 
 def _trained_routers(shape: ModelShape, trained: set[str]) -> tuple[str, ...]:
-    """Return the paths within a layer of the routers that are trained in any: memory is predicted
-    as if they were in all.
-    """
+    """Return the paths in a layer of routers that any layer trains: predicted as if all did."""
     inside = {path for kind in shape.kinds for path in kind.routers}
     return tuple(sorted(x for x in inside if any(path.endswith(f".{x}") for path in trained)))
 
 
 def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest rank of any layer by the linear's name: memory is predicted as if all
-    layers had that.
-    """
+    """Return the largest rank of any layer by linear's name: predicted as if all had it."""
     largest: dict[str, int] = {}
     for path, rank in ranks.items():
         name = path.rpartition(".")[2]

@@ -1,6 +1,4 @@
-"""What to change when a run does not fit: single changes of a setting, each recorded like the run
-itself.
-"""
+"""What to change when a run does not fit: single settings, each recorded like the run itself."""
 
 import json
 import math
@@ -71,8 +69,7 @@ def remedies(
     """Return up to `most` single changes that fit, the nearest first, of each kind the smallest
     that does; if there is none, those that save most of the `before_bytes` of the plan.
 
-    Micro-batches other than the given one are recorded with one row.
-    """
+    Micro-batches other than the given one are recorded with one row."""
     kinds = sorted(
         filter(None, _options(shape, plan, machine, global_batch_size=global_batch_size)),
         key=_place,
@@ -202,9 +199,7 @@ def _process_setting(machine: Machine) -> str:
 
 
 def _process_counts(machine: Machine, global_batch_size: int) -> list[int]:
-    """More GPUs, or fewer CPU processes: each of these has its own copy of the libraries and
-    activations.
-    """
+    """More GPUs, or fewer CPU processes, each of which has its own libraries and activations."""
     valid = [p for p in divisors(global_batch_size) if p % machine.nodes == 0]
     if machine.device == "cuda":
         return [p for p in valid if machine.processes < p <= MOST_GPUS]

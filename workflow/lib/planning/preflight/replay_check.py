@@ -2,8 +2,7 @@
 before it is believed.
 
 What a recording shows corrects the lines that the search is by, and it goes on until it chooses a
-plan that was recorded, or none that is worth a recording.
-"""
+plan that was recorded, or none that is worth a recording."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,9 +27,7 @@ class NotRecordedError(UserError):
 
 
 class Recorder(Protocol):
-    """Runs plans of a model on tensors without values; raises `NotRecordedError` where it
-    cannot.
-    """
+    """Runs plans on tensors without values; raises `NotRecordedError` where it cannot."""
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
         """Return the peaks of a process of each plan."""
@@ -48,8 +45,7 @@ def confirmed(
     record: Recorder,
 ) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate whose replay fits, and all candidates with what replays have shown;
-    search: finds them, by `lines`. If none fits, the one that needs least, replayed too.
-    """
+    search: finds them, by `lines`. If none fits, the one that needs least, replayed too."""
     known = list[Candidate]()
     while True:
         options = _with_replays(search(), known)
@@ -65,9 +61,7 @@ def confirmed(
 
 
 def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Candidate]:
-    """Return the options with those that were replayed in their places, or after them where the
-    search has come to others.
-    """
+    """Return the options with the replayed ones in their places, new ones after them."""
     plans = [candidate.plan for candidate in options]
     found = list(options)
     for candidate in known:
@@ -79,9 +73,7 @@ def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Cand
 
 
 def recorded(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
-    """Return a candidate with its recording, and what it takes and lacks by that. CPUs have no such
-    allocator.
-    """
+    """Return a candidate with its recording and what it lacks by it; CPUs are not replayed."""
     if candidate.plan.device == "cpu":
         (peaks,) = record.peaks([candidate.plan])
         reserved = peaks.allocated_bytes + limits.slack_bytes(peaks.allocated_bytes)

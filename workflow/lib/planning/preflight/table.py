@@ -18,9 +18,7 @@ WIDTH = 100  # columns
 
 
 def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> str:
-    """Return the tables of a forecast as plain text; host_origin: what says how much host memory
-    there is.
-    """
+    """Return a forecast's tables as plain text; host_origin: what says how much memory there is."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
     console.print(_terms(forecast, run=run))
     console.print(_plans(forecast))
@@ -111,9 +109,7 @@ def _time(time: Estimate) -> str:
 
 
 def _shares(parts: dict[str, float]) -> str:
-    """Of the time of a micro-batch, in percent, the largest first; below half a percent left
-    out.
-    """
+    """Shares of a micro-batch's time, percent, the largest first; none below half a percent."""
     whole = sum(parts.values())
     shares = sorted(((seconds / whole, name) for name, seconds in parts.items()), reverse=True)
     words = (f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares if share >= 0.005)

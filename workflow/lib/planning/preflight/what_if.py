@@ -2,8 +2,7 @@
 machine.
 
 It answers with the same decision as `preflight`; what it has to imagine are the machine (free of
-anything else) and the tokens (rows without padding, every token trained).
-"""
+anything else) and the tokens (rows without padding, every token trained)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,8 +36,7 @@ def find_shape(
     (its config.json alone).
 
     describe: describes the model of a folder or a config.json, which takes torch. Raises
-    `UserError` if there is none of that name; the nearest shipped ones are listed.
-    """
+    `UserError` if there is none of that name; the nearest shipped ones are listed."""
     path = Path(model)
     if path.exists():
         return describe(path)
@@ -86,8 +84,7 @@ def settings_of(
     values as in YAML).
 
     Rows of a step, unless given: the smallest multiple of the processes from 16 on. Raises
-    `UserError` as `load_config` does.
-    """
+    `UserError` as `load_config` does."""
     rows = math.ceil(16 / processes) * processes if batch is None else batch
     document: dict[str, Any] = {
         "data": {"seq_len": seq_len},
@@ -116,9 +113,7 @@ def settings_of(
 
 
 def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> TokenCounts:
-    """Return the counts of `rows` full rows, all of whose tokens are trained; raises `UserError`
-    if there are none.
-    """
+    """Return the counts of `rows` full trained rows; raises `UserError` if there are none."""
     if not 1 <= rows <= MOST_ROWS:
         bound = f"it must be 1 to {MOST_ROWS:,}"
         raise setting_error("--rows", rows, bound, "Give the rows of the training data")

@@ -1,5 +1,4 @@
 """Seconds of a training step, from rates that were fitted to measurements.
 
 Begin with `step_time` and `machine_speed`; `calibration` fits the rates.
-It imports `planning.memory`, and no torch.
-"""
+It imports `planning.memory`, and no torch."""

@@ -5,8 +5,7 @@ starts from known constants and leaves them only as far as the measurements ask 
 the mean pseudo-Huber loss of the relative errors, in which a few outliers count little, plus a
 small pull to the start. Where a step was profiled, the parts that its kernels tell apart count too,
 so that they add up for the right reasons. Constants are searched by their logarithms, one after the
-other, with a step that halves (pattern search, Hooke and Jeeves 1961).
-"""
+other, with a step that halves (pattern search, Hooke and Jeeves 1961)."""
 
 import json
 import math
@@ -47,9 +46,7 @@ FIRST_STEP, LAST_STEP = 0.2, 0.004  # of the logarithm of a constant
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured step: what a process did for each of its micro-batches, and the seconds of the
-    step.
-    """
+    """A measured step: what a process did for each micro-batch, and the step's seconds."""
 
     label: str
     work: Work
@@ -83,8 +80,7 @@ def read_timings(path: Path, gpu: GpuModel, *, name: str) -> list[Timing]:
     gpu: its data sheet.
 
     Left out are rows of several documents, whose attention is not that of whole rows, and eager
-    attention, which the roofline does not know. Raises `UserError` if the file cannot be read.
-    """
+    attention, which the roofline does not know. Raises `UserError` if the file cannot be read."""
     try:
         lines = [_row(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
         return [timing_of(line, gpu) for line in lines if serves(line, name)]
@@ -193,9 +189,7 @@ def _around(
     step: float,
     start: Constants,
 ) -> tuple[Constants, float]:
-    """Move every constant up or down by `step` where that is better; return the last and its
-    loss.
-    """
+    """Move constants up or down by `step` where that is better; return the last and its loss."""
     for name, value in asdict(best).items():
         for factor in (math.exp(step), math.exp(-step)):
             moved = replace(best, **{name: value * factor})

@@ -4,8 +4,7 @@ A micro-batch gathers every decoder layer's packed weights for forward and, if t
 again for backward, sends the hidden states to the slices of the head and their gradients back, and
 reduces the adapters' gradients; with replicas (HSDP) these are summed over the replicas too.
 Collectives are counted as rings: a GPU receives all but its own part, a node all but its own nodes'
-part through its network.
-"""
+part through its network."""
 
 import math
 from dataclasses import dataclass
@@ -22,9 +21,7 @@ NETWORK_PER_GPU = 50e9  # one 400 Gb/s port for each GPU; assumed where a run ta
 
 @dataclass(frozen=True)
 class Fabric:
-    """How GPUs are connected: bytes/s and direction of a GPU inside its node, and of a whole node
-    to the others.
-    """
+    """How GPUs are connected: bytes/s in one direction, of a GPU inside and of a node outside."""
 
     name: str
     gpus_per_node: int
@@ -36,9 +33,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds of a micro-batch's collectives, and the bytes of weights that they put into the GPU's
-    memory.
-    """
+    """Seconds of a micro-batch's collectives, and the bytes of weights that they bring."""
 
     beside_s: float
     """May run beside compute (FSDP2 prefetches the next layer)."""
@@ -55,9 +50,7 @@ NO_TRAFFIC = Traffic(0.0, 0.0, 0.0)
 
 
 def fabric_of(gpu: GpuModel, *, gpus_per_node: int) -> Fabric:
-    """Return how such GPUs are connected as they are usually sold: by their own links, or by PCIe
-    through the host.
-    """
+    """Return how such GPUs are usually connected: by own links, or by PCIe through the host."""
     network = NETWORK_PER_GPU * gpus_per_node
     return Fabric(gpu.link.name, gpus_per_node, gpu.link.bandwidth, network, gpu.link.share)
 
@@ -113,9 +106,7 @@ def _gathered(layer: DecoderLayer, setup: StepPlan) -> int:
 
 
 def _reduction_seconds(num_bytes: int, setup: StepPlan, fabric: Fabric) -> float:
-    """Of one layer's adapter gradients: a reduction over the shards, and a sum over replicas
-    (reduced and gathered).
-    """
+    """Of a layer's adapter gradients: reduced over the shards, summed over replicas."""
     shards = setup.shards
     across = ring_seconds(
         num_bytes / shards,
@@ -127,9 +118,7 @@ def _reduction_seconds(num_bytes: int, setup: StepPlan, fabric: Fabric) -> float
 
 
 def _vocabulary_seconds(shape: ModelShape, setup: StepPlan, fabric: Fabric) -> float:
-    """To the slices of the head, and back as gradients in fp32; rows of a sliced embedding come
-    back too.
-    """
+    """To the head's slices, and back as fp32 gradients; rows of a sliced embedding too."""
     rows = setup.slices * setup.tokens * shape.hidden_size
     travels = [setup.compute_bytes, 4] + ([] if setup.rows_from_host else [setup.compute_bytes])
     return sum(ring_seconds(rows * n, fabric, processes=setup.slices) for n in travels)

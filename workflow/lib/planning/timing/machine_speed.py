@@ -1,6 +1,4 @@
-"""How fast a machine's GPUs are: from its table, or from what was measured on it, and on what that
-rests.
-"""
+"""How fast a machine's GPUs are, by its table or by measurements, and what that rests on."""
 
 import statistics
 from dataclasses import dataclass, replace
@@ -57,9 +55,7 @@ class Speed:
     def parts(
         self, shape: ModelShape, setup: StepPlan, *, trained_share: float, micro_batches: int = 1
     ) -> Parts:
-        """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU; a step
-        has `micro_batches`.
-        """
+        """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU."""
         work = micro_batch_work(
             shape, setup, trained_share=trained_share, micro_batches=micro_batches
         )
@@ -84,8 +80,7 @@ def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 
     compute_bytes: of the compute dtype; on CPUs speed depends on it.
 
     Raises `UserError` if that file cannot be read or says nothing of a kind of GPU that the machine
-    has.
-    """
+    has."""
     names = sorted(set(machine.gpu_names))
     if not names:
         speed = _cpu_speed(bfloat16=machine.bfloat16, compute_bytes=compute_bytes)

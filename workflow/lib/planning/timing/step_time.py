@@ -5,8 +5,7 @@ the data sheet promises. Three things run beside it, and count only for what the
 Python, which launches the kernels; traffic between GPUs; and activations on their way to the host
 and back. On PCIe the last two share the slot. Constants come from measurements (`calibration`);
 which ones, `machine_speed` decides.
-Units: FLOP, bytes, seconds.
-"""
+Units: FLOP, bytes, seconds."""
 
 from dataclasses import dataclass, replace
 
@@ -28,15 +27,12 @@ class Constants:
     elementwise_traffic: float
     """Bytes moved in elementwise work for each byte that autograd keeps and each pass."""
     launch_s: float
-    """What Python takes to launch one pass of one layer, and what it takes more if the layer is
-    sharded."""
+    """Of Python for one pass of one layer, and more for a sharded layer."""
     sharded_launch_s: float
     gather_traffic: float
-    """Bytes of memory traffic, and of waiting counted as such, for each byte of gathered
-    weights."""
+    """Bytes of memory traffic, and of waiting counted so, for each gathered byte."""
     host_share: float
-    """Of the data sheet of its PCIe slot that a GPU gets in large copies from and to page-locked
-    memory."""
+    """Of its PCIe slot's data sheet, in large copies with page-locked memory."""
     lookup_bandwidth: float
     """Bytes/s at which the host brings embedding rows. The GPU waits for them."""
     pause_s: float
@@ -104,9 +100,7 @@ HOST_MEMORY_BANDWIDTH = 150e9
 
 
 def constants_of(gpu: GpuModel) -> Constants:
-    """Return the constants of a GPU; of one that was not measured those of an H200, which its data
-    sheet scales.
-    """
+    """Return the constants of a GPU; of an unmeasured one an H200's, scaled by data sheets."""
     return BY_GPU.get(gpu.name, H200)
 
 
@@ -144,9 +138,7 @@ def gpu_parts(
 
 
 def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
-    """What Python takes to launch the kernels of a micro-batch; nothing that counts if they are a
-    graph.
-    """
+    """Seconds of Python launching the kernels of a micro-batch; 0 for graphs."""
     if work.graphed:
         return 0.0
     sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
@@ -159,9 +151,7 @@ def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
 def _waiting(
     work: Work, gpu: GpuModel, constants: Constants, traffic: Traffic, *, compute_s: float
 ) -> Parts:
-    """What traffic takes longer than the compute beside it. Activations leave in forward and come
-    back after it.
-    """
+    """What traffic takes longer than compute; activations leave in forward and return after."""
     of_all = HOST_MEMORY_BANDWIDTH / traffic.gpus_of_host
     host = min(gpu.host_bandwidth * constants.host_share, of_all)
     forward_s = work.forward_share * compute_s
@@ -181,9 +171,7 @@ def _waiting(
 
 
 def _late_layers(work: Work, traffic: Traffic, *, copy_s: float, compute_s: float) -> float:
-    """What layers from the host are late: each is copied and gathered while one layer before it
-    computes.
-    """
+    """What layers from the host are late: each is brought while the layer before it computes."""
     needed_s = copy_s + traffic.gather_s
     before = (work.forward_share, 1 - work.forward_share)
     late = (max(0.0, needed_s - share * compute_s / work.layers) for share in before)
@@ -215,8 +203,7 @@ def estimate(
     """Return the predicted time of a run.
 
     parts: of a micro-batch of `tokens` tokens, None where the speed is not known; num_gpus: 0 on
-    the CPU. `cost` is None without a price or a time.
-    """
+    the CPU. `cost` is None without a price or a time."""
     if parts is None:
         return Estimate(
             step_s=None,

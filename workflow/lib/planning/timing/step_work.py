@@ -1,7 +1,6 @@
 """What one process does for one micro-batch, counted from shapes: FLOP, bytes that move, launches.
 
-Nothing here knows how fast a GPU is; `step_time` makes seconds of it.
-"""
+Nothing here knows how fast a GPU is; `step_time` makes seconds of it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -65,17 +64,14 @@ UPDATE_BYTES = 34
 
 @dataclass(frozen=True)
 class Work:
-    """What one process does for one micro-batch; `layer_passes` counts forward, recomputation and
-    backward of each layer.
-    """
+    """A process's work for a micro-batch; `layer_passes`: forward, recomputation and backward."""
 
     product_flops: float
     """Without those of experts' frozen weights."""
     attention_flops: float
     dequantized_bytes: float
     kept_bytes: float
-    """What autograd keeps of a layer, for each pass of each layer: elementwise work grows with
-    it."""
+    """What autograd keeps of a layer, times passes of layers: elementwise work grows with it."""
     layer_passes: int
     forward_share: float
     """Of all passes."""
@@ -89,8 +85,7 @@ class Work:
     dropped_bytes: float = 0
     """Moved for dropout's masked inputs, and the gradients of them."""
     expert_flops: float = 0
-    """Of experts' frozen weights, as so many of dense matmuls as take as long where each expert
-    has many rows."""
+    """Of experts' frozen weights, as dense FLOP that take as long where each has many rows."""
     expert_weight_bytes: float = 0
     """Decoded weights that these matmuls read: what bounds them where rows are few."""
     expert_adapter_bytes: float = 0
@@ -105,8 +100,7 @@ class Work:
     stashed_bytes: float = 0
     """Activations that go to host memory, and come back."""
     hosted_layers: int = 0
-    """Layers whose packed weights come from host memory for forward and again for backward, and the
-    bytes of one of them."""
+    """Layers whose packed weights come from the host for both passes, and one's bytes."""
     hosted_bytes: int = 0
     layers: int = 1
     eight_bits: bool = False
@@ -123,8 +117,7 @@ def micro_batch_work(
     """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the
     loss; a step has `micro_batches`.
 
-    DoRA multiplies every weight with A once a step, counted as if a step had one micro-batch.
-    """
+    DoRA multiplies every weight with A once a step, counted as if a step had one micro-batch."""
     t, layers = plan.tokens, shape.num_layers
     recomputed = plan.recomputed_layers(layers)
     layer_passes = 2 * layers + recomputed
@@ -181,8 +174,7 @@ def _frozen_flops(
     """Of decoder layers' frozen weights, a token: each in forward, in recomputation less what that
     spares, and in backward (2 FLOP each), in 8 bits as so many in bf16 as take as long.
 
-    grouped: of experts, of which a token uses top_k, and not of all else.
-    """
+    grouped: of experts, of which a token uses top_k, and not of all else."""
 
     def used(layer: DecoderLayer, linears: Iterable[Linear]) -> int:
         return sum(
@@ -198,9 +190,7 @@ def _frozen_flops(
 
 
 def _adapter_flops(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
-    """Of the adapters of decoder layers, a token: each weight twice in backward. Those of experts
-    are counted by bytes.
-    """
+    """Of decoder layers' adapters, a token: each weight twice in backward; no experts."""
     adapters = shape.total(
         lambda layer: (
             layer_parameters(layer, plan)
@@ -218,9 +208,7 @@ def _decoded_bytes(
     passes: float,
     recomputed: float,
 ) -> float:
-    """Moved for all weights, of all experts too, in all passes, where `bytes_of` says how much for
-    one weight in one.
-    """
+    """Moved for all weights (all experts) in all passes; `bytes_of`: one weight, one pass."""
 
     def moved(linears: Iterable[Linear]) -> float:
         return sum(x.num_weights * bytes_of(x, plan, passes) for x in linears)
@@ -253,8 +241,7 @@ def _eight_bit_share(plan: StepPlan, *, passes: float) -> float:
 
 def _rounded_for_products(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
     """Bytes by token that are moved to round what frozen weights multiply in 8 bits: their inputs
-    in every pass but backward, and the gradients of their values in it.
-    """
+    in every pass but backward, and the gradients of their values in it."""
     if plan.matmul_dtype == COMPUTE_DTYPE:
         return 0.0
     forward = (passes - 1) * (plan.matmul_passes != "backward")
@@ -266,8 +253,7 @@ def _rounded_for_products(shape: ModelShape, plan: StepPlan, *, passes: float) -
 
 def _multiplied_elements(layer: DecoderLayer, plan: StepPlan, *, gradients: bool) -> int:
     """Elements by token of what a layer's frozen weights multiply. Linears of one module share
-    their input, all but its last, which has its own.
-    """
+    their input, all but its last, which has its own."""
     chosen = layer.linears
     if gradients:
         return sum(layer.rows(x) * x.out_features // x.experts for x in chosen)
@@ -285,8 +271,7 @@ def _module_of(linear: Linear) -> str:
 def _attention_flops(shape: ModelShape, plan: StepPlan) -> float:
     """Of a token in forward: 2 S (q + width of values) a layer, as a rule 4 S q; half of it with
     flash (causal). Backward takes 2.5 times that (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
-    Heads wider than FlashAttention's count as what they take.
-    """
+    Heads wider than FlashAttention's count as what they take."""
     causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(plan.attention_kind, 1.0)
 
     def width(layer: DecoderLayer) -> float:
@@ -299,8 +284,7 @@ def _attention_flops(shape: ModelShape, plan: StepPlan) -> float:
 
 def _elementwise_bytes(shape: ModelShape, plan: StepPlan) -> float:
     """Bytes that elementwise work of a layer grows with, on average; with eager attention also
-    scores, and their softmax in fp32 and in the compute dtype.
-    """
+    scores, and their softmax in fp32 and in the compute dtype."""
     fused = FUSED_TRAFFIC if plan.fused_layers else UNFUSED_TRAFFIC
 
     def touched(layer: DecoderLayer) -> float:
@@ -322,8 +306,7 @@ def _elementwise_bytes(shape: ModelShape, plan: StepPlan) -> float:
 
 def _launched_ahead(plan: StepPlan) -> bool:
     """Whether the next step's first micro-batch is launched before the host has read this one's
-    loss: by graphs, where the device itself decides on the update.
-    """
+    loss: by graphs, where the device itself decides on the update."""
     return plan.graphed and OPTIMIZERS[plan.optimizer].device_decides
 
 
@@ -337,8 +320,7 @@ def _adapted_stacks(layer: DecoderLayer, plan: StepPlan) -> list[Linear]:
 
 def _adapter_rows(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
     """Elements by token that the matmuls of experts' adapters read: inputs for x A^T in every pass
-    but backward and for the gradient of A, gradients for that of x A^T and for that of B.
-    """
+    but backward and for the gradient of A, gradients for that of x A^T and for that of B."""
 
     def elements(layer: DecoderLayer) -> float:
         stacks = _adapted_stacks(layer, plan)
@@ -352,8 +334,7 @@ def _adapter_rows(shape: ModelShape, plan: StepPlan, *, passes: float) -> float:
 
 def _not_recomputed(layer: DecoderLayer, plan: StepPlan) -> tuple[Linear, ...]:
     """The linear of a layer that recomputation stops before: the last one, unless its value is
-    kept, by DoRA or by a norm behind it.
-    """
+    kept, by DoRA or by a norm behind it."""
     return () if plan.dora or norms(layer) > 2 else layer.linears[-1:]
 
 
@@ -369,8 +350,7 @@ def _dropped_bytes(shape: ModelShape, plan: StepPlan) -> float:
 
 def _rounded_bytes(shape: ModelShape, plan: StepPlan) -> float:
     """Moved to round a layer's activations, and again to restore them: each element in the compute
-    type, and in 8 bits with its share of a scale. Counted, not measured.
-    """
+    type, and in 8 bits with its share of a scale. Counted, not measured."""
     elements = shape.total(lambda layer: kept_elements(layer, plan)) / shape.num_layers
     return plan.tokens * elements * (plan.compute_bytes + ROUNDED_BYTES)
 
