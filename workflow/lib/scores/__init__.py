@@ -1,0 +1,6 @@
+"""What a model says of exact tokens: the log-probability of each trained token, and a teacher's
+likeliest tokens beside it.
+
+Begin with `store` (reading) and `writer` (shards that outlive a kill). It loads no model itself:
+stages hand one in.
+"""

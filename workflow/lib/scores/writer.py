@@ -1,0 +1,171 @@
+"""Writing scores, shard by shard, so that a stage that was killed goes on at the shard.
+
+Shards lie in a folder beside the output until all are there; a shard's record, written behind its
+files, says that it is finished. The manifest is written last, and the folder gets its name.
+"""
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Provenance
+from workflow.lib.artifacts.scores_record import ScoreShard, ScoresManifest, Split
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.scores.store import (
+    FORMAT_VERSION,
+    MANIFEST,
+    SPLITS,
+    Scores,
+    arrays_of,
+    file_name,
+    tokens_hash,
+    trained_counts,
+)
+from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import (
+    atomic_path,
+    file_sha256,
+    put_in_place,
+    short_hash,
+    write_checked_json,
+    write_text,
+)
+
+SHARD_TOKENS = 2**18  # of rows, trained or not: seconds to minutes of work
+BEGUN_WITH = "begun_with.txt"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one shard holds: `count` rows or documents from `first` on, with so many trained
+    tokens."""
+
+    split: Split
+    number: int
+    """Among the shards of the split."""
+    first: int
+    count: int
+    tokens: int
+
+
+def parts_of(tokens: TokenStore, *, shard_tokens: int) -> list[Part]:
+    """Divide training rows and held-out documents into shards of about `shard_tokens` tokens."""
+    lengths = {
+        "train": np.full(tokens.num_rows, tokens.seq_len),
+        "heldout": np.asarray([len(ids) for ids, _ in tokens.heldout_documents()], dtype=np.int64),
+    }
+    parts: list[Part] = []
+    for split in SPLITS:
+        trained = trained_counts(tokens, split)
+        shards = np.cumsum(lengths[split]) - 1  # by the place of an item's last token
+        _, firsts = np.unique(shards // shard_tokens, return_index=True)
+        edges = [*firsts.tolist(), len(shards)]
+        for number, (first, end) in enumerate(itertools.pairwise(edges)):
+            count = int(trained[first:end].sum())
+            parts.append(Part(split, number, first, end - first, count))
+    return parts
+
+
+class ScoreWriter:
+    """Writes the folder `output`; of an earlier start with equal `facts` the finished shards
+    stay."""
+
+    def __init__(
+        self,
+        output: Path,
+        facts: dict[str, Any],
+        tokens: TokenStore,
+        *,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        """facts: of `ScoresManifest`, what the scores depend on."""
+        self._output = output
+        self._folder = output.with_name(f".{output.name}.partial")
+        self._facts = facts | {"tokens": tokens_hash(tokens.manifest)}
+        self.parts = parts_of(tokens, shard_tokens=shard_tokens)
+        self._layout = arrays_of(facts["top_k"])
+
+    def prepare(self) -> list[Part]:
+        """Make the folder of the shards; return what is still to be scored."""
+        begun_with = short_hash([self._facts, [vars(part) for part in self.parts]])
+        mark = self._folder / BEGUN_WITH
+        if not mark.is_file() or mark.read_text(encoding="utf-8") != begun_with:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            write_text(mark, begun_with)
+        return [part for part in self.parts if self._finished(part) is None]
+
+    def add(self, part: Part, scores: Scores) -> None:
+        """Write a shard. Raises `UserError` if a score is no number."""
+        if not np.isfinite(scores.log_probs).all():
+            raise UserError(
+                f"{self._facts['model']} gives log-probabilities that are not finite (in "
+                f"{self._facts['compute_dtype']}). Is the model whole? A float16 model may need "
+                "model.compute_dtype: float32."
+            )
+        files = {}
+        for array, (dtype, more) in self._layout.items():
+            values = np.asarray(getattr(scores, array), dtype=dtype)
+            assert values.shape == (part.tokens, *more), f"{array} of another number of tokens"
+            path = self._folder / file_name(part.split, part.number, array)
+            with atomic_path(path) as temporary, temporary.open("wb") as file:
+                np.save(file, values)
+            files[array] = file_sha256(path)
+        shard = ScoreShard(
+            split=part.split, first=part.first, count=part.count, tokens=part.tokens, files=files
+        )
+        write_checked_json(self._record(part), shard.as_json())
+
+    def finish(self) -> ScoresManifest:
+        """Write the manifest and give the folder its name; all shards are there."""
+        shards = list(self._shards())
+        sums = [
+            float(
+                np.load(self._folder / file_name("train", p.number, "log_probs")).sum(dtype=float)
+            )
+            for p in self.parts
+            if p.split == "train"
+        ]
+        trained = sum(part.tokens for part in self.parts if part.split == "train")
+        manifest = ScoresManifest.model_validate(
+            {
+                **self._facts,
+                "format_version": FORMAT_VERSION,
+                "mean_log_prob": sum(sums) / trained if trained else None,
+                "shards": tuple(shards),
+                "provenance": Provenance.now(),
+            }
+        )
+        for part in self.parts:
+            self._record(part).unlink()
+        (self._folder / BEGUN_WITH).unlink()
+        write_checked_json(self._folder / MANIFEST, manifest.as_json())
+        put_in_place(self._folder, self._output)
+        return manifest
+
+    def _shards(self) -> Iterator[ScoreShard]:
+        for part in self.parts:
+            shard = self._finished(part)
+            assert shard is not None, f"{part} is not scored"
+            yield shard
+
+    def _finished(self, part: Part) -> ScoreShard | None:
+        """Return the record of a shard that is there and whole."""
+        try:
+            shard = read_record(self._record(part), ScoreShard)
+        except UserError:
+            return None
+        names = {array: file_name(part.split, part.number, array) for array in self._layout}
+        if shard.files.keys() != names.keys():
+            return None
+        files = [RecordedFile(self._folder, names[a], sha) for a, sha in shard.files.items()]
+        return None if any(file.finding() for file in files) else shard
+
+    def _record(self, part: Part) -> Path:
+        return self._folder / f"{part.split}-{part.number:05d}.json"
