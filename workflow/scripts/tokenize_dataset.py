@@ -62,7 +62,7 @@ from workflow.lib.data.tokens.splits import (
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.data.tokens.token_writer import (
     blocks,
-    has_weights,
+    optional_arrays,
     packing_windows,
     write_heldout,
     write_train,
@@ -301,9 +301,9 @@ def write_arrays(
         windows,
         seq_len=settings.seq_len,
         pad_token_id=pad,
-        weighted=has_weights(train),
+        more=optional_arrays(train),
     )
-    write_heldout(folder, blocks(heldout))
+    write_heldout(folder, blocks(heldout), more=optional_arrays(heldout))
     return packed_rows
 
 

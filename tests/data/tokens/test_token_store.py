@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from workflow.lib.data.tokens.packing import Packing
-from workflow.lib.data.tokens.token_store import ARRAYS, FORMAT_VERSION, TokenStore, recorded_arrays
+from workflow.lib.data.tokens.token_store import (
+    ARRAYS,
+    DESIRABLE,
+    FORMAT_VERSION,
+    WEIGHTS,
+    TokenStore,
+    recorded_arrays,
+)
 from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
 from workflow.lib.system.checksums import findings
 from workflow.lib.system.errors import UserError
@@ -30,6 +37,7 @@ TRAIN = [
     document(20, 21, trained=1),
     document(30, 31, 32, 33, 34, trained=4),
 ]
+RATED = [*TRAIN[:2], document(60, 61, 62, trained=1), document(70, 71, 72, 73, trained=2)]
 HELDOUT = [document(40, 41, trained=1), document(50, 51, 52, trained=2)]
 # Row 0 holds documents 2 and 1 and is full; row 1 holds document 0 and four places of padding.
 PACKING = Packing(documents=np.array([2, 1, 0]), offsets=np.array([0, 2, 3]))
@@ -54,12 +62,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def save_manifest(folder: Path, **changes: Any) -> None:
+@pytest.fixture
+def rated(tmp_path: Path) -> Path:
+    """A folder of rated answers. Row 0 holds a good one, documents 0 and 1; row 1 a bad one."""
+    good = np.repeat([True, False], [5, 7])
+    (lengths,) = [np.array([len(ids) for ids, _ in RATED])]
+    ids, mask = (np.concatenate(parts) for parts in zip(*RATED, strict=True))
+    packing = Packing(documents=np.arange(4), offsets=np.array([0, 2, 4]))
+    some = Window(ids, mask, np.cumsum(lengths) - lengths, lengths, packing, {DESIRABLE[0]: good})
+    write_train(tmp_path, [some], seq_len=SEQ_LEN, pad_token_id=PAD, more=DESIRABLE[:1])
+    write_heldout(tmp_path, [(ids, mask, good, lengths)], more=DESIRABLE[1:])
+    counts = {"train": {"packed_rows": 2}, "heldout": {"tokens": len(ids), "documents": 4}}
+    save_manifest(tmp_path, examples="rated", splits=counts, more=DESIRABLE)
+    return tmp_path
+
+
+def save_manifest(folder: Path, *, more: tuple[str, ...] = (), **changes: Any) -> None:
     manifest = {
         "format_version": FORMAT_VERSION,
         "seq_len": SEQ_LEN,
         "splits": {"train": {"packed_rows": 2}, "heldout": {"tokens": 5, "documents": 2}},
-        "files": {name: file_sha256(folder / name) for name in ARRAYS},
+        "files": {name: file_sha256(folder / name) for name in (*ARRAYS, *more)},
     }
     write_checked_json(folder / "manifest.json", manifest | changes)
 
@@ -215,3 +238,45 @@ def test_manifest_without_checksums_is_damage(folder):
 def test_missing_folder_names_the_stage_that_writes_it(tmp_path):
     with pytest.raises(UserError, match="tokenize_dataset writes it"):
         TokenStore.open(tmp_path / "none")
+
+
+def test_texts_are_neither_paired_nor_rated(folder: Path) -> None:
+    store = TokenStore.open(folder)
+    assert (store.examples, store.desirable, store.heldout_desirable) == ("texts", None, None)
+
+
+def test_rated_answers_say_of_each_token_and_heldout_document_whether_they_are_good(
+    rated: Path,
+) -> None:
+    store = TokenStore.open(rated)
+    assert store.examples == "rated"
+    assert store.desirable is not None
+    assert store.heldout_desirable is not None
+    assert store.desirable.astype(int).tolist() == [[1] * 5 + [0] * 2, [0] * SEQ_LEN]
+    assert store.heldout_desirable.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"examples": "ranked"}, "examples = 'ranked', but .* knows texts, pairs, rated"),
+        ({"examples": "rated"}, "its examples are rated, and it has no optional array"),
+        ({"examples": "pairs", "more": (WEIGHTS,)}, f"examples are pairs, and it has {WEIGHTS}"),
+        ({"more": (DESIRABLE[1],)}, f"its examples are texts, and it has {DESIRABLE[1]}"),
+        (
+            {
+                "examples": "pairs",
+                "splits": {"train": {"packed_rows": 2}, "heldout": {"tokens": 5, "documents": 1}},
+            },
+            "an odd number of held-out documents is no number of pairs",
+        ),
+    ],
+)
+def test_folder_that_does_not_hold_the_examples_of_its_manifest_is_refused(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    for name in changes.get("more", ()):
+        np.save(folder / name, np.zeros((2, SEQ_LEN), dtype=np.float32))
+    save_manifest(folder, **changes)
+    with pytest.raises(UserError, match=message):
+        TokenStore.open(folder)

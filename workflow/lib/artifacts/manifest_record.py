@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from workflow.lib.artifacts.records import Provenance, Record
+from workflow.lib.settings.data import Examples
 
 
 class Source(Record):
@@ -232,6 +233,9 @@ class Manifest(Record):
     """Which token of the tokenizer fills rows."""
     format: str
     """What a row of the data is."""
+    examples: Examples = "texts"
+    """What is trained: a document by itself, or two that belong together, neighbours in their row:
+    the answers of a pair, or a rated answer and that of another row to the same prompt."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer's files."""
     chat_template_sha256: str | None

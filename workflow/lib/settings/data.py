@@ -9,6 +9,8 @@ from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Name, Section, Share
 
 Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text"]
+# What a document of a run is: a text, one answer of a pair, or an answer that was rated.
+Examples = Literal["texts", "pairs", "rated"]
 FileType = Literal[
     "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
 ]

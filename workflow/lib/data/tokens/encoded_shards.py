@@ -25,13 +25,14 @@ from workflow.lib.data.reading.row import BrokenRow, Row, Values
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 6  # to be raised when the same chunk and settings give another shard
+SHARD_VERSION = 7  # to be raised when the same chunk and settings give another shard
 # Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
 
 # One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the
-# file, `group` a hash of what groups the row (0 = nothing).
+# file, `group` a hash of what groups the row (0 = nothing), `desirable` whether a rated answer is
+# a good one.
 TABLE = np.dtype(
     [
         ("length", "<u4"),
@@ -41,6 +42,7 @@ TABLE = np.dtype(
         ("row", "<u8"),
         ("digest", "<u8"),
         ("group", "<u8"),
+        ("desirable", "|b1"),
     ]
 )
 
@@ -129,6 +131,7 @@ class ShardBuilder:
                     number,
                     _digest(ids.tobytes()),
                     group,
+                    True,
                 )
             )
         if full > self._seq_len:
@@ -288,6 +291,11 @@ class Shard:
         if self.has_weights:
             return mapped(f"{self.stem}.weights.npy")
         return self.mask().astype(np.float32)
+
+    def desirable(self) -> npt.NDArray[np.bool_]:
+        """Return whether each token of `ids` belongs to an answer that is a good one."""
+        table = self.table()
+        return np.repeat(table["desirable"], table["length"])
 
     def facts(self) -> ShardFacts:
         return read_facts(self.stem)

@@ -39,11 +39,11 @@ from workflow.lib.data.tokens.token_store import (
     OPTIONAL_ARRAYS,
     REJECTS,
     TRUNCATED,
+    WEIGHTS,
     Document,
 )
 from workflow.lib.system.files import file_sha256, provenance
 
-(WEIGHTS,) = OPTIONAL_ARRAYS
 HISTOGRAM_BINS = 16
 LONGEST_ROWS = 5
 SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at most
@@ -75,6 +75,7 @@ def manifest(
         "format_version": FORMAT_VERSION,
         "seq_len": seq_len,
         "format": ", ".join(dict.fromkeys(f for e in encodings.values() for f in e.formats)),
+        "examples": train.examples,
         "sources": source_facts(corpora, {"train": train, "heldout": heldout}, encodings),
         "splits": splits,
         **drop_facts(listing),

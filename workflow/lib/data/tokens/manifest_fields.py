@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
 from workflow.lib.data.encoding.probes import ChatProbe, TextProbe
+from workflow.lib.settings.data import Examples
 from workflow.lib.system.files import Provenance
 
 
@@ -158,6 +159,7 @@ class Manifest(TokenizerFacts, DropFacts, ChatFacts):
     format_version: int
     seq_len: int
     format: str
+    examples: Examples
     sources: list[SourceFacts]
     splits: SplitsFacts
     template_kwargs: Mapping[str, object]

@@ -32,6 +32,12 @@ class Packing:
     def row(self, index: int) -> npt.NDArray[np.int64]:
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
+    def of_units(self, size: int) -> "Packing":
+        """Return the packing of the documents themselves, where each of these is a unit of `size`
+        documents behind each other."""
+        documents = size * self.documents[:, None] + np.arange(size)
+        return Packing(documents=documents.ravel(), offsets=size * self.offsets)
+
 
 def pack(lengths: npt.NDArray[np.int64], *, seq_len: int, seed: int) -> Packing:
     """Pack documents of `lengths` tokens (each 1 to `seq_len`) into as few rows as best fit finds.

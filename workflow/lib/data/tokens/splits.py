@@ -14,6 +14,7 @@ from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import Documents
 from workflow.lib.data.tokens.seeded_draws import Numbers, drawn, times_taken
 from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.settings.data import Examples
 from workflow.lib.system.errors import UserError
 
 BLOCK = 2**20  # documents that are looked up at a time
@@ -23,7 +24,10 @@ BLOCK = 2**20  # documents that are looked up at a time
 class Split(Sequence[Document]):
     """The documents of one split, and how many rows it read and dropped. `chosen` numbers them in
     their corpus. A document of a weighted source may be chosen more than once, or not at all.
-    `chosen` is ascending."""
+    `chosen` is ascending, but for what is repeated: that is whole units.
+
+    examples: of `pairs` and `rated`, a unit is two documents behind each other.
+    """
 
     name: str
     corpus: Corpus
@@ -31,6 +35,12 @@ class Split(Sequence[Document]):
     chosen: Numbers
     rows_read: int
     rows_dropped: int
+    examples: Examples = "texts"
+
+    @property
+    def unit(self) -> int:
+        """Documents of an example."""
+        return 1 if self.examples == "texts" else 2
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -146,17 +156,19 @@ def weighted(split: Split, *, seed: int) -> Split:
     if set(weights) == {1.0}:
         return split
     times = [
-        times_taken(documents, weight=weight, source=number, seed=seed)
+        times_taken(documents // split.unit, weight=weight, source=number, seed=seed)
         for number, (documents, weight) in enumerate(
             zip(documents_by_source(split), weights, strict=True)
         )
     ]
     repeats = np.concatenate(times)  # documents lie in the order of their sources
+    units = split.chosen.reshape(-1, split.unit)
     parts = (
-        np.repeat(split.chosen[start : start + BLOCK], repeats[start : start + BLOCK])
+        np.repeat(units[start : start + BLOCK], repeats[start : start + BLOCK], axis=0).ravel()
         for start in range(0, len(repeats), BLOCK)
     )
-    return replace(split, chosen=_joined(parts, total=int(repeats.sum(dtype=np.int64))))
+    total = split.unit * int(repeats.sum(dtype=np.int64))
+    return replace(split, chosen=_joined(parts, total=total))
 
 
 def documents_by_source(split: Split) -> list[int]:

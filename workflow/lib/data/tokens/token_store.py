@@ -6,16 +6,22 @@ nothing. `loss_mask[i]` says that token i is a prediction target, predicted from
 same document: it is never True where `position_ids` is 0. `weights`, where there are any, are the
 tokens' in the loss, 0 where `loss_mask` is False. Held-out documents lie unpacked behind
 each other, cut by offsets.
+
+Where the manifest says that the examples are `pairs` or `rated`, an example is two neighbouring
+documents of one row, the first of them at an even place: a chosen and a rejected answer to one
+prompt; or a rated answer, and the same prompt with the answer of another row. Both hold the prompt.
+`desirable`, of rated answers alone, is True on all tokens of an example whose answer is a good one.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from workflow.lib.settings.data import Examples
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import is_passing, read_checked_json
@@ -34,8 +40,9 @@ ARRAYS: dict[str, npt.DTypeLike] = {
     "heldout.loss_mask.npy": "|b1",
     "heldout.offsets.npy": "<i8",
 }
-# Only where a training token has a weight in the loss other than 0 and 1.
-OPTIONAL_ARRAYS: dict[str, npt.DTypeLike] = {"train.weights.npy": "<f4"}
+WEIGHTS = "train.weights.npy"  # only where a training token has a weight other than 0 and 1
+DESIRABLE = ("train.desirable.npy", "heldout.desirable.npy")  # only of rated answers
+OPTIONAL_ARRAYS: dict[str, npt.DTypeLike] = {WEIGHTS: "<f4", **dict.fromkeys(DESIRABLE, "|b1")}
 CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time where a whole array is summed
 
 Array = npt.NDArray[Any]
@@ -68,22 +75,26 @@ class HeldoutDocuments(Sequence[Document]):
 class TokenStore:
     """A tokens folder opened for reading; arrays stay on disk until they are indexed.
 
-    Attributes: `manifest`; `num_rows`; `seq_len`, tokens; `input_ids` uint32, `loss_mask` bool and
-    `position_ids` int32, the training arrays, each of shape (num_rows, seq_len); `weights` float32,
-    None if all are 0 or 1.
+    Attributes: `manifest`; `examples`; `num_rows`; `seq_len`, tokens; `input_ids` uint32,
+    `loss_mask` bool and `position_ids` int32, the training arrays, each of shape (num_rows,
+    seq_len); `weights` float32, None if all are 0 or 1; `desirable` bool, None but for rated
+    answers.
     """
 
     def __init__(self, *, manifest: dict[str, Any], arrays: dict[str, Array]) -> None:
         self.manifest = manifest
+        self.examples: Examples = manifest.get("examples", "texts")
         self.input_ids = arrays["train.input_ids.npy"]
         self.loss_mask = arrays["train.loss_mask.npy"]
         self.position_ids = arrays["train.position_ids.npy"]
-        self.weights = arrays.get("train.weights.npy")
+        self.weights = arrays.get(WEIGHTS)
+        self.desirable, self._heldout_desirable = map(arrays.get, DESIRABLE)
         self.num_rows, self.seq_len = self.input_ids.shape
+        self._offsets = arrays["heldout.offsets.npy"]
         self._heldout = HeldoutDocuments(
             ids=arrays["heldout.input_ids.npy"],
             mask=arrays["heldout.loss_mask.npy"],
-            offsets=arrays["heldout.offsets.npy"],
+            offsets=self._offsets,
         )
 
     @classmethod
@@ -94,6 +105,7 @@ class TokenStore:
         """
         manifest = _read_manifest(path)
         shapes = _shapes(path, manifest)
+        _check_examples(path, manifest)
         return cls(
             manifest=manifest,
             arrays={name: _map_array(path / name, shape) for name, shape in shapes.items()},
@@ -129,6 +141,13 @@ class TokenStore:
         Both have the shape (length,).
         """
         return self._heldout
+
+    @property
+    def heldout_desirable(self) -> npt.NDArray[np.bool_] | None:
+        """Whether the answer of each held-out document's example is a good one, shape (documents,);
+        None but for rated answers."""
+        every = self._heldout_desirable
+        return None if every is None else np.asarray(every[self._offsets[:-1]])
 
     def heldout_sources(self) -> list[str]:
         """Return the name of the source of each held-out document, as the manifest tells it.
@@ -202,6 +221,23 @@ def _shapes(path: Path, manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {
         name: train if name.startswith("train.") else ragged.get(name, (tokens,)) for name in names
     }
+
+
+def _check_examples(path: Path, manifest: dict[str, Any]) -> None:
+    """Raise `UserError` if the folder does not hold what its manifest says of its examples."""
+    examples, documents = manifest.get("examples", "texts"), manifest["splits"]["heldout"]
+    if examples not in get_args(Examples):
+        raise UserError(
+            f"{path / MANIFEST}: examples = {examples!r}, but this version of the workflow knows "
+            f"{', '.join(get_args(Examples))}. Delete the folder {path} and run the workflow again."
+        )
+    held = {name for name in OPTIONAL_ARRAYS if name in manifest["files"]}
+    needed, allowed = (set(DESIRABLE),) * 2 if examples == "rated" else (set[str](), {WEIGHTS})
+    if not needed <= held <= (allowed if examples != "pairs" else set()):
+        listed = ", ".join(sorted(held)) or "no optional array"
+        raise _damaged(path, f"its examples are {examples}, and it has {listed}")
+    if examples != "texts" and documents["documents"] % 2:
+        raise _damaged(path, f"an odd number of held-out documents is no number of {examples}")
 
 
 def _map_array(path: Path, shape: tuple[int, ...]) -> Array:

@@ -6,9 +6,10 @@ and packs as well as the whole would. Only the tokens of one window are in memor
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,14 +17,26 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.tokens.documents import Documents, offsets_of
+from workflow.lib.data.tokens.encoded_shards import Shard
 from workflow.lib.data.tokens.packing import Packing, one_per_row, pack
 from workflow.lib.data.tokens.splits import Split
-from workflow.lib.data.tokens.token_store import ARRAYS, OPTIONAL_ARRAYS, Array
+from workflow.lib.data.tokens.token_store import (
+    ARRAYS,
+    DESIRABLE,
+    OPTIONAL_ARRAYS,
+    WEIGHTS,
+    Array,
+)
 
 BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a time
 WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks, 144 with weights; at a seq_len of 4096, 4096 rows
 WINDOW_ROWS = 64  # rows of a window at least: the last one of each may stay half empty
 Part = tuple[int, npt.NDArray[np.uint32]]
+# Of a shard's tokens, beside ids and masks: what the optional arrays hold.
+MORE: dict[str, Callable[[Shard], Array]] = {
+    WEIGHTS: Shard.weights,
+    **dict.fromkeys(DESIRABLE, Shard.desirable),
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,8 @@ class Window:
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     packing: Packing
-    weights: npt.NDArray[np.float32] | None = None
-    """As `mask`; None where no token of the split has one but 0 and 1."""
+    more: Mapping[str, Array] = field(default_factory=dict)
+    """As `mask`: the optional arrays of the split, by name."""
 
 
 class ArrayWriter:
@@ -84,16 +97,16 @@ def write_train(
     *,
     seq_len: int,
     pad_token_id: int,
-    weighted: bool = False,
+    more: Collection[str] = (),
 ) -> int:
     """Write the training arrays into `folder`, window by window; return the number of rows.
 
-    weighted: the windows have weights, which are written too.
+    more: the optional arrays that the windows have.
     """
     with ExitStack() as stack:
         writers = [
             stack.enter_context(ArrayWriter(folder / name, row_shape=(seq_len,)))
-            for name in [*ARRAYS, *(OPTIONAL_ARRAYS if weighted else ())]
+            for name in [*ARRAYS, *more]
             if name.startswith("train.")
         ]
         for window in windows:
@@ -107,7 +120,7 @@ def write_train(
 
 
 def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tuple[Array, ...]]:
-    """Yield (input ids, loss mask, position ids), and weights if the window has them, each of shape
+    """Yield (input ids, loss mask, position ids), and what more the window has, each of shape
     (rows, seq_len), of some rows at a time.
     """
     packing, step = window.packing, max(1, BLOCK_TOKENS // seq_len)
@@ -129,10 +142,9 @@ def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tu
         ids[target], mask[target] = window.ids[source], window.mask[source]
         positions[target] = spans(np.zeros_like(lengths), lengths)
         parts = [ids, mask, positions]
-        if window.weights is not None:
-            weights = np.zeros(len(ids), dtype=np.float32)
-            weights[target] = window.weights[source]
-            parts.append(weights)
+        for values in window.more.values():
+            parts.append(np.zeros(len(ids), dtype=values.dtype))
+            parts[-1][target] = values[source]
         yield tuple(part.reshape(len(fill), seq_len) for part in parts)
 
 
@@ -142,18 +154,19 @@ def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def write_heldout(folder: Path, documents: Iterable[tuple[Array, Array, Array]]) -> None:
+def write_heldout(
+    folder: Path, documents: Iterable[tuple[Array, ...]], *, more: Collection[str] = ()
+) -> None:
     """Write the held-out arrays into `folder`, one document behind the other. documents: some at a
-    time, as (ids, mask, lengths): the tokens of all of them behind each other."""
+    time, as (ids, mask, *more, lengths): the tokens of all of them behind each other."""
     lengths = [np.zeros(1, dtype=np.int64)]
-    with (
-        ArrayWriter(folder / "heldout.input_ids.npy") as all_ids,
-        ArrayWriter(folder / "heldout.loss_mask.npy") as all_masks,
-        ArrayWriter(folder / "heldout.offsets.npy") as offsets,
-    ):
-        for ids, mask, some in documents:
-            all_ids.append(ids)
-            all_masks.append(mask)
+    names = ["heldout.input_ids.npy", "heldout.loss_mask.npy", *more]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(ArrayWriter(folder / name)) for name in names]
+        offsets = stack.enter_context(ArrayWriter(folder / "heldout.offsets.npy"))
+        for *parts, some in documents:
+            for writer, part in zip(writers, parts, strict=True):
+                writer.append(part)
             lengths.append(some.astype(np.int64))
         offsets.append(np.cumsum(np.concatenate(lengths)))
 
@@ -162,25 +175,29 @@ def packing_windows(
     split: Split, *, seq_len: int, seed: int, packing: bool, window_tokens: int = WINDOW_TOKENS
 ) -> Iterator[Window]:
     """Yield a split in windows of about `window_tokens`, packed or one document a row."""
-    pack_rows = pack if packing else one_per_row
     parts = list(split.documents.by_shard(split.chosen))
     tokens = sum(split.documents.shards[shard].tokens for shard, _ in parts)
     count = math.ceil(tokens / max(window_tokens, WINDOW_ROWS * seq_len))
-    weighted = has_weights(split)
+    more = optional_arrays(split)
     for first in range(count):
         some = parts[first::count]
         if some:
             ids, mask, starts, lengths = _load(split.documents, some)
-            packed = pack_rows(lengths, seq_len=seq_len, seed=seed)
+            pack_rows = partial(pack if packing else one_per_row, seq_len=seq_len, seed=seed)
+            packed = pack_rows(lengths.reshape(-1, split.unit).sum(1)).of_units(split.unit)
             shards = [split.documents.shards[shard] for shard, _ in some]
-            weights = np.concatenate([s.weights() for s in shards]) if weighted else None
-            yield Window(ids, mask, starts, lengths, packed, weights)
+            found = {name: np.concatenate([MORE[name](shard) for shard in shards]) for name in more}
+            yield Window(ids, mask, starts, lengths, packed, found)
 
 
-def has_weights(split: Split) -> bool:
-    """Whether some tokens of a split's shards have a weight other than 0 and 1."""
+def optional_arrays(split: Split) -> list[str]:
+    """Return the optional arrays that a split has: weights if some of its tokens have one other
+    than 0 and 1, and whether answers are good ones."""
+    if split.examples == "rated":
+        return [name for name in DESIRABLE if name.startswith(f"{split.name}.")]
     documents = split.documents
-    return any(documents.shards[shard].has_weights for shard, _ in documents.by_shard(split.chosen))
+    shards = (documents.shards[shard] for shard, _ in documents.by_shard(split.chosen))
+    return [WEIGHTS] if split.name == "train" and any(s.has_weights for s in shards) else []
 
 
 def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, Any]:
@@ -201,9 +218,11 @@ def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, A
     )
 
 
-def blocks(split: Split) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (ids, mask, lengths) of a split's documents in order, a shard's at a time."""
+def blocks(split: Split) -> Iterator[tuple[Any, ...]]:
+    """Yield (ids, mask, *optional arrays, lengths) of a split's documents in order, a shard's at a
+    time."""
+    more = optional_arrays(split)
     for part in split.documents.by_shard(split.chosen):
         ids, mask, starts, lengths = _load(split.documents, [part])
-        source = spans(starts, lengths)
-        yield ids[source], mask[source], lengths
+        shard, source = split.documents.shards[part[0]], spans(starts, lengths)
+        yield ids[source], mask[source], *(MORE[name](shard)[source] for name in more), lengths
