@@ -125,6 +125,6 @@ def test_packed_format_that_cannot_be_read_is_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(8, 8, dtype=torch.int32)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "hqq"}}
     path.write_text(json.dumps(config))
-    refused(tmp_path, "quant_method = 'gptq'; fp8, mxfp4, bitsandbytes can be read")
+    refused(tmp_path, "quant_method = 'hqq'; fp8, mxfp4, bitsandbytes, gptq, awq, ")

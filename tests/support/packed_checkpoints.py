@@ -5,9 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from tests.support.mixtures import tiny_mixture
+from tests.support.models import tiny_llama
 
 
 def fp8_checkpoint(
@@ -59,6 +64,78 @@ def mxfp4_checkpoint(folder: Path) -> Path:
         scales = torch.randint(121, 126, size, generator=draw, dtype=torch.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     return _save(folder, packed, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def integer_checkpoint(folder: Path, method: str, *, bits: int = 4, **settings: Any) -> Path:
+    """Save a tiny llama in random codes of GPTQ (with inputs in no order) or AWQ, groups of 16
+    inputs, packed code by code.
+    """
+    tensors = load_file(tiny_llama(folder) / "model.safetensors")
+    draw = torch.Generator().manual_seed(7)
+    packed = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = tensor.to(torch.bfloat16)
+            continue
+        out, inputs = tensor.shape
+        groups, linear = inputs // 16, name.removesuffix(".weight")
+        codes = torch.randint(0, 2**bits, (inputs, out), generator=draw)
+        zeros = torch.randint(0, 2**bits, (groups, out), generator=draw)
+        scales = torch.rand(groups, out, generator=draw) / 50
+        packed[f"{linear}.scales"] = scales.half()
+        if method == "gptq":
+            index = torch.arange(inputs)[torch.randperm(inputs, generator=draw)] // 16
+            packed[f"{linear}.g_idx"] = index.int()
+            packed[f"{linear}.qweight"] = _packed(codes.T, bits).T.contiguous()
+            packed[f"{linear}.qzeros"] = _packed(zeros, bits)
+        else:
+            columns = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # in the order of AWQ's kernels
+            order = (torch.arange(out // 8)[:, None] * 8 + columns).flatten()
+            packed[f"{linear}.qweight"] = _packed(codes[:, order], bits)
+            packed[f"{linear}.qzeros"] = _packed(zeros[:, order], bits)
+    said = {"quant_method": method, "bits": bits, "group_size": 16, **settings}
+    return _save(folder, packed, said)
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes (rows, columns) as int32 (rows, columns * bits / 32), the first lowest."""
+    rows = []
+    for row in codes.tolist():
+        words = [row[at : at + 32 // bits] for at in range(0, len(row), 32 // bits)]
+        rows.append([sum(code << (bits * i) for i, code in enumerate(word)) for word in words])
+    return torch.tensor(rows, dtype=torch.int64).to(torch.int32)
+
+
+def compressed_checkpoint(folder: Path, scheme: str) -> Path:
+    """Save a tiny llama as compressed-tensors itself does, by one of its schemes (`W4A16`, ...)."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+    tiny_llama(folder, **sizes, num_attention_heads=8, num_key_value_heads=8)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    config = QuantizationConfig(config_groups={scheme: ["Linear"]}, ignore=["lm_head"])
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            _fit_scales_(module)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    return folder
+
+
+def _fit_scales_(linear: Any) -> None:
+    weight, (rows, columns) = linear.weight, linear.weight_scale.shape
+    parts = weight.view(rows, len(weight) // rows, columns, weight.shape[1] // columns)
+    least, most = parts.amin((1, 3)), parts.amax((1, 3))
+    whole = None
+    if hasattr(linear, "weight_global_scale"):
+        whole = generate_gparam(least.min(), most.max())
+        linear.weight_global_scale.data.copy_(whole)
+    args = linear.quantization_scheme.weights
+    scale, zero = calculate_qparams(least, most, args, global_scale=whole)
+    linear.weight_scale.data = scale
+    if hasattr(linear, "weight_zero_point"):
+        linear.weight_zero_point.data = zero
 
 
 def _save(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, object]) -> Path:

@@ -59,16 +59,16 @@ def test_scales_without_anything_packed_are_refused_by_name(tmp_path):
 
 
 def test_format_that_is_not_decoded_is_refused_where_weights_are_packed(tmp_path):
-    save_file({"a.qweight": torch.ones(2)}, tmp_path / "model.safetensors")
-    config = {QUANTIZATION: {"quant_method": "gptq"}}
-    with pytest.raises(UserError, match=r"quantized already \(.*'gptq'; "):
+    save_file({"a._qdata": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = {QUANTIZATION: {"quant_method": "hqq"}}
+    with pytest.raises(UserError, match=r"quantized already \(.*'hqq'; "):
         without_quantization(config, tmp_path / "config.json")
 
 
 def test_config_json_alone_is_believed(tmp_path):
     path = tmp_path / "config.json"
-    with pytest.raises(UserError, match=r"quantized already \(.*'awq'; "):
-        without_quantization({QUANTIZATION: {"quant_method": "awq"}}, path)
+    with pytest.raises(UserError, match=r"quantized already \(.*'quanto'; "):
+        without_quantization({QUANTIZATION: {"quant_method": "quanto"}}, path)
     packed = {"text_config": {QUANTIZATION: {"quant_method": "fp8"}, "x": 1}}
     assert without_quantization(packed, path) == {"text_config": {"x": 1}}
 

@@ -19,6 +19,7 @@ shape). And they mend four traps:
 
 Nothing here runs remote code or needs a network."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.model.safetensors_reader import check_whole, open_whole
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
@@ -61,13 +63,15 @@ def load_base(
     check_whole(base_dir)
     stock = build_on_meta(base_dir, dtype=compute_dtype)
     stacks = expert_stacks(stock) if is_nf4(stock) else {}
+    decoding = _decoding(stock, base_dir)
+    plain = type(stock) if "state_dict" in decoding else auto_class(stock.config)
     model, report = _from_pretrained(
-        with_linears(stock) if stacks else auto_class(stock.config),
+        with_linears(stock) if stacks else plain,
         base_dir,
         device_map="sequential" if device == torch.device("cuda") else {"": device},
         dtype=compute_dtype,
         attn_implementation=attention,
-        **_decoding(stock, base_dir),
+        **decoding,
     )
     refuse_unmatched(
         base_dir,
@@ -92,8 +96,17 @@ def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     if not quantization:
         said = QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8")
         return {"config": model.config} if said else {}
-    config = DECODED.get(quantization.get("quant_method"))
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
+    method = quantization.get("quant_method")
+    if method in DECODED:
+        return {"quantization_config": DECODED[method](dequantize=True)}
+    if is_nf4(model):
+        return {}
+    # Transformers has these decoded by packages that need a GPU, or keep them packed.
+    with DecodedReader(folder) as reader:
+        tensors = {name: reader.tensor(name) for name in reader.names()}
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    return {"config": config, "state_dict": tensors}
 
 
 def is_nf4(model: PreTrainedModel) -> bool:
@@ -106,7 +119,7 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         loaded: Any = model_class.from_pretrained(
-            str(base_dir),
+            None if "state_dict" in options else str(base_dir),
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

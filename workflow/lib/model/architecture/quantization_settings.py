@@ -15,7 +15,27 @@ QUANTIZATION = "quantization_config"
 TEXT_PART = "text_config"  # of a multimodal model
 METHOD = "quant_method"
 # As Transformers calls them; read by `published.decoded_reader`.
-DECODED_FORMATS = ("fp8", "mxfp4", "bitsandbytes")
+DECODED_FORMATS = ("fp8", "mxfp4", "bitsandbytes", "gptq", "awq", "compressed-tensors")
+# What is decoded of some of these: a setting, its value if it is absent, and all values.
+DECODED_VALUES: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "gptq": {"bits": (None, (2, 4, 8)), "checkpoint_format": ("gptq", ("gptq", "gptq_v2"))},
+    "awq": {"bits": (None, (4,)), "version": ("gemm", ("gemm", "GEMM"))},
+    "compressed-tensors": {
+        "format": (
+            None,
+            (
+                "pack-quantized",
+                "int-quantized",
+                "float-quantized",
+                "naive-quantized",
+                "nvfp4-pack-quantized",
+                "mxfp4-pack-quantized",
+                "mixed-precision",
+            ),
+        ),
+        "transform_config": ({}, ({}, None)),
+    },
+}
 # What packed weights look like, by type or by the end of a name, and what lies beside them alone.
 PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 PACKED_NAMES = (".qweight", "weight_packed", "_blocks", "__nf4", "__fp4", ".SCB", "_qdata")
@@ -39,6 +59,7 @@ def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
         )
     if settings is not None:
         _check_nf4(settings, path)
+        _check_values(settings, path)
     plain = {key: value for key, value in config.items() if key != QUANTIZATION}
     part = plain.get(TEXT_PART)
     if isinstance(part, dict):
@@ -87,6 +108,18 @@ def _check_nf4(settings: Mapping[str, Any], path: Path) -> None:
             f"{path} describes a model that bitsandbytes has quantized to {kind}, and only nf4 is "
             "taken. Set model.source to the original bf16, fp16 or fp32 checkpoint."
         )
+
+
+def _check_values(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` for a kind of a format that is not decoded."""
+    for key, (default, known) in DECODED_VALUES.get(settings[METHOD], {}).items():
+        value = settings.get(key, default)
+        if value not in known:
+            raise UserError(
+                f"{path}: {QUANTIZATION}.{key} = {value!r} with {METHOD} = {settings[METHOD]!r}; "
+                f"{', '.join(map(str, known))} can be read. Set model.source to the original bf16, "
+                "fp16 or fp32 checkpoint."
+            )
 
 
 def said_of_quantization(config: Mapping[str, Any]) -> Any:

@@ -9,7 +9,8 @@ What published checkpoints have in place of 16-bit weights, decoded to bf16:
   (`weight_block_size`), or one for the tensor. The last blocks may be cut.
 * MXFP4 (gpt-oss): `X_blocks`, 16 bytes of two E2M1 values (the low half first) for each 32 inputs,
   and `X_scales`, a power of two for each, with a bias of 127 (OCP Microscaling, v1.0). They lie as
-  (experts, out, in / 32, 16), the model's parameter as (experts, in, out)."""
+  (experts, out, in / 32, 16), the model's parameter as (experts, in, out).
+* GPTQ, AWQ and compressed-tensors: `packed_linears`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.quantization_settings import said_of_quantization
 from workflow.lib.model.published.loaded_files import loaded_tensors
+from workflow.lib.model.published.packed_linears import packed_linears
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
@@ -65,11 +67,17 @@ NF4_STATE = ".quant_state.bitsandbytes__nf4"
 NF4_PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", NF4_STATE)
 FP8_SCALE, MX_BLOCKS, MX_SCALES = "_scale_inv", "_blocks", "_scales"
 # Of activations, which the workflow computes in 16 bits.
-ACTIVATION_SCALES = (".activation_scale", ".input_scale")
+ACTIVATION_SCALES = (
+    ".activation_scale",
+    ".input_scale",
+    ".input_zero_point",
+    ".input_global_scale",
+)
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values that are cached
 
 
 class DecodedReader(CheckpointReader):
-    """`CheckpointReader` that decodes FP8, MXFP4 and NF4.
+    """`CheckpointReader` that decodes packed weights.
 
     finite: raise `UserError` for a value read that is not a finite number."""
 
@@ -92,19 +100,28 @@ class DecodedReader(CheckpointReader):
             if name.endswith(MX_BLOCKS) and name.removesuffix(MX_BLOCKS) + MX_SCALES in stored
         }
         self._nf4 = {name.removesuffix(NF4_STATE) for name in stored if name.endswith(NF4_STATE)}
-        self._block_size = _block_size(folder) if self._fp8 else None
+        said = _said(folder)
+        self._block_size = _block_size(said) if self._fp8 else None
+        self._linears = packed_linears(self._tensors, said)
         hidden = {f"{name}{FP8_SCALE}" for name in self._fp8}
         hidden |= {f"{name}{suffix}" for name in self._mxfp4 for suffix in (MX_BLOCKS, MX_SCALES)}
         hidden |= {f"{name}{suffix}" for name in self._nf4 for suffix in NF4_PARTS[1:]}
-        if self._fp8:
+        if self._linears is not None:
+            hidden |= self._linears.hidden
+        if self._fp8 or self._linears is not None:
             hidden |= {name for name in stored if name.endswith(ACTIVATION_SCALES)}
         self._files_of = {n: file for n, file in self._shards.items() if n not in hidden}
         self._files_of |= {name: self._shards[f"{name}{MX_BLOCKS}"] for name in self._mxfp4}
+        self._files_of |= {name: self._shards[codes] for name, codes in self._codes.items()}
 
     @property
     def packed(self) -> set[str]:
         """Names of the weights that are decoded."""
-        return self._fp8 | self._mxfp4 | self._nf4
+        return self._fp8 | self._mxfp4 | self._nf4 | self._codes.keys()
+
+    @property
+    def _codes(self) -> dict[str, str]:
+        return {} if self._linears is None else self._linears.codes
 
     def __contains__(self, name: str) -> bool:
         return name in self._files_of
@@ -120,6 +137,8 @@ class DecodedReader(CheckpointReader):
         if name in self._mxfp4:
             experts, out_features, blocks, _ = self._tensors[f"{name}{MX_BLOCKS}"].shape
             return experts, blocks * MX_BLOCK, out_features
+        if self._linears is not None and name in self._codes:
+            return self._linears.shape(name, super().tensor)
         return self._tensors[name].shape if name in self._tensors else super().shape(name)
 
     def dtype(self, name: str) -> str:
@@ -160,6 +179,9 @@ class DecodedReader(CheckpointReader):
             return decode_mxfp4(*parts)
         if name in self._nf4:
             return self._decoded_nf4(name)[start : max(start, stop)]
+        if self._linears is not None and name in self._codes:
+            whole = self._linears.decoded(name, super().tensor)
+            return whole[start : max(start, stop)]
         weight = super().rows(name, start, stop)
         if name not in self._fp8:
             return weight
@@ -199,8 +221,15 @@ class DecodedReader(CheckpointReader):
         return decoded(packed, state).to(torch.bfloat16)
 
 
-def _block_size(folder: Path) -> tuple[int, int] | None:
-    """Return rows and columns that share a scale, as config.json says; None for a whole tensor."""
-    config: dict[str, Any] = read_bounded(folder / "config.json")
-    size = (said_of_quantization(config) or {}).get("weight_block_size")
+def _said(folder: Path) -> dict[str, Any]:
+    """Return what config.json says of quantization."""
+    path = folder / "config.json"
+    config: dict[str, Any] = read_bounded(path) if path.is_file() else {}
+    said: dict[str, Any] = said_of_quantization(config) or {}
+    return said
+
+
+def _block_size(said: dict[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns that share a scale; None for a whole tensor."""
+    size = said.get("weight_block_size")
     return None if size is None else (int(size[0]), int(size[1]))

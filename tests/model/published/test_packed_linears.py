@@ -1,0 +1,123 @@
+"""Linears in GPTQ, AWQ and compressed-tensors are read as their packages and a plain loop do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import CompressedTensorsConfig, LlamaForCausalLM
+
+from tests.support.models import quantized
+from tests.support.packed_checkpoints import compressed_checkpoint, integer_checkpoint
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.model.published.decoded_reader import DecodedReader
+from workflow.lib.system.errors import UserError
+
+LINEAR = "model.layers.1.mlp.down_proj"
+SCHEMES = ("W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16")
+
+
+def code(packed: torch.Tensor, row: int, column: int, *, bits: int) -> int:
+    """Return the code of a column of int32 words, the first lowest."""
+    word, place = divmod(column, 32 // bits)
+    return int((int(packed[row, word]) >> (bits * place)) % 2**bits)
+
+
+@pytest.mark.parametrize(
+    ("bits", "version", "less"), [(4, "gptq", 1), (8, "gptq", 1), (4, "gptq_v2", 0), (2, "gptq", 1)]
+)
+def test_gptq_is_code_less_zero_times_the_scale_of_the_inputs_group(
+    tmp_path: Path, bits: int, version: str, less: int
+) -> None:
+    folder = integer_checkpoint(tmp_path, "gptq", bits=bits, checkpoint_format=version)
+    stored = load_file(folder / "model.safetensors")
+    parts = (stored[f"{LINEAR}.{name}"] for name in ("qweight", "qzeros", "scales", "g_idx"))
+    packed, zeros, scales, groups = parts
+    with DecodedReader(folder) as reader:
+        found = reader.tensor(f"{LINEAR}.weight")
+        assert reader.shape(f"{LINEAR}.weight") == tuple(found.shape) == (80, 176)
+    for out, column in ((0, 0), (79, 175), (33, 64), (7, 101)):
+        group = int(groups[column])
+        zero = code(zeros, group, out, bits=bits) + less
+        expected = (code(packed.T, out, column, bits=bits) - zero) * scales[group, out].float()
+        assert found[out, column] == expected.to(torch.bfloat16)
+
+
+def test_awq_has_its_columns_in_the_order_of_its_kernels(tmp_path: Path) -> None:
+    folder = integer_checkpoint(tmp_path, "awq", version="gemm")
+    stored = load_file(folder / "model.safetensors")
+    packed, zeros, scales = (stored[f"{LINEAR}.{x}"] for x in ("qweight", "qzeros", "scales"))
+    place = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}
+    with DecodedReader(folder) as reader:
+        found = reader.tensor(f"{LINEAR}.weight")
+    for out, column in ((0, 0), (79, 175), (33, 64), (7, 101)):
+        stored_at = out // 8 * 8 + place[out % 8]
+        zero = code(zeros, column // 16, stored_at, bits=4)
+        factor = scales[column // 16, out].float()
+        expected = (code(packed, column, stored_at, bits=4) - zero) * factor
+        assert found[out, column] == expected.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compressed_tensors_are_what_stock_transformers_decodes(
+    tmp_path: Path, scheme: str
+) -> None:
+    folder = compressed_checkpoint(tmp_path, scheme)
+    decoding = CompressedTensorsConfig(run_compressed=False)
+    stock = LlamaForCausalLM.from_pretrained(
+        folder, quantization_config=decoding, dtype=torch.bfloat16
+    )
+    expected = {name: p for name, p in stock.named_parameters() if "scale" not in name}
+    with DecodedReader(folder) as reader:
+        assert {*reader.names()} == {x for x in expected if "zero_point" not in x}
+        for name in reader.names():
+            assert reader.shape(name) == tuple(expected[name].shape), name
+            assert torch.equal(reader.tensor(name), expected[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_original_is_described_quantized_and_loaded_as_it_is_decoded(
+    tmp_path: Path, method: str
+) -> None:
+    folder = tmp_path / "packed"
+    if method == "compressed-tensors":
+        compressed_checkpoint(folder, "W4A16")
+    else:
+        integer_checkpoint(folder, method)
+    assert describe_folder(folder).source_dtype == "BF16"
+    stock = load_base(
+        folder, device=torch.device("cpu"), compute_dtype=torch.bfloat16, attention="eager"
+    )
+    with DecodedReader(folder) as reader:
+        for name, param in stock.named_parameters():
+            assert torch.equal(param, reader.tensor(name)), name
+    with DecodedReader(quantized(folder, tmp_path / "nf4")) as base, DecodedReader(folder) as own:
+        weight = f"{LINEAR}.weight"
+        assert base.nf4_state(weight) is not None
+        error = (base.tensor(weight).float() - own.tensor(weight).float()).norm()
+        assert error < 0.15 * own.tensor(weight).float().norm()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "gptq", "bits": 3}, "bits = 3"),
+        ({"method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        ({"method": "awq", "version": "gemv"}, "version = 'gemv'"),
+    ],
+)
+def test_form_that_is_not_decoded_is_refused_by_name(
+    tmp_path: Path, settings: dict[str, object], words: str
+) -> None:
+    method = str(settings.pop("method"))
+    folder = integer_checkpoint(tmp_path, method)
+    text = (folder / "config.json").read_text()
+    for key, value in settings.items():
+        said = f'"quant_method": "{method}"'
+        new = repr(value).replace("'", '"')
+        text = text.replace('"bits": 4', '"bits": 3' if key == "bits" else '"bits": 4')
+        text = text if key == "bits" else text.replace(said, f'{said}, "{key}": {new}')
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match=words):
+        describe_folder(folder)
