@@ -22,10 +22,10 @@ from workflow.lib.distributed.work_sharing import check_recorded, is_sharded, sh
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.measurement_cache import content_key
 from workflow.lib.evaluation.questions import Model, Subject
-from workflow.lib.evaluation.streamed_model import StreamedModel
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.backends import read_attention_needs, resolve_attention, resolve_dtype
+from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.subjects import SubjectName
 from workflow.lib.system.checksums import RecordedFile, downloaded_files, listed_files

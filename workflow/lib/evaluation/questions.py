@@ -27,8 +27,8 @@ from workflow.lib.evaluation.sample_answers import (
     generate_answers,
     stop_token_ids,
 )
-from workflow.lib.evaluation.streamed_model import StreamedModel
 from workflow.lib.evaluation.task_scores import NO_SCORES, TaskScores
+from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.errors import UserError, setting_error

@@ -135,7 +135,7 @@ class LayerStream:
         """attention: of rows that are one document; None: what stock Transformers has for it."""
         self._reader, self._device = reader, device
         self._alone = attention or attention_of(folder)
-        self._packed = _attention_of_packed(folder, device, dtype)
+        self.attention_of_packed = _attention_of_packed(folder, device, dtype)
         self.model = build_on_meta(folder, dtype=dtype, attention=self._alone)
         drop_other_parts_(self.model)
         self.model.eval().requires_grad_(False)
@@ -165,8 +165,8 @@ class LayerStream:
     def eager_heads(self) -> int:
         """Heads of a layer that make all scores of a row; 0 where none are made."""
         heads: int = self.model.config.get_text_config().num_attention_heads
-        on_cpu = self._device.type == "cpu" and self._packed == FLEX
-        return heads if on_cpu or "eager" in (self._alone, self._packed) else 0
+        on_cpu = self._device.type == "cpu" and self.attention_of_packed == FLEX
+        return heads if on_cpu or "eager" in (self._alone, self.attention_of_packed) else 0
 
     def stored_names(self, number: int) -> list[str]:
         """Return the names of a layer's tensors in the checkpoint."""
@@ -242,7 +242,7 @@ class LayerStream:
         """Call the model or its decoder; the stand-ins take a turn."""
         alone = batch.position_ids is None
         config: Any = self.model.get_decoder().config
-        config._attn_implementation = self._alone if alone else self._packed
+        config._attn_implementation = self._alone if alone else self.attention_of_packed
         inputs = self._prepared.inputs(batch.input_ids, batch.positions)
         for stand_in in self._stand_ins:
             stand_in.turn = turn

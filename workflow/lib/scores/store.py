@@ -41,13 +41,16 @@ class Scores(NamedTuple):
     """(n,)"""
 
     def between(self, start: int, stop: int) -> "Scores":
-        return Scores(*(None if array is None else array[start:stop] for array in self))  # type: ignore[arg-type]
+        arrays: list[Any] = [None if array is None else array[start:stop] for array in self]
+        return Scores(*arrays)
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> Self:
         """Return these scores, one behind the other; there is at least one part."""
-        arrays = zip(*parts, strict=True)
-        return cls(*(None if of[0] is None else np.concatenate(of) for of in arrays))
+        arrays: list[Any] = [
+            None if of[0] is None else np.concatenate(of) for of in zip(*parts, strict=True)
+        ]
+        return cls(*arrays)
 
 
 def arrays_of(top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.mixtures import tiny_mixture
-from workflow.lib.evaluation.streamed_model import StreamedModel
+from workflow.lib.scores.streamed_model import StreamedModel
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gemma3"])

@@ -1,0 +1,150 @@
+"""A model that is larger than memory, run layer by layer: one decoder layer has weights at a time.
+
+All rows or documents go through a layer before the next one is read, so the weights are read once
+for them. Answers and tasks would read them once a token, so of such a model nothing is measured but
+log-probabilities of text that is there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.distributed.work_sharing import shared_out
+from workflow.lib.distributed.world import World
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.quantization.calibration import document_losses, first_hidden
+from workflow.lib.quantization.layer_stream import Batch, LayerStream
+from workflow.lib.scores.scoring import Row, scores_of
+from workflow.lib.scores.store import Scores
+from workflow.lib.system.progress import Progress
+
+# Documents that go through the layers together; their hidden states lie in host memory.
+DOCUMENTS_AT_ONCE = 512
+LOGITS_AT_ONCE = 1024  # positions
+
+
+class StreamedModel:
+    """A model that is read layer by layer, as often as `losses` is called.
+
+    moved: called for every document and layer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: str | None = None,
+    ) -> None:
+        """attention: the implementation; None: what stock Transformers has for the family."""
+        self._folder, self._device, self._dtype = folder, device, dtype
+        self._attention = attention
+        self.moved: Callable[[], None] = lambda: None
+
+    def losses(self, documents: Sequence[Document]) -> list[tuple[float, int]]:
+        """Return (summed -log p in nats, predicted tokens) of each document, in order."""
+        parts = range(0, len(documents), DOCUMENTS_AT_ONCE)
+        return [
+            loss
+            for start in parts
+            for loss in self._losses(documents[start : start + DOCUMENTS_AT_ONCE])
+        ]
+
+    def _losses(self, documents: Sequence[Document]) -> list[tuple[float, int]]:
+        batches = [self._batch(document) for document in documents]
+        with self.stream() as stream:
+            with Progress("held-out loss", total=len(stream.layers), unit="layers") as progress:
+                hidden = through_layers(
+                    stream, batches, moved=self.moved, layer_done=lambda: progress.add(1)
+                )
+            sums = document_losses(stream, batches, hidden)
+        counts = [int(mask.sum()) for _, mask in documents]
+        return list(zip(sums, counts, strict=True))
+
+    @contextmanager
+    def stream(self) -> Iterator[LayerStream]:
+        """Open the model's files; what lies beside its layers is read at once."""
+        model = build_on_meta(self._folder, dtype=self._dtype)
+        with ConvertedReader(self._folder, model) as reader:
+            yield LayerStream(
+                self._folder,
+                reader,
+                device=self._device,
+                dtype=self._dtype,
+                attention=self._attention,
+            )
+
+    def _batch(self, document: Document) -> Batch:
+        ids, mask = (torch.from_numpy(np.array(part)[None]) for part in document)
+        return Batch(ids.long().to(self._device), None, counted=mask.to(self._device))
+
+
+@torch.no_grad()
+def through_layers(
+    stream: LayerStream,
+    batches: Sequence[Batch],
+    *,
+    moved: Callable[[], None],
+    layer_done: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Return what comes out of the last layer for each batch, in host memory; `moved` is called for
+    every batch and layer.
+    """
+    stream.record(batches)
+    hidden = [first_hidden(batch) for batch in batches]
+    for number in range(len(stream.layers)):
+        with stream.loaded(number):
+            for place, batch in enumerate(batches):
+                states = hidden[place].to(batch.input_ids.device)
+                hidden[place] = stream.run(number, batch, states).cpu()
+                moved()
+        layer_done()
+    return hidden
+
+
+class StreamedScorer:
+    """Scores by a stream of layers. The processes of `world` take their share of the rows, and
+    each reads all layers."""
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        *,
+        device: torch.device,
+        top_k: int,
+        vocabulary: int,
+        world: World | None = None,
+    ) -> None:
+        """top_k, vocabulary: as in `scores_of`."""
+        self._stream, self._device, self._world = stream, device, world
+        self._top_k, self._vocabulary = top_k, vocabulary
+        self.attention = stream.attention_of_packed
+
+    def scores(self, rows: Sequence[Row], worked: Callable[[float], None]) -> Scores:
+        def compute(mine: list[Row]) -> list[Scores]:
+            if not mine:
+                return []
+            batches = [
+                Batch(row.input_ids.to(self._device), row.position_ids.to(self._device))
+                for row in mine
+            ]
+            steps = len(mine) * len(self._stream.layers)
+            hidden = through_layers(self._stream, batches, moved=lambda: worked(1 / steps))
+            return [self._of_row(*of) for of in zip(mine, batches, hidden, strict=True)]
+
+        return Scores.joined(shared_out(rows, compute, world=self._world))
+
+    def _of_row(self, row: Row, batch: Batch, hidden: torch.Tensor) -> Scores:
+        states = hidden.to(self._device)
+        parts = []
+        for some in row.trained.to(self._device).split(LOGITS_AT_ONCE):
+            logits = self._stream.logits(batch, states, some - 1)[0]
+            targets = batch.input_ids[0, some]
+            parts.append(scores_of(logits, targets, top_k=self._top_k, vocabulary=self._vocabulary))
+        return Scores.joined(parts)
