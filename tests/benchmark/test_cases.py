@@ -38,18 +38,6 @@ def test_layers_and_vocabulary_of_a_case_are_those_of_its_decoder(model):
     assert "text_config" not in config
 
 
-@pytest.mark.parametrize(
-    ("model", "key", "first"),
-    [
-        ("google/gemma-4-31B", "layer_types", ["sliding_attention"] * LAYERS),
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "hybrid_override_pattern", "MEM"),
-    ],
-)
-def test_kinds_of_a_case_are_those_of_its_first_layers(model, key, first):
-    assert model_config(BenchmarkConfig(model=model, layers=LAYERS))[key] == first
-    assert len(model_config(BenchmarkConfig(model=model))[key]) > LAYERS
-
-
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
 def test_every_case_of_shipped_settings_is_a_run_that_could_be(path):
     text = path.read_text()
@@ -70,39 +58,6 @@ def test_settings_of_anything_else_are_refused():
 def test_unknown_case_is_one_message_with_the_nearest_names():
     with pytest.raises(UserError, match=r"benchmark.cases = 'flush': .* Did you mean flash"):
         wanted(cases=["flush"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"documents": 9, "seq_len": 32}, (
-            "documents = 9: a row of seq_len = 32 tokens holds at most 8"
-        )),
-        ({"processes": []}, "must be numbers of 1 to 4096"),
-        ({"cases": []}, "there is nothing to measure"),
-        ({"memory_cap_gib": 0}, "benchmark.memory_cap_gib = 0: must be above 0"),
-    ],
-)  # fmt: skip
-def test_bad_size_is_one_message(changes, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
-        wanted(**changes)
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"title": 3}, "title = 3: must be text"),
-        ({"title": "x", "benchmark": {"processes": [2]}}, (
-            "benchmark.processes is not a case's own"
-        )),
-        ({"title": "x", "peer": {"strategy": "fsdp3"}}, "strategy"),
-        ({"title": "x", "setting": {}}, "setting"),
-    ],
-)  # fmt: skip
-def test_wrong_entry_of_a_list_of_cases_is_named(tmp_path, entry, message):
-    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"mine": entry}))
-    with pytest.raises(UserError, match=f"case mine of .*\\s*.*{message}"):
-        read_cases(str(tmp_path / "cases.yaml"))
 
 
 def test_unknown_setting_of_a_case_names_the_case(tmp_path):
@@ -126,8 +81,3 @@ def test_every_shipped_case_but_ddp_has_settings_that_a_run_may_have():
 def test_peers_are_left_out_unless_asked_for():
     assert not any(request.peer for request in wanted(cases="all"))
     assert [request.name for request in wanted(cases=["trl_ddp"])] == ["trl_ddp"]
-
-
-def test_every_case_is_measured_with_every_number_of_processes():
-    labels = [request.label for request in wanted(cases=["flash", "sdpa"], processes=[2, 4])]
-    assert labels == ["flash-x2", "flash-x4", "sdpa-x2", "sdpa-x4"]

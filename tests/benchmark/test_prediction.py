@@ -79,7 +79,3 @@ def test_cap_bounds_what_is_predicted_to_be_reserved(process):
     assert capped is not None
     assert capped["peak_bytes"] == free["peak_bytes"]
     assert capped["reserved_bytes"] <= cap * GIB < free["reserved_bytes"]
-
-
-def test_other_software_is_not_predicted(process):
-    assert prepared(process, "trl_fsdp2").predicted is None

@@ -179,15 +179,6 @@ def test_slices_are_those_that_fsdp_holds(reports):
             assert report["local_rows"][name] == stop - start, name
 
 
-def test_sizes_are_odd_enough_to_test_uneven_slices(reports):
-    uneven = [
-        name for name in reports[0]["ranges"] if len({r["local_rows"][name] for r in reports}) > 1
-    ]
-    empty = [name for name in reports[0]["ranges"] if not reports[-1]["local_rows"][name]]
-    assert len(uneven) > 20
-    assert empty, "a process without a part of some tensor"
-
-
 def test_gathered_model_is_the_unsharded_one_bit_for_bit(folder, reports):
     """The initial adapter too: it is the same for any number of processes."""
     single = adapted(folder / "nf4", r=4)
@@ -208,23 +199,12 @@ def test_every_process_holds_a_third_before_and_after_the_checks(reports):
         assert all(held < 0.36 * total for held, total in (report[key] for report in reports))
 
 
-def test_slices_are_equal_shares_of_the_packed_tensors(reports):
-    """Of each of the three layers, but for the rounding of the last tensor and of the slices."""
-    for report in reports:
-        assert -3 * 512 < report["spare_bytes"] < 3 * PROCESSES * 512
-
-
 def test_checkpoint_is_read_once_by_all_together(folder, reports):
     stored = 0
     for file in (folder / "nf4").glob("*.safetensors"):
         parts = load_file(file).items()
         stored += sum(t.nbytes for n, t in parts if "quant_map" not in n and "quant_state" not in n)
     assert sum(report["bytes_read"] for report in reports) == stored
-
-
-def test_units_are_the_layers_and_the_rest(reports):
-    """Embedding and head are in none: they are sliced, and never gathered."""
-    assert {report["units"] for report in reports} == {3 + 1}
 
 
 def test_intact_model_passes_the_checks(reports):
@@ -240,17 +220,6 @@ def test_one_bit_of_one_process_is_found_by_all(reports, name):
 
 def test_one_bit_of_the_checkpoint_is_found_by_all(reports):
     assert [report["on_disk"] for report in reports] == [[f"{LAYER}.weight"]] * PROCESSES
-
-
-def test_altered_weights_stop_the_run_with_a_message(folder, reports):
-    for report in reports:
-        assert report["message"] == (
-            f"1 tensors differ from the checkpoint after gathering, first {LAYER}.weight: the "
-            "weights would be "
-            f"silently wrong. Check the files in {folder / 'altered'} (SHA256SUMS); if they are "
-            "whole, report this "
-            "with your versions of torch and NCCL."
-        )
 
 
 def keep_gathered(base: Path) -> dict[str, Any]:
@@ -279,10 +248,6 @@ def test_parameters_are_listed_as_shards_or_not_at_all(folder):
         assert "layers.0.self_attn.q_proj.lora_A.weight is gathered" in result["gathered"]
         assert result["same"]
         assert result["freed"]
-
-
-def test_process_group_is_left(reports):
-    assert all(report["left"] for report in reports)
 
 
 @pytest.mark.parametrize(

@@ -256,13 +256,6 @@ def exact_logits(head: OutputHead, hidden: torch.Tensor) -> torch.Tensor:
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
-def test_loss_without_gradients_is_the_same(found, case):
-    for report in found:
-        requires_grad, loss = report["heads"][case]["without gradients"]
-        assert not requires_grad
-        assert torch.equal(loss, report["heads"][case]["loss"])
-
-
 def test_logits_of_all_slices_are_those_of_the_whole_head(found, case):
     head = whole_head(case)
     for rank, report in enumerate(found):

@@ -56,11 +56,6 @@ def test_failure_of_the_main_process_stops_the_others_before_the_block(tmp_path)
     assert not (tmp_path / "reached").exists()
 
 
-def test_one_process_needs_no_group():
-    assert shared_out([3, 1], squares, world=None) == [9, 1]
-    assert agreed("value", world=None) == "value"
-
-
 @pytest.fixture
 def model(tmp_path):
     """A folder whose weights are said to be 10 GiB: a sparse file."""
@@ -117,12 +112,6 @@ def test_copies_that_do_not_fit_are_refused(model):
 def test_nothing_or_too_little_to_shard_over_is_refused(model, processes, gib, match):
     with pytest.raises(UserError, match=match):
         divide(processes, shard=True, folders=[model], gpu_bytes=[gib * GIB] * 4)
-
-
-def test_cpu_takes_the_number_that_is_asked_for(model):
-    for shard in (True, False):
-        found = divide(3, shard=shard, folders=[model], gpu_bytes=[])
-        assert found == Division(3, sharded=shard)
 
 
 @pytest.mark.parametrize(

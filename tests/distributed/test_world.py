@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from tests.support.captures import ALONE
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from workflow.lib.distributed.world import any_of_all, decide_kernels, largest_of_all, process_group
 from workflow.lib.kernels.decision import Decision, Key
@@ -25,11 +24,6 @@ def learned() -> Any:
 
 def test_all_processes_learn_the_largest_counts_and_the_first_reason():
     assert run_distributed(learned, world_size=3) == [([20, 0], "no memory", None)] * 3
-
-
-def test_a_process_alone_asks_nobody():
-    assert largest_of_all([3, 1], world=ALONE) == [3, 1]
-    assert any_of_all("reason", world=ALONE) == "reason"
 
 
 def allowed() -> list[bool]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.styles_page import PAGE, SAMPLES, STYLES, TEMPLATE, read_style, written
+from tests.support.styles_page import PAGE, STYLES, TEMPLATE, read_style, written
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
@@ -20,10 +20,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
 def test_page_shows_what_becomes_of_each_style():
     page = PAGE.read_text(encoding="utf-8")
     assert written(page) == page, "`python -m tests.support.styles_page` writes it again"
-
-
-def test_every_sample_is_on_the_page():
-    assert {path.stem for path in SAMPLES.glob("*.jsonl")} == set(STYLES)
 
 
 @pytest.mark.parametrize("name", [name for name in STYLES if name not in REFUSED])

@@ -174,10 +174,6 @@ def test_other_evaluation_settings_did_not_train_again(project):
     assert "rule finetune:" not in output
 
 
-def test_command_from_which_on_stages_are_forked_is_one_of_the_readme():
-    assert README.count(FORKED_FROM) == 1
-
-
 def test_every_block_that_is_not_run_gives_a_known_reason():
     reasons = {block.not_run for block in blocks()} - {None}
     assert reasons == set(REASONS)
@@ -200,11 +196,6 @@ def test_make_train_is_the_command_that_the_readme_says(tmp_path):
     assert last.startswith('PATH="')
     assert last.endswith(" snakemake --cores all train")
     assert "\nsnakemake --cores all train\n" in README
-
-
-def test_other_make_targets_exist():
-    targets = ("test", "nightly", "gpu", "lint", "format")
-    subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, check=True)
 
 
 def test_drawn_graph_is_the_rule_graph(tmp_path):
@@ -232,12 +223,6 @@ def test_settings_of_the_readme_load():
     assert documents
     for document in documents:
         load_config(document)
-
-
-def test_pictures_are_small():
-    pictures = list((ROOT / "workflow" / "docs" / "images").glob("*.png"))
-    assert pictures
-    assert all(picture.stat().st_size < 300_000 for picture in pictures)
 
 
 def code(text: str) -> list[str]:
@@ -269,11 +254,6 @@ def test_every_page_of_the_documents_stands_in_the_readme_or_in_a_page_that_does
         link for name in linked for link in re.findall(r"\]\(([\w.-]+\.md)", page(name[:-3]))
     }
     assert sorted(pages - linked) == []
-
-
-def test_seven_files_lead_into_the_code():
-    section = README.split("\n## Dive into the code\n")[1].split("\n## ")[0]
-    assert len(re.findall(r"^\d\. \[`", section, re.MULTILINE)) == 7
 
 
 def test_links_of_every_document_lead_to_files():

@@ -5,19 +5,10 @@ from workflow.lib.evaluation import bootstrap
 from workflow.lib.evaluation.bootstrap import estimate_ratio
 
 
-def test_value_is_the_ratio_of_sums():
-    assert estimate_ratio([6.0, 1.0], [2, 5], resamples=100, seed=0).value == 1.0
-
-
 def test_interval_of_two_units_is_that_of_their_three_resamples():
     """Resamples: (a, a) = 3 with p = 1/4, (a, b) = 1 with 1/2, (b, b) = 0.2 with 1/4."""
     estimate = estimate_ratio([6.0, 1.0], [2, 5], resamples=1000, seed=0)
     assert estimate.ci95 == (0.2, 3.0)
-
-
-def test_equal_ratios_have_an_interval_of_no_width():
-    tokens = np.array([3, 7, 11])
-    assert estimate_ratio(0.5 * tokens, tokens, resamples=100, seed=0).ci95 == (0.5, 0.5)
 
 
 def test_interval_of_a_mean_is_the_normal_one_for_many_units():
@@ -54,10 +45,6 @@ def test_p_value_is_smallest_when_every_unit_agrees():
         assert estimate.p_value == 2 / 1000
 
 
-def test_p_value_of_no_difference_is_one():
-    assert estimate_ratio(np.zeros(9), np.ones(9), resamples=100, seed=0).p_value == 1.0
-
-
 def test_p_value_is_below_five_percent_in_about_five_percent_of_null_samples():
     generator = np.random.default_rng(5)
     p_values = [
@@ -66,15 +53,6 @@ def test_p_value_is_below_five_percent_in_about_five_percent_of_null_samples():
     ]
     share = np.mean(np.array(p_values) < 0.05)
     assert 0.02 < share < 0.09  # 5% +- three standard errors of 300 draws (1.3% each)
-
-
-def test_estimate_is_a_function_of_the_seed():
-    values = np.random.default_rng(6).normal(size=23)
-    first, again, other = (
-        estimate_ratio(values, np.ones(23), resamples=200, seed=seed) for seed in (1, 1, 2)
-    )
-    assert first == again
-    assert first.ci95 != other.ci95
 
 
 def test_estimate_does_not_depend_on_the_chunks(monkeypatch):

@@ -145,22 +145,6 @@ def test_items_of_a_metric_that_is_not_their_mean_are_not_kept(model, tokenizer,
     assert found.items == {}
 
 
-def test_limit_is_kept(model, tokenizer, tmp_path):
-    settings = task_file(tmp_path, "limited").model_copy(update={"task_limit": 5})
-    found = scores(model, tokenizer, settings)
-    assert found.scores["limited"].items == len(found.items["limited", "acc"]) == 5
-
-
-def test_the_same_tasks_run_again_give_the_same_items(model, tokenizer, tmp_path):
-    """Examples are drawn; the keys hold the hash of the whole prompt."""
-    settings = task_file(tmp_path, "again").model_copy(update={"num_fewshot": 2})
-    (tasks,) = load(settings, tokenizer).values()
-    first, second = (
-        run_tasks(model, tasks, tokenizer=tokenizer, settings=settings) for _ in range(2)
-    )
-    assert first == second
-
-
 def test_examples_are_put_before_the_items(model, tokenizer, tmp_path):
     without = task_file(tmp_path, "shots")
     given = without.model_copy(update={"num_fewshot": 2})
@@ -188,10 +172,6 @@ def test_group_has_the_score_of_its_tasks(model, tokenizer, tmp_path):
     assert values["family"] == pytest.approx((values["member_a"] + values["member_b"]) / 2)
     assert found.scores["family"].items == 26
     assert sorted(task for task, _ in found.items) == ["member_a", "member_b"]
-
-
-def test_no_tasks_need_no_folder(tokenizer):
-    assert load(EvaluateConfig(tasks=(), tasks_dir=None), tokenizer) == {}
 
 
 def test_task_without_its_data_file_is_refused(tokenizer, tmp_path):

@@ -100,16 +100,6 @@ def test_choice_of_prompts_is_a_function_of_the_seed():
     assert len(picked) == 4
 
 
-def test_fewer_documents_than_samples_are_all_chosen():
-    chosen = choose_prompts(random_documents(3), [0, 2], count=8, seed=0)
-    assert [prompt.document for prompt in chosen] == [0, 2]
-
-
-def test_no_prompts_give_no_answers(model):
-    settings = AnswerSettings(stop_ids=[EOS], max_new_tokens=3, batch_size=2)
-    assert generate_answers(model, [], settings=settings, device=CPU) == []
-
-
 def test_special_tokens_that_end_references_stop_an_answer(model, tmp_path):
     tokenizer = tiny_tokenizer(tmp_path)
     turn_end = tokenizer.convert_tokens_to_ids("<|user|>")  # special, and not the eos token

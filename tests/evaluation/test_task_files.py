@@ -7,7 +7,6 @@ from workflow.lib.evaluation.task_files import (
     environment,
     local_task_names,
     refuse_code,
-    unknown_task,
 )
 from workflow.lib.settings.evaluate import EvaluateConfig
 from workflow.lib.system.errors import UserError
@@ -28,10 +27,6 @@ def tasks_dir(tmp_path):
 
 def test_names_are_those_of_tasks_tags_and_groups(tasks_dir):
     assert local_task_names(tasks_dir) == {"one", "two", "both", "few", "all_of_them"}
-
-
-def test_no_folder_has_no_names():
-    assert local_task_names(None) == set()
 
 
 def test_local_tasks_are_run_offline(tasks_dir):
@@ -100,14 +95,6 @@ def test_code_behind_an_included_file_of_any_name_is_found(tmp_path):
     (tmp_path / "shared").write_text("include: tasks/one.yaml\nprocess_docs: !function utils.run\n")
     with pytest.raises(UserError, match=r"shared may run code \(.*!function"):
         refuse_code(str(tmp_path / "tasks"))
-
-
-def test_task_files_without_code_are_fine(tmp_path):
-    (tmp_path / "one.yaml").write_text(
-        "task: one\ndoc_to_text: '{{question}}'\nmetadata: &a [1, 2.5]\nprocess_docs: null\n"
-    )
-    refuse_code(str(tmp_path))
-    refuse_code("workflow/resources/tasks")
 
 
 NINES = "\n".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9))
@@ -183,12 +170,6 @@ def test_unknown_task_is_refused_with_the_nearest_names_of_folder_and_harness(me
         UserError, match=r"'arc_eazy' is neither in .* nor among the tasks of lm_eval .*arc_easy"
     ):
         check_tasks(settings)
-
-
-def test_error_names_no_folder_where_none_is_given():
-    settings = EvaluateConfig(tasks=["arc_eazy"], tasks_dir=None)
-    error = unknown_task("arc_eazy", {"arc_easy"}, settings=settings, version="0.4.13")
-    assert "'arc_eazy' is not among the tasks of lm_eval 0.4.13" in str(error)
 
 
 @pytest.mark.parametrize(

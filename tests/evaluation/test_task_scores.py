@@ -1,11 +1,10 @@
 import json
-from math import comb
 
 import numpy as np
 import pytest
 
 from workflow.lib.artifacts.evaluation_record import Metric, Task
-from workflow.lib.evaluation.task_scores import TaskScores, mcnemar, task_differences
+from workflow.lib.evaluation.task_scores import TaskScores, task_differences
 
 
 def made(values, *, value=None):
@@ -49,13 +48,6 @@ def test_right_and_wrong_answers_are_compared_by_the_exact_mcnemar_test():
     assert (found.test, found.gained, found.lost) == ("exact McNemar", 7, 1)
     assert found.p_value == pytest.approx(2 * (1 + 8) / 2**8)
     assert found.difference == pytest.approx(6 / 14)
-
-
-@pytest.mark.parametrize(("gained", "lost"), [(0, 0), (3, 3), (10, 2), (0, 7), (41, 60)])
-def test_mcnemar_equals_the_sum_of_binomial_tails(gained, lost):
-    changed = gained + lost
-    tail = sum(comb(changed, k) for k in range(min(gained, lost) + 1)) / 2**changed
-    assert mcnemar(gained, lost) == pytest.approx(min(1.0, 2 * tail))
 
 
 def test_scores_survive_the_archive():

@@ -17,19 +17,15 @@ from tests.support.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
-from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.nf4_lora_matmul import NF4LoraMatMul
 from workflow.lib.model.lora import (
     init_adapters_,
-    inject_adapters,
     lora_config,
     trainable_parameters,
 )
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.nf4_model import build_nf4_on_meta
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings
-from workflow.lib.system.errors import UserError
 
 TARGETS = ("q_proj", "down_proj")
 
@@ -94,36 +90,6 @@ def test_initial_values_depend_on_the_seed_and_differ_between_layers(base):
     assert not any(torch.equal(first[name], other[name]) for name in first)
     same_shape = [t for t in first.values() if t.shape == (3, 80)]
     assert len({tuple(t.flatten().tolist()) for t in same_shape}) == len(same_shape)
-
-
-def test_target_that_is_no_linear_layer_is_refused(base):
-    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
-    with pytest.raises(UserError) as caught:
-        inject_adapters(model, LoraSettings(target_modules=("q_proj", "qkv_proj")))
-    message = str(caught.value)
-    assert message.startswith(
-        "lora.target_modules = 'qkv_proj': no linear layer of the model has this name; it has "
-    )
-    assert "down_proj" in message
-    assert message.endswith("all-linear.")
-
-
-def test_expression_means_linears_even_if_it_matches_other_modules(base):
-    training = adapted(base, r=3, target_modules=r"model\.layers\.1\.mlp\..*")
-    names = {n for n, m in training.named_modules() if isinstance(m, FusedLoraLinear)}
-    assert {name.rpartition("layers.")[2] for name in names} == {
-        "1.mlp.gate_proj",
-        "1.mlp.up_proj",
-        "1.mlp.down_proj",
-    }
-
-
-@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
-def test_scale_is_alpha_over_r_or_its_root(base, use_rslora, scale):
-    training = adapted(base, r=4, alpha=8, use_rslora=use_rslora)
-    layers = [m for m in training.modules() if isinstance(m, FusedLoraLinear)]
-    assert len(layers) == 21
-    assert {layer.scaling["default"] for layer in layers} == {scale}
 
 
 def randomized(training: CausalLMForTraining) -> CausalLMForTraining:

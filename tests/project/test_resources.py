@@ -1,6 +1,5 @@
 """The committed data, task and base model: what they promise, recomputed."""
 
-import collections
 import gzip
 import hashlib
 import json
@@ -56,65 +55,11 @@ def items():
     return read_jsonl(RESOURCES / "tasks" / "pydocs_mc.jsonl")
 
 
-def test_there_are_at_least_3000_training_and_300_heldout_pairs(train, heldout):
-    assert len(train) >= 3000
-    assert len(heldout) >= 300
-
-
-def test_every_pair_has_a_prompt_a_completion_and_a_source(train, heldout):
-    for row in train + heldout:
-        assert row.keys() == {"prompt", "completion", "source"}
-        assert all(value.strip() for value in row.values())
-
-
-def test_no_prompt_and_no_completion_comes_twice(train, heldout):
-    rows = train + heldout
-    assert len({row["prompt"] for row in rows}) == len(rows)
-    assert len({" ".join(row["completion"].lower().split()) for row in rows}) == len(rows)
-
-
-def test_no_completion_is_longer_than_600_characters(train, heldout):
-    assert max(len(row["completion"]) for row in train + heldout) <= 600
-
-
-def test_no_object_is_in_both_splits(train, heldout):
-    assert {row["source"] for row in train}.isdisjoint(row["source"] for row in heldout)
-
-
 def test_files_have_the_digests_and_row_counts_of_the_manifest(manifest):
     assert len(manifest["sha256"]) == 3
     for name, digest in manifest["sha256"].items():
         assert hashlib.sha256(content(RESOURCES / name)).hexdigest() == digest
         assert len(read_jsonl(RESOURCES / name)) == manifest["rows"][name]
-
-
-def test_no_file_names_a_path_or_an_address_of_the_machine(train, heldout, items):
-    text = json.dumps([train, heldout, items])
-    for trace in ("/root", "/usr/lib", "site-packages/", " at 0x", str(Path.home())):
-        assert trace not in text
-
-
-def test_each_item_has_four_distinct_choices_of_which_the_right_one_is_heldout(
-    items, train, heldout
-):
-    heldout_sources = {row["source"] for row in heldout}
-    train_sources = {row["source"] for row in train}
-    assert 150 <= len(items) <= 300
-    for item in items:
-        assert len(set(item["choices"])) == 4
-        assert item["choices"][item["answer"]] == f"`{item['source']}`"
-        assert item["source"] in heldout_sources - train_sources
-
-
-def test_each_position_holds_the_right_answer_equally_often(items):
-    counts = collections.Counter(item["answer"] for item in items)
-    assert set(counts) == {0, 1, 2, 3}
-    assert max(counts.values()) - min(counts.values()) <= 1
-
-
-def test_choices_of_an_item_come_from_one_class_or_module(items):
-    for item in items:
-        assert len({choice.rpartition(".")[0] for choice in item["choices"]}) == 1
 
 
 def test_lm_eval_runs_the_task_offline(tmp_path):
@@ -150,13 +95,6 @@ def test_any_unicode_text_survives_the_tokenizer(tokenizer):
     ):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids) == text
-
-
-def test_tokenizer_has_distinct_special_tokens_and_a_length(tokenizer):
-    specials = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert None not in specials
-    assert len(set(specials)) == 3
-    assert tokenizer.model_max_length == 1024
 
 
 def test_chat_template_marks_what_the_assistant_says_with_its_end_token(tokenizer):

@@ -4,7 +4,6 @@ after a kill.
 
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,11 +174,6 @@ def test_too_little_memory_is_told_with_both_numbers(enough, monkeypatch):
         return
     with pytest.raises(UserError, match=r"quantize.method = 'calibrated'.*0.0 GiB.*absmax"):
         check_gpu_memory([layer()], GPU)
-
-
-def test_cpu_is_not_asked(monkeypatch):
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace())
-    check_gpu_memory([layer()], torch.device("cpu"))
 
 
 def test_experts_of_a_layer_are_counted_once_and_their_originals_on_the_host(tmp_path):

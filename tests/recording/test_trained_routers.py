@@ -1,13 +1,11 @@
 """Trained routers and their load-balancing loss, as a recording of the engine finds them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.preflight_examples import setup
-from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess
@@ -30,7 +28,6 @@ MIXTURE = {
     "tie_word_embeddings": False,
 }
 ROUTER = 4 * EXPERTS * HIDDEN
-SHAPE = describe_config(MIXTURE, origin=Path("model"))
 
 
 def chosen(**levers: Any) -> StepPlan:

@@ -36,13 +36,6 @@ def test_every_figure_is_valid_plotly(runs):
         go.Figure({"data": figure.data, "layout": figure.layout})  # raises on unknown properties
 
 
-def test_every_axis_of_numbers_has_a_title(runs):
-    for figure in all_figures(runs):
-        axes = {name: figure.layout[name] for name in ("xaxis", "yaxis")}
-        numeric = {name for name, axis in axes.items() if axis.get("type") != "category"}
-        assert all(axes[name]["title"]["text"] for name in numeric), figure.key
-
-
 def test_curves_hold_the_logged_values(runs):
     loss = curve_figures(runs)[0]
     assert loss.data[1]["x"] == [step.step for step in runs[1].steps]
@@ -54,12 +47,6 @@ def test_terms_stack_up_to_the_predicted_peak(runs):
     stacked = sum(trace["x"][0] for trace in figure.data if trace["type"] == "bar")
     # sums of eleven doubles near 20: relative rounding of a few 1e-16 each
     assert stacked * 2**30 == pytest.approx(runs[0].preflight.peak_bytes, rel=1e-14)
-
-
-def test_largest_term_stands_first(runs):
-    assert [key.text for key in memory_figure(runs).legend][:3] == [
-        *("layer_inputs", "logits", "nf4_weights")
-    ]
 
 
 def test_measured_peak_is_drawn_over_the_prediction(runs):
@@ -117,7 +104,3 @@ def test_heldout_loss_while_training_is_drawn_where_it_was_measured(tmp_path):
     runs = read(tmp_path, "demo")
     (figure,) = [figure for figure in curve_figures(runs) if figure.key == "heldout_loss"]
     assert (figure.data[0]["x"], figure.data[0]["y"]) == ([4, 8], [2.6, 2.2])
-
-
-def test_no_curve_of_a_heldout_loss_that_was_not_measured(runs):
-    assert "heldout_loss" not in [figure.key for figure in curve_figures(runs)]

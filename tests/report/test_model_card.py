@@ -112,14 +112,6 @@ def test_results_are_in_the_hubs_terms_unrounded(run):
     }
 
 
-def test_local_base_and_data_are_described_and_not_linked(run):
-    text = model_card(read(run, model_id=None, dataset_id=None))
-    assert not {"base_model", "base_model_relation", "datasets"} & set(
-        ModelCard(text).data.to_dict()
-    )
-    assert "| Base model | <code>base-8b</code>, NF4 with bitsandbytes |" in text
-
-
 def test_no_path_of_the_machine_is_published(run):
     edit(
         run / "finetune" / "summary.json",

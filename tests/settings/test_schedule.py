@@ -34,10 +34,6 @@ def test_length_is_enough_steps_for_the_epochs(epochs, rows, batch, steps):
     assert total_steps(train(epochs=epochs, global_batch_size=batch), num_rows=rows) == steps
 
 
-def test_max_steps_is_the_length_whatever_the_rows():
-    assert total_steps(train(epochs=None, max_steps=7), num_rows=3) == 7
-
-
 # Schedule, share of warm-up, floor, and the rates of the steps; half a cosine at 0, 1/4, 1/2, 3/4.
 RATES = [
     ("constant", 0.5, 0.0, [1 / 3, 2 / 3, 1, 1, 1, 1]),
@@ -54,10 +50,6 @@ RATES = [
 def test_rate_of_every_step_is_that_by_hand(schedule, warmup, floor, expected):
     found = rates(len(expected), lr_schedule=schedule, warmup_share=warmup, min_lr_share=floor)
     assert found == pytest.approx(expected)
-
-
-def test_warm_up_of_seven_of_a_hundred_steps_ends_at_the_seventh():
-    assert rates(100, warmup_share=0.07).index(1.0) == 6
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -90,18 +82,6 @@ def test_rows_of_a_resumed_run_are_those_of_the_uninterrupted_one():
 
 def test_order_of_rows_does_not_depend_on_the_batch_size():
     assert order(11, 4, range(3)) == order(11, 3, range(4)) == order(11, 12, range(1))
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
-    rows = order(101, 101, range(2))
-    assert rows[:101] != rows[101:]
-    assert rows[:101] != order(101, 101, range(1), seed=1)
-
-
-def test_rows_are_indices_of_the_batch_size():
-    rows = step_rows(num_rows=7, global_batch_size=5, seed=0, step=3)
-    assert rows.shape == (5,)
-    assert rows.dtype == np.int64
 
 
 def test_order_is_that_of_numpys_pcg64_on_seed_and_epoch():

@@ -83,13 +83,6 @@ def test_folder_has_what_the_design_promises_and_nothing_temporary(output):
     assert [p.name for p in output.parent.iterdir()] == ["consolidate"]
 
 
-def test_parity_is_recorded_as_passed(output):
-    parity = read_checked_json(output / "parity.json")
-    assert parity["passed"]
-    assert parity["identical_values"]
-    assert "commit" in parity["provenance"]
-
-
 @pytest.mark.parametrize("folder", ["adapter", "merged"])
 def test_export_writes_conversations_in_the_template_of_the_training(run, output, folder):
     tokenizer = AutoTokenizer.from_pretrained(output / folder)
@@ -121,24 +114,6 @@ def test_export_that_writes_a_conversation_otherwise_is_refused(run, tmp_path, m
     assert "writes a conversation (" in str(caught.value)
     assert "Nothing is exported." in str(caught.value)
     assert not (tmp_path / "consolidate").exists()
-
-
-def test_run_without_a_chat_template_keeps_that_of_the_base(run, tmp_path):
-    manifest = write_manifest(run, tmp_path / "manifest.json", chat_template=None)
-    output = consolidated(run, tmp_path / "consolidate", manifest=manifest)
-    exported, base = (
-        AutoTokenizer.from_pretrained(folder) for folder in (output / "adapter", run / "model")
-    )
-    assert exported.chat_template == base.chat_template
-
-
-def test_tokens_of_an_earlier_version_are_one_message(run, tmp_path):
-    manifest = write_manifest(run, tmp_path / "manifest.json")
-    content = read_checked_json(manifest)
-    del content["probes"]
-    write_checked_json(manifest, content)
-    with pytest.raises(UserError, match=r"manifest\.json: the field probes is missing"):
-        consolidated(run, tmp_path / "consolidate", manifest=manifest)
 
 
 def test_adapter_names_the_users_base_model_by_its_absolute_path(output):

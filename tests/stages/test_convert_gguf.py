@@ -34,10 +34,6 @@ def test_what_it_needs_is_said_with_the_settings(export, message):
         load_config({"export": export})
 
 
-def test_adapter_as_gguf_needs_no_merged_model():
-    assert load_config({"export": {"gguf": ["q8_0"], "gguf_of": ["adapter"]}})
-
-
 @pytest.mark.parametrize(
     ("lora", "named"),
     [({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")],

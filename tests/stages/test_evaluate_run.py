@@ -88,14 +88,6 @@ def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finish
     assert list(measured.served.tasks) == ["local", "writes"]
 
 
-def test_log_tells_what_is_measured_and_what_came_out(finished):
-    log = (finished[1] / "log").read_text()
-    assert "loss of 7 of 7 held-out documents, 2 samples, tasks: local, writes" in log
-    assert "held-out loss " in log
-    assert "local acc " in log
-    assert "NF4 base: measured heldout" in log
-
-
 def numbers(output: Path) -> dict[str, float]:
     found = {}
     for subject in MEASURED:
@@ -126,10 +118,6 @@ def test_two_processes_that_share_the_weights_give_the_same_numbers(
     assert "2 process(es) that share the weights: loss of 7 of 7" in process.stderr
     assert numbers(tmp_path) == pytest.approx(numbers(finished[1]), rel=2e-5, abs=1e-4)
     assert texts(tmp_path) == texts(finished[1])
-
-
-def test_no_bars_are_drawn_without_a_terminal(finished):
-    assert "%|" not in finished[0].stderr
 
 
 def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, tmp_path):

@@ -1,7 +1,6 @@
 """What `preview` shows of a tokens folder."""
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import NUM_TRAIN, Stage, save_rows
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.system.files import read_checked_json
-from workflow.scripts import preview
-from workflow.scripts.command import stage_parser
 from workflow.scripts.preview import show_samples
 
 
@@ -55,13 +52,3 @@ def test_trained_text_is_coloured_on_a_terminal_and_bracketed_elsewhere(manifest
 def test_control_characters_of_the_data_are_spelled_out(manifest):
     text = shown(manifest, terminal=True)
     assert "a\\x1b[31m\nb" in text
-
-
-def test_counts_are_told_too(manifest, caplog):
-    parser = stage_parser("")
-    parser.add_argument("--manifests", type=Path, nargs="+")
-    with caplog.at_level("INFO", logger="workflow"):
-        preview.main(
-            parser.parse_args(["--config", json.dumps([None]), "--manifests", str(manifest)])
-        )
-    assert f"train: {NUM_TRAIN + 1} rows read, {NUM_TRAIN + 1} kept, 0 dropped" in caplog.text

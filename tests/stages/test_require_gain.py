@@ -64,11 +64,6 @@ def test_metric_that_was_not_measured_is_refused():
         judged({"pydocs_mc/f1": 0.1})
 
 
-def test_metric_without_an_interval_cannot_be_judged_by_one():
-    with pytest.raises(UserError, match=r"evaluate\.require_by = 'interval': .*has no interval"):
-        judged({"pydocs_mc/acc_norm": 0.1}, by="interval")
-
-
 def test_every_missed_requirement_of_every_run_is_named():
     verdicts_by_run = {
         "a": judged({"heldout_loss": 2.0, "pydocs_mc/acc": 0.0}),

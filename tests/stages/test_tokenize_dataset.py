@@ -63,17 +63,6 @@ def test_changing_one_document_leaves_the_others_as_they_were(stage):
     assert all(before[ids] == after[ids] for ids in before.keys() & after.keys())
 
 
-def test_changing_a_word_for_one_of_equal_length_changes_its_places_alone(stage):
-    first = stage.run()
-    ids, positions = np.array(first.input_ids), np.array(first.position_ids)
-    changed = rows(NUM_TRAIN)
-    changed[20]["prompt"] = changed[20]["prompt"].replace("2", "7")
-    save_rows(stage.train, changed)
-    second = stage.run()
-    assert np.count_nonzero(second.input_ids != ids) == 1
-    assert np.array_equal(second.position_ids, positions)
-
-
 def test_two_runs_write_the_same_bytes(stage):
     digests = [
         [file_sha256(stage.run().manifest and stage.output / name) for name in ARRAYS]
@@ -112,15 +101,6 @@ def test_manifest_names_every_file_with_its_digest(finished):
     assert files == {name: file_sha256(finished.output / name) for name in present}
 
 
-def test_samples_show_what_is_trained(finished):
-    samples = TokenStore.open(finished.output).manifest["samples"]
-    assert len(samples) == 3
-    assert samples[0] == [
-        ["<|begin|><|user|>Question 0?<|end|><|assistant|>", False],
-        ["The answer is 0.<|end|>", True],
-    ]
-
-
 def test_without_packing_each_document_has_a_padded_row(stage):
     store = stage.run(packing=False)
     assert store.num_rows == NUM_TRAIN
@@ -147,13 +127,6 @@ def test_conversations_without_chat_template_stop(stage):
         stage.run()
 
 
-def test_chat_template_file_replaces_the_tokenizers(stage):
-    path = stage.folder / "template.jinja"
-    path.write_text(CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}Hello"))
-    (sample, *_) = stage.run(chat_template=str(path)).manifest["samples"]
-    assert sample[0][0].startswith("<|begin|>Hello<|user|>")
-
-
 def test_manifest_holds_the_template_and_conversations_as_they_are_trained(stage):
     own = CHAT_TEMPLATE.replace("+ eos_token", "+ '<|user|>'")
     path = stage.folder / "own.jinja"
@@ -165,15 +138,6 @@ def test_manifest_holds_the_template_and_conversations_as_they_are_trained(stage
     chat = manifest["probes"][1]
     expected = tokenizer.apply_chat_template(chat["messages"], chat_template=own)["input_ids"]
     assert chat["ids"] == expected
-
-
-def test_without_pad_token_rows_are_filled_with_eos_that_is_never_trained(stage):
-    stage.tokenizer = stage.folder / "no-pad"
-    tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
-    store = stage.run(packing=False)
-    assert store.manifest["pad_token_id"] == tokenizer.eos_token_id
-    assert store.manifest["pad_token_origin"] == "eos_token"
-    assert len(documents_of(store)) == NUM_TRAIN
 
 
 def test_tokenizer_without_eos_stops(stage):

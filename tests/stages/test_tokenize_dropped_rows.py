@@ -61,15 +61,6 @@ def test_file_that_is_not_utf8_is_told_how_to_convert_it(stage):
         stage.run()
 
 
-def test_log_says_where_dropped_rows_are_listed(stage, caplog):
-    with caplog.at_level("INFO", logger="workflow"):
-        stage.run()
-        assert "rejects.jsonl" not in caplog.text
-        save_rows(stage.train, [*rows(NUM_TRAIN), "{broken"])
-        stage.run(max_rejected_share=0.2)
-    assert f"dropped rows, with line and reason: {stage.output / 'rejects.jsonl'}" in caplog.text
-
-
 def test_the_list_beside_the_output_goes_once_the_run_succeeds(stage):
     save_rows(stage.train, ["{broken"])
     with pytest.raises(UserError):
@@ -133,13 +124,6 @@ def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage):
     store = stage.run(max_rejected_share=0.0)
     assert store.manifest["dropped_by_reason"] == {"no trained token within seq_len": 1}
     assert store.manifest["splits"]["train"]["truncated"] == 0
-
-
-def test_file_of_broken_rows_alone_is_listed_row_by_row(stage):
-    save_rows(stage.train, ["{broken", "[]"])
-    with pytest.raises(UserError, match="2 of 2 rows"):
-        stage.run()
-    assert len(read_lines(stage.rejects)) == 2
 
 
 def test_blank_lines_are_counted_so_that_rows_add_up_to_lines(stage):

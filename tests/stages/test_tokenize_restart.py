@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.tokenizing import NUM_TRAIN, SEQ_LEN, Stage, documents_of, rows, save_rows
+from tests.support.tokenizing import SEQ_LEN, Stage, rows, save_rows
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import Row
@@ -100,13 +100,6 @@ def resumed_times(
     return seen
 
 
-def test_parts_of_other_data_are_not_taken_up(stage):
-    stale = stage.folder / f".{stage.output.name}.work" / "0123456789ab"
-    stale.mkdir(parents=True)
-    (stale / "train-00000-0000000.facts.json").write_text("{}")
-    assert len(documents_of(stage.run())) == NUM_TRAIN
-
-
 def test_parts_of_other_settings_are_kept_and_named_in_the_log(tmp_path, caplog):
     other = tmp_path / ".demo-0123456789ab.work"
     other.mkdir()
@@ -174,14 +167,6 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = 1800) -> None:
 def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
     _, _, _, *options = stage.command_line(**settings)  # without `python -m` and the module
     return forked_stage("tokenize_dataset", *options)
-
-
-def test_command_logs_the_derived_facts(stage):
-    done = command(stage)
-    assert done.returncode == 0, done.stderr
-    log = (stage.folder / "log" / "tokenize.log").read_text()
-    assert f"train: {NUM_TRAIN} rows read, {NUM_TRAIN} kept, 0 dropped" in log
-    assert f"packed {NUM_TRAIN} documents into" in log
 
 
 def test_command_shows_a_mistake_without_traceback(stage):

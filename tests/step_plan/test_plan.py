@@ -1,7 +1,6 @@
 """The description of a step, as `preflight.json` holds it."""
 
 import gzip
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from tests.support.plans import make_forecast, make_plan
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Provenance
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 
@@ -32,10 +30,6 @@ def written(path: Path, plan: dict[str, object]) -> Path:
 
 def test_plan_is_read_from_its_file_as_it_was(tmp_path):
     assert read_record(written(tmp_path / "p.json", asdict(PLAN)), Preflight).plan == PLAN
-
-
-def test_plan_is_read_from_json_as_it_was():
-    assert StepPlan.of(json.loads(json.dumps(asdict(PLAN)))) == PLAN
 
 
 @pytest.mark.parametrize("name", ["offload_layers", "objective"])

@@ -79,10 +79,6 @@ def test_auto_without_visible_gpus_trains_on_the_cpu(monkeypatch):
     assert num_processes(HardwareConfig(gpus="auto", cpu_processes=3)) == ("cpu", 3)
 
 
-def test_zero_gpus_train_on_the_cpu_whatever_is_there():
-    assert num_processes(HardwareConfig(gpus=0, cpu_processes=3)) == ("cpu", 3)
-
-
 def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError) as refusal:
@@ -93,12 +89,6 @@ def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch):
         "GPUs, name them in "
         "hardware.gpu_model."
     )
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_auto_takes_every_visible_gpu():
-    assert num_processes(HardwareConfig(gpus="auto")) == ("cuda", len(visible_gpus()))
 
 
 @pytest.mark.gpu

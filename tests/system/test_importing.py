@@ -21,14 +21,3 @@ def test_an_import_that_fails_leaves_the_collector_on():
     with pytest.raises(ImportError), importing():
         raise ImportError
     assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off():
-    """As while a stage's own modules are imported."""
-    gc.disable()
-    try:
-        with importing():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

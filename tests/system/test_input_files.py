@@ -41,17 +41,6 @@ def test_what_cannot_be_read_is_named_by_its_kind(here, path, said):
     assert str(refusal.value).startswith(f"{path}: it is " if "it is" in said else f"{path}: ")
 
 
-def test_files_and_folders_can_be_read(here):
-    assert why_unreadable(Path("file")) is None
-    assert why_unreadable(Path("folder")) is None
-    assert read_input(Path("file")) == "Grüße"
-
-
 def test_text_beyond_the_bound_is_not_read(here):
     with pytest.raises(UserError, match=r"file: it has 7 bytes, and at most 6"):
         read_input(Path("file"), most_bytes=6)
-
-
-def test_folder_is_no_text(here):
-    with pytest.raises(UserError, match=r"folder: it is a folder"):
-        read_input(Path("folder"))

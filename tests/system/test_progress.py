@@ -22,12 +22,6 @@ def test_line_tells_what_is_done_and_what_is_left():
     assert progress.line(90.0) == "held-out loss: 40 of 40 documents in 1 min 30 s, about 0 s left"
 
 
-def test_things_that_cost_the_same_need_no_costs():
-    progress = Progress("samples", total=8, unit="answers")
-    progress.add(2)
-    assert progress.line(10.0) == "samples: 2 of 8 answers in 10 s, about 30 s left"
-
-
 class Lines(logging.Handler):
     """Waits for lines of the log."""
 

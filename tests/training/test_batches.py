@@ -30,12 +30,6 @@ def test_a_masked_token_is_predicted_at_the_place_before_it():
     assert {t.dtype for t in tensors} == {torch.int64}
 
 
-def test_rows_without_targets_make_an_empty_batch():
-    zeros = np.zeros((1, 3), dtype=np.int64)
-    batch = make_batch(zeros, zeros, zeros.astype(bool), device=CPU)
-    assert batch.positions.shape == batch.targets.shape == (0,)
-
-
 def test_first_token_of_a_row_cannot_be_a_target():
     ids = np.zeros((1, 3), dtype=np.int64)
     with pytest.raises(AssertionError, match="no predecessor"):
@@ -91,22 +85,6 @@ def test_dealt_rows_wait_less_than_rows_in_drawn_order(micro_batch_size):
 def test_rows_that_cannot_be_shared_equally_are_refused():
     with pytest.raises(AssertionError, match="7 rows cannot be shared equally by 2 processes"):
         process_rows(np.arange(7), np.ones(7, dtype=np.int64), rank=0, size=2)
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 7])
-def test_micro_batches_hold_the_rows_in_order(micro_batch_size):
-    store = random_store(rows=11, seq_len=13)
-    rows = np.array([3, 10, 0, 7, 5])
-    parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
-    groups = [RowGroup(part, [int(-row) for row in part]) for part in parts]
-    batches = list(micro_batches(store, groups, device=CPU))
-    assert max(len(b.input_ids) for b in batches) == min(micro_batch_size, len(rows))
-    assert [int(key) for b in batches for key in b.row_keys] == [-3, -10, 0, -7, -5]
-    ids = torch.cat([b.input_ids for b in batches]).numpy()
-    assert (ids == store.input_ids[rows]).all()
-    assert sum(len(b.targets) for b in batches) == store.loss_mask[rows].sum()
-    targets = torch.cat([b.targets for b in batches]).numpy()
-    assert (targets == store.input_ids[rows][store.loss_mask[rows]]).all()
 
 
 def test_next_micro_batch_is_made_while_one_is_computed():

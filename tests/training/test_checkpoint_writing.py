@@ -104,17 +104,3 @@ def test_checkpoint_is_due_after_step_1_every_so_many_steps_and_every_so_many_mi
 ):
     cadence = Cadence(every_steps=10, every_minutes=5.0)
     assert cadence.due(step=step, last_saved_s=time.monotonic() - 60 * minutes_since) is due
-
-
-def test_steps_are_read_from_whole_folders_alone(tmp_path):
-    for name in (
-        "step-00000010",
-        "step-00000002",
-        ".step-00000011.partial",
-        "step-7",
-        "step-00000003.old",
-    ):
-        (tmp_path / name).mkdir()
-    assert saved_steps(tmp_path) == [2, 10]
-    assert saved_steps(tmp_path / "none") == []
-    assert step_dir(tmp_path, 2).name == "step-00000002"

@@ -82,10 +82,6 @@ def test_divergence_says_what_to_change(loss, norm):
     )
 
 
-def test_healthy_step_passes():
-    check_step(2.0, 1e-30, step=0)
-
-
 def poisoned(base: Path, reshard_after_forward: bool, world: World) -> str:
     """Be a process of a run whose adapter of one layer has become infinite."""
     config = settings()

@@ -44,8 +44,3 @@ def test_lines_from_one_with_a_flipped_bit_are_not_trusted(tmp_path):
     text = "".join(map(checked_line, METRICS))
     path.write_text(text.replace('"step": 4', '"step": 5'))
     assert rewind_metrics(path, step=99) == METRICS[:2]
-
-
-def test_metrics_of_a_fresh_run_are_empty(tmp_path):
-    assert rewind_metrics(tmp_path / "metrics.jsonl", step=0) == []
-    assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -88,21 +88,9 @@ def test_parameters_are_counted_as_weights_and_not_as_bytes(summary):
     assert summary["total_parameters"] == 3 * (linears + adapters) + plain
 
 
-def test_all_checks_passed(summary):
-    assert len(summary["checks"]) >= 4
-    assert all(check["passed"] for check in summary["checks"])
-    assert all(check["name"] and check["detail"] for check in summary["checks"])
-
-
 def test_lines_are_the_first_step_and_every_third(run):
     rows = read_lines(run / "finetune" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 3, 6]
-
-
-def test_losses_are_those_of_first_and_last_lines(run, summary):
-    rows = read_lines(run / "finetune" / "metrics.jsonl")
-    assert summary["first_loss"] == rows[0]["loss"]
-    assert summary["final_loss"] == rows[-1]["loss"]
 
 
 def test_time_is_that_of_all_steps_also_of_those_without_a_line(run, summary):
@@ -183,12 +171,6 @@ def test_every_start_is_in_the_history(kept):
 def test_damaged_checkpoints_of_every_start_are_told_on_all_processes(kept):
     _, results = kept
     assert all(found["skipped"] == [{"step": 5, "reason": "truncated"}] for found in results)
-
-
-def test_peak_is_the_same_on_all_processes(kept):
-    _, results = kept
-    assert len({found["peak"] for found in results}) == 1
-    assert results[0]["peak"] > 50 * 2**20
 
 
 def test_line_of_the_progress_bar_has_the_facts(kept):

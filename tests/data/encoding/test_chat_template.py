@@ -176,10 +176,6 @@ def test_argument_that_is_given_comes_before_the_template_s(tokenizer):
     assert text == rendered(tokenizer, TEMPLATE, **(ARGUMENTS | {"mode": "other"}))
 
 
-def test_template_without_arguments_stays_as_it_is():
-    assert with_arguments(TEMPLATE, {}) == TEMPLATE
-
-
 @pytest.mark.parametrize("key", ["role", "content"])
 def test_keys_that_a_template_looks_up_are_found(key):
     assert key in keys_in_template(TEMPLATE)

@@ -66,15 +66,6 @@ def test_alpaca_input_follows_the_instruction_after_a_blank_line():
     assert messages_of(value, "alpaca")[0]["content"] == "add\n\n1 2"
 
 
-def test_text_stays_as_it_is():
-    assert sample({"text": " two\nlines "}, "text") == " two\nlines "
-
-
-def test_empty_system_message_is_allowed():
-    messages = [{"role": "system", "content": ""}, *EXCHANGE]
-    assert messages_of({"messages": messages}, "messages") == messages
-
-
 @pytest.mark.parametrize(
     ("value", "format", "reason"),
     [
@@ -184,12 +175,6 @@ def test_history_is_trained_as_the_format_says(format, trained):
     assert sample({**ROWS[format], "history": BEFORE}, format).trained == trained
 
 
-@pytest.mark.parametrize("format", ROWS)
-def test_columns_that_say_nothing_change_nothing(format):
-    nothing = {"system": "", "history": [], "tools": None, "reasoning": "off", "prompt_id": None}
-    assert messages_of({**ROWS[format], **nothing}, format) == EXCHANGE
-
-
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
@@ -223,13 +208,6 @@ def test_thinking_is_a_switch_or_a_text():
     assert (switched.messages, switched.template_kwargs) == (EXCHANGE, {"thinking": False})
     assert spoken.messages[1]["reasoning_content"] == "hm"
     assert spoken.template_kwargs == {}
-
-
-def test_the_same_system_text_twice_is_one():
-    assert messages_of({"messages": [SYSTEM, *EXCHANGE], "system": " s "}, "messages") == [
-        {"role": "system", "content": " s "},
-        *EXCHANGE,
-    ]
 
 
 def test_prompt_that_is_in_the_messages_is_no_other():

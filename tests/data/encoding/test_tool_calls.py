@@ -185,11 +185,6 @@ def test_all_spellings_of_tools_mean_the_same(tools, format):
     assert sample(value, format).tools == [TOOL]
 
 
-@pytest.mark.parametrize("tools", [None, [], "", "[]"])
-def test_no_tools_are_none(tools):
-    assert sample({"messages": EXCHANGE, "tools": tools}, "messages").tools is None
-
-
 def talk_with_ids(first: Any, second: Any, *results: Any) -> list[dict[str, Any]]:
     calls = [{"type": "function", "function": FUNCTION} for _ in range(2)]
     for call, number in zip(calls, (first, second), strict=True):

@@ -38,14 +38,6 @@ def test_every_kind_of_tokenizer_file_is_chosen():
 
 
 @pytest.mark.parametrize(
-    "path", ["sub/config.json", "sub/model.safetensors", "model.fp16.safetensors", "x.gguf", "a.py"]
-)
-def test_file_that_transformers_would_not_load_is_left(path):
-    needed = ["config.json", "model.safetensors", "tokenizer.json"]
-    assert chosen(MODEL, *needed, path) == needed
-
-
-@pytest.mark.parametrize(
     ("paths", "missing"),
     [
         (["model.safetensors", "tokenizer.json"], "no config.json;"),
@@ -120,21 +112,9 @@ def test_publishing_leaves_exactly_the_kept_files(tmp_path):
     assert left == {"out", "out/kept.txt", "out/deep", "out/deep/er", "out/deep/er/kept.txt"}
 
 
-def test_empty_output_folder_is_replaced(tmp_path):
-    (tmp_path / "out").mkdir()
-    partial = partial_folder(tmp_path / "out")
-    (partial / "kept.txt").touch()
-    publish(partial, tmp_path / "out", keep=["kept.txt"])
-    assert (tmp_path / "out" / "kept.txt").exists()
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_says_free_space_and_repeat(number):
     assert str(explain(MODEL, OSError(number, "full"))) == (
         "model.source = 'owner/name': the disk, or your quota on it, is full. "
         "Free space and repeat the command: finished files are kept."
     )
-
-
-def test_error_of_another_cause_is_left_as_it_is():
-    assert explain(MODEL, PermissionError(errno.EACCES, "denied")) is None

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.support.data_files import read, write
-from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.system.errors import UserError
 
@@ -34,14 +33,6 @@ def test_plain_text_that_is_not_utf8_is_a_broken_row(tmp_path):
 def test_jsonl_numbers_are_lines_and_blank_lines_are_no_rows(tmp_path):
     path = write(tmp_path / "a.jsonl", '\n{"a": 1}\r\n  \n{"a": 2}')
     assert read(path) == [Row(2, {"a": 1}), Row(4, {"a": 2})]
-
-
-@pytest.mark.parametrize(("file_type", "size"), [("jsonl", 2), ("text_lines", 2), ("jsonl", 9)])
-def test_rows_and_blank_lines_add_up_to_the_lines(file_type, size, tmp_path):
-    path = write(tmp_path / "a", '\n{"a": 1}\n\n  \r\n{"a": 2}\n{"a": 3}\n\n\n\n')
-    chunks = list(read_chunks(path, setting="", file_type=file_type, rows_per_chunk=size))
-    assert sum(len(chunk.rows()) for chunk in chunks) == 3
-    assert sum(chunk.blank_lines for chunk in chunks) == 6
 
 
 def test_byte_order_mark_is_no_part_of_the_data(tmp_path):

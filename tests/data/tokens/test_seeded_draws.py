@@ -12,10 +12,6 @@ def times(weight: float, *, source: int = 1, seed: int = 0) -> list[int]:
     return times_taken(DOCUMENTS, weight=weight, source=source, seed=seed).tolist()
 
 
-def test_weight_one_takes_every_document_once():
-    assert times(1.0) == [1] * DOCUMENTS
-
-
 @pytest.mark.parametrize(
     ("weight", "total"), [(2.0, 14), (0.5, 4), (2.3, 16), (0.01, 1), (100.0, 700)]
 )
@@ -23,10 +19,6 @@ def test_weight_is_the_share_of_a_sources_documents_that_an_epoch_takes(weight, 
     counts = times(weight)
     assert sum(counts) == total
     assert max(counts) - min(counts) <= 1
-
-
-def test_source_without_documents_gives_none():
-    assert times_taken(0, weight=0.5, source=0, seed=0).tolist() == []
 
 
 def test_seed_and_source_decide_which_documents_are_taken():

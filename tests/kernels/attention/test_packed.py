@@ -33,16 +33,8 @@ def resolved(
     return resolve_training_attention(name, device, needs, compute_dtype=dtype).name
 
 
-def test_auto_on_a_cpu_is_sdpa():
-    assert resolved("auto", CPU, dtype=torch.float32) == "sdpa"
-
-
 def test_auto_on_a_gpu_without_the_package_is_the_flash_attention_of_torch():
     assert resolved("auto") in ("varlen", "flash_attention_2")
-
-
-def test_auto_in_fp32_is_sdpa_even_on_a_gpu():
-    assert resolved("auto", dtype=torch.float32) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -181,13 +173,6 @@ def test_varlen_where_it_cannot_run_is_refused(device, dtype, reason):
 def test_sdpa_for_what_it_ignores_is_refused(needs):
     with pytest.raises(UserError, match="it ignores the"):
         resolved("sdpa", needs=needs)
-
-
-def test_document_bounds_of_two_rows_with_three_documents():
-    bounds, longest = document_bounds(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]))
-    assert bounds.tolist() == [0, 3, 5, 10]
-    assert bounds.dtype == torch.int32
-    assert longest == 5
 
 
 def test_boundaries_carry_the_names_that_attention_layers_pass_on():

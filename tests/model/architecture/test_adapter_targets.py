@@ -2,7 +2,6 @@
 over in silence.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -79,20 +78,6 @@ def test_ranks_and_scales_are_those_that_peft_gives(model, settings):
     for path, layer in layers.items():
         assert adapter_scale(stored, path) == pytest.approx(layer.scaling["default"], rel=1e-12)
     adapted.unload()
-
-
-def test_ranks_are_in_the_order_of_the_linears():
-    lora = LoraSettings(target_modules=("v_proj", "q_proj"))
-    assert list(adapter_ranks(lora, linears=["a.q_proj", "a.k_proj", "a.v_proj"])) == [
-        "a.q_proj",
-        "a.v_proj",
-    ]
-
-
-@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 7.5 / 3), (True, 7.5 / math.sqrt(3))])
-def test_scale_is_that_of_the_configuration(use_rslora, scale):
-    config = {"r": 3, "lora_alpha": 7.5, "use_rslora": use_rslora}
-    assert adapter_scale(config, "model.layers.0.mlp.up_proj") == scale
 
 
 def refusal(**settings: Any) -> str:

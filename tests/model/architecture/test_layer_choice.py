@@ -14,25 +14,6 @@ from workflow.lib.model.architecture.layer_choice import (
 )
 
 
-@pytest.mark.parametrize(
-    ("level", "layers"),
-    [
-        (True, [0, 1, 2, 3, 4, 5, 6, 7]),
-        (False, []),
-        (1, [0, 1, 2, 3, 4, 5, 6, 7]),
-        (3, [0, 3, 6]),
-        (8, [0]),
-        (0.625, [0, 1, 3, 4, 6]),
-        (0.75, [0, 1, 2, 4, 5, 6]),
-        (0.125, [0]),
-        (0.3, [0, 3, 6]),
-        (0.999, [0, 1, 2, 3, 4, 5, 6, 7]),
-    ],
-)
-def test_layers_of_each_level(level, layers):
-    assert recomputed_layers(level, 8) == layers
-
-
 @pytest.mark.parametrize("every", [3, 7, 49])
 def test_a_number_means_every_so_manyth_layer(every):
     """Also where the share has no exact floating-point number: 49 * (1 / 49) < 1."""

@@ -38,11 +38,6 @@ def test_even_choices_have_a_loss_of_the_choices_of_a_token():
     assert float(balance_of(LOGITS, 2).value()) == pytest.approx(1.0)
 
 
-def test_one_busy_expert_has_twice_its_mean_probability():
-    """Of token 0 alone: 2 (1 * 0.75)."""
-    assert float(balance_of(LOGITS, 1).value()) == pytest.approx(1.5)
-
-
 def test_micro_batches_of_a_step_are_added_up_and_the_next_step_begins_anew():
     balance = balance_of(LOGITS, 1)
     with balance.counting(torch.tensor([2]), len(LOGITS)):

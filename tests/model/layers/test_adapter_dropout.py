@@ -48,14 +48,6 @@ def test_share_that_is_dropped_is_the_probability(p):
         assert float((shares - threshold / 65536).abs().max()) < 5 * error
 
 
-def test_expectation_of_the_scaled_input_is_the_input():
-    draw = Draw(keys(*range(500)), 0, 20_000)
-    kept = mask(draw, 8).view(500, SEQ_LEN, 8)
-    mean = draw.scale * kept.mean(dim=0)
-    share = 20_000 / 65_536
-    assert float((mean - 1).abs().max()) < 5 * math.sqrt(share / (1 - share) / 500)
-
-
 @pytest.mark.parametrize("other", ["linear", "step", "row", "position", "feature"])
 def test_masks_of_anything_else_are_independent(other):
     """Correlation of two masks of 49,000 draws: within 5 standard errors of 0."""

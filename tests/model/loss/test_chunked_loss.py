@@ -166,15 +166,6 @@ def test_loss_is_that_of_the_chosen_positions_alone(training):
 
 
 @torch.no_grad()
-def test_tokens_after_the_last_chosen_position_have_no_influence(training):
-    ids, places = batch()
-    chosen, targets = torch.tensor([3, 21]), torch.tensor([5, 9])
-    before = loss(training, ids, places, chosen, targets)
-    ids[:, 12:] = 0
-    assert torch.equal(loss(training, ids, places, chosen, targets), before)
-
-
-@torch.no_grad()
 def test_another_document_of_the_row_has_no_influence(training):
     ids, places = batch()
     chosen, targets = torch.arange(19 + 7, 38), torch.arange(12)

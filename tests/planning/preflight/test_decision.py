@@ -10,12 +10,22 @@ import pytest
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
-from workflow.lib.model.architecture.shipped_shapes import known_shape
+from workflow.lib.artifacts.preflight_record import Forecast
+from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.model_sizes import offload_window
-from workflow.lib.planning.preflight.decision import MOST_REMEDIES, decide
+from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
+from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import GIB
+
+
+def predicted(
+    run: RunConfig, on: Machine | None = None, **options: bool
+) -> tuple[Decision, Forecast]:
+    on, tokens, memory = on or machine(), token_counts(seq_len=2048), MadeUpMemory(llama_8b)
+    decision = decide(run, llama_8b, on, tokens, disk_free_bytes=10**12, record=memory, **options)
+    return decision, forecast(decision, run, llama_8b, on, tokens)
 
 
 def test_cpu_share_of_host_memory_bounds_the_micro_batch():
@@ -28,31 +38,10 @@ def test_cpu_share_of_host_memory_bounds_the_micro_batch():
 
 def test_smaller_gpu_memory_is_the_capacity_and_is_enforced():
     run = run_config(hardware={"gpu_memory_gib": 13.0})
-    decision = decide(
-        run,
-        llama_8b,
-        machine(),
-        token_counts(seq_len=2048),
-        disk_free_bytes=10**12,
-        record=MadeUpMemory(llama_8b),
-    )
-    plan = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048)).plan
+    decision, document = predicted(run)
+    plan = document.plan
     assert decision.limits.capacity_bytes == 13 * GIB
     assert plan.gpu_memory_bytes == 13 * GIB - decision.limits.outside_allocator_bytes
-
-
-def test_automatic_gpu_memory_enforces_nothing():
-    run = run_config()
-    decision = decide(
-        run,
-        llama_8b,
-        machine(),
-        token_counts(seq_len=2048),
-        disk_free_bytes=10**12,
-        record=MadeUpMemory(llama_8b),
-    )
-    plan = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048)).plan
-    assert plan.gpu_memory_bytes is None
 
 
 def test_70b_that_may_not_offload_does_not_fit_and_the_reason_says_what_would():
@@ -125,25 +114,12 @@ def test_processes_form_groups_that_each_share_a_copy():
     on = machine(processes=4, gpu_names=("NVIDIA GeForce RTX 4090",) * 4)
     chosen = plan_from_settings(run, llama_8b, on)
     assert (chosen.replicas, chosen.shards) == (2, 2)
-    decision = decide(
-        run,
-        llama_8b,
-        on,
-        token_counts(seq_len=2048),
-        disk_free_bytes=10**12,
-        record=MadeUpMemory(llama_8b),
-    )
-    plan = forecast(decision, run, llama_8b, on, token_counts(seq_len=2048)).plan
+    plan = predicted(run, on)[1].plan
     assert (plan.processes, plan.shards) == (4, 2)
 
 
 def test_every_candidate_says_why_it_was_not_chosen():
-    run = run_config()
-    tokens = token_counts(seq_len=2048)
-    decision = decide(
-        run, llama_8b, machine(), tokens, disk_free_bytes=10**12, record=MadeUpMemory(llama_8b)
-    )
-    plans = forecast(decision, run, llama_8b, machine(), tokens).candidates
+    plans = predicted(run_config())[1].candidates
     assert [plan.why for plan in plans].count("chosen") == 1
     for plan in plans:
         words = r"chosen|[\d.]+% slower|only [\d.]+% faster"
@@ -151,36 +127,12 @@ def test_every_candidate_says_why_it_was_not_chosen():
         assert re.fullmatch(words if plan.fits else too_much, plan.why)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("Qwen/Qwen3.5-27B", 48), ("Qwen/Qwen3-8B", 0)])
-def test_predicted_time_says_how_recurrent_layers_are_counted(name, layers):
-    run, tokens, shape = run_config(), token_counts(seq_len=2048), known_shape(name)
-    assert shape is not None
-    decision = decide(
-        run, shape, machine(), tokens, disk_free_bytes=10**12, record=MadeUpMemory(shape)
-    )
-    basis = forecast(decision, run, shape, machine(), tokens).time.basis
-    assert basis == decision.speed.basis + (
-        f"; {layers} recurrent layers are counted by what they keep, too short where "
-        "their family's own code computes the recurrence"
-        if layers
-        else ""
-    )
-
-
 def test_document_has_exactly_the_plan_that_later_stages_read():
     flags = AS_IT_WAS | {"offload_activations": True, "offload_layers": 3}
     run = run_config(train={"global_batch_size": 20, "epochs": 3.0}, hardware=flags)
-    decision = decide(
-        run,
-        llama_8b,
-        machine(),
-        token_counts(seq_len=2048),
-        disk_free_bytes=10**12,
-        record=MadeUpMemory(llama_8b),
-    )
-    predicted = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048))
+    decision, document = predicted(run)
     size = decision.chosen.micro_batch_size
-    plan = asdict(predicted.plan)
+    plan = asdict(document.plan)
     assert plan == plan | {
         "device": "cuda",
         "processes": 2,
@@ -199,15 +151,13 @@ def test_document_has_exactly_the_plan_that_later_stages_read():
         "compute_dtype": "bfloat16",
         "num_steps": 6,  # 37 rows, 3 epochs, 20 a step
     }
-    assert sum(term.bytes for term in predicted.terms) == predicted.peak_bytes
-    assert predicted.reserved_bytes == predicted.peak_bytes + predicted.allocator_slack_bytes
+    assert sum(term.bytes for term in document.terms) == document.peak_bytes
+    assert document.reserved_bytes == document.peak_bytes + document.allocator_slack_bytes
 
 
 def test_verdict_that_no_recording_confirms_says_so():
-    run = run_config()
     for estimate, method in ((False, "replay"), (True, "lines")):
-        decision = decided(estimate=estimate)
-        document = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048))
+        decision, document = predicted(run_config(), estimate=estimate)
         assert (decision.fits, document.method) == (True, method)
         said = "estimated and not confirmed by a recording" in decision.reason
         assert said == estimate

@@ -70,11 +70,6 @@ def test_larger_margin_never_allows_a_larger_micro_batch():
     assert chosen[0] > chosen[-1]
 
 
-def test_fixed_micro_batch_is_respected():
-    decision = decided(train={"global_batch_size": 16, "micro_batch_size": 2})
-    assert {c.micro_batch_size for c in decision.candidates} == {2}
-
-
 def test_cpu_prefers_at_most_eight_rows():
     tiny = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
     decision = decided(tiny, cpu_machine(), train={"global_batch_size": 66}, data={"seq_len": 61})
@@ -172,15 +167,6 @@ def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate():
     limits = budget(HardwareConfig(), machine())
     found = searched(limits, levels=[True])
     assert [c.plan.accumulates for c in found] == [True, True, False]
-
-
-def test_smallest_candidate_is_shown_when_none_fits():
-    limits = budget(HardwareConfig(), machine(gpu_bytes=GIB))
-    smallest = choose(searched(limits, levels=[*LEVELS]), device="cuda")
-    assert (smallest.micro_batch_size, in_words(smallest.plan)["recomputation"]) == (
-        1,
-        "every layer",
-    )
 
 
 def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_and_rows():

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.families import FAMILIES
 from tests.support.other_decoders import MIXTURES, config_of
-from tests.support.preflight_examples import GPU_24, machine, setup
+from tests.support.preflight_examples import machine, setup
 from workflow.lib.model.architecture.attention_needs import attention_needs as config_needs
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_models, known_shape
 from workflow.lib.model.describe_model import describe_config
@@ -120,11 +120,6 @@ def test_shipped_models_get_the_attention_that_training_gives_them():
     assert wrong == []
 
 
-def test_flash_needs_a_half_type():
-    model = run_config(model={"compute_dtype": "float32"}).model
-    assert training_attention(model, machine(), AttentionNeeds()).name == "sdpa"
-
-
 @pytest.mark.parametrize(("asked", "name"), [(0, "varlen"), ("family", "sdpa")])
 def test_attention_weights_are_dropped_only_where_the_family_is_asked_for(asked, name):
     needs = AttentionNeeds(dropout=0.1)
@@ -151,16 +146,6 @@ def test_attention_that_cannot_compute_the_models_is_refused_before_a_machine_is
 ):
     with pytest.raises(UserError, match=lack):
         training_attention(run_config(model=model).model, machine(), needs)
-
-
-def test_attention_has_its_reason():
-    model, on = run_config().model, replace(machine(), flash_attention=False)
-    assert training_attention(model, on, AttentionNeeds(sinks=True)) == (
-        "flex",
-        "not varlen: it has no attention sinks, as this model has",
-    )
-    asked = run_config(model={"attention": "eager"}).model
-    assert training_attention(asked, on, AttentionNeeds()).reason == "model.attention asks for it"
 
 
 def test_host_holds_the_embedding_once_and_the_rows_of_each_process():
@@ -226,10 +211,6 @@ def test_auto_considers_every_divisor():
 def test_context_is_what_was_measured_outside_the_allocator():
     assert budget(HardwareConfig(), machine()).outside_allocator_bytes == int(1.58 * GIB)
     assert budget(HardwareConfig(), machine(processes=1)).outside_allocator_bytes == int(0.76 * GIB)
-
-
-def test_24_gib_is_24_gib():
-    assert machine().gpu_bytes == GPU_24 == 24 * GIB
 
 
 def test_dropout_on_experts_is_refused_before_training():

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.measurements import described, measured_lines, sizes_of
-from tests.support.memory_examples import measured_case
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.timing.calibration import (
-    KINDS,
     Timing,
     fit,
     read_timings,
@@ -25,14 +23,13 @@ from workflow.lib.planning.timing.calibration import (
 )
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.machine_speed import speed_of
-from workflow.lib.planning.timing.step_time import H200, Constants, gpu_parts, gpu_seconds
+from workflow.lib.planning.timing.step_time import H200, Constants, gpu_seconds
 from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 
 GPU = BY_NAME["NVIDIA H200"]
-EARLY = Path(__file__).parents[2] / "measured_h200.jsonl"
 # What the shipped constants are fitted to; timings of a later engine need another fit, so they are
 # named here with it.
 FITTED = (
@@ -49,26 +46,9 @@ MORE_GPUS = "weak-scaling_2-4-8xh200_2026-11-22.jsonl"
 # Left out: activations on the host when bytes that two nodes saved still travelled twice, and a
 # step that Python decided, whose launches have become fewer.
 OTHERWISE_NOW = {("offloaded", "e6a3b18"), ("offloaded_half", "e6a3b18"), ("flash", "e854bc4", 1)}
-# Of an engine without kernels of its own. Its constants are other ones; that one half of its
-# timings tells the other is a statement about the model. It copied each micro-batch when the one
-# before it had run, so its GPU waited for the host before every one.
-BEFORE = ("memory_h200_2026-11-21.jsonl", "llama2-70b-wide_2xh200_2026-11-21.jsonl")
-START = Constants(
-    product_share=0.881,
-    attention_share=0.438,
-    dequantization_share=0.292,
-    elementwise_traffic=18.0,
-    launch_s=2.71e-3,
-    sharded_launch_s=1.16e-3,
-    gather_traffic=17.0,
-    host_share=0.705,
-    lookup_bandwidth=12.6e9,
-    pause_s=0.010,
-)
 WORST, MEDIAN = 0.10, 0.03
-MEDIAN_BEFORE = 0.04
 SURELY = 1.3  # as long as Python launches the GPU must compute: elsewhere Python decides, unevenly
-SURELY_BEFORE = 2.2
+MORE_SURELY = 2.2
 
 
 def timing(
@@ -89,26 +69,8 @@ def pausing(timing: Timing) -> Timing:
     return replace(timing, work=replace(timing.work, pauses=1.0))
 
 
-def early_timings() -> list[Timing]:
-    """Those of `measured_h200.jsonl`, without eager attention, for which nobody waits, and without
-    dropout, which was PEFT's own forward.
-    """
-    rows = [json.loads(line) for line in EARLY.read_text().splitlines()]
-    found = [
-        timing(
-            "-".join(str(v) for v in row.values()),
-            *measured_case(row),
-            step_s=row["step_s"],
-            micro_batches=row["accum"],
-        )
-        for row in rows
-        if row["attn"] != "eager" and not row["drop"]
-    ]
-    return list(map(pausing, found))
-
-
-def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
-    """Those of `tests/gpu/measurements` of fused layers or of others.
+def timings(*names: str) -> list[Timing]:
+    """Those of `tests/gpu/measurements` of fused layers.
 
     Without dropout, which was PEFT's own forward, and DoRA, whose norms were made in every pass.
     """
@@ -121,7 +83,7 @@ def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
         timing_of(row, GPU)
         for row in whole
         if serves(row, GPU.name)
-        and (row["setup"]["fused_layers"] or row["case"] == "not_fused") == fused
+        and (row["setup"]["fused_layers"] or row["case"] == "not_fused")
         and not row["setup"]["dropout"]
         and not row["setup"].get("dora")
     ]
@@ -131,18 +93,12 @@ def _of(row: dict[str, Any]) -> tuple[str, str, int]:
     return row["case"], row["versions"]["commit"], row["processes"]
 
 
-def recent_timings() -> list[Timing]:
-    """Those of `BEFORE` in which the GPU surely decided."""
-    found = map(pausing, timings(BEFORE, fused=False))
-    return [each for each in found if each.gpu_bound(GPU, START) >= SURELY_BEFORE]
-
-
 def shape_of(row: dict[str, Any]) -> ModelShape:
     config = model_config(sizes_of(row))
     return described(json.dumps(config), row["sizes"]["model"])
 
 
-TIMINGS = timings(FITTED, fused=True)
+TIMINGS = timings(*FITTED)
 DECIDED_BY_GPU = [each for each in TIMINGS if each.gpu_bound(GPU, BY_FSDP2) >= SURELY]
 
 
@@ -157,7 +113,7 @@ def test_step_takes_what_it_took_on_h200(measured):
 
 @pytest.mark.parametrize(
     "measured",
-    [e for e in timings((MORE_GPUS,), fused=True) if e.gpu_bound(GPU, BY_FSDP2) >= SURELY_BEFORE],
+    [e for e in timings(MORE_GPUS) if e.gpu_bound(GPU, BY_FSDP2) >= MORE_SURELY],
     ids=lambda found: found.label,
 )
 def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured):
@@ -173,7 +129,7 @@ def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured):
 )
 def test_steps_by_graphs_take_what_launched_ones_foretell(label, largest_error):
     """Also of a small model, with the pause between steps that there was by graphs then."""
-    (found,) = [x for x in timings((BY_GRAPHS,), fused=True) if x.label == f"{label} x 1"]
+    (found,) = [x for x in timings(BY_GRAPHS) if x.label == f"{label} x 1"]
     assert abs(pausing(found).error(GPU, H200)) < largest_error
     assert found.error(GPU, H200) < pausing(found).error(GPU, H200)
 
@@ -192,17 +148,9 @@ def test_shipped_constants_are_those_of_the_fit():
 @pytest.mark.parametrize("half", [0, 1])
 def test_constants_of_one_half_predict_the_other(half):
     """By name in turn, so that cases that are alike are in both halves."""
-    known = sorted(early_timings() + recent_timings(), key=lambda found: found.label)
-    assert len(known) >= 50
-    constants = fit(known[half::2], GPU, start=START)
-    unseen = errors(known[1 - half :: 2], constants)
-    assert statistics.median(unseen) <= MEDIAN_BEFORE
-    assert max(unseen) <= 0.12
-
-
-def test_constants_of_one_machine_and_engine_predict_those_of_another_day():
-    unseen = errors(recent_timings(), fit(early_timings(), GPU, start=START))
-    assert statistics.median(unseen) <= MEDIAN_BEFORE
+    known = sorted(DECIDED_BY_GPU, key=lambda found: found.label)
+    unseen = errors(known[1 - half :: 2], fit(known[half::2], GPU, start=BY_FSDP2))
+    assert statistics.median(unseen) <= MEDIAN
     assert max(unseen) <= WORST
 
 
@@ -239,31 +187,9 @@ def test_fit_predicts_a_machine_that_is_slower_than_the_one_it_starts_from():
     assert max(errors(timings, fit(timings, GPU, start=H200))) < 0.03
 
 
-def test_profile_brings_parts_nearer_which_a_step_alone_does_not():
-    timings = made_up(SLOWER)[:2]
-    profiled = [replace(each, parts_s=kinds_of(each)) for each in timings]
-    alone, together = (
-        [error for each in profiled for error in each.part_errors(GPU, fit(known, GPU, start=H200))]
-        for known in (timings, profiled)
-    )
-    assert max(map(abs, together)) < 0.6 * max(map(abs, alone))
-
-
-def kinds_of(timing: Timing) -> dict[str, float]:
-    parts = gpu_parts(timing.work, GPU, constants=SLOWER, traffic=timing.traffic)
-    return {kind: sum(parts[name] for name in names) for kind, names in KINDS.items()}
-
-
 def test_one_disturbed_measurement_hardly_moves_the_fit():
     constants = fit(made_up(SLOWER, seconds=10.0), GPU, start=H200)
     assert max(errors(made_up(SLOWER), constants)) < 0.06
-
-
-def test_what_no_measurement_tells_stays_as_it_was():
-    alone = [each for each in made_up(SLOWER) if each.traffic.gathered_bytes == 0]
-    fitted = fit(alone, GPU, start=H200)
-    assert fitted.gather_traffic == H200.gather_traffic
-    assert fitted.sharded_launch_s == H200.sharded_launch_s
 
 
 def line(**changes: Any) -> dict[str, Any]:
@@ -327,11 +253,6 @@ def test_unknown_gpu_is_only_ranked_and_is_named():
     speed = speed_of(machine(gpu_names=("NVIDIA Future 9000",)), calibration=None)
     assert not speed.known
     assert "no speed is recorded for NVIDIA Future 9000" in speed.basis
-
-
-def test_other_gpu_is_said_to_be_scaled_and_not_measured():
-    basis = speed_of(machine(), calibration=None).basis
-    assert "scaled by data sheets to NVIDIA GeForce RTX 4090, not measured there" in basis
 
 
 def test_h100_is_said_to_be_held_against_steps_there():

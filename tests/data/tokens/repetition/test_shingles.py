@@ -66,11 +66,6 @@ def test_words_are_the_same_however_capitals_cut_them_into_tokens():
     assert len(words(tokenizer, text)) == 7
 
 
-def test_text_without_words_has_no_shingle():
-    hashes, owners, tokens = shingles(np.zeros(3, np.uint32), np.array([1, 2]), pieces=WORDS)
-    assert len(hashes) == len(owners) == len(tokens) == 0
-
-
 @pytest.mark.parametrize("threshold", [0.5, 0.8])
 def test_nearly_all_pairs_at_the_threshold_share_a_key(threshold):
     draw = np.random.default_rng(0)
@@ -99,13 +94,6 @@ def test_short_documents_that_share_little_rarely_share_a_key():
     owners = np.repeat(np.arange(2 * pairs), size)
     keys = band_keys(np.concatenate(sets), owners, documents=2 * pairs, rows=3)
     assert (keys[:, ::2] == keys[:, 1::2]).any(axis=0).mean() < 0.1
-
-
-def test_document_without_shingles_has_no_key():
-    hashes = np.array([5, 9], dtype=np.uint64)
-    keys = band_keys(hashes, np.array([1, 1]), documents=3, rows=3)
-    assert (keys[:, [0, 2]] == 0).all()
-    assert (keys[:, 1] > 0).all()
 
 
 def test_what_many_documents_say_is_widespread():
