@@ -29,8 +29,7 @@ pytest_plugins = ["tests.support.suite"]
 def pytest_configure() -> None:
     """Let Ctrl-C reach what the tests start: a shell makes its background jobs deaf to it, and all
     that they start. One server of preloaded stages serves all processes of the session, but where
-    there are GPUs: their driver does not survive a fork.
-    """
+    there are GPUs: their driver does not survive a fork."""
     if VARIABLE not in os.environ and not visible_gpus():
         start_server()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,8 +50,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
     """Let a shared fixture that fails show its cause once; pytest would repeat it for every test
-    that needs it.
-    """
+    that needs it."""
     try:
         return (yield)
     except pytest.skip.Exception:
@@ -71,8 +69,7 @@ def finished_project(shared_folder: Path) -> Project:
     change it: work in `finished_project.copy(tmp_path)`.
 
     It ran with `CANARIES` in its environment; what the terminal showed is beside it, in
-    `terminal.txt`.
-    """
+    `terminal.txt`."""
     return Project(made_once(shared_folder / "workflow", run_whole_workflow) / "finished")
 
 

@@ -1,6 +1,5 @@
 """The written reference: it is what the models say, and the default `config.yaml` means what it
-shows.
-"""
+shows."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
 """The random base of the benchmark is a checkpoint like any other, for our engine and for stock
-Transformers.
-"""
+Transformers."""
 
 from pathlib import Path
 

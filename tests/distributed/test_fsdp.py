@@ -1,6 +1,5 @@
 """Sharding over three processes, which no size of the model is divisible by: nothing lost, doubled
-or altered.
-"""
+or altered."""
 
 import shutil
 from pathlib import Path

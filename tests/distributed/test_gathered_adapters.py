@@ -1,6 +1,5 @@
 """Adapters that decoder layers gather in the compute dtype: what is computed of them, and the
-float32 gradients of their masters.
-"""
+float32 gradients of their masters."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """Decoder layers whose packed weights are gathered for their use alone, from slices on the device
-and in host memory: the same numbers, and less on the device.
-"""
+and in host memory: the same numbers, and less on the device."""
 
 import itertools
 from pathlib import Path

@@ -1,6 +1,5 @@
 """A signal to any process stops all between two steps; a run that ends early keeps its last
-checkpoint.
-"""
+checkpoint."""
 
 import os
 import signal

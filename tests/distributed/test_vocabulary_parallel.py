@@ -1,6 +1,5 @@
 """Embedding and head in slices: the loss, its gradient, logits and rows are those of the whole
-tables, and no table is gathered.
-"""
+tables, and no table is gathered."""
 
 import math
 from dataclasses import replace

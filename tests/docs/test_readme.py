@@ -4,8 +4,7 @@ load.
 All commands are executed one after the other in one shell, as a reader types them, in a copy of the
 project whose
 settings are shrunk so that it takes minutes: a few training steps, few documents, two runs of the
-sweep. A block that is not executed says why in an HTML comment right before it.
-"""
+sweep. A block that is not executed says why in an HTML comment right before it."""
 
 import os
 import re

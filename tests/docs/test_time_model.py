@@ -1,6 +1,5 @@
 """The table of time-model.md that sets published figures beside predictions says what the model
-predicts now.
-"""
+predicts now."""
 
 import re
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """What passes as free of code is what the installed harness has, and nothing that it looks up
-elsewhere.
-"""
+elsewhere."""
 
 import dataclasses
 import inspect

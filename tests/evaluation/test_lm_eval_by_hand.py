@@ -4,8 +4,7 @@ stage reports.
 Not to the last bit on a CPU: the stage computes in float32, while the harness by hand leaves what
 is not quantized in the checkpoint's bfloat16, and bitsandbytes may repack the 4-bit weights for the
 CPU. So two log-likelihoods are held equal within `TOLERANCE`, and an item's verdict wherever two
-such errors cannot swap its two best answers.
-"""
+such errors cannot swap its two best answers."""
 
 import json
 import math
@@ -52,8 +51,7 @@ TASKS = ("pydocs_mc", "likelihood")
 @dataclass(frozen=True)
 class Measured:
     """The scores of the tuned model and of its base, and the folder of what the harness wrote by
-    hand.
-    """
+    hand."""
 
     tuned: dict[str, TaskScores]
     base: dict[str, TaskScores]

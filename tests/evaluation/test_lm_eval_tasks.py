@@ -75,8 +75,7 @@ def no_network(monkeypatch):
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
     """As in the stage: the harness' pool of forked processes can hang, here because they inherit
-    handlers of signals.
-    """
+    handlers of signals."""
     for name, value in SINGLE_PROCESS.items():
         monkeypatch.setenv(name, value)
 

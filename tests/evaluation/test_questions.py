@@ -71,8 +71,7 @@ def load(folder, name="base"):
 
 class Evaluator:
     """Evaluates the folder's models against an archive; tells which parts were measured, by
-    subject.
-    """
+    subject."""
 
     def __init__(self, folder, archive, tokenizer, *, streamed=False):
         self.folder, self.archive, self.tokenizer = folder, Archive(archive), tokenizer

@@ -1,6 +1,5 @@
 """Templates of task files and of models reach neither the interpreter nor the memory of this
-machine.
-"""
+machine."""
 
 import json
 

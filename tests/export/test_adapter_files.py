@@ -1,6 +1,5 @@
 """From the sharded adapter to files: PEFT reads them, and the merged model is the sum computed by
-hand.
-"""
+hand."""
 
 import math
 from pathlib import Path
@@ -129,8 +128,7 @@ def merge(run: Path, adapter: Any, config: Any, *, onto: str) -> dict[str, torch
 @pytest.mark.parametrize("onto", ["dequantized", "original"])
 def test_merged_weights_are_the_sum_by_hand(run, adapter, config, onto):
     """W + s B A in fp32, rounded once; W as bitsandbytes quantizes it (rows are not whole
-    blocks).
-    """
+    blocks)."""
     original = load_file(run / "model" / "model.safetensors")
     merged = merge(run, adapter, config, onto=onto)
     assert merged.keys() == original.keys()
@@ -277,8 +275,7 @@ def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(run,
 
 def test_template_that_writes_the_date_is_exported(run, tmp_path):
     """Trained was one day for all rows; stock Transformers is told the same day for the
-    comparison.
-    """
+    comparison."""
     dated = CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token + strftime_now('%d %b %Y') }}")
     facts = facts_of(run / "model", dated)
     save_tokenizer(run / "model", tmp_path, facts=facts)

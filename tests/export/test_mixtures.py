@@ -1,6 +1,5 @@
 """Mixtures of experts on their way out: a stock model with 4-bit stacks, the adapter in PEFT's
-files, and the merged model in the layout that the family publishes, each against plain weights.
-"""
+files, and the merged model in the layout that the family publishes, each against plain weights."""
 
 from itertools import chain
 from pathlib import Path

@@ -63,8 +63,7 @@ def test_untouched_adapter_passes_with_all_fields(run, tmp_path):
 @pytest.mark.parametrize("change", [1.0, 2**-12], ids=["much", "one part in four thousand"])
 def test_one_altered_value_fails(run, tmp_path, change):
     """However small its effect on the logits: the second alteration is far below their
-    tolerance.
-    """
+    tolerance."""
     altered = read_sharded_adapter(run / "finetune" / "adapter")[A]
     altered[1, 5] *= 1 + change
     parity = compare(

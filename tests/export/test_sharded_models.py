@@ -1,6 +1,5 @@
 """Two gloo processes, with slices of one model or a copy each, measure what the stock reload
-measures in one.
-"""
+measures in one."""
 
 import shutil
 from dataclasses import dataclass
@@ -49,8 +48,7 @@ EXACT = ModelConfig(compute_dtype="float32")
 @dataclass(frozen=True)
 class Found:
     """What one process measured, by subject, with slices and with copies; the share of the model's
-    bytes that it held; and what it was told of an adapter that does not fit.
-    """
+    bytes that it held; and what it was told of an adapter that does not fit."""
 
     sliced: Measurements
     copied: Measurements

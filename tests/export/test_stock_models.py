@@ -59,8 +59,7 @@ def test_base_has_the_logits_of_the_model_that_was_quantized(folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_base_whose_rows_are_not_whole_blocks_has_the_weights_that_were_quantized(tmp_path, dtype):
     """80 and 176 weights a row in blocks of 64: bitsandbytes would decode them with the scales of
-    other blocks.
-    """
+    other blocks."""
     base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=dtype)
     for path, linear in expected.named_modules():

@@ -1,6 +1,5 @@
 """NVIDIA's driver of a host with eight cards, for programs started with this folder in
-PYTHONPATH.
-"""
+PYTHONPATH."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,5 @@
 """The compiled kernel that rounds columns against PyTorch's loop, bit by bit; packed documents on
-their way through the layers.
-"""
+their way through the layers."""
 
 import pytest
 import torch
@@ -28,8 +27,7 @@ def test_kernel_rounds_as_the_loop_does(one_gpu, shape):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "afmoe", "jamba", "zaya"])
 def test_packed_documents_go_through_layers_as_each_alone(one_gpu, tmp_path, family):
     """Packed rows attend as in training, by varlen or flex, documents alone as in stock
-    Transformers, both in bf16: a few percent, where a document that sees another is off by half.
-    """
+    Transformers, both in bf16: a few percent, where a document that sees another is off by half."""
     device, folder = torch.device("cuda"), tiny_family(family, tmp_path)
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)

@@ -1,6 +1,5 @@
 """The engine on GPUs, against the stock single-GPU loop; and the bytes of the weights, which only
-CUDA corrupts.
-"""
+CUDA corrupts."""
 
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,7 @@ LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
 
 def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[float]]:
     """Change every token of the second document of the first row; return how far each document's
-    logits move, by attention.
-    """
+    logits move, by attention."""
     from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.backends import FLASH_AVAILABLE
@@ -130,8 +128,7 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
 
 def test_change_in_one_packed_document_reaches_no_other(base, one_gpu):
     """By every attention that is installed. Two rows, of four documents each; the second of the
-    first row changes.
-    """
+    first row changes."""
     (found,) = run_distributed(differences_by_document, base, world_size=1)
     print(found)
     assert {"sdpa", "eager", "varlen", "flex"} <= found.keys()
@@ -162,8 +159,7 @@ def test_recomputing_fewer_layers_changes_nothing(base, two_gpus, recomputed):
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
 def test_embedding_rows_from_the_host_change_nothing(base, enough_gpus, processes, dtype):
     """With two GPUs the head is in slices either way; without offload, so is the embedding. Rows
-    are copied bit for bit.
-    """
+    are copied bit for bit."""
     away, there = (
         run_distributed(
             ours,
@@ -270,8 +266,7 @@ def test_layers_on_the_host_leave_the_gpu(tmp_path, one_gpu):
 
 def step_memory(base: Path) -> dict[str, int]:
     """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond
-    what lies there.
-    """
+    what lies there."""
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
     from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
@@ -290,8 +285,7 @@ def step_memory(base: Path) -> dict[str, int]:
 
 def test_step_of_two_gpus_takes_less_memory_than_half_a_table(tmp_path, two_gpus):
     """400,000 rows of 80 in bf16 are 61 MiB; the step has 17 tokens. Gathered, head and buffer
-    would take 122 MiB.
-    """
+    would take 122 MiB."""
     vocabulary = 400_000
     base = quantized(tiny_llama(tmp_path / "original", vocab_size=vocabulary), tmp_path / "nf4")
     logits = 8 * 2 * 17 * vocabulary // 2
@@ -317,8 +311,7 @@ def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(base, two_gpus, lo
 
 def gather_random_bytes(storage: torch.dtype) -> float:
     """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that
-    changed.
-    """
+    changed."""
     from torch.distributed.fsdp import fully_shard
 
     from workflow.lib.distributed.world import process_group

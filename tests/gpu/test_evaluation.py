@@ -12,9 +12,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_slices_and_copies_on_two_gpus_measure_what_one_gpu_does(tmp_path, two_gpus):
-    """All subjects in float32: losses, answers, items of tasks; and each GPU holds half
-    of the slices.
-    """
+    """All subjects in float32: losses, answers, items of tasks; and each GPU holds half of the
+    slices."""
     folder = make_export(tmp_path)
     settings = make_settings(folder)
     alone = evaluate(folder, settings.model_copy(update={"batch_size": 5}), "cuda", world=None)

@@ -59,8 +59,7 @@ def test_mixture_in_bf16_is_as_near_to_fp32_as_on_the_cpu(family, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_compute_what_the_loop_over_experts_does(dtype):
     """Sizes of whole tiles and of parts, ranks of more than a program's. Sums are fp32; values are
-    rounded once.
-    """
+    rounded once."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     there: Any = {"dtype": dtype, "device": "cuda"}

@@ -1,6 +1,5 @@
-"""A micro-batch that cannot be captured: the run goes on without graphs, and nothing of the
-attempt is left in the allocator or in the random numbers.
-"""
+"""A micro-batch that cannot be captured: the run goes on without graphs, and nothing of the attempt
+is left in the allocator or in the random numbers."""
 
 from typing import Any
 

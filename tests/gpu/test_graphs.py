@@ -60,8 +60,7 @@ def trained(
     capturing: Callable[[], Capture] = CudaCapture,
 ) -> dict[str, Any]:
     """Train in this process; graphed: `no`, `yes`, `layout`: as graphs do, but launched by Python,
-    or `fails`: the last process captures by `capturing`, which fails.
-    """
+    or `fails`: the last process captures by `capturing`, which fails."""
     from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.lora import trainable_parameters

@@ -1,6 +1,5 @@
 """The compiled kernels against bitsandbytes, bit by bit, and against autograd; attention over
-packed documents.
-"""
+packed documents."""
 
 from itertools import accumulate
 from typing import Any
@@ -131,8 +130,7 @@ def test_norms_are_rounded_once(dtype):
 @pytest.mark.parametrize("width", [64, 512])
 def test_attention_stays_within_documents(lengths, width):
     """Of documents of one length, which cuDNN takes from Hopper on, of others, and of heads that
-    only our kernels serve; against each document by itself in fp32.
-    """
+    only our kernels serve; against each document by itself in fp32."""
     draw = torch.Generator().manual_seed(0)
     total, heads = sum(lengths), {"query": 4, "key": 2, "value": 2}
     given = {

@@ -1,8 +1,7 @@
 """A run on GPUs that was killed and stopped ends with the bytes of an undisturbed one, with
 `train.deterministic`.
 
-Continued by another number of GPUs its losses are those of an undisturbed one, up to rounding.
-"""
+Continued by another number of GPUs its losses are those of an undisturbed one, up to rounding."""
 
 import json
 import os
@@ -81,8 +80,7 @@ def children(pid: int) -> list[int]:
 
 def interrupt(command: list[str], checkpoints: Path, *, number: int, worker: bool) -> int:
     """Start training, wait for two checkpoints more, send a signal to a worker or to the launcher;
-    return the exit status.
-    """
+    return the exit status."""
     goal = max(saved_steps(checkpoints), default=0) + 5
     process = subprocess.Popen(command)
     deadline = time.monotonic() + 300
@@ -123,8 +121,7 @@ def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(tmp_p
 
 def test_losses_of_4_then_2_gpus_are_those_of_4(tmp_path, monkeypatch):
     """Stopped on four GPUs, planned anew and continued on two, in float32: sums in another
-    order.
-    """
+    order."""
     if torch.cuda.device_count() < 4:
         pytest.skip(f"needs 4 GPUs, this machine shows {torch.cuda.device_count()}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")

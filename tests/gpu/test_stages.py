@@ -1,6 +1,5 @@
 """The stages one after the other on all GPUs of this machine, as the rules call them, on the
-embedded demo.
-"""
+embedded demo."""
 
 import json
 import subprocess
@@ -146,8 +145,7 @@ def evaluated(folder: Path, division: str) -> dict[str, Any]:
 
 def test_demo_is_measured_alike_on_one_gpu_and_on_two(folder, two_gpus):
     """In bfloat16, whose rounding depends on the shapes of matmuls: slices, copies, other
-    batches.
-    """
+    batches."""
     one, copies, slices = (evaluated(folder, name) for name in DIVISIONS)
     for name, other in (("copies", copies), ("slices", slices)):
         scores = {

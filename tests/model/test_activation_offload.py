@@ -11,8 +11,7 @@ WIDE = 64
 
 def gradients(offload: ActivationOffload | None, *, strided: bool = False) -> torch.Tensor:
     """Gradient of a matmul of two nodes that save the same bytes, one as a matrix and one as a
-    cube.
-    """
+    cube."""
     x = torch.linspace(-1, 1, 6 * WIDE).requires_grad_()
     y = x * 3
     if strided:

@@ -1,6 +1,5 @@
 """Families change values in place (OLMo clips its queries): the gradient is that of the changed
-value, whatever a node of ours keeps.
-"""
+value, whatever a node of ours keeps."""
 
 import importlib
 from collections.abc import Iterator

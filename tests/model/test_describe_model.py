@@ -1,6 +1,5 @@
 """Descriptions of tiny models of many families hold what the built modules have; what is not
-covered is refused by name.
-"""
+covered is refused by name."""
 
 import json
 import math

@@ -1,6 +1,5 @@
 """Packed rows are taken apart into documents and put together again without loss, in the shapes of
-the documents or in those of a room.
-"""
+the documents or in those of a room."""
 
 from dataclasses import replace
 from itertools import chain

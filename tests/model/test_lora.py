@@ -1,6 +1,5 @@
 """Adapters: PEFT's names and configuration, initial values of any number of processes, the fused
-path.
-"""
+path."""
 
 import math
 from pathlib import Path

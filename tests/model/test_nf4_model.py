@@ -1,6 +1,5 @@
 """Building and loading models: every kind of family gives the stock model's logits; what cannot is
-refused.
-"""
+refused."""
 
 from pathlib import Path
 

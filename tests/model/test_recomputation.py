@@ -1,6 +1,5 @@
 """Layers that are computed again in backward draw the same random numbers then, and keep the state
-of these only where they draw.
-"""
+of these only where they draw."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
 """Which functions of families we compute, too, and layers that call ours in their place. What such
-models learn: `tests/training/test_families.py`.
-"""
+models learn: `tests/training/test_families.py`."""
 
 import functools
 from collections import Counter
@@ -119,8 +118,7 @@ def test_call_that_begins_with_a_state_is_the_familys():
 @pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h"])
 def test_no_package_computes_a_whole_layer_without_its_adapters(family):
     """As the function of `mamba_ssm` would, to which Transformers' function goes if it is
-    installed.
-    """
+    installed."""
     layer = recurrent_layer(family)
     name = "mamba2_split_conv1d_scan_combined"
     recur_by_ours_(layer)

@@ -1,6 +1,5 @@
 """Which functions of families rotate heads, and attention that calls ours in their place. What it
-computes, and its gradients: `tests/training/test_families.py`.
-"""
+computes, and its gradients: `tests/training/test_families.py`."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
 """Activations rounded between forward and backward: what is rounded, that two nodes share a copy,
-and that backward gets the values times their scales.
-"""
+and that backward gets the values times their scales."""
 
 from collections.abc import Callable
 from typing import Any

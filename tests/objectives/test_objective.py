@@ -1,7 +1,6 @@
 """Objectives against dense references: one whose slopes are known before (weights of tokens), and
 one whose slopes follow from the sums over documents (pairs), for frozen and trained heads, any
-number of processes and any accumulation.
-"""
+number of processes and any accumulation."""
 
 import itertools
 from pathlib import Path

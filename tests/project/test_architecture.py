@@ -1,8 +1,7 @@
 """The arrows `Snakefile -> rules -> (shell) scripts -> library`, as far as import-linter does not
 see them.
 
-Which package of the library may import which stands in pyproject.toml; `make lint` checks that.
-"""
+Which package of the library may import which stands in pyproject.toml; `make lint` checks that."""
 
 import ast
 import re

@@ -1,6 +1,5 @@
 """A calibrated base of every kind of family: what it records of whole models, and how it goes on
-after a kill.
-"""
+after a kill."""
 
 from functools import cache
 from pathlib import Path

@@ -43,8 +43,7 @@ def plain_gptq(
 ) -> torch.Tensor:
     """GPTQ as its paper states it, in float64, columns with the largest inputs first: after each
     column the inverse correlation of the columns that are left, by elimination. scale: of every
-    weight. Returns the decoded weight.
-    """
+    weight. Returns the decoded weight."""
     table = code_table(CPU).double()
     damping = 0.02 * correlation.diagonal().double().mean()
     inverse = (correlation.double() + damping * torch.eye(len(correlation))).inverse()

@@ -1,6 +1,5 @@
 """A model run one layer at a time, on packed rows, computes what the whole stock model does for
-each document alone.
-"""
+each document alone."""
 
 from pathlib import Path
 from typing import Any
@@ -90,8 +89,7 @@ def through_all_layers(stream: LayerStream, batch: Batch) -> torch.Tensor:
 @pytest.mark.parametrize("name", by_kind((*FAMILIES, *OTHERS), ORDINARY))
 def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(tmp_path, name):
     """Rounding in float32 is a ten-thousandth of the largest logit and less on any processor; a
-    document that sees another changes them by a tenth and more.
-    """
+    document that sees another changes them by a tenth and more."""
     folder = folder_of(name, tmp_path)
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]

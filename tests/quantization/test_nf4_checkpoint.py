@@ -1,6 +1,5 @@
 """Our NF4 checkpoint against the one that Transformers makes itself, its files, and what is
-refused.
-"""
+refused."""
 
 import json
 from pathlib import Path
@@ -43,8 +42,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("settings", [{}, {"double_quant": False}], ids=str)
 def test_checkpoint_is_the_one_that_transformers_makes(original, tmp_path, settings):
     """Same tensors, byte for byte: packed weights, scales, code tables, packed state, and what is
-    copied. Block size 64 is all it knows.
-    """
+    copied. Block size 64 is all it knows."""
     ours = tensors(quantized(original, tmp_path / "ours", **settings))
     double = QuantizeConfig(**settings).double_quant
     model = AutoModelForCausalLM.from_pretrained(
@@ -111,8 +109,7 @@ class TestShards:
 
     def test_what_waits_never_exceeds_a_shard_or_one_tensor(self, tmp_path):
         """The memory of quantization and merging: a shard, or a tensor larger than it, and the next
-        tensor.
-        """
+        tensor."""
         writer = ShardWriter(tmp_path, shard_bytes=100)
         draw = torch.Generator().manual_seed(0)
         for number in range(50):

@@ -1,6 +1,5 @@
 """What the engine asks of a GPU's allocator, recorded on fake tensors, option by option: what it
-counts as, and what is left at the end.
-"""
+counts as, and what is left at the end."""
 
 import math
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """Recordings of a model whose layers have embeddings of their own and share keys and values: all of
-its layers are recorded.
-"""
+its layers are recorded."""
 
 from pathlib import Path
 

@@ -1,6 +1,5 @@
 """What is recorded on fake tensors against what the engine allocates on the CPU as it trains a tiny
-model.
-"""
+model."""
 
 import weakref
 from collections.abc import Iterator
@@ -39,8 +38,7 @@ RANK_4 = LoraSettings(r=4)
 class Recorder(TorchDispatchMode):
     """The bytes of all storages that operations make within the block, and their peak.
 
-    Not those of int64 and bool, of which a CPU makes the masks of dropout, and a GPU does not.
-    """
+    Not those of int64 and bool, of which a CPU makes the masks of dropout, and a GPU does not."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
@@ -116,8 +114,7 @@ def allocated(
     dropout: float = 0.0,
 ) -> list[int]:
     """The peaks of as many micro-batches as 1, 2 and so on to `batches`, on the CPU in bf16, above
-    what lies there before, bytes.
-    """
+    what lies there before, bytes."""
     lora = LoraSettings(
         r=4, target_modules=targets, use_dora=dora, modules_to_save=modules, dropout=dropout
     )

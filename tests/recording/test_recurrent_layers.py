@@ -1,6 +1,5 @@
 """Micro-batches of models with recurrent layers are recorded as they are captured: nothing in them
-waits for the device.
-"""
+waits for the device."""
 
 import pytest
 

@@ -1,6 +1,5 @@
 """LongRoPE is recorded, though Transformers makes its long factors of numbers in Python at the
-first call; and so is attention that drops weights, by whatever implementation.
-"""
+first call; and so is attention that drops weights, by whatever implementation."""
 
 import pytest
 

@@ -116,8 +116,7 @@ def test_verdict_says_what_became_of_the_tasks(tmp_path, ends, upwards, words):
 
 def with_gate(root: Path, require: dict[str, float], *, by: str = "estimate") -> str:
     """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss,
-    with this gate.
-    """
+    with this gate."""
     write_run(root, "demo", num_steps=3)
     evaluate = {"require": require, "require_by": by, "sample_temperature": 0.7}
     page = render_page(

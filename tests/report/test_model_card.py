@@ -248,8 +248,7 @@ def used(card: str, **replaced: Path) -> dict[str, Any]:
 )
 def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     """Bit for bit: the NF4 weights, the types, and the adapter; so are the logits. Rows are whole
-    blocks: others stock packages misread.
-    """
+    blocks: others stock packages misread."""
     family, _, packed = family.partition(" in ")
     config = FAMILIES[family].config(family)
     for name, size in WHOLE_BLOCKS.items():

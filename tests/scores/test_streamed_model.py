@@ -1,6 +1,5 @@
 """A model that is read layer by layer has the loss of the whole model: a mixture, from a tensor for
-each expert, and the decoder of a multimodal model, from names of its own.
-"""
+each expert, and the decoder of a multimodal model, from names of its own."""
 
 import numpy as np
 import pytest

@@ -115,8 +115,7 @@ def test_index_that_leads_out_of_its_folder_is_refused(tmp_path):
 
 def custom_model(folder: Path, target: Path) -> Path:
     """Write a model and a tokenizer whose classes are code in their folder, which writes a file
-    when imported.
-    """
+    when imported."""
     tiny_llama(folder)
     tiny_tokenizer(folder)
     (folder / "custom.py").write_text(f"from pathlib import Path\nPath({str(target)!r}).touch()\n")

@@ -1,6 +1,5 @@
 """Names and paths, however they are spelled, are data: they work or are refused, and no shell ever
-reads them.
-"""
+reads them."""
 
 import json
 from pathlib import Path
@@ -65,8 +64,7 @@ def rename_column(path: Path, old: str, new: str) -> None:
 
 def hostile_project(root: Path) -> Project:
     """A project whose files, column, model, layers, template and title have every hostile character
-    at once.
-    """
+    at once."""
     project = make_project(root)
     for name in ("train.jsonl", "heldout.jsonl"):
         rename_column(project.root / "data" / name, "prompt", COLUMN)

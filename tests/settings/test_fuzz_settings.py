@@ -1,8 +1,7 @@
 """Whatever stands in `config.yaml`, a person gets settings or a message, never a traceback.
 
 The documents are edits of one with every setting: values of any kind at any place, keys renamed,
-sections torn out.
-"""
+sections torn out."""
 
 import copy
 import json

@@ -86,7 +86,6 @@ def test_order_of_rows_does_not_depend_on_the_batch_size():
 
 def test_order_is_that_of_numpys_pcg64_on_seed_and_epoch():
     """A checkpoint resumed by another version must see the same data: the generator is part of the
-    format.
-    """
+    format."""
     expected = np.random.Generator(np.random.PCG64([5, 1])).permutation(7)
     assert order(7, 7, range(1, 2), seed=5) == list(expected)

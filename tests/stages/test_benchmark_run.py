@@ -1,6 +1,5 @@
 """The benchmark's command: lines with a measurement or a cause, and only what is missing is
-measured.
-"""
+measured."""
 
 import argparse
 import importlib.util
@@ -139,8 +138,7 @@ def speed_of(row: BenchmarkRow) -> float:
 
 def test_case_after_one_that_fails_is_measured_in_another_start(tmp_path, monkeypatch):
     """Workers that stop in the second of three cases have measured the first; the third gets a
-    start of its own.
-    """
+    start of its own."""
     args = argparse.Namespace(output=tmp_path / "measurements.jsonl")
     failures = iter([UserError("out of GPU memory: x"), None])
 

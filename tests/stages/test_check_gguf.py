@@ -1,6 +1,5 @@
 """The stage that asks llama.cpp's converter before the training: it passes what can be converted,
-and refuses the rest in one message.
-"""
+and refuses the rest in one message."""
 
 import argparse
 from pathlib import Path

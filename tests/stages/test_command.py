@@ -1,6 +1,5 @@
 """The command line that all stages share: exit status, one message for a mistake, a traceback for a
-defect, the log.
-"""
+defect, the log."""
 
 import argparse
 import errno

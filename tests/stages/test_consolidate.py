@@ -1,6 +1,5 @@
 """The stage: a whole folder with what the design promises, or exit status 1 and nothing
-exported.
-"""
+exported."""
 
 import argparse
 import json
@@ -49,8 +48,7 @@ def settings(**export: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stage's folder, from the untouched run, with the merged model and a chat template of
-    one's own.
-    """
+    one's own."""
     folder = tmp_path_factory.mktemp("consolidate")
     manifest = write_manifest(
         run, tmp_path_factory.mktemp("own") / "manifest.json", chat_template=OWN_TEMPLATE
@@ -150,8 +148,7 @@ def test_merged_model_predicts_as_the_adapter_on_the_original(run, output):
 
 def test_one_value_altered_after_training_exports_nothing(run, tmp_path):
     """By the command line, as Snakemake calls it: status 1, and the reason on terminal and in the
-    log.
-    """
+    log."""
     altered = read_sharded_adapter(run / "finetune" / "adapter")
     name = sorted(altered)[5]
     altered[name][0, 1] += 1e-4

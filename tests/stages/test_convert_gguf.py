@@ -1,6 +1,5 @@
 """The stage that writes GGUF files: what it needs is said before anything runs, and llama.cpp
-serves what was trained.
-"""
+serves what was trained."""
 
 import argparse
 import re
@@ -152,8 +151,7 @@ def write_gguf(folder: Path, forms: list[str], *, llama_cpp: Path) -> None:
 def served(shared_folder: Path) -> Path:
     """The stage's folder of both forms; skipped where the package index cannot be reached.
 
-    Its converters are forked; a mixture is converted as a user converts.
-    """
+    Its converters are forked; a mixture is converted as a user converts."""
     llama_cpp = converters()
 
     def convert(folder: Path) -> None:

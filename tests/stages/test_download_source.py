@@ -68,8 +68,7 @@ def download(
 
 def refusal(endpoint: str, output: Path, **options: Any) -> str:
     """Run the command, which must fail with a message and without a traceback; return the
-    message.
-    """
+    message."""
     result = download(endpoint, output, **options)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr

@@ -76,8 +76,7 @@ def finished(folder, settings, tmp_path_factory):
 
 def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finished):
     """The base's tokenizer has no chat template, which would be refused: --chat-template gives
-    it.
-    """
+    it."""
     process, output = finished
     assert process.returncode == 0, process.stderr
     measured = read_measured(output / "evaluation", run="demo")
@@ -110,8 +109,7 @@ def test_two_processes_that_share_the_weights_give_the_same_numbers(
     folder, settings, finished, tmp_path
 ):
     """Fp32 sums in another order; 7 documents and 13 items do not divide by 2, and batches are
-    others.
-    """
+    others."""
     two = settings.model_copy(update={"processes": 2, "shard": True, "batch_size": 3})
     process = evaluate(folder, tmp_path, two)
     assert process.returncode == 0, process.stderr

@@ -1,6 +1,5 @@
 """Publishing: what was exported is on the hub, once and private, or nothing is and one message says
-why.
-"""
+why."""
 
 import hashlib
 import json

@@ -1,6 +1,5 @@
-"""The stage with `quantize.method: calibrated`: what it measures, and how it goes on
-after a kill.
-"""
+"""The stage with `quantize.method: calibrated`: what it measures, and how it goes on after a
+kill."""
 
 import json
 import math

@@ -1,6 +1,5 @@
 """The stage with `quantize.method: calibrated` for mixtures of experts, of each way in which
-families keep them.
-"""
+families keep them."""
 
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,7 @@ def test_routers_stay_as_they_are(base, tokens):
 
 def test_experts_that_few_tokens_reach_are_told(tokens, tmp_path, monkeypatch):
     """256 tokens, of which each goes to 2 of 11 experts: 47 for one, and the weights have 64 and 48
-    inputs.
-    """
+    inputs."""
     monkeypatch.setattr(expert_tokens, "ENOUGH", 1.0)
     model = tokens / "qwen3_moe"
     base = quantize(tokens, tmp_path / "base", model=model, calibration_tokens=256)

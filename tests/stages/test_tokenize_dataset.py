@@ -218,8 +218,7 @@ def test_manifest_shows_lengths_and_shares(stage):
 
 def test_demo_fills_its_rows_to_99_percent(tmp_path):
     """By the settings of config.yaml, on the data and with the tokenizer that come with it:
-    99.5%.
-    """
+    99.5%."""
     demo = load_config(yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8")))[1]["demo"]
     assert demo.data.packing
     store = Stage(tmp_path, Path(demo.model.source)).run(**demo.data.model_dump(mode="json"))

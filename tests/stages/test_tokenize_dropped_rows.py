@@ -1,6 +1,5 @@
 """Rows that the stage `tokenize_dataset` drops or cuts: listed, counted, and stopping the run where
-they are many.
-"""
+they are many."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """The stage `tokenize_dataset` on several processes, killed, stopped and started again; and as a
-command.
-"""
+command."""
 
 import contextlib
 import shutil
@@ -85,8 +84,7 @@ def resumed_times(
     stage: Stage, settings: dict[str, Any], finished: dict[Path, int]
 ) -> dict[Path, int]:
     """Run to the end; return when the shards in `finished` were last written, seen before they
-    go.
-    """
+    go."""
     seen: dict[Path, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

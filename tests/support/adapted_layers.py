@@ -17,8 +17,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 class Layer:
     """What the fused node asks of a PEFT layer: the base linear, and the masters A and B; and of
-    DoRA the factor of each row, of dropout what it draws.
-    """
+    DoRA the factor of each row, of dropout what it draws."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """The table of speed and memory in `workflow/docs/benchmarks.md`, from the stored measurements of
 GPUs: of each case, on whatever GPU, the newest line.
 
-`python -m tests.support.benchmarks_page` writes the page anew.
-"""
+`python -m tests.support.benchmarks_page` writes the page anew."""
 
 import json
 from collections.abc import Iterable, Iterator

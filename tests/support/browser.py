@@ -20,8 +20,7 @@ TIMEOUT_MS = 120_000
 @dataclass
 class Visit:
     """An opened page. `console`: its messages and errors; `requests`: addresses; `dialogs`:
-    alerts.
-    """
+    alerts."""
 
     page: Page
     console: list[str] = field(default_factory=list)

@@ -17,8 +17,7 @@ ALONE = World(0, 1, torch.device("cpu"), NOTHING, NOTHING)  # without a process 
 class BreaksOff:
     """Captures that run until a decoder layer is reached, forward or backward, and fail there.
 
-    Of what a GPU captures nothing is computed, so gradients are then what they were.
-    """
+    Of what a GPU captures nothing is computed, so gradients are then what they were."""
 
     def __init__(self, training: nn.Module, layer: nn.Module, *, backward: bool) -> None:
         self.count, self.replays = 0, 0

@@ -11,8 +11,7 @@ line of the metrics. Nothing is mended between two commands but what the message
 is freed, a folder deleted that it names as damaged, files from the future touched by the command
 that it gives. Prints every fault as it happens, and at the end a table of what was done, what was
 said, and what was trained again. As root the results lie on a small tmpfs, which can be full or
-read-only.
-"""
+read-only."""
 
 import argparse
 import json
@@ -65,8 +64,7 @@ DAMAGED = re.compile(r"(results/(?:tokens|base)/[\w.-]+)\S* .*?[Dd]elete the fol
 @dataclass(frozen=True)
 class Row:
     """One fault: where it hit, how the command ended, and the steps that had to be trained
-    again.
-    """
+    again."""
 
     fault: str
     stage: str
@@ -77,8 +75,7 @@ class Row:
 
 def strike(project: Project, *, target: str, name: str, chance: random.Random) -> Row | None:
     """Start the command, let one fault happen, wait for the end. None: the command was faster than
-    the fault.
-    """
+    the fault."""
     if name == READ_ONLY:
         with read_only(project):
             victim = Victim(project, target)
@@ -113,8 +110,7 @@ def harm(project: Project, *, name: str, chance: random.Random) -> Row | None:
 
 def last_words(output: str) -> str:
     """The last line of what the user saw that is not Snakemake's frame; a traceback of ours is told
-    as such.
-    """
+    as such."""
     ours = [line for line in output.splitlines() if line.startswith("logs/")]
     if "Traceback" in output:
         ours.append("TRACEBACK")
@@ -127,8 +123,7 @@ def last_words(output: str) -> str:
 
 def do_as_told(project: Project, output: str) -> None:
     """Delete the folders that the command named as damaged; run the command that it gave for files
-    from the future.
-    """
+    from the future."""
     for folder in {match[1] for match in DAMAGED.finditer(output)}:
         shutil.rmtree(project.root / folder, ignore_errors=True)
     for match in MEND.finditer(output):
@@ -168,8 +163,7 @@ def facts(project: Project) -> dict[str, Any]:
 
 def differences(project: Project, undisturbed: Project) -> list[str]:
     """Names of what differs between two finished projects; also what should not be there any
-    more.
-    """
+    more."""
     ours, theirs = facts(project), facts(undisturbed)
     differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
     partial = [str(p) for p in project.root.glob("results/**/.*.partial")]
@@ -210,8 +204,7 @@ def storm(
 ) -> Iterator[Row]:
     """Let faults happen one after the other, while there is still something to be hit.
 
-    tried: how often each kind has happened so far; the rarest come first.
-    """
+    tried: how often each kind has happened so far; the rarest come first."""
     left = most
     while left > 0 and (coming := still_to_come(project)):
         training = "finetune" in coming
@@ -262,8 +255,7 @@ def round_of(
     tried: Counter[str],
 ) -> list[Row]:
     """Run one round on a fresh project, or from the training on; raises `AssertionError` if
-    anything differs at its end.
-    """
+    anything differs at its end."""
     folder = root / f"round-{number}"
     with small_disk(folder / "results") as mounted:
         if training:

@@ -1,6 +1,5 @@
 """The faults of `tests.support.chaos`: each waits for a random moment of a command in progress, or
-harms what lies on the disk between two commands.
-"""
+harms what lies on the disk between two commands."""
 
 import os
 import random
@@ -50,8 +49,7 @@ class Victim:
 
     def tree(self) -> list[psutil.Process]:
         """Everything started so far that is alive; it is remembered, so that orphans are found
-        too.
-        """
+        too."""
         for known in [*self._seen.values()]:
             try:
                 below = known.children(recursive=True)
@@ -79,8 +77,7 @@ class Victim:
 
     def finish(self) -> tuple[int, str]:
         """Wait for the command's end; return its status and what it said. One that hangs is a
-        failure of the round.
-        """
+        failure of the round."""
         status = self.process.wait(timeout=TIMEOUT_S)
         self.output.seek(0)
         return status, self.output.read()
@@ -139,8 +136,7 @@ def wait_for_steps(victim: Victim, chance: random.Random) -> bool:
 
 def wait_for_training(victim: Victim, chance: random.Random) -> bool:
     """Wait until some more steps are trained, or, one time in five, only until the workers are
-    there.
-    """
+    there."""
     if chance.random() >= 0.2:
         return wait_for_steps(victim, chance)
     victim.where = "finetune"

@@ -3,8 +3,7 @@
 Without GPUs they are forked from one server process that has imported the packages and run nothing:
 an import costs 5 s of processor time, a fork none. The driver of a GPU does not survive a fork, so
 there they are spawned. The processes meet at a store of the caller's, which listens before they
-start: no port is looked for and then used.
-"""
+start: no port is looked for and then used."""
 
 import faulthandler
 import gc
@@ -46,8 +45,7 @@ def run_distributed(
 
     timeout_s: the longest that all may take. An exception in a process fails the caller at once,
     with the tracebacks that
-    there are by then: the others may wait for that process for as long as a collective may take.
-    """
+    there are by then: the others may wait for that process for as long as a collective may take."""
     context = fresh_processes()
     results = context.Queue()
     store = loopback_store()
@@ -87,8 +85,7 @@ def _collect(
     results: Any, workers: list[BaseProcess], *, deadline: float
 ) -> dict[int, tuple[bool, Any]]:
     """Return what the processes gave: of all, or of some when one has failed, died or taken too
-    long.
-    """
+    long."""
     found: dict[int, tuple[bool, Any]] = {}
     while len(found) < len(workers) and time.monotonic() < deadline:
         # read before the queue: what a process has sent by its end is in the queue then

@@ -6,8 +6,7 @@ status, output = forked_run(["--dry-run", "all"], folder=root, environment=dict(
 What is forked calls the function that the command `snakemake` calls; it starts the jobs of a real
 run as that does, by the interpreter `python`. Of a workflow it knows the modules that the rules of
 this repository import, and forgets them where it runs another. Runs that get signals are started as
-a user starts them (`Project.start`).
-"""
+a user starts them (`Project.start`)."""
 
 import gc
 import importlib
@@ -38,8 +37,7 @@ IMPORT = re.compile(r"^from (workflow\.\S+) import", re.MULTILINE)
 
 class Request(NamedTuple):
     """A run: arguments, working directory, environment, the interpreter of its jobs, and the file
-    for what a user would see.
-    """
+    for what a user would see."""
 
     arguments: list[str]
     folder: str
@@ -52,8 +50,7 @@ def forked_run(
     arguments: list[str], *, folder: Path, environment: dict[str, str], python: str = sys.executable
 ) -> tuple[int, str]:
     """Return exit status, and standard output and error together. A test that is stopped meanwhile
-    ends the run and all it started.
-    """
+    ends the run and all it started."""
     with tempfile.NamedTemporaryFile("r", suffix=".txt") as file:
         request = Request(arguments, str(folder), environment, python, file.name)
         server = _running_server()
@@ -87,8 +84,7 @@ def _running_server() -> "subprocess.Popen[str]":
 @cache
 def _server() -> "subprocess.Popen[str]":
     """Start this file, which ends with this process, in a session of its own: no signal for others
-    reaches it. -I: nothing of the environment decides what it imports.
-    """
+    reaches it. -I: nothing of the environment decides what it imports."""
     return subprocess.Popen(
         [sys.executable, "-I", __file__],
         stdin=subprocess.PIPE,

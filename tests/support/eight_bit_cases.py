@@ -1,6 +1,5 @@
 """What the GPU kernels of matmuls in 8 bits must compute: by Triton's interpreter on the CPU,
-compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU.
-"""
+compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU."""
 
 import itertools
 
@@ -53,8 +52,7 @@ def weights_and_activations(form: Format, *, device: str, interpreted: bool) -> 
     """Return pairs of what a kernel gives and what it must give, bit by bit.
 
     interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write
-    what is still to be rounded.
-    """
+    what is still to be rounded."""
     dtype = torch.float32 if interpreted and form.name == "float8" else form.dtype
     pairs: Pairs = []
     for shape in SHAPES:
@@ -93,8 +91,7 @@ def _rounded_rows(
 def copies_of_norms(form: Format, *, device: str, interpreted: bool) -> Pairs:
     """Return pairs of what a norm's kernel writes in 8 bits beside its output, and what the output
     is by itself, bit by bit: of an RMS norm and of a LayerNorm with a bias, several rows a program,
-    one row, rows that are no whole blocks, and a row that is not finite.
-    """
+    one row, rows that are no whole blocks, and a row that is not finite."""
     dtype = torch.float32 if interpreted else torch.bfloat16
     stored = torch.float32 if interpreted and form.name == "float8" else form.dtype
     pairs: Pairs = []

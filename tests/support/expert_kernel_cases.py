@@ -1,6 +1,5 @@
 """What the kernels of experts must compute, on any device, followed by what the CPU's loop over
-experts computes of the same values in fp32.
-"""
+experts computes of the same values in fp32."""
 
 import copy
 import itertools
@@ -31,8 +30,7 @@ Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def routings(num_tokens: int, *, device: str) -> tuple[Routing, Routing]:
     """Return the routing of tokens for the kernels and for the CPU. Expert 2 gets no row, and
-    expert 4 half of them.
-    """
+    expert 4 half of them."""
     draw = torch.Generator().manual_seed(0)
     others = torch.tensor([0, 1, 3, 5])[torch.randint(0, 4, (num_tokens,), generator=draw)]
     index = torch.stack((others, torch.full_like(others, 4)), dim=1)
@@ -45,9 +43,8 @@ def routings(num_tokens: int, *, device: str) -> tuple[Routing, Routing]:
 def products(
     *, width: int, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device: str
 ) -> Pairs:
-    """Yield matmuls of rows and of tokens' rows, alone, with update and bias, and written into
-    some columns; with weights that lie along the sum, and across it.
-    """
+    """Yield matmuls of rows and of tokens' rows, alone, with update and bias, and written into some
+    columns; with weights that lie along the sum, and across it."""
     draw = torch.Generator().manual_seed(1)
     for by_token in (False, True):
         here, plain = routings(num_tokens, device=device)
@@ -139,8 +136,7 @@ def float8_products(
     with them.
 
     interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write
-    what is still to be rounded.
-    """
+    what is still to be rounded."""
     draw = torch.Generator().manual_seed(4)
     form = FORMATS["float8"]
     plain_stack = packed_stack(torch.randn(EXPERTS, columns, width, generator=draw))

@@ -1,7 +1,6 @@
 """One tiny random model of each family that is tested, with odd sizes on purpose.
 
-The table is the only one: tests and the page `workflow/docs/families.md` read it.
-"""
+The table is the only one: tests and the page `workflow/docs/families.md` read it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -459,8 +458,7 @@ def tiny_family(family: str, folder: Path, *, vocab_size: int = VOCAB) -> Path:
 
 def tiny_model(config: Any, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Save a random model to `folder`, its norms and biases off their initial values; return
-    `folder`.
-    """
+    `folder`."""
     torch.manual_seed(0)
     model: Any = auto_class(config).from_config(config).float()
     with torch.no_grad():

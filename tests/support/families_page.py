@@ -1,8 +1,7 @@
 """The table of `workflow/docs/families.md`, from the table of the tests and from what the engine
 makes of each family's tiny model.
 
-`python -m tests.support.families_page` writes it anew.
-"""
+`python -m tests.support.families_page` writes it anew."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -3,8 +3,7 @@ them.
 
 The engine's run is the product's own: plan, processes, start-up checks, packed rows, the sharded
 adapter as it is saved. The reference has one process, plain linears with the dequantized weights,
-and each document by itself.
-"""
+and each document by itself."""
 
 import traceback
 from collections.abc import Iterable, Sequence
@@ -143,8 +142,7 @@ def run_family(
     folder: Path, world: World, target: str | None, *, fused: bool, break_checks: bool, number: int
 ) -> dict[str, Any]:
     """Return one family's losses and gradients by kind of rows, and its start-up checks; number:
-    decides the levers of memory.
-    """
+    decides the levers of memory."""
     base = folder / "nf4"
     config = RunConfig(
         lora=LoraSettings(r=3), train=TrainConfig(global_batch_size=4, fused_layers=fused)
@@ -183,8 +181,7 @@ def run_family(
 
 def said_of_broken(training: CausalLMForTraining, world: World) -> dict[str, str]:
     """Return what the start-up check says, nothing if it passes, of positions that run through the
-    row, and of recurrent layers that take a row for a document.
-    """
+    row, and of recurrent layers that take a row for a document."""
     whole = prepared_decoder.decoder_inputs
 
     def joined(attention: str, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
@@ -308,8 +305,7 @@ def exported(run: Path) -> Path:
 
 def stock_model(folder: Path, adapter: Path) -> PeftModel:
     """Return stock Transformers' model with the dequantized weights of the base in `folder`, and
-    stock PEFT's adapter on it.
-    """
+    stock PEFT's adapter on it."""
     config = AutoConfig.from_pretrained(folder / "original")
     model: Any = auto_class(config).from_pretrained(
         folder / "original",
@@ -339,8 +335,7 @@ def in_float64(model: PeftModel) -> PeftModel:
 
 def difference_from_stock(ours: dict[str, Any], folder: Path) -> str:
     """Return what a family's run (`of-1` in its folder) has otherwise than its stock model in fp64
-    by more than rounding, nothing if it is the same.
-    """
+    by more than rounding, nothing if it is the same."""
     adapter, names = exported(folder / "of-1"), names_of(folder / "of-1")
     in_float32 = stock_model(folder, adapter)
     rounded = {rows: stock_gradients(in_float32, family_store(rows)) for rows in LENGTHS}
@@ -361,9 +356,8 @@ def difference_from_stock(ours: dict[str, Any], folder: Path) -> str:
 
 
 def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
-    """Return the summed loss, its gradients, and the experts chosen in each layer, documents
-    of one length at a time.
-    """
+    """Return the summed loss, its gradients, and the experts chosen in each layer, documents of one
+    length at a time."""
     routed: list[list[torch.Tensor]] = []
     hooks = []
     for _, experts in experts_modules(model):
@@ -387,8 +381,7 @@ def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
 
 def _documents(store: TokenStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return ids and masks (documents, length) of the documents in the store's rows that have a
-    trained token.
-    """
+    trained token."""
     by_length: dict[int, list[tuple[Any, Any]]] = {}
     for ids, mask, positions in zip(
         store.input_ids, store.loss_mask, store.position_ids, strict=True

@@ -1,6 +1,5 @@
 """What a feed-forward in one node must compute with the GPU kernels: by Triton's interpreter on the
-CPU, compiled on a GPU; beside what it computes without them.
-"""
+CPU, compiled on a GPU; beside what it computes without them."""
 
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,7 @@ def layers_of(
     into: str = "two linears",
 ) -> list[Layer]:
     """Return gate with a bias, up, and down, or gate and up in one, with adapters; kind: one of
-    `FACTORS`, into: one of `INTO`.
-    """
+    `FACTORS`, into: one of `INTO`."""
     layers = []
     count = len(INTO[into])
     sizes = [*[(2 * WIDE // count, HIDDEN)] * count, (HIDDEN, WIDE)]
@@ -93,8 +91,7 @@ def passes_behind_a_norm(
     folder: Path, *, products: str, dtype: torch.dtype, device: str
 ) -> list[list[torch.Tensor]]:
     """Return outputs and gradients of a norm with gate and up behind it in two passes: in the first
-    one the matmuls round what they take, in the second one the norm's kernel has done so.
-    """
+    one the matmuls round what they take, in the second one the norm's kernel has done so."""
     types = ProductTypes(products, products)
     layers = layers_of(folder, "plain", types, dtype, device)[:2]
     weight = (random(HIDDEN, seed=42).abs() + 0.5).to(device, dtype)

@@ -1,6 +1,5 @@
 """A finished `finetune` stage in 0.5 s of training: its worker function in two forked processes, on
-a random model.
-"""
+a random model."""
 
 import argparse
 from collections.abc import Callable
@@ -50,8 +49,7 @@ def finished(root: Path) -> Path:
     """Return a folder with `model`, `base`, `tokens`, `preflight.json`, `finetune` and
     `checkpoints`; made once.
 
-    root: the folder that all processes of a session share. Never change what is there.
-    """
+    root: the folder that all processes of a session share. Never change what is there."""
     return made_once(root / "finished", prepare_and_train)
 
 
@@ -103,8 +101,7 @@ def save_tokens(folder: Path) -> None:
 
 def write_manifest(folder: Path, path: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
     """Write the manifest to `path` with what `tokenize_dataset` says of conversations in this
-    template; return `path`.
-    """
+    template; return `path`."""
     tokenizer = load_tokenizer(folder / "model")
     encoder = SampleEncoder(tokenizer, chat_template=chat_template, loss_on="completions")
     special = tokenizer_facts(tokenizer, folder / "model", chat_template=chat_template)

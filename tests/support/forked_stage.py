@@ -1,7 +1,6 @@
 """A stage as a command, in a fork of the process that has imported its packages.
 
-done = forked_stage("evaluate_run", "--config", "{}", "--log", "log")
-"""
+done = forked_stage("evaluate_run", "--config", "{}", "--log", "log")"""
 
 import os
 import subprocess
@@ -18,8 +17,7 @@ def forked_stage(
 ) -> subprocess.CompletedProcess[str]:
     """Run it to its end; return exit status, standard output and standard error.
 
-    environment: variables that replace this process' own.
-    """
+    environment: variables that replace this process' own."""
     return subprocess.run(
         [preloaded_python(), "-m", f"workflow.scripts.{stage}", *arguments],
         cwd=ROOT,

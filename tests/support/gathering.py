@@ -19,8 +19,7 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
 def all_full(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Return copies of tensors, whole, by one collective: one for each takes seconds for a model.
 
-    Each is made of the slices of this process's copy.
-    """
+    Each is made of the slices of this process's copy."""
     slices: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
     own = {name: local(x.detach()).cpu() for name, x in tensors.items() if x is not None}
     assert own.keys() == tensors.keys()

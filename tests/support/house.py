@@ -1,7 +1,6 @@
 """Figures of the library's structure, which `workflow/docs/architecture.md` bounds.
 
-`python -m tests.support.house` shows them, and which modules know each memory option.
-"""
+`python -m tests.support.house` shows them, and which modules know each memory option."""
 
 import ast
 import re

@@ -30,8 +30,7 @@ WRITE_TOKEN = "hf_that_may_write"
 class HubRepo:
     """A repository: commits, branches, and the faults that its server shows.
 
-    Files whose names end in one of `lfs` are LFS files, which the hub lists with their SHA-256.
-    """
+    Files whose names end in one of `lfs` are LFS files, which the hub lists with their SHA-256."""
 
     def __init__(
         self, files: Files, *, kind: str = "model", lfs: tuple[str, ...] = (".safetensors",)
@@ -103,8 +102,7 @@ def card_errors(card: str) -> str:
     """Return what the hub's documentation of model cards refuses in a card's metadata, a line each.
 
     Source: the hub's "Model Cards" page and the metadata template of huggingface_hub
-    (`modelcard.md`).
-    """
+    (`modelcard.md`)."""
     metadata = yaml.safe_load(card.split("---")[1])
     errors = [
         f'"{key}" with value {value!r} is not valid'
@@ -163,8 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Make a repository, take an upload, or check a card, as `ModelCard.validate` asks for: 400
-        and the reasons, or 200.
-        """
+        and the reasons, or 200."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         if parts[2:] == ["info", "lfs", "objects", "batch"]:
@@ -181,8 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _large(self, parts: list[str], objects: list[dict[str, Any]]) -> None:
         """Tell where each large file is to be sent, by git LFS's batch API; of one that is there
-        nothing.
-        """
+        nothing."""
         name = "/".join(parts[:2]).removesuffix(".git")
         for item in objects:
             if item["oid"] not in self.repos[name].stored:

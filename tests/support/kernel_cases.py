@@ -1,6 +1,5 @@
 """What the GPU kernels must compute, on any device: by Triton's interpreter on the CPU, compiled on
-a GPU.
-"""
+a GPU."""
 
 from typing import Any
 
@@ -41,8 +40,7 @@ def decoded(
     runs: BlockStrides | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random NF4 weights as the kernel decodes them, and as bitsandbytes does; runs: of
-    their blocks, all of which are whole.
-    """
+    their blocks, all of which are whole."""
     draw = torch.Generator().manual_seed(0)
     weights = torch.randn(shape, generator=draw).to(device, dtype)
     packed, state = quantize_4bit(
@@ -62,8 +60,7 @@ def low_rank_part(
     width: int, rank: int, *, draw: torch.Generator, dtype: torch.dtype, device: str
 ) -> LowRank:
     """Return a part of 50 rows as a node has it: the last columns of all adapters' `low`, and B or
-    A as it is stored.
-    """
+    A as it is stored."""
     low = torch.randn(50, 3 + rank, generator=draw).to(device, dtype)[:, 3:]
     small = torch.randn(width, rank, generator=draw).to(device, dtype).t()
     return LowRank(low, small if rank % 2 else small.contiguous(), 0.3)
@@ -111,9 +108,8 @@ def act_and_mul_results(
 
 
 def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return values to which the kernel adds a part, and another value, each followed by the sum
-    in fp32.
-    """
+    """Return values to which the kernel adds a part, and another value, each followed by the sum in
+    fp32."""
     draw = torch.Generator().manual_seed(0)
     results = []
     for width, rank in ((150, 5), (40, 16), (300, 70)):
@@ -128,8 +124,7 @@ def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]
 def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return queries turned forth by the kernel and by its definition, and turned forth and back;
     of whole heads and of 10 of 24 dimensions, of halves and of neighbours; and the same where they
-    lie among other heads, which stay as they are.
-    """
+    lie among other heads, which stay as they are."""
     draw = torch.Generator().manual_seed(0)
     results = []
     # of angles; a second row of tokens takes the first one's
@@ -159,8 +154,7 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
 
 def droppings(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return rows that the kernel has dropped from, alone and added, each followed by what the CPU
-    drops; of one group, of groups that are not full, and of more groups than a program's.
-    """
+    drops; of one group, of groups that are not full, and of more groups than a program's."""
     draw = torch.Generator().manual_seed(0)
     keys = torch.tensor(row_keys(3, step=2, rows=[5, 2**40]))
     results = []
@@ -179,8 +173,7 @@ def lengthenings(
     activation: str, *, halves: bool, dtype: torch.dtype, device: str
 ) -> list[torch.Tensor]:
     """Return what backward makes of a gated matmul whose parts have row factors, and of a value
-    that has one, each followed by autograd's in fp32. halves: as in `gates`.
-    """
+    that has one, each followed by autograd's in fp32. halves: as in `gates`."""
     draw = torch.Generator().manual_seed(0)
     shape = (131, 300)  # more rows and columns than a program's, and no multiple
     gate, up, grad = (torch.randn(shape, generator=draw).to(device, dtype) for _ in range(3))
@@ -206,8 +199,7 @@ def lengthenings(
 
 def sums_by_token(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return sums of 3 rows of each of 5 tokens, weighted and not, each followed by torch's in
-    fp32; of rows of less than a program's columns, and of more.
-    """
+    fp32; of rows of less than a program's columns, and of more."""
     draw = torch.Generator().manual_seed(0)
     places = torch.randperm(15, generator=draw).view(5, 3).to(device)
     results = []
@@ -256,8 +248,7 @@ def exact_norm(x: torch.Tensor, module: FusedNorm) -> torch.Tensor:
 
 def norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return norms and gradients of their input by the kernels, each followed by autograd's in
-    fp32; of `NORMS`, with a row of zeros.
-    """
+    fp32; of `NORMS`, with a row of zeros."""
     draw = torch.Generator().manual_seed(0)
     results = []
     for num_rows, width, *options in NORMS:

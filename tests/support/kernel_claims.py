@@ -1,7 +1,6 @@
 """What GPU kernels must compute, claim by claim, for Triton's interpreter: `python -m
 tests.support.kernel_claims NAME ...` with TRITON_INTERPRET=1. It cuts off where a GPU rounds to
-bf16, so values here are fp32; `tests/gpu` has the rest.
-"""
+bf16, so values here are fp32; `tests/gpu` has the rest."""
 
 import itertools
 import sys

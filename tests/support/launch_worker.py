@@ -1,6 +1,5 @@
 """A stage for the tests of the launcher, on the command line of all stages: `python -m
-tests.support.launch_worker <behaviour> <folder>`.
-"""
+tests.support.launch_worker <behaviour> <folder>`."""
 
 import argparse
 import atexit
@@ -54,8 +53,7 @@ def be_defect(folder: Path) -> None:
 
 class ToldToEndError(RuntimeError):
     """Its message is asked for when torchrun's file is written: the signal of the launcher comes at
-    that moment.
-    """
+    that moment."""
 
     def __str__(self) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -76,8 +74,7 @@ def fail(action: Callable[[Path], None], folder: Path) -> None:
 
 def stop_in(phase: str, rank: int, base: Path) -> None:
     """Load a model and measure its held-out loss, until process 1 is stopped in the middle of one
-    of them.
-    """
+    of them."""
     from tests.support.built_models import built_model
     from tests.support.finished import PLAN
     from tests.support.models import random_store
@@ -138,8 +135,7 @@ def miss_a_step(rank: int, action: Callable[[], None], *, device: str) -> None:
 
 def fail_beside_a_collective(rank: int, folder: Path, *, device: str) -> None:
     """Process 1 fails where the other waits for it, and all that tidies up waits too: NCCL's
-    groups, and Python's exit.
-    """
+    groups, and Python's exit."""
     torch.distributed.destroy_process_group = oversleep
     atexit.register(oversleep)
     with process_group(device, timeout_s=LONG_S) as world:

@@ -1,6 +1,5 @@
 """A stage that starts the workers of `launch_worker`, alone or on one of two nodes: `python -m
-tests.support.launcher PROCESSES <behaviour> <folder>`.
-"""
+tests.support.launcher PROCESSES <behaviour> <folder>`."""
 
 import argparse
 import os

@@ -2,8 +2,7 @@
 [SECONDS]`, on eight made-up cards.
 
 It leases, writes `+ <its process id> <cards>` to the journal, works for a while, and writes `-
-...`.
-"""
+...`."""
 
 import os
 import sys

@@ -2,8 +2,7 @@
 model and tokens.
 
 llama.cpp's converter knows byte-level tokenizers by what they write, and not that of `tiny`; it
-reads a SentencePiece one from its file.
-"""
+reads a SentencePiece one from its file."""
 
 import io
 import shlex
@@ -45,8 +44,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 
 def converters() -> Path:
     """Return llama.cpp's converters, downloaded once an environment; skip the test where that is
-    impossible.
-    """
+    impossible."""
     folder = Path(sys.prefix) / "share" / f"llama.cpp-{LLAMA_CPP_RELEASE}"
     if not folder.exists():
         try:
@@ -61,8 +59,7 @@ def converters() -> Path:
 @contextmanager
 def forked_converters(folder: Path) -> Iterator[None]:
     """Within the block start the converters in forks of a process that has imported torch and
-    Transformers; folder: for the command.
-    """
+    Transformers; folder: for the command."""
     command = folder / "python-of-scripts"
     forked = [preloaded_python(), "-m", "tests.support.run_script"]
     command.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {shlex.join(forked)} "$@"\n')
@@ -83,8 +80,7 @@ def prepare(folder: Path) -> None:
 
 def prepare_mixture(folder: Path, family: str) -> None:
     """Fill `folder` with `model`, `merged` and `tokens` of a random mixture, in the layout that the
-    family publishes, which `tests/export/test_mixtures.py` holds the merged model to.
-    """
+    family publishes, which `tests/export/test_mixtures.py` holds the merged model to."""
     sizes = SIZES | {"intermediate_size": 256, "head_dim": 64, "initializer_range": 0.08}
     for name in ("model", "merged"):
         tiny_mixture(family, folder / name, dtype=torch.bfloat16, vocab_size=VOCAB_SIZE, **sizes)

@@ -1,6 +1,5 @@
 """A recorder for tests of the search: peaks that grow as those of the engine do, made up from
-shapes. Nothing needs torch.
-"""
+shapes. Nothing needs torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,8 +21,7 @@ from workflow.lib.system.units import MIB
 
 class MadeUpMemory:
     """Knows what it was asked to record itself (`asked`); of that everything takes `share` times as
-    much, by the number of the recording.
-    """
+    much, by the number of the recording."""
 
     def __init__(self, shape: ModelShape, share: Callable[[int], float] = lambda _: 1.0) -> None:
         self.asked: list[StepPlan] = []

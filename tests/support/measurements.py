@@ -2,8 +2,7 @@
 as a table.
 
 `python -m tests.support.measurements` writes the table of memory anew into
-workflow/docs/memory-model.md, in minutes.
-"""
+workflow/docs/memory-model.md, in minutes."""
 
 import gzip
 import json
@@ -96,8 +95,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Return all measurements of our engine's memory that say what the engine of today does. Takes
-    minutes: each is recorded.
-    """
+    minutes: each is recorded."""
     with recording_process() as process:
         return [row(line, process) for line in all_lines() if counts(line)]
 

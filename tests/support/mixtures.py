@@ -75,8 +75,7 @@ def tiny_mixture(
     family: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Path:
     """Save the tiny mixture of a family to `folder` as the family publishes its own, norms and
-    biases off their initial values; return `folder`.
-    """
+    biases off their initial values; return `folder`."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(SIZES | (MIXTURES | MORE_MIXTURES)[family] | changes))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -69,8 +69,7 @@ def tiny_llama(
 
 def tiny_gemma2(folder: Path, **changes: Any) -> Path:
     """Save a random Gemma 2 of 3 layers, windows shorter than rows, to `folder`; return
-    `folder`.
-    """
+    `folder`."""
     torch.manual_seed(0)
     settings = {
         "hidden_size": 128,
@@ -121,8 +120,7 @@ def adapted(
     **lora: Any,
 ) -> CausalLMForTraining:
     """Build the training module of an NF4 folder on one process, without sharding, as `setup`
-    does.
-    """
+    does."""
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=attention)
     peft_model = inject_adapters(model, LoraSettings(**lora))
     if fused_layers:
@@ -136,8 +134,7 @@ def adapted(
 
 def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
     """Return packed random rows: 1 to 4 documents a row, a padding tail in some, half of the tokens
-    trained; 3 held-out documents.
-    """
+    trained; 3 held-out documents."""
     draw = np.random.default_rng(seed)
     ids = draw.integers(0, VOCAB, size=(rows, seq_len), dtype=np.uint32)
     positions = np.empty((rows, seq_len), dtype=np.int32)
@@ -165,8 +162,7 @@ def nf4_linear(
     folder: Path, weight: torch.Tensor, *, bias: torch.Tensor | None = None, **settings: Any
 ) -> NF4Linear:
     """Quantize `weight` (out, in), write it as a checkpoint to `folder`, and load it from there as
-    the engine does.
-    """
+    the engine does."""
     parts = quantize_tensor(weight, QuantizeConfig(**settings), device=torch.device("cpu"))
     stored = {f"linear.{suffix}": part for suffix, part in parts.items()}
     if bias is not None:
@@ -199,8 +195,7 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def decoded_by_hand(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     """Return the NF4 weights that bitsandbytes' quantization made, in fp32: code times scale, block
-    after block (QLoRA, eq. 4 and 5).
-    """
+    after block (QLoRA, eq. 4 and 5)."""
     nibbles = torch.stack((packed.flatten() >> 4, packed.flatten() & 15), dim=1).flatten()
     count, scales = math.prod(state.shape), state.absmax
     if state.nested:

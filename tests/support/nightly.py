@@ -3,8 +3,7 @@ compare numbers as every older set would; write what was found to tests/nightly.
 
 python -m tests.support.nightly -- OPTIONS OF PYTEST
 
-Exits with 1 if any run has failed. The file says by which commit, when and on which machine.
-"""
+Exits with 1 if any run has failed. The file says by which commit, when and on which machine."""
 
 import json
 import os
@@ -26,8 +25,7 @@ NUMERIC = ("tests/model", "tests/kernels", "tests/quantization", "tests/training
 
 def run_pytest(arguments: list[str], variables: dict[str, str]) -> Summary:
     """Run pytest with these arguments and variables of the environment. A run that ends without a
-    summary has failed.
-    """
+    summary has failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary.json"
         command = [sys.executable, "-m", "pytest", f"--summary={path}", *arguments]

@@ -2,8 +2,7 @@
 
 A field is a branch if the family's file reads it and its value in the tiny model is None, false or
 0, or if it is called a limit, which small values do not reach. Sizes and names are none: nothing
-says which would fit.
-"""
+says which would fit."""
 
 import importlib
 import inspect
@@ -103,8 +102,7 @@ def _switched_on(config: Any, name: str, annotation: str) -> Any:
 
 def run_branches(folder: Path, families: Iterable[str], drawn: bool) -> dict[str, str]:
     """Train tiny models with all branches on, those that draw random numbers or the others; return
-    what is wrong with each, nothing of a family that trains as stock.
-    """
+    what is wrong with each, nothing of a family that trains as stock."""
     found: dict[str, str] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for number, family in enumerate(families):

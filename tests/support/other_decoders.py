@@ -1,6 +1,5 @@
 """Tiny configurations of decoders whose layers are not plain, for their description: experts,
-latent attention, recurrent layers, sinks. Of those that `families` trains too, the sizes differ.
-"""
+latent attention, recurrent layers, sinks. Of those that `families` trains too, the sizes differ."""
 
 from typing import Any
 

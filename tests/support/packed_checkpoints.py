@@ -19,8 +19,7 @@ def fp8_checkpoint(
     folder: Path, *, block_size: tuple[int, int], family: str = "qwen3_moe", **changes: Any
 ) -> Path:
     """Save a tiny mixture in FP8 as it is published: all projections of decoder layers in E4M3,
-    with a scale for each block.
-    """
+    with a scale for each block."""
     tensors = load_file(tiny_mixture(family, folder, **changes) / "model.safetensors")
     packed = {}
     for name, tensor in tensors.items():
@@ -68,8 +67,7 @@ def mxfp4_checkpoint(folder: Path) -> Path:
 
 def integer_checkpoint(folder: Path, method: str, *, bits: int = 4, **settings: Any) -> Path:
     """Save a tiny llama in random codes of GPTQ (with inputs in no order) or AWQ, groups of 16
-    inputs, packed code by code.
-    """
+    inputs, packed code by code."""
     tensors = load_file(tiny_llama(folder) / "model.safetensors")
     draw = torch.Generator().manual_seed(7)
     packed = {}

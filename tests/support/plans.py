@@ -37,8 +37,7 @@ def make_plan(**changes: Any) -> StepPlan:
 
 def tried_plan(**changes: Any) -> TriedPlan:
     """A chosen plan with a row at a time, nothing offloaded; changes: of its figures, or fields of
-    the plan.
-    """
+    the plan."""
     choice: dict[str, Any] = {
         "micro_batch_size": 1,
         "activation_checkpointing": True,

@@ -90,8 +90,7 @@ def llama_405b() -> ModelShape:
 
 def setup(**changes: Any) -> StepPlan:
     """Two processes, one row of 2,048 tokens, rank 16 on all linears, bf16, recomputation, flash
-    attention.
-    """
+    attention."""
     settings: dict[str, Any] = {
         "processes": 2,
         "micro_batch_size": 1,

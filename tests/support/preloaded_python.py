@@ -11,8 +11,7 @@ stages of `tests.support`, and Snakemake where a job of a cluster runs it. All e
 whose environment packages would be imported otherwise, is run by the interpreter itself.
 
 What a test shows about imports, process groups, the death of processes or how Python takes itself
-apart needs a stage that is started as a user starts it: `Project.start` does.
-"""
+apart needs a stage that is started as a user starts it: `Project.start` does."""
 
 import atexit
 import fcntl
@@ -203,8 +202,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _imported_alike(asked: dict[str, str], own: dict[str, str]) -> bool:
     """Whether an environment gives the same packages, which read the same in it.
 
-    Snakemake has every job look for modules in the checkout, which holds none of them.
-    """
+    Snakemake has every job look for modules in the checkout, which holds none of them."""
     loaded = {name.partition(".")[0] for name in sys.modules} - {WORKFLOW}
     places = asked.get("PYTHONPATH", "").split(os.pathsep)
     found = {path.stem for place in filter(None, places) for path in Path(place).glob("*")}
@@ -312,8 +310,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
 
 def end_at_once(status: int) -> NoReturn:
     """End as Python does, but leave all memory to the system: to take the packages apart copies
-    what is shared with the server, and takes longer than many a stage.
-    """
+    what is shared with the server, and takes longer than many a stage."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

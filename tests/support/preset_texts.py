@@ -1,7 +1,6 @@
 """What preflight decides for the presets, and the line in which each of them says so.
 
-`python -m tests.support.preset_texts` writes all lines anew, in minutes.
-"""
+`python -m tests.support.preset_texts` writes all lines anew, in minutes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +77,7 @@ def shape_of(model: str) -> ModelShape:
 
 def machine_of(promise: Promise) -> Machine:
     """Return the machine of a promise, without the flash-attn package: attention then takes more
-    memory.
-    """
+    memory."""
     return Machine(
         device="cuda",
         processes=promise.num_gpus,

@@ -3,8 +3,7 @@ of the instructions that this one has.
 
 Usage: eval "$(python tests/support/processors.py COMMIT)" says the setting that the commit's hash
 draws and exports it; a setting's name in place of the hash takes that one, and no argument prints
-the names of all, one a line. It needs nothing beside Python.
-"""
+the names of all, one a line. It needs nothing beside Python."""
 
 import sys
 from dataclasses import dataclass

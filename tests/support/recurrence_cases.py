@@ -54,8 +54,7 @@ DELTAS = (
 def deltas(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return outputs and gradients of the gated delta rule by the kernels, each followed by that of
     torch's operations in fp32; of `DELTAS`. Queries and keys are parts of one tensor, and keys have
-    a direction in common, so that what a chunk knows already matters.
-    """
+    a direction in common, so that what a chunk knows already matters."""
     draw = torch.Generator().manual_seed(0)
     results = []
     for case in DELTAS:
@@ -103,8 +102,7 @@ SPACES = (
 
 def spaces(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return outputs and gradients of the state space by the kernels, each followed by that of
-    torch's operations in fp32; of `SPACES`. B and C are parts of one tensor.
-    """
+    torch's operations in fp32; of `SPACES`. B and C are parts of one tensor."""
     draw = torch.Generator().manual_seed(0)
     results = []
     for rows, tokens, heads, width, groups, state_width, skips in SPACES:
@@ -135,8 +133,7 @@ def largest_error(results: list[torch.Tensor]) -> float:
 
 def convolutions(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return convolutions and gradients of their input by the kernels, each followed by autograd's
-    in fp32; of `CONVOLUTIONS`.
-    """
+    in fp32; of `CONVOLUTIONS`."""
     draw = torch.Generator().manual_seed(0)
     results = []
     for case in CONVOLUTIONS:
@@ -170,8 +167,7 @@ GATED_NORMS = (
 
 def gated_norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return gated norms and gradients of their inputs by the kernels, each followed by autograd's
-    in fp32; of `GATED_NORMS`, with a row of zeros.
-    """
+    in fp32; of `GATED_NORMS`, with a row of zeros."""
     draw = torch.Generator().manual_seed(0)
     results = []
     for rows, width, groups, gate_first, before in GATED_NORMS:

@@ -1,6 +1,5 @@
 """A worker that opens a run's process group and writes down who listens where: `python -m
-tests.support.rendezvous_worker FOLDER LAUNCHER`, the launcher by its process id.
-"""
+tests.support.rendezvous_worker FOLDER LAUNCHER`, the launcher by its process id."""
 
 import json
 import sys

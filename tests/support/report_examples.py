@@ -395,8 +395,7 @@ def add_gguf(folder: Path) -> None:
 
 def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False) -> None:
     """Add an evaluation to the run in `folder`: the tuned one's with this held-out loss, compared
-    with all that are there.
-    """
+    with all that are there."""
     measured = (folder / "evaluate_run").glob("*.json")
     others = {path.stem: read_checked_json(path) for path in measured}
     document = others["tuned"] | {"subject": subject, "served": served}

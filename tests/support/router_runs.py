@@ -94,8 +94,7 @@ def train(
     attention: str = "eager",
 ) -> dict[str, Any]:
     """Take the steps of a run; return metrics, initial and trained values, and the gradients of
-    each step. folder: where the run is saved, if anywhere.
-    """
+    each step. folder: where the run is saved, if anywhere."""
     levers = {"activation_checkpointing": False} | (plan or {})
     model = built_model(
         base, settings, make_plan(**levers), world, dtype=dtype, attention=attention
@@ -136,8 +135,7 @@ def save(model: TrainingModel, folder: Path, store: TokenStore, world: World) ->
 
 def stock(base: Path, family: str, initial: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
     """Return stock PEFT on the stock model, with these values, and its parameters by their exported
-    names.
-    """
+    names."""
     model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention="eager")
     model = get_peft_model(
         model,

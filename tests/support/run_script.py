@@ -1,8 +1,7 @@
 """Run what `python SCRIPT ...` or `python -m MODULE ...` does: by this module the preloaded Python
 forks it.
 
-preloaded_python -m tests.support.run_script SCRIPT ...
-"""
+preloaded_python -m tests.support.run_script SCRIPT ..."""
 
 import runpy
 import sys

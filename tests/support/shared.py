@@ -1,6 +1,5 @@
 """What the processes of a test session share: what one of them makes for all, and the ports of this
-machine.
-"""
+machine."""
 
 import os
 import socket
@@ -25,8 +24,7 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
     is there.
 
     The test for which it could not be made shows the cause. Every other that asks fails at once and
-    names that test.
-    """
+    names that test."""
     made, failed = (folder.with_name(f"{folder.name}.{end}") for end in ("made", "failed"))
     lock = folder.with_name(f"{folder.name}.lock")
     with exclusive(lock, doing=f"making {folder.name}", wait_s=WAIT_S):
@@ -48,8 +46,7 @@ def reserved_ports(count: int, among: Iterable[int] | None = None) -> Iterator[l
 
     They stay bound. The server has to set SO_REUSEADDR, as torch's and Slurm's do: then it may
     listen at a port to which others are bound with that option and where nobody listens
-    (socket(7)).
-    """
+    (socket(7))."""
     candidates = iter(among) if among is not None else iter([0] * count)
     with ExitStack() as stack:
         ports: list[int] = []

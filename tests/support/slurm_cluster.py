@@ -100,8 +100,7 @@ class Cluster:
 
     def preempt(self, job: str) -> None:
         """Take a job's nodes for an urgent one that ends at once; the job is queued again, without
-        its usual wait.
-        """
+        its usual wait."""
         before = int(self.facts(job)["Restarts"])
         places = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
         self.ask("sbatch", "--wait", *places, "--wrap=true")
@@ -114,8 +113,7 @@ class Cluster:
 
     def cut_power(self, job: str) -> None:
         """Kill the node that a job runs on, daemon and processes; return when the controller has
-        noticed.
-        """
+        noticed."""
         node = self.facts(job)["NodeList"]
         before = int(self.facts(job)["Restarts"])
         for victim in [self.daemons[node], *_steps(job)]:
@@ -133,8 +131,7 @@ class Cluster:
 @contextmanager
 def running_cluster(folder: Path, *, nodes: int) -> Iterator[Cluster]:
     """Start a cluster with two made-up GPUs a node in a partition `normal`, and one `urgent` that
-    preempts it.
-    """
+    preempts it."""
     folder.mkdir(parents=True)
     ETC.mkdir(exist_ok=True)
     names = [f"n{number}" for number in range(1, nodes + 1)]
@@ -186,8 +183,7 @@ def _daemon(path: Path) -> psutil.Process:
 
 def _end(daemons: list[psutil.Process]) -> None:
     """End the daemons, and the jobs, which outlive them: the only ones here, as /etc/slurm had no
-    other cluster.
-    """
+    other cluster."""
     ours = [*daemons, *_steps("")]
     for process in ours:
         with suppress(psutil.NoSuchProcess):
@@ -197,8 +193,7 @@ def _end(daemons: list[psutil.Process]) -> None:
 
 def _steps(job: str) -> list[psutil.Process]:
     """Return the processes that stand for a job's steps on a node, and all below them; of every job
-    for "".
-    """
+    for ""."""
     found: list[psutil.Process] = []
     mark = f"slurmstepd: [{job}." if job else "slurmstepd: ["
     for process in psutil.process_iter(["cmdline"]):

@@ -1,7 +1,6 @@
 """The same training twice: by the engine in a group of processes, and by stock Transformers,
 bitsandbytes and PEFT in one. Both start from the same values and tell losses, norms, gradients of
-every step, and the values at the end.
-"""
+every step, and the values at the end."""
 
 from collections.abc import Mapping
 from pathlib import Path

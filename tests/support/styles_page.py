@@ -1,8 +1,7 @@
 """The table of public dataset styles in `workflow/docs/data.md`, from what becomes of a small
 sample of each.
 
-`python -m tests.support.styles_page` writes it anew.
-"""
+`python -m tests.support.styles_page` writes it anew."""
 
 from collections import Counter
 from pathlib import Path

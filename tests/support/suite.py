@@ -2,8 +2,7 @@
 
 Every run writes its summary to `--summary`, by default into pytest's cache. `tests/slow.txt` lists
 the files that take longest, longest first; `make test` leaves those marked `slow` to
-`make nightly`, after which `python -m tests.support.suite` chooses them anew.
-"""
+`make nightly`, after which `python -m tests.support.suite` chooses them anew."""
 
 import json
 import time
@@ -29,8 +28,7 @@ ALWAYS = (
 
 class Summary(TypedDict):
     """Of one run of pytest. Seconds are wall time, those of files the sum over their tests; files
-    of less than `LISTED_S` are one sum.
-    """
+    of less than `LISTED_S` are one sum."""
 
     passed: int
     failed: int
@@ -91,8 +89,7 @@ class Recorder:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow files, and begin with those that take longest: a long one begun last would run
-    alone at the end. All others keep their order.
-    """
+    alone at the end. All others keep their order."""
     table = read_table(TABLE.read_text(encoding="utf-8"))
     places = {name: place for place, name in enumerate(table)}
     for item in items:
@@ -113,8 +110,7 @@ def read_table(text: str) -> dict[str, str]:
 
 def table_of(files: dict[str, float]) -> str:
     """Return the table for the seconds of all files: the longest are slow, until what is left takes
-    at most `SHARE` of all.
-    """
+    at most `SHARE` of all."""
     left = sum(files.values())
     most = SHARE * left
     lines = ["# seconds, when, file: written by `python -m tests.support.suite`"]

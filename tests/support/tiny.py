@@ -33,8 +33,7 @@ def tiny_tokenizer(
     """Train a byte-level BPE of `VOCAB_SIZE` tokens, save it to `folder`, and return it as loaded
     there.
 
-    Its chat template marks assistant turns, their end token included, with `{% generation %}`.
-    """
+    Its chat template marks assistant turns, their end token included, with `{% generation %}`."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

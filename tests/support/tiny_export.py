@@ -2,8 +2,7 @@
 folder.
 
 Made with stock Transformers, bitsandbytes and PEFT, so tests of the reload have another origin than
-it.
-"""
+it."""
 
 import hashlib
 from pathlib import Path
@@ -28,8 +27,7 @@ LONGEST = 41  # tokens of a document at most
 
 def tiny_base(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Save a random 2-layer Llama as a double-quantized NF4 checkpoint stored in `dtype`; return it
-    as quantized.
-    """
+    as quantized."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -84,8 +82,7 @@ def tiny_merged(base: Path, adapter: Path, folder: Path) -> None:
 
 def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Document]:
     """Return documents of random length, ids and masks; the first token of one is never trained,
-    the last always.
-    """
+    the last always."""
     generator = np.random.default_rng(seed)
     documents = []
     for _ in range(count):

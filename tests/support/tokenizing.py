@@ -1,6 +1,5 @@
 """A place to run the stage `tokenize_dataset` in, with good data to begin with, and what its tests
-look at.
-"""
+look at."""
 
 import json
 import sys

@@ -1,7 +1,6 @@
 """Runs of a tiny model whose head and embedding are trained whole (`lora.modules_to_save`).
 
-Three processes have slices of 71, 71 and 69 rows of the vocabulary of 211.
-"""
+Three processes have slices of 71, 71 and 69 rows of the vocabulary of 211."""
 
 from itertools import islice
 from pathlib import Path

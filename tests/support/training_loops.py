@@ -40,8 +40,7 @@ def values_of(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
 
 def restart_(training: CausalLMForTraining, values: dict[str, torch.Tensor]) -> None:
     """Give a trained model the values that it had, so that it trains once more as if it were new:
-    building another takes as long as several steps.
-    """
+    building another takes as long as several steps."""
     for name, param in trainable_parameters(training).items():
         local(param.detach()).copy_(values[name])
         param.grad = None

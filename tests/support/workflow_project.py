@@ -4,8 +4,7 @@ starts it.
 project = make_project(tmp_path)
 project.edit({"lora": {"r": 8}})
 plan = project.plan("all")                  # a dry run: {"finetune": [Job(...)], ...}
-done = project.snakemake("train")           # exit status and everything the user would see
-"""
+done = project.snakemake("train")           # exit status and everything the user would see"""
 
 import json
 import os
@@ -129,8 +128,7 @@ class Project:
     def start(self, *arguments: str, forks_stages: bool = False) -> subprocess.Popen[str]:
         """Start Snakemake in a process group of its own, as a shell does.
 
-        forks_stages: have stages forked from a process that has imported their packages.
-        """
+        forks_stages: have stages forked from a process that has imported their packages."""
         command = self.command(*arguments)
         if forks_stages:
             command[1:3] = ["-c", FORKING.format(stages=preloaded_python())]
@@ -146,8 +144,7 @@ class Project:
 
     def snakemake(self, *arguments: str) -> Finished:
         """Run Snakemake to its end; it and its jobs are forked from processes that have imported
-        their packages.
-        """
+        their packages."""
         options = self.command(*arguments)[3:]  # without `python -m snakemake`
         done = forked_run(
             options, folder=self.root, environment=self.variables(), python=preloaded_python()
@@ -224,8 +221,7 @@ def kill_all(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def make_project(root: Path, **changes: Any) -> Project:
     """Write a tiny model with its tokenizer, 60 training and 12 held-out rows, and
-    `config.yaml`.
-    """
+    `config.yaml`."""
     # They import torch, which not every session of tests needs.
     from tests.support.models import tiny_llama
     from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer

@@ -64,8 +64,7 @@ def test_no_card_is_ever_leased_twice(tmp_path):
 @pytest.fixture(scope="module")
 def full_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Five jobs of two cards each on a host with eight; one of those that got cards is killed in
-    time.
-    """
+    time."""
     folder = tmp_path_factory.mktemp("leases")
     jobs = {job.pid: job for job in (start_holder(folder, 2, seconds=600) for _ in range(5))}
     wait_for(folder, NUM_CARDS // 2)
@@ -208,8 +207,7 @@ def test_jobs_get_the_share_of_the_cores_that_belongs_to_their_gpus(
     tmp_path, all_cores, of_one, of_two
 ):
     """Of eight cards, so that as many jobs run at once as there are cards for; never less than a
-    core a card.
-    """
+    core a card."""
     project = replace(make_project(tmp_path, hardware={"gpus": 2}), environment=DRIVER)
     done = project.run("--cores", str(all_cores), "--dry-run", "train")
     threads = {

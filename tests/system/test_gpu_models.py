@@ -1,6 +1,5 @@
 """The table of GPUs: what people write finds one, and what they mistype is answered with what is
-near.
-"""
+near."""
 
 import pytest
 

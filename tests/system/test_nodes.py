@@ -73,8 +73,7 @@ def test_launchers_of_two_nodes_start_one_world(tmp_path):
 )
 def test_cause_is_told_of_the_node_where_it_happened(tmp_path, behaviour, cause):
     """The other node says that it lost a process, or waits for one; it does not blame a process of
-    its own.
-    """
+    its own."""
     log = tmp_path / "stage.log"
     assert launch_on_two_nodes(behaviour, str(tmp_path), processes=2, log=log) == [1, 1]
     (message,) = failure_causes(tmp_path, since=0)

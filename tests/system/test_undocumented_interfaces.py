@@ -1,6 +1,5 @@
 """The one list of undocumented names: the installed packages have them, and a lack is said
-clearly.
-"""
+clearly."""
 
 import re
 from importlib.metadata import version
@@ -48,8 +47,7 @@ def test_release_that_lacks_a_name_is_refused(monkeypatch, lacking):
 
 def test_every_private_attribute_of_packages_in_the_library_is_listed():
     """Whatever is read of other objects by a name with an underscore in front, outside of our own
-    classes.
-    """
+    classes."""
     parts = [(*used.owner_name.split("."), used.name) for used in (*INTERFACES, *OF_RECORDINGS)]
     listed = {name for names in parts for name in names}
     own = {"_passed", "_eager"}

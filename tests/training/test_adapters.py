@@ -2,8 +2,7 @@
 divisible by, through to the export.
 
 Each group of processes trains all kinds one after the other; the reference trains each from the
-same initial values.
-"""
+same initial values."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Held-out loss while training, and the best adapter: equal to the evaluation's own measure, kept
-through a kill, and exported.
-"""
+through a kill, and exported."""
 
 import shutil
 from dataclasses import replace

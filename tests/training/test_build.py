@@ -38,8 +38,7 @@ def empty_row(store: TokenStore) -> TokenStore:
 
 def checks(base: Path) -> dict[str, Any]:
     """Build one model in this group; return what the checks say of it and of what is wrong with
-    it.
-    """
+    it."""
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         config = RunConfig(

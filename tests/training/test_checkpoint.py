@@ -1,6 +1,5 @@
 """Checkpoints: a resumed run is the uninterrupted one, for any number of processes. Pickles are
-never read.
-"""
+never read."""
 
 import json
 import math
@@ -30,8 +29,7 @@ def adapter_of(checkpoints: Path) -> Path:
 
 def save_and_resume(base: Path, folder: Path, shard_size: int) -> dict[str, Any]:
     """Train without interruption, saving in the midst, and the adapter at the end; then again from
-    the checkpoint, with a new model.
-    """
+    the checkpoint, with a new model."""
     with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
         run = Run(base, world)
         writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
@@ -104,8 +102,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(run):
 
 def test_another_number_of_processes_continues_from_the_same_state(folder, run):
     """What follows differs by the order of sums alone (2e-5 relative is 100 units in the last
-    place), as masks do not depend on processes; the state does not differ at all.
-    """
+    place), as masks do not depend on processes; the state does not differ at all."""
     other = 2 if run["processes"] == 1 else 1
     results = run_distributed(
         resume_elsewhere, folder / "nf4", run["checkpoints"], world_size=other
@@ -149,8 +146,7 @@ ELASTIC = RunConfig(
 
 def part_of_elastic_run(base: Path, folder: Path, last: int, to_the_end: bool) -> list[float]:
     """Continue to step `last` with the processes that there are, save, train on to the last step of
-    all if asked, and return the losses.
-    """
+    all if asked, and return the losses."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         run = Run(base, world, ELASTIC)
         first = run.resume(folder).step
@@ -174,8 +170,7 @@ class Bomb:
 @pytest.fixture(scope="module")
 def elastic(folder: Path) -> dict[str, Any]:
     """Losses of 4 processes, which save a state and train on, and of 2 and then 8 that go on from
-    that state, pickles beside it.
-    """
+    that state, pickles beside it."""
     checkpoints, mark = folder / "elastic", folder / "exploded"
     arguments = (part_of_elastic_run, folder / "nf4", checkpoints)
     undisturbed = run_distributed(*arguments, 1, True, world_size=4)[0]

@@ -23,8 +23,7 @@ from workflow.lib.training.checkpoint import CheckpointWriter, saved_steps, step
 
 def writer_life(base: Path, folder: Path) -> dict[str, Any]:
     """Save six checkpoints in a row, asking about a stop after each as training does; then damage
-    what is there.
-    """
+    what is there."""
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         run = Run(base, world)

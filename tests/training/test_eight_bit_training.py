@@ -1,6 +1,5 @@
 """Training in 8 bits on a trained model: what it costs the held-out loss, and the check of the base
-before the first step.
-"""
+before the first step."""
 
 import gzip
 import json

@@ -1,6 +1,5 @@
 """Every family of the table: what the engine trains is what stock Transformers and PEFT would, with
-packed documents and without, on one process and two; what is exported is read by both.
-"""
+packed documents and without, on one process and two; what is exported is read by both."""
 
 import re
 from copy import deepcopy

@@ -1,6 +1,5 @@
 """The live view shows every logged step once, whatever ended the run before, and sends nothing
-unasked.
-"""
+unasked."""
 
 import importlib.util
 import json

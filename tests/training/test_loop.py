@@ -1,6 +1,5 @@
 """The loop: the same run for any number of processes and any split into micro-batches; packing,
-clipping, resuming.
-"""
+clipping, resuming."""
 
 import itertools
 from pathlib import Path

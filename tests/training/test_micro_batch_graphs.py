@@ -1,6 +1,5 @@
 """Micro-batches in fixed layouts, captured and replayed; on a CPU a capture is the function
-itself.
-"""
+itself."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -81,8 +81,7 @@ def stock(train: TrainConfig, params: dict[str, list[torch.nn.Parameter]]) -> li
 
 def reference(train: TrainConfig, *, cuts: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The same by the stock optimizers alone, over the parts that FSDP2 would cut; of Muon over
-    whole matrices.
-    """
+    whole matrices."""
 
     def parts_of(name: str, x: torch.Tensor) -> list[torch.Tensor]:
         whole = train.optimizer == "muon" and name in MATRICES

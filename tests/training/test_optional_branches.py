@@ -1,7 +1,6 @@
 """Every family with every branch of its config switched on: clips, caps, limits, biases, norms of
 queries, LongRoPE beyond its limit train as the stock model, and what draws random numbers has the
-same gradients with recomputation.
-"""
+same gradients with recomputation."""
 
 from pathlib import Path
 

@@ -1,6 +1,5 @@
 """The record of a run: its lines, its history, and a summary that counts all steps, logged or
-not.
-"""
+not."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Training with saved activations in float8 on a trained model: what it costs, and that where they
-wait and how many processes there are change nothing.
-"""
+wait and how many processes there are change nothing."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """Several processes capture and replay the same micro-batches; on a CPU a capture is the function
-itself.
-"""
+itself."""
 
 from functools import cache
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The first micro-batch of a step that is launched before the step before it is known changes
-nothing but when things happen.
-"""
+nothing but when things happen."""
 
 import math
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """What an edit runs again, and what it leaves alone: dry runs of the real Snakefile over a finished
-project.
-"""
+project."""
 
 import json
 import shutil
@@ -131,8 +130,7 @@ def test_changed_file_runs_the_stages_that_read_it(project, change, rules):
 
 def test_edit_in_two_invocations_trains_like_in_one(project):
     """`snakemake tokenize` after new rows leaves training for later; it must not be forgotten
-    then.
-    """
+    then."""
     change_training_rows(project)
     project.run("tokenize")
     assert project.planned("all") == once(TRAINING)

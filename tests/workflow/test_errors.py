@@ -1,6 +1,5 @@
 """Mistakes of a user, through the real Snakefile: stopped before training, by one message, with no
-traceback.
-"""
+traceback."""
 
 import os
 import signal
@@ -36,8 +35,7 @@ def described(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Proje
 
 def refusal(project: Project, *, after: list[str], target: str = "all") -> str:
     """Run, expect to be refused when exactly the jobs `after` have been started; return what the
-    user sees.
-    """
+    user sees."""
     done = project.snakemake(target)
     assert done.status == 1, done.output
     assert "Traceback" not in done.output

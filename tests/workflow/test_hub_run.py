@@ -35,8 +35,7 @@ def hub_project(root: Path, endpoint: str, **changes: object) -> Project:
 
 def test_model_and_dataset_of_the_hub_are_downloaded_recorded_and_trained(hub_files, tmp_path):
     """Settings that do not suit the model are refused before its weights come
-    (stages/test_download_source.py).
-    """
+    (stages/test_download_source.py)."""
     model, data = HubRepo(hub_files["model"]), HubRepo(hub_files["dataset"], kind="dataset")
     with start_hub({"acme/tiny": model, "acme/qa": data}) as endpoint:
         project = hub_project(tmp_path, endpoint)

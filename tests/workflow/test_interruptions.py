@@ -43,8 +43,7 @@ class Stopped:
 @dataclass(frozen=True)
 class Killed:
     """What a command said while training went on without Snakemake, and what the end of that
-    training left alive.
-    """
+    training left alive."""
 
     refused: Finished
     orphans: list[int]
@@ -104,8 +103,7 @@ def press_ctrl_c(project: Project) -> Stopped:
 
 def kill(project: Project, *, after: int) -> Killed:
     """Kill Snakemake alone, as when memory runs out; repeat the command; then kill what Snakemake
-    had started.
-    """
+    had started."""
     process = start_and_wait_for_checkpoint(project, after=after)
     below = psutil.Process(process.pid).children(recursive=True)
     process.kill()
@@ -124,8 +122,7 @@ def kill(project: Project, *, after: int) -> Killed:
 def ready_to_train(finished_project: Project, root: Path, *, processes: int = 2) -> Project:
     """A project with tokens and base, whose training is still to come.
 
-    processes: two as in the finished one, for the same bytes; one starts sooner.
-    """
+    processes: two as in the finished one, for the same bytes; one starts sooner."""
     project = finished_project.copy(root)
     for folder in ("checkpoints", "runs/demo/finetune", "runs/demo/consolidate"):
         shutil.rmtree(project.root / "results" / folder)
@@ -244,8 +241,7 @@ def test_cause_of_a_failed_training_stands_at_the_end_of_the_terminals_output(
     finished_project, tmp_path
 ):
     """Broken by a rate that no adapter survives; the message is the last thing that the user
-    sees.
-    """
+    sees."""
     project = ready_to_train(finished_project, tmp_path / "project", processes=1)
     rate = {"learning_rate": 1.0, "max_grad_norm": None, "adam_beta2": 0.0}
     project.edit({"train": rate, "lora": {"alpha": 65536.0}})

@@ -1,6 +1,5 @@
 """A real run of the real Snakefile on a mixture of experts that is published in FP8: every stage,
-and every form of the model measured.
-"""
+and every form of the model measured."""
 
 import shutil
 

@@ -50,8 +50,7 @@ def test_merged_model_is_the_one_that_two_processes_measure_together(finished, t
 
 def assert_merged_is_measured(root: Path) -> None:
     """Assert that stock Transformers finds the losses that were measured, and the vision tower as
-    it was.
-    """
+    it was."""
     run = root / "results" / "runs" / "demo"
     results = {name: read_json(run / "evaluate_run" / f"{name}.json") for name in SUBJECTS}
     losses = {name: result["heldout"]["loss"] for name, result in results.items()}

@@ -76,8 +76,7 @@ def project(finished_project: Project, tmp_path: Path) -> Project:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project of a few steps after `snakemake train`, in a checkout of its own. The checkout's
-    name is part of paths, of the environment and of commands. Never change it.
-    """
+    name is part of paths, of the environment and of commands. Never change it."""
     folder = tmp_path_factory.mktemp("checkout") / "a b'c\"d é $(exit 1)"
     repository = copy_of_repository(folder)
     project = Project(make_project(repository).root, repository=repository)
@@ -87,8 +86,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 def without_card(project: Project) -> dict[str, int]:
     """Modification times of what training and export left; the card stands in the adapter's
-    folder.
-    """
+    folder."""
     found = times(project.folder("finetune")) | times(project.folder("consolidate"))
     card = project.folder("consolidate") / "adapter" / "README.md"
     return {path: time for path, time in found.items() if path not in (str(card), str(card.parent))}
@@ -165,8 +163,7 @@ def test_new_evaluation_leaves_training_untouched(project):
 
 def test_setting_without_effect_on_the_result_continues_from_the_last_checkpoint(project):
     """On other hardware too: the plan is made at every start, for one process now instead of
-    two.
-    """
+    two."""
     before = adapter_bytes(project)
     project.edit({"train": {"log_every_steps": 2}, "hardware": {"cpu_processes": 1}})
     project.run("--forcerun", "finetune", "--", "train")  # neither setting asks for it

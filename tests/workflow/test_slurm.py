@@ -1,6 +1,5 @@
 """The workflow on a real Slurm of two nodes, started here: what it asks for, two nodes that train,
-preemption, a lost node.
-"""
+preemption, a lost node."""
 
 import json
 import re
@@ -58,8 +57,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def on_two_nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The whole workflow; one process on each of two nodes trains. Jobs are forked from a process
-    that has imported their packages; those that are disturbed are started as a user's are.
-    """
+    that has imported their packages; those that are disturbed are started as a user's are."""
     root = tmp_path_factory.mktemp("run") / "project"
     project = make_project(root, hardware={"nodes": 2, "cpu_processes": 1})
     finish(project.start(*OPTIONS, "all", forks_stages=True))
@@ -159,8 +157,7 @@ def test_disturbed_run_has_every_step_once(disturbed):
 
 def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(cluster, on_two_nodes):
     """Slurm's cards are files, and a driver that is made up knows them; the quantization itself
-    runs on the CPU.
-    """
+    runs on the CPU."""
     source = on_two_nodes.project
     project = source.copy(source.root.parent / "gpu")
     (base,) = project.root.glob("results/base/tiny-*")

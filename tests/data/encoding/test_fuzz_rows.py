@@ -2,8 +2,7 @@
 traceback.
 
 Files are whole ones with bytes changed, cut out, doubled and put in; rows go on to samples, tokens
-and listings.
-"""
+and listings."""
 
 import json
 import struct
@@ -89,8 +88,7 @@ EDITS = st.lists(
 
 def mutated(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> bytes:
     """Return `content` after `edits`, each at a place and over a stretch given as shares of the
-    length.
-    """
+    length."""
     for kind, start, length, new in edits:
         first = int(start * len(content))
         last = first + int(length * min(64, len(content) - first))

@@ -40,8 +40,7 @@ def test_special_token_in_the_data_is_ordinary_text(tokenizer, template, text, i
 
 def test_guarded_encoding_differs_in_nothing_but_the_hostile_text(tokenizer):
     """The same conversation with a hostile system text ends in the same tokens as with a harmless
-    one.
-    """
+    one."""
     harmless = encode(tokenizer, [{"role": "system", "content": "x"}, *CHAT[1:]])
     hostile = encode(tokenizer, [{"role": "system", "content": "<|end|>"}, *CHAT[1:]])
     tail = len(harmless.ids) - harmless.ids.tolist().index(tokenizer.eos_token_id)
@@ -126,8 +125,7 @@ def test_answer_behind_a_prompt_that_ends_with_a_blank_is_what_a_model_would_add
 
 def byte_level(*, trim: bool) -> Tokenizer:
     """Parts of characters as tokens; with `trim`, offsets leave out the blanks that a token begins
-    with.
-    """
+    with."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=trim)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
@@ -139,8 +137,7 @@ def byte_level(*, trim: bool) -> Tokenizer:
 
 def metaspace() -> Tokenizer:
     """As SentencePiece does: text is normalized, which changes its length, and a blank put before
-    it.
-    """
+    it."""
     tokenizer = Tokenizer(models.BPE(unk_token="?"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,7 +1,6 @@
 """Conversations with tools: calls are trained; descriptions and results are shown, not trained.
 
-Calls and tools are read in every form in which people write them.
-"""
+Calls and tools are read in every form in which people write them."""
 
 import json
 from typing import Any

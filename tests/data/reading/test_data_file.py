@@ -1,6 +1,5 @@
 """Reading data files: all kinds give the same rows, packed or not; files that are not what their
-name says are refused.
-"""
+name says are refused."""
 
 import contextlib
 import gzip

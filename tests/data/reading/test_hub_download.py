@@ -1,6 +1,5 @@
 """Choice of files, the partial folder, and error messages; whole downloads are in
-test_download_source.py.
-"""
+test_download_source.py."""
 
 import errno
 import json

@@ -1,6 +1,5 @@
 """From settings to files: files, folders, globs and saved datasets; the same rules for a hub's
-listing.
-"""
+listing."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Work over processes: in order, whatever their number, and a killed one is told apart from a
-defect.
-"""
+defect."""
 
 import os
 import signal

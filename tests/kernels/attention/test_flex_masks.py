@@ -23,8 +23,7 @@ def positions(rows: list[list[int]]) -> torch.Tensor:
 
 def seen_one_by_one(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
     """Return which keys each query sees (rows, queries, keys), from what documents, windows and
-    chunks are.
-    """
+    chunks are."""
     rows, length = position_ids.shape
     document = (position_ids == 0).cumsum(1)
     places = torch.arange(length)

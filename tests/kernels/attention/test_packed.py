@@ -193,8 +193,7 @@ def test_boundaries_carry_the_names_that_attention_layers_pass_on():
 )
 def test_varlen_refuses_whatever_it_would_leave_out(arguments, named):
     """Sinks, for instance: the check of the family uses the same attention, so it would not
-    notice.
-    """
+    notice."""
     heads = torch.zeros(1, 2, 5, 16)
     bounds = flash_arguments(torch.tensor([0, 5], dtype=torch.int32), 5)
     with pytest.raises(UserError) as caught:

@@ -1,6 +1,5 @@
 """Weights and activations in 8 bits, and their matmuls, as a CPU computes them; `tests/gpu` and
-Triton's interpreter (`test_kernels`) hold the kernels against these.
-"""
+Triton's interpreter (`test_kernels`) hold the kernels against these."""
 
 from pathlib import Path
 

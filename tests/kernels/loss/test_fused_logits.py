@@ -1,6 +1,5 @@
 """When kernels compute the loss, and what they are compared with before. The kernels themselves:
-`tests/gpu/test_loss.py`.
-"""
+`tests/gpu/test_loss.py`."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """Gated norms without GPU kernels, which `test_kernels` tries, and which classes of families are
-such norms.
-"""
+such norms."""
 
 from typing import Any
 

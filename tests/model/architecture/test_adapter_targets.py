@@ -1,6 +1,5 @@
 """Which linears get an adapter of which rank and scale: PEFT's own rules, and what it would pass
-over in silence.
-"""
+over in silence."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,5 @@
 """Other attentions than the one that a CPU takes give the families' losses and gradients, which
-`tests/training/test_families.py` compares with those of stock packages.
-"""
+`tests/training/test_families.py` compares with those of stock packages."""
 
 import itertools
 from pathlib import Path
@@ -81,8 +80,7 @@ def plain_varlen_attn(
     scale: float, window_size: tuple[int, int], **__: Any,
 ) -> torch.Tensor:  # fmt: skip
     """What torch's kernel does on a GPU: (tokens, heads, head_dim), document by document,
-    `window_size[0]` tokens back.
-    """
+    `window_size[0]` tokens back."""
     outputs = []
     for start, stop in itertools.pairwise(bounds.tolist()):
         heads = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
@@ -100,8 +98,7 @@ def test_varlen_is_told_all_that_a_family_asks_of_its_attention(
     case, base, expected, fused, monkeypatch
 ):
     """The kernel is for GPUs, so its definition takes its place; an argument that it does not know
-    would raise.
-    """
+    would raise."""
     monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen_attn)
     training = adapted(base, attention="varlen", r=3)
     if fused:

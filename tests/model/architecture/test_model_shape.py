@@ -29,8 +29,7 @@ def reject(folder: Path, *parts: str) -> None:
 
 def with_config(folder: Path, **changes: Any) -> Path:
     """Write the tiny checkpoint with other settings in its config.json; a value of ... removes the
-    key.
-    """
+    key."""
     config = {k: v for k, v in (TINY | changes).items() if v is not ...}
     return write_checkpoint(folder, config=config)
 

@@ -1,6 +1,5 @@
 """The shipped models: their descriptions add up to the parameters that were published, are what
-building the model gives, and names are found as people write them.
-"""
+building the model gives, and names are found as people write them."""
 
 import gzip
 import json
@@ -45,8 +44,7 @@ def test_at_least_80_models_ship_of_20_families():
 
 def test_parameters_are_those_published():
     """In billions where no exact number is published, rounded or cut to so many digits; stored
-    buffers are counted too.
-    """
+    buffers are counted too."""
     wrong = {}
     for hub_id, entry in ENTRIES.items():
         shape = shape_of_document(DESCRIBED[hub_id])

@@ -178,8 +178,7 @@ def test_expert_without_tokens_has_no_gradient(pair):
 
 def test_cut_weights_give_the_same(monkeypatch):
     """The workspace holds a third of the first stack: its rows, and in backward its columns, are
-    decoded in several slices.
-    """
+    decoded in several slices."""
     pair = Pair("gpt_oss", **WIDE)
     stack = pair.experts.gate_up_proj.get_base_layer()
     assert isinstance(stack, NF4Stack)

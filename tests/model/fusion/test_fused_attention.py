@@ -13,8 +13,7 @@ from workflow.lib.model.fusion.fused_attention import FusedAttention
 
 def phi(**changes: Any) -> torch.nn.Module:
     """Return the attention of a tiny Phi-3, of which 3 heads share a key head, fused if it can
-    be.
-    """
+    be."""
     config = AutoConfig.for_model(
         "phi3", hidden_size=48, intermediate_size=64, num_hidden_layers=1, vocab_size=97,
         num_attention_heads=6, num_key_value_heads=2, head_dim=8, pad_token_id=0, **changes,

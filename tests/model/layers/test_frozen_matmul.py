@@ -1,6 +1,5 @@
 """Nodes of frozen matmuls in 8 bits, against the plain formula with rounded weights and
-activations; and what must not be in 8 bits.
-"""
+activations; and what must not be in 8 bits."""
 
 from pathlib import Path
 

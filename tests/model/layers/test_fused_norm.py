@@ -1,6 +1,5 @@
 """Norms without GPU kernels, which `test_kernels` tries; that their output is not kept: see
-`test_nf4_linear`.
-"""
+`test_nf4_linear`."""
 
 from typing import Any
 
@@ -19,8 +18,7 @@ from workflow.lib.model.layers.fused_norm import FusedNorm
 @pytest.mark.parametrize("options", {case[2:] for case in NORMS}, ids=str)
 def test_values_and_gradients_are_those_of_the_definition(options):
     """In fp32, against fp64; of a row of zeros too, whose LayerNorm has rounding errors of the mean
-    divided by the root of eps.
-    """
+    divided by the root of eps."""
     draw = torch.Generator().manual_seed(0)
     module = norm_module(13, *options, draw=draw, dtype=torch.float32, device="cpu")
     x, grad = (torch.randn(4, 3, 13, generator=draw) for _ in "xg")

@@ -1,6 +1,5 @@
 """The NF4 linear against bitsandbytes' own quantization, decoded by hand, and the fused adapter
-node against plain autograd.
-"""
+node against plain autograd."""
 
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,7 @@ def test_dequantized_weight_is_what_was_quantized_bit_for_bit(
 
 def test_dequantized_weight_is_the_code_times_the_scale_of_its_block(tmp_path):
     """By hand: every weight is one of the 16 codes times its block's largest magnitude (QLoRA, eq.
-    4 and 5).
-    """
+    4 and 5)."""
     weight = random(3, 64, seed=3)
     linear = nf4_linear(tmp_path / "base", weight, double_quant=False)
     scales = weight.abs().amax(dim=1, keepdim=True)
@@ -71,8 +69,7 @@ def test_padding_bytes_have_no_influence(tmp_path):
 
 def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path):
     """float32: FSDP2 rewrites NaN patterns of bf16 groups on CUDA, and refuses frozen uint8 on
-    torch 2.11.
-    """
+    torch 2.11."""
     linear = nf4_linear(tmp_path / "base", random(5, 37), bias=random(5))
     params = dict(linear.named_parameters())
     assert {name: tuple(p.shape) for name, p in params.items()} == {
@@ -122,8 +119,7 @@ def test_fused_adapter_equals_autograd_of_the_plain_formula(layer):
 
 def test_fused_adapter_gradients_equal_finite_differences(layer):
     """The output is linear in each of x, A and B, so a central difference is exact whatever its
-    width.
-    """
+    width."""
     inputs = {
         "x": random(4, 13, seed=8).requires_grad_(),
         "A": layer.weights[0],
@@ -170,8 +166,7 @@ def test_input_gradient_of_the_first_layer_is_not_computed(layer):
 
 def test_recomputation_stops_before_a_product_whose_result_backward_does_not_need(layer):
     """Once in forward, once in backward for the input's gradient; a plain checkpoint would make it
-    a third time.
-    """
+    a third time."""
     counted = Counted(layer.base)
     x = random(4, 13, seed=8).requires_grad_()
     adapted = Layer(counted, *layer.weights)
@@ -214,8 +209,7 @@ def test_master_gradients_are_float32_under_bfloat16_activations(layer):
 @pytest.mark.parametrize("nodes", ["one node", "a node each"])
 def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer, nodes):
     """Two linears share it; gradients are those of autograd through norm and plain formula, in
-    fp64.
-    """
+    fp64."""
     norm = FusedNorm(torch.nn.Parameter(random(13, seed=1) + 2.0, requires_grad=False), eps=1e-6)
     x = random(2, 3, 13, seed=8).requires_grad_()
     saved: list[torch.Tensor] = []

@@ -82,8 +82,7 @@ def test_values_and_gradients_equal_autograd_of_the_plain_formula(tmp_path, kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_off_by_its_rounding(tmp_path, kind):
     """8 bits of mantissa: a value and its gradient pass about 8 roundings of 2^-9 of the largest
-    term, and sums of 10 tokens average some of it out.
-    """
+    term, and sums of 10 tokens average some of it out."""
     layers = layers_of(tmp_path, kind, bias=False)
     x = random(2, 5, 13, seed=8).bfloat16().requires_grad_()
     grad = random(4, 5, 7, seed=9).bfloat16()

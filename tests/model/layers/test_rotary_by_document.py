@@ -135,8 +135,7 @@ def test_nothing_waits_for_what_the_device_knows(rope):
 
 class ByLayerType(torch.nn.Module):
     """A rotary embedding whose layers of one type have LongRoPE; tells its frequencies and the
-    positions it got.
-    """
+    positions it got."""
 
     def __init__(self) -> None:
         super().__init__()

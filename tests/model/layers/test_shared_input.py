@@ -1,6 +1,5 @@
 """Linears that share their input, called one by one. Their gradients: `test_nf4_lora_matmul`, and
-of every family `tests/training/test_families.py`.
-"""
+of every family `tests/training/test_families.py`."""
 
 from pathlib import Path
 

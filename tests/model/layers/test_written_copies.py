@@ -1,6 +1,5 @@
 """Who is given the copy in 8 bits that was written beside a tensor; the kernels that write copies
-are tested with the others (`test_kernels`, `tests/gpu`).
-"""
+are tested with the others (`test_kernels`, `tests/gpu`)."""
 
 import pytest
 import torch

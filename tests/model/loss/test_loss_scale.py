@@ -1,6 +1,5 @@
 """The factor on the loss in float16: it changes nothing but what float16 can hold, and no step is
-lost.
-"""
+lost."""
 
 import math
 from pathlib import Path

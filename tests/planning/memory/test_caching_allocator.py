@@ -1,6 +1,5 @@
 """The model of PyTorch's caching allocator against its rules, by hand, and against what must always
-hold.
-"""
+hold."""
 
 from itertools import pairwise
 

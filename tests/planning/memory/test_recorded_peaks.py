@@ -1,6 +1,5 @@
 """Peaks of plans by a few recordings and lines between them: which are recorded, and that what is
-straight is predicted exactly.
-"""
+straight is predicted exactly."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -60,8 +60,7 @@ def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages():
 
 def test_capture_takes_pages_of_its_own_after_free_ones_went_back():
     """A first micro-batch of 30 MiB (2 pages) goes back; the captured one takes 2 pages, which the
-    update afterwards cannot use: it needs 2 more.
-    """
+    update afterwards cannot use: it needs 2 more."""
     tape = Tape()
     tape.phase("forward")
     tape.free(tape.new(30 * MIB, "layer_workspace"))

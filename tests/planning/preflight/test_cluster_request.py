@@ -119,9 +119,8 @@ def test_quantization_needs_neither_tokens_nor_a_description(files):
 
 
 def test_calibration_of_a_mixture_asks_for_its_experts(tmp_path, monkeypatch):
-    """Of 11 experts a token goes to 2, and all 11 are rounded and lie on the host. A column takes
-    a second here, so that nothing else counts.
-    """
+    """Of 11 experts a token goes to 2, and all 11 are rounded and lie on the host. A column takes a
+    second here, so that nothing else counts."""
     monkeypatch.setattr(calibration_cost, "COLUMN_S", 1.0)
     model, path = tiny_mixture("qwen3_moe", tmp_path / "model"), tmp_path / "description.json"
     write_checked_json(path, describe_folder(model).document())

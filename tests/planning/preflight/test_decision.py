@@ -1,6 +1,5 @@
 """The verdict on a plan: its memory, host memory and disk, the reason where it does not fit, and
-the document for later stages.
-"""
+the document for later stages."""
 
 import re
 from dataclasses import asdict

@@ -35,8 +35,7 @@ from workflow.lib.system.units import GIB
 
 def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
     """Candidates of 1, 2 and 4 rows of a Llama-3-8B on two RTX 4090, with nothing offloaded and all
-    weights freed.
-    """
+    weights freed."""
     speed = speed_of(machine(), calibration=None)
     choices = Choices(sizes=[1, 2, 4], values={"activation_checkpointing": levels})
     plan = setup()
@@ -126,9 +125,8 @@ def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to():
 
 
 def test_slow_links_are_worth_keeping_weights_where_memory_allows():
-    """Short rows leave too little compute to hide gathering behind PCIe; NVLink needs no such
-    thing where Python's launches hide what gathering costs the GPU itself.
-    """
+    """Short rows leave too little compute to hide gathering behind PCIe; NVLink needs no such thing
+    where Python's launches hide what gathering costs the GPU itself."""
     settings = {
         "data": {"seq_len": 512},
         "train": {"global_batch_size": 8},

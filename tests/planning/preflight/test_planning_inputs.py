@@ -1,6 +1,5 @@
 """What settings, model and machine give a plan to start from: budget, data types, divisors, and
-what lies on the host.
-"""
+what lies on the host."""
 
 from dataclasses import replace
 from pathlib import Path

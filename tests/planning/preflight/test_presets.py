@@ -1,8 +1,7 @@
 """The presets: they load, contain only what differs, and fit the GPUs that they name, by
 preflight's own reckoning.
 
-Their models are described among the shipped ones.
-"""
+Their models are described among the shipped ones."""
 
 import math
 import re

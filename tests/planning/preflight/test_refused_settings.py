@@ -1,6 +1,5 @@
 """What a user is told when a run cannot work: settings that the model, the tokens or the machine
-refuse.
-"""
+refuse."""
 
 import re
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """The time model against every timing that there is, and constants fitted to a machine's own
-measurements.
-"""
+measurements."""
 
 import json
 import statistics
@@ -72,8 +71,7 @@ def pausing(timing: Timing) -> Timing:
 def timings(*names: str) -> list[Timing]:
     """Those of `tests/gpu/measurements` of fused layers.
 
-    Without dropout, which was PEFT's own forward, and DoRA, whose norms were made in every pass.
-    """
+    Without dropout, which was PEFT's own forward, and DoRA, whose norms were made in every pass."""
     rows = [row for name in names for row in measured_lines(name)]
     rows = [
         row for row in rows if row.get("setup") and not OTHERWISE_NOW & {_of(row)[:2], _of(row)}
@@ -118,8 +116,7 @@ def test_step_takes_what_it_took_on_h200(measured):
 )
 def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured):
     """Also with activations on the one host that they share. Not where Python has its say (4 GPUs,
-    one row each: 17 to 75% longer).
-    """
+    one row each: 17 to 75% longer)."""
     assert measured.error(GPU, BY_FSDP2) == pytest.approx(0, abs=WORST)
 
 
@@ -156,8 +153,7 @@ def test_constants_of_one_half_predict_the_other(half):
 
 def made_up(constants: Constants, *, seconds: float = 0.0) -> list[Timing]:
     """Steps of many kinds that take exactly what the constants say, the last one longer by
-    `seconds`.
-    """
+    `seconds`."""
     found = [
         timing(f"{chosen}", shape, chosen, step_s=1.0)
         for shape in (llama_70b(layers=8), llama_70b(layers=3, vocab=128256))

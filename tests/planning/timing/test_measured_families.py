@@ -1,6 +1,5 @@
 """Predicted seconds of a step beside what was measured of mixtures, of matmuls in float8, of other
-families and on H100. No constant but what gathering takes on two H100 was fitted to these.
-"""
+families and on H100. No constant but what gathering takes on two H100 was fitted to these."""
 
 import json
 from statistics import median

@@ -1,6 +1,5 @@
 """The time model against what was measured on H200, by hand, and where things run beside each
-other.
-"""
+other."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,5 @@
 """Head and embedding trained whole: against stock PEFT's `modules_to_save`, over processes and
-copies of slices, to the export.
-"""
+copies of slices, to the export."""
 
 from pathlib import Path
 from typing import Any

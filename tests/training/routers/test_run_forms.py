@@ -1,6 +1,5 @@
 """A run with trained routers and their load-balancing loss, whatever divides it: processes,
-micro-batches, recomputation, graphs.
-"""
+micro-batches, recomputation, graphs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """Routers trained whole with their family's load-balancing loss: a step against stock Transformers
-and PEFT.
-"""
+and PEFT."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """Near-duplicates within splits on disk: the same are found however few keys are in memory at a
-time.
-"""
+time."""
 
 import numpy as np
 
