@@ -13,6 +13,7 @@ from snakemake.utils import update_config
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
+from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.artifacts.trained_content import check_records, trained_content
 from workflow.lib.evaluation.task_files import refuse_code
 from workflow.lib.model.architecture.model_files import (
@@ -65,6 +66,8 @@ try:
     REPORT, RUNS = load_config(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
+    RUNS = with_starts(RUNS)
+    for name, settings in RUNS.items():
         check_model(
             name,
             settings,
@@ -118,7 +121,7 @@ wildcard_constraints:
     tokens=any_of(BY_TOKENS),
     base=any_of(BY_BASE),
     model=any_of(BY_MODEL),
-    kind="model|dataset",
+    kind="model|dataset|adapter",
 
 
 def model_files(run, patterns=MODEL_PATTERNS):

@@ -7,10 +7,18 @@ def checkpoints(wildcards, input):
     Data or weights edited in place must not continue from what their old content has trained.
     """
     # An input that is still to be made has to be named by the error; then Snakemake asks again later.
-    for path in (input.tokens, input.base):
+    for path in (input.tokens, input.base, *input.start):
         Path(path).stat()
     folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
-    return f"{folder}-{trained_content(Path(input.tokens), Path(input.base))}"
+    start = layout.start_adapter(RUNS[wildcards.run])
+    content = trained_content(Path(input.tokens), Path(input.base), start and Path(start))
+    return f"{folder}-{content}"
+
+
+def start_options(run):
+    """The options of a stage for the adapter that a run starts from, and for what led to it."""
+    folder, led = layout.start_adapter(run), json.dumps(layout.lineage(run))
+    return ["--start", folder, "--lineage", led] if folder else []
 
 
 def several_nodes(run, value):

@@ -12,6 +12,7 @@ from typing import Any
 
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
+from workflow.lib.model.architecture.model_files import ADAPTER, ADAPTER_WEIGHTS
 from workflow.lib.settings.config import (
     ReportConfig,
     RunConfig,
@@ -115,7 +116,13 @@ def base_key(run: RunConfig) -> str:
     if run.quantize.method == "absmax":  # as before there was a choice, so that bases stay
         settings = {key: settings[key] for key in ("block_size", "double_quant")}
         return short_hash([run.model.source, run.model.revision, settings])
-    return short_hash([run.model.source, run.model.revision, settings, tokens_key(run)])
+    tokens = tokens_key(first_run(run))
+    return short_hash([run.model.source, run.model.revision, settings, tokens])
+
+
+def first_run(run: RunConfig) -> RunConfig:
+    """Return the first of the runs that led to this one: they share its base."""
+    return run if run.start is None else first_run(run.start)
 
 
 def calibration_tokens(run: RunConfig) -> list[str]:
@@ -124,7 +131,8 @@ def calibration_tokens(run: RunConfig) -> list[str]:
     """
     if run.quantize.method == "absmax":
         return []
-    return [f"{tokens_dir(run)}/{MANIFEST}", *token_arrays(run)]
+    first = first_run(run)
+    return [f"{tokens_dir(first)}/{MANIFEST}", *token_arrays(first)]
 
 
 def calibration_text(run: RunConfig) -> str | None:
@@ -137,6 +145,37 @@ def model_dir(run: RunConfig) -> str:
     if is_hub_id(run.model.source):
         return str(RESULTS / "hub" / "model" / f"{run.model.name}-{model_key(run)}")
     return run.model.source
+
+
+def start_adapter(run: RunConfig) -> str | None:
+    """Folder of the adapter that a run starts from: another run's, the user's own, or the
+    downloaded one; None for a new adapter.
+    """
+    start = run.train.start_from
+    if start is None or run.start is not None:
+        return start and f"{stage_dir(start, 'consolidate')}/adapter"
+    if is_hub_id(start):
+        name = PurePosixPath(start).name
+        return str(RESULTS / "hub" / "adapter" / f"{name}-{short_hash([start])}")
+    return start
+
+
+def start_files(run: RunConfig) -> list[str]:
+    """Return the files of the adapter that a run starts from; of a download, its folder."""
+    folder = start_adapter(run)
+    if folder is None or folder in download_dirs(run).values():
+        return [folder] if folder else []
+    return [f"{folder}/{name}" for name in (ADAPTER_WEIGHTS, ADAPTER)]
+
+
+def lineage(run: RunConfig) -> list[dict[str, str]]:
+    """Return what was trained before a run: an adapter from elsewhere, and the runs, in order."""
+    start = run.train.start_from
+    if start is None:
+        return []
+    if run.start is None:
+        return [{"adapter": start}]
+    return [*lineage(run.start), {"run": start, "data": run.start.data.name}]
 
 
 def description(run: RunConfig) -> str:
@@ -171,23 +210,25 @@ def data_files(run: RunConfig) -> list[str]:
 
 
 def download_dirs(run: RunConfig) -> dict[str, str]:
-    """Return the folders that must be downloaded for a run, by kind (`model`, `dataset`)."""
+    """Return the folders that must be downloaded for a run, by kind (`model`, `dataset`,
+    `adapter`).
+    """
+    start = run.train.start_from
+    of_hub = start is not None and run.start is None and is_hub_id(start)
     folders = {
         "model": model_dir(run) if is_hub_id(run.model.source) else None,
         "dataset": dataset_dir(run),
+        "adapter": start_adapter(run) if of_hub else None,
     }
     return {kind: folder for kind, folder in folders.items() if folder}
 
 
 def download_settings(kind: str, run: RunConfig) -> dict[str, Any]:
     """Return what `download_source` receives for one of `download_dirs`."""
-    if kind == "model":
-        return {
-            "repo_id": run.model.source,
-            "revision": run.model.revision,
-            "kind": kind,
-            "files": None,
-        }
+    if kind != "dataset":
+        of_model = run.model.source, run.model.revision
+        repo_id, revision = of_model if kind == "model" else (run.train.start_from, None)
+        return {"repo_id": repo_id, "revision": revision, "kind": kind, "files": None}
     return {
         "repo_id": run.data.source,
         "revision": run.data.revision,

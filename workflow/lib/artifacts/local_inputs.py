@@ -46,20 +46,28 @@ def check_local_paths(name: str, run: RunConfig) -> None:
                 _check_name(f"data.{split}", file)
                 _check_readable(f"data.{split}", Path(file))
     for key, value in paths.items():
-        _check_name(key, value or "")
-        if value and value.startswith("-"):
-            reason = "it begins like an option of a command"
-            raise setting_error(key, value, reason, f"Write ./{value}")
-        if value is not None and (why := why_unreadable(Path(value))) is not None:
-            raise UserError(
-                f"{key} = {value!r} (run {name}): {why}. {unexpanded(value)}Give a "
-                "path that exists, relative to the folder you run in"
-                + (", or a hub id of the form owner/name." if key == "model.source" else ".")
-            )
-        if value is not None and Path(value).is_dir():
-            for entry in sorted(Path(value).iterdir()):
-                _check_name(key, str(entry))
-                _check_readable(key, entry)
+        if value is not None:
+            check_path(key, value, run=name)
+
+
+def check_path(key: str, value: str, *, run: str) -> None:
+    """Raise `UserError` if a file or folder that a setting names cannot be read, or has a name that
+    no rule can have as input.
+    """
+    _check_name(key, value)
+    if value.startswith("-"):
+        reason = "it begins like an option of a command"
+        raise setting_error(key, value, reason, f"Write ./{value}")
+    if (why := why_unreadable(Path(value))) is not None:
+        raise UserError(
+            f"{key} = {value!r} (run {run}): {why}. {unexpanded(value)}Give a "
+            "path that exists, relative to the folder you run in"
+            + (", or a hub id of the form owner/name." if key == "model.source" else ".")
+        )
+    if Path(value).is_dir():
+        for entry in sorted(Path(value).iterdir()):
+            _check_name(key, str(entry))
+            _check_readable(key, entry)
 
 
 def _refuse_gguf(source: str) -> None:

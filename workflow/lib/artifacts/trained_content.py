@@ -3,13 +3,15 @@
 from pathlib import Path
 
 from workflow.lib.data.tokens.token_store import MANIFEST
+from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import damaged, listed_files
-from workflow.lib.system.files import short_hash
+from workflow.lib.system.files import file_sha256, short_hash
 
 
-def trained_content(manifest: Path, base: Path) -> str:
-    """Return a short hash of the training tokens and of the base's weights and config.
+def trained_content(manifest: Path, base: Path, start: Path | None = None) -> str:
+    """Return a short hash of the training tokens, of the base's weights and config, and of the
+    weights in the folder of the adapter that the run starts from.
 
     Raises `UserError` if the record of either is damaged."""
     tokens = read_artifact(manifest).get("files")
@@ -19,6 +21,7 @@ def trained_content(manifest: Path, base: Path) -> str:
         [
             *([name, sha] for name, sha in tokens.items() if name.startswith("train.")),
             *(f"{f.sha256}  {f.name}" for f in listed_files(base) if _is_trained(f.name)),
+            *([] if start is None else [file_sha256(start / ADAPTER_WEIGHTS)]),
         ]
     )
 

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
@@ -98,6 +106,18 @@ class RunConfig(Section):
     """What is exported."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """What is measured."""
+    _start: "RunConfig | None" = PrivateAttr(None)
+
+    @property
+    def start(self) -> "RunConfig | None":
+        """The run that this one starts from (`artifacts.starts`); None for other adapters."""
+        return self._start
+
+    def starting_from(self, start: "RunConfig | None", lora: LoraSettings) -> "RunConfig":
+        """Return these settings with what `train.start_from` means for them."""
+        run = self.model_copy(update={"lora": lora})
+        run._start = start
+        return run
 
     @property
     def served(self) -> Served:

@@ -143,6 +143,11 @@ class TrainConfig(Section):
     objective: Annotated[ObjectiveName, Affects(later=True)] = "sft"
     """What is trained: the next token (`sft`); pairs (`dpo`, `ipo`, `simpo`, `orpo`) or rated
     answers (`kto`), see `preferences`; a teacher's predictions, see `distill`."""
+    start_from: Annotated[str | None, Affects(read_by=("finetune",), later=True)] = Field(
+        None, min_length=1, max_length=4096
+    )
+    """Adapter to continue: a run's name, a folder (`./name` if a run has this name), or a hub id;
+    null = a new one. `lora` settings at their defaults follow it (not those of a hub id)."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of adapter initialization, data order and dropout."""
     epochs: float | None = Field(3.0, gt=0.0, le=1000.0)

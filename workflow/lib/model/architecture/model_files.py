@@ -32,6 +32,7 @@ MODEL_PATTERNS = (
 CONFIG = "config.json"
 WEIGHTS = "transformers_weights"
 ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TEKKEN = "tekken.json"
 TOKENIZERS = (
     "tokenizer.json",
@@ -111,13 +112,31 @@ def named_weights(folder: Path) -> str | None:
     return named if named is None else str(named)
 
 
+def fault_of_adapter(names: Collection[str]) -> Fault | None:
+    """Return what is wrong with the files of an adapter's folder or repository by their names."""
+    if {ADAPTER, ADAPTER_WEIGHTS} <= {*names}:
+        return None
+    if ADAPTER not in names:
+        change = "Name the folder or repository of a PEFT adapter"
+        if CONFIG in names:
+            change = "To train a new adapter on this model, set model.source to it"
+        return Fault(f"it has no {ADAPTER}; it has {_some(names)}", change)
+    if "adapter_model.bin" in names:
+        return Fault(
+            f"its weights are adapter_model.bin, a pickle, and {ADAPTER_WEIGHTS} is not there",
+            'Convert a copy of it once in its folder: python -c "import torch; from '
+            "safetensors.torch import save_file; save_file({n: t.contiguous() for n, t in "
+            "torch.load('adapter_model.bin', map_location='cpu', weights_only=True).items()}, "
+            f"'{ADAPTER_WEIGHTS}')\", and name that folder",
+        )
+    return Fault(f"it has no {ADAPTER_WEIGHTS}; it has {_some(names)}", "Complete the copy")
+
+
 def _adapter_fault(names: Collection[str]) -> Fault:
     if CONFIG not in names:
         return Fault(
             f"it is an adapter ({ADAPTER}), not a model",
-            "Name the model that it is on. To go on from the adapter, merge it first (PEFT's "
-            "merge_and_unload, then save_pretrained of model and tokenizer), and name the merged "
-            "model's folder",
+            "Name the model that it is on, and the adapter as train.start_from to continue it",
         )
     return Fault(
         f"{ADAPTER} lies beside the model, and Transformers loads that adapter with it, so the "

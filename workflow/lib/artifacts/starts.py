@@ -1,0 +1,104 @@
+"""What runs start from (`train.start_from`): other runs, adapters of this disk or of a hub.
+
+A run's name counts before a folder of this name. The settings of an adapter are those of every run
+that continues it, so they are settled here, in the order of the runs, before anything depends on
+them.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from workflow.lib.artifacts import layout
+from workflow.lib.artifacts.local_inputs import check_path
+from workflow.lib.model.architecture.adapter_config import (
+    adapter_settings,
+    continued,
+    read_adapter_config,
+)
+from workflow.lib.model.architecture.model_files import ADAPTER, fault_of_adapter
+from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
+from workflow.lib.system.errors import UserError, setting_error
+
+SETTING = "train.start_from"
+OF_BASE = {"model": ("source", "revision"), "quantize": None}
+
+
+def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
+    """Return the runs, each with the run that it starts from and with the `lora` settings of the
+    adapter that it continues.
+
+    Raises `UserError` for a start that is nothing, in a circle, of another base, or of settings
+    that the run contradicts.
+    """
+    done: dict[str, RunConfig] = {}
+    for name in _in_order(runs):
+        done[name] = _started(name, runs[name], done)
+    return {name: done[name] for name in runs}
+
+
+def _in_order(runs: Mapping[str, RunConfig]) -> Iterator[str]:
+    """Yield the runs, each after the one that it starts from."""
+    done: set[str] = set()
+    for name in runs:
+        chain, start = [name], runs[name].train.start_from
+        while start is not None and start in runs and start not in done:
+            if start in chain:
+                circle = " <- ".join([*chain[chain.index(start) :], start])
+                raise setting_error(
+                    f"{SETTING} (run {chain[-1]})",
+                    start,
+                    f"each of these runs starts from the one before it: {circle}",
+                    "Set it to null in one of them, or name another run or adapter",
+                )
+            chain.append(start)
+            start = runs[start].train.start_from
+        yield from (link for link in reversed(chain) if link not in done)
+        done |= {*chain}
+
+
+def _started(name: str, run: RunConfig, done: Mapping[str, RunConfig]) -> RunConfig:
+    start = run.train.start_from
+    if start is None:
+        return run
+    if start in done:
+        other = done[start]
+        beside = _other_base(run, other)
+        lora = continued(run.lora, other.lora, run=name, start=start, follow=True, beside=beside)
+        return run.starting_from(other, lora)
+    folder = Path(layout.start_adapter(run) or "")
+    if is_hub_id(start):
+        if (folder / ADAPTER).is_file():
+            settings = adapter_settings(read_adapter_config(folder), folder)
+            continued(run.lora, settings, run=name, start=start, follow=False, beside={})
+        return run
+    _check_folder(name, start, runs=[*done])
+    settings = adapter_settings(read_adapter_config(folder), folder)
+    lora = continued(run.lora, settings, run=name, start=start, follow=True, beside={})
+    return run.starting_from(None, lora)
+
+
+def _other_base(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
+    """Return the settings of a run's base that differ from another's."""
+    return {
+        f"{section}.{key}": (own, its)
+        for section, keys in OF_BASE.items()
+        for key in keys or type(getattr(run, section)).model_fields
+        if (own := getattr(getattr(run, section), key))
+        != (its := getattr(getattr(other, section), key))
+    }
+
+
+def _check_folder(name: str, start: str, *, runs: list[str]) -> None:
+    """Raise `UserError` unless a path is the folder of an adapter that can be read."""
+    if not path_exists(start):
+        raise setting_error(
+            f"{SETTING} (run {name})",
+            start,
+            f"it is no run, no folder and no hub id (owner/name); other runs are "
+            f"{', '.join(runs) or 'none'}",
+            "Correct it",
+        )
+    check_path(SETTING, start, run=name)
+    names = {path.name for path in Path(start).iterdir()} if Path(start).is_dir() else set()
+    if fault := fault_of_adapter(names):
+        raise UserError(f"run {name}: {setting_error(SETTING, start, *fault)}")

@@ -1,0 +1,189 @@
+"""What PEFT's `adapter_config.json` means as settings: the adapter that a run continues.
+
+Every key is used, without effect on the adapter (`FREE`), or says nothing; any other is refused by
+name, also one of a newer PEFT. Rules read from PEFT 0.21, `LoraConfig` and
+`check_target_module_exists`. Imports no torch, so settings are held to an adapter before its base
+is quantized.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from workflow.lib.model.architecture.config_file import MAX_CONFIG_BYTES
+from workflow.lib.model.architecture.model_files import ADAPTER
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.input_files import read_input
+
+MERGE = (
+    "Merge the adapter into its base (PEFT's merge_and_unload, then save_pretrained of model and "
+    "tokenizer), name that folder as model.source, and remove train.start_from"
+)
+CONVERT = (
+    "Save it once more with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion), "
+    "which makes it an adapter of the original weights"
+)
+# Values with which an adapter is LoRA on the weights of its base.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+# What says how the adapter was made, where its base lies, or what has no meaning for linears of
+# Transformers (`fan_in_fan_out`, which PEFT resets on them).
+FREE = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+}
+USED = {
+    "r": "r",
+    "lora_alpha": "alpha",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "modules_to_save": "modules_to_save",
+}
+TARGETS = {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
+COMPARED = ("target_modules", *USED.values())
+UNORDERED = ("target_modules", "modules_to_save")
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's `adapter_config.json`; raises `UserError` if it is none."""
+    path = folder / ADAPTER
+    try:
+        config = json.loads(read_input(path, most_bytes=MAX_CONFIG_BYTES))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} cannot be read as JSON ({error}). Copy the adapter anew."
+        ) from None
+    if not isinstance(config, dict) or "peft_type" not in config:
+        raise UserError(f"{path} describes no PEFT adapter. Check train.start_from.")
+    return config
+
+
+def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
+    """Return the `lora` settings of an adapter, without its dropout. source: names it in messages.
+
+    Raises `UserError` for what cannot be continued.
+    """
+    for key, value in config.items():
+        if key in PLAIN:
+            refused = value not in PLAIN[key]
+        else:
+            refused = bool(value) and key not in {*FREE, *USED, *TARGETS}
+        if refused:
+            of_base = key == "init_lora_weights"
+            why = (
+                "it belongs to weights that PEFT changed when the adapter was made"
+                if of_base
+                else "only LoRA adapters without it can be continued"
+            )
+            change = CONVERT if of_base else MERGE
+            raise UserError(f"{source}: {key} = {value!r} in {ADAPTER}: {why}. {change}.")
+    settings = {ours: config[key] for key, ours in USED.items() if config.get(key) is not None}
+    try:
+        targets = _targets(config)
+        return LoraSettings.model_validate({"target_modules": targets, **settings})
+    except (ValidationError, TypeError, re.error) as error:
+        raise UserError(f"{source}: {ADAPTER} cannot be continued ({error}). {MERGE}.") from None
+
+
+def _targets(config: Mapping[str, Any]) -> list[str] | str:
+    """Return the adapted linears as `lora.target_modules`: names as they are, all else as one
+    expression for whole paths.
+    """
+    modules, layers = config.get("target_modules") or [], config.get("layers_to_transform")
+    excluded = config.get("exclude_modules") or []
+    # a weight of a linear, or of all experts
+    parameters = [name.removesuffix(".weight") for name in config.get("target_parameters") or ()]
+    if not isinstance(modules, str):
+        modules = sorted(modules)
+        if layers in (None, []) and not excluded:
+            return modules + parameters
+    if modules == "all-linear" and not (parameters or excluded):
+        return "all-linear"
+    expression = _expression(modules)
+    if layers not in (None, []) and not isinstance(modules, str):
+        numbers = "|".join(map(str, layers if isinstance(layers, list) else [layers]))
+        named = config.get("layers_pattern") or [r"[^.]*"]
+        pattern = "|".join([named] if isinstance(named, str) else named)
+        expression = rf"(?=(?:.*?\.)?(?:{pattern})\.(?:{numbers})\.){expression}"
+    if excluded:
+        expression = f"(?!{_expression(excluded)}$){expression}"
+    return f"{expression}|{_expression(parameters)}" if parameters else expression
+
+
+def _expression(targets: list[str] | str) -> str:
+    """Return an expression for the whole paths that PEFT's names or its own expression mean."""
+    if targets == "all-linear":
+        return ".*"
+    if isinstance(targets, str):
+        return f"(?:{targets})"
+    return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
+
+
+def continued(
+    lora: LoraSettings,
+    adapter: LoraSettings,
+    *,
+    run: str,
+    start: str,
+    follow: bool,
+    beside: Mapping[str, tuple[object, object]],
+) -> LoraSettings:
+    """Return a run's `lora` settings as those of the adapter that it starts from, with its own
+    dropout.
+
+    follow: take those that are at their defaults from the adapter. beside: other settings that
+    differ, by name: the run's value and the adapter's. Raises `UserError` with all that differ.
+    """
+    default, differing = LoraSettings(), dict(beside)
+    for key in COMPARED:
+        own, its = getattr(lora, key), getattr(adapter, key)
+        followed = follow and own == getattr(default, key)
+        if not followed and not _same(key, own, its):
+            differing[f"lora.{key}"] = own, its
+    if differing:
+        lines = "".join(
+            f"\n  {name} = {_shown(own)}: set it to {_shown(its)}"
+            for name, (own, its) in differing.items()
+        )
+        raise UserError(
+            f"run {run}: train.start_from = {start!r}: an adapter is continued as it is, and these "
+            f"settings differ from it:{lines}\nOr set train.start_from to null for a new adapter."
+        )
+    return adapter.model_copy(update={"dropout": lora.dropout})
+
+
+def _same(key: str, one: Any, other: Any) -> bool:
+    if key in UNORDERED and isinstance(one, tuple) and isinstance(other, tuple):
+        return {*one} == {*other}
+    return bool(one == other)
+
+
+def _shown(value: object) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
