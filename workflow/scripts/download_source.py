@@ -1,4 +1,5 @@
-"""Download a base model or files of a dataset from the Hugging Face hub, and verify them.
+"""Download a base model, an adapter or files of a dataset from the Hugging Face hub, and verify
+them.
 
 All are of one commit. `--config` is `{"repo_id": "owner/name", "revision": null, "kind": "model",
 "files": null}`; of a dataset (`"kind": "dataset"`), `files` lists paths in the repository. The
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.data.reading import hub_download as hub
+from workflow.lib.model.architecture.adapter_config import check_continued
+from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.environment import importing
 from workflow.lib.system.files import write_checked_json
@@ -43,7 +46,11 @@ def main(args: argparse.Namespace) -> None:
 def check_runs(
     checks: dict[str, Any], source: hub.Source, paths: list[str], *, commit: str, folder: Path
 ) -> None:
-    """Refuse settings that cannot work with the model before its weights are downloaded."""
+    """Refuse settings that cannot work with model or adapter before its weights are downloaded."""
+    if source.kind == "adapter" and ADAPTER in paths:
+        config = hub.fetch_first(source, ADAPTER, commit=commit, folder=folder)
+        check_continued(checks, config.parent, source.repo_id)
+        return
     if not checks.get("runs") or "config.json" not in paths:  # a dataset; or no model, told next
         return
     config = hub.fetch_first(source, "config.json", commit=commit, folder=folder)

@@ -57,6 +57,10 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
         help="folder of checkpoints, kept between invocations",
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--start", type=Path, help="folder of the adapter that is continued")
+    parser.add_argument(
+        "--lineage", type=json.loads, default=[], help="what was trained before, JSON"
+    )
     parser.add_argument(
         "--tracking", type=json.loads, help="section of the live view, JSON; default: no live view"
     )

@@ -30,7 +30,7 @@ from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.experts.router_balance import accumulated
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.checksums import listed_files
+from workflow.lib.system.checksums import listed_files, recorded_files
 from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut
@@ -83,13 +83,16 @@ def work(args: argparse.Namespace, config: RunConfig, plan: StepPlan) -> None:
         store = TokenStore.open(args.tokens)
         pulse.phase("checking the files")
         recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
+        recorded += [] if args.start is None else recorded_files(args.start)
         checks = [check_inputs(recorded, world, moved=pulse.moved)]
         logger.info("%s: %s", checks[0].name, checks[0].detail)
         plan = plan_of_device(plan, args.base, config, world)
         # no linear of the base and no layer is larger than one of its files
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
-        model = build_training_model(args.base, config, plan, world, moved=pulse.moved)
+        model = build_training_model(
+            args.base, config, plan, world, start=args.start, moved=pulse.moved
+        )
         if model.training.rounded_activations is not None:
             logger.info("kept for backward: activations in float8, queries and keys as they are")
         trainable = model.trainable_by_module().items()
@@ -323,7 +326,8 @@ def write_results(
         parity_sha256=file_sha256(partial / "parity.safetensors"),
     )
     of_experts = {"expert_load": load.model_dump()} if load else {}
-    facts = summary | of_experts | {"provenance": provenance()}
+    lineage = {"lineage": args.lineage} if args.lineage else {}
+    facts = summary | of_experts | lineage | {"provenance": provenance()}
     write_checked_json(partial / "summary.json", facts)
     put_in_place(partial, args.output)
     logger.info(

@@ -175,7 +175,8 @@ def lineage(run: RunConfig) -> list[dict[str, str]]:
         return []
     if run.start is None:
         return [{"adapter": start}]
-    return [*lineage(run.start), {"run": start, "data": run.start.data.name}]
+    objective, data = run.start.train.objective, run.start.data.name
+    return [*lineage(run.start), {"run": start, "data": data, "objective": objective}]
 
 
 def description(run: RunConfig) -> str:

@@ -6,12 +6,14 @@ them.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_path
 from workflow.lib.model.architecture.adapter_config import (
     adapter_settings,
+    check_continued,
     continued,
     read_adapter_config,
 )
@@ -32,7 +34,7 @@ def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
     """
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
-        done[name] = _started(name, runs[name], done)
+        done[name] = _started(name, runs, done)
     return {name: done[name] for name in runs}
 
 
@@ -43,11 +45,12 @@ def _in_order(runs: Mapping[str, RunConfig]) -> Iterator[str]:
         chain, start = [name], runs[name].train.start_from
         while start is not None and start in runs and start not in done:
             if start in chain:
-                circle = " <- ".join([*chain[chain.index(start) :], start])
+                links = [*chain[chain.index(start) :], start]
+                circle = ", ".join(f"{a} from {b}" for a, b in pairwise(links))
                 raise setting_error(
                     f"{SETTING} (run {chain[-1]})",
                     start,
-                    f"each of these runs starts from the one before it: {circle}",
+                    f"the runs start from each other: {circle}",
                     "Set it to null in one of them, or name another run or adapter",
                 )
             chain.append(start)
@@ -56,7 +59,8 @@ def _in_order(runs: Mapping[str, RunConfig]) -> Iterator[str]:
         done |= {*chain}
 
 
-def _started(name: str, run: RunConfig, done: Mapping[str, RunConfig]) -> RunConfig:
+def _started(name: str, runs: Mapping[str, RunConfig], done: Mapping[str, RunConfig]) -> RunConfig:
+    run = runs[name]
     start = run.train.start_from
     if start is None:
         return run
@@ -68,10 +72,9 @@ def _started(name: str, run: RunConfig, done: Mapping[str, RunConfig]) -> RunCon
     folder = Path(layout.start_adapter(run) or "")
     if is_hub_id(start):
         if (folder / ADAPTER).is_file():
-            settings = adapter_settings(read_adapter_config(folder), folder)
-            continued(run.lora, settings, run=name, start=start, follow=False, beside={})
+            check_continued({"runs": {name: run}}, folder, start)
         return run
-    _check_folder(name, start, runs=[*done])
+    _check_folder(name, start, runs=[other for other in runs if other != name])
     settings = adapter_settings(read_adapter_config(folder), folder)
     lora = continued(run.lora, settings, run=name, start=start, follow=True, beside={})
     return run.starting_from(None, lora)

@@ -80,6 +80,19 @@ class TrainedSettings(Record):
     """Section `train`."""
 
 
+class Ancestor(Record):
+    """What was trained before a run: another run, or an adapter from elsewhere."""
+
+    run: str | None = None
+    """Name of the run."""
+    data: str | None = None
+    """Label of its data."""
+    objective: str | None = None
+    """Its objective."""
+    adapter: str | None = None
+    """Folder or hub id of an adapter from elsewhere."""
+
+
 class Summary(Record):
     """`finetune/summary.json`."""
 
@@ -115,6 +128,8 @@ class Summary(Record):
     """The same by the kind of module that holds them (`self_attn`, `experts`)."""
     total_parameters: int
     """All parameters, those of the base included."""
+    lineage: list[Ancestor] = Field(default=[])
+    """What led to the adapter that the run continued, from the first; only where one was."""
     bytes_read_by_main_process: int | None = None
     """Bytes of the base that the main process read."""
     first_loss: float

@@ -1,10 +1,5 @@
-"""An adapter on stacks of experts under PEFT's names: `target_parameters`, and nested wrappers.
-
-In training a stack is a module, so its adapter has the stack's own path
-(`model.layers.0.mlp.experts.gate_up_proj.lora_A.weight`). PEFT (0.21, `ParamWrapper`) wraps the
-module of the experts once for each of its adapted parameters, in the module's order. A parameter is
-known by the depth of its wrapper alone: the last one has the outermost, `...mlp.experts`, the one
-before it `...mlp.experts.base_layer`.
+"""An adapter on stacks of experts as PEFT has it: `target_parameters`, and the nested wrappers of
+`architecture.stack_names`.
 
 PEFT takes the names of a mixture's target modules for those of Transformers 4, in which every
 expert was a module: of Qwen's family, `gate_proj` of a dense layer or a shared expert would mean
@@ -19,41 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.adapter_targets import by_pattern
+from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.published.converted_reader import ModuleNames, is_by_expert
-
-PREFIX = "base_model.model."
-
-
-class StackNames:
-    """The names of an adapter's tensors in training and in PEFT; stacks: adapted, in order."""
-
-    def __init__(self, stacks: Iterable[str]) -> None:
-        wrappers = _wrappers(stacks)
-        self._exported = {f"{PREFIX}{path}": f"{PREFIX}{new}" for path, new in wrappers.items()}
-        self._trained = {new: path for path, new in self._exported.items()}
-
-    def exported(self, name: str) -> str:
-        return _renamed(name, self._exported)
-
-    def trained(self, name: str) -> str:
-        return _renamed(name, self._trained)
-
-
-def _wrappers(stacks: Iterable[str]) -> dict[str, str]:
-    modules: dict[str, list[str]] = {}
-    for path in stacks:
-        modules.setdefault(path.rpartition(".")[0], []).append(path)
-    return {
-        path: module + ".base_layer" * depth
-        for module, paths in modules.items()
-        for depth, path in enumerate(reversed(paths))
-    }
-
-
-def _renamed(name: str, paths: Mapping[str, str]) -> str:
-    path, mark, rest = name.partition(".lora_")
-    return paths.get(path, path) + mark + rest
 
 
 def adapted_paths(adapter: Iterable[str]) -> set[str]:

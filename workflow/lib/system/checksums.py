@@ -92,6 +92,11 @@ def downloaded_files(folder: Path) -> list[RecordedFile]:
         ) from None
 
 
+def recorded_files(folder: Path) -> list[RecordedFile]:
+    """Return the files of a folder that a stage has made or downloaded; none of a user's own."""
+    return listed_files(folder) if (folder / SUMS).is_file() else downloaded_files(folder)
+
+
 def without_weights(files: Iterable[RecordedFile]) -> list[RecordedFile]:
     """Return the files but the safetensors, which `CheckpointReader` hashes when it opens them."""
     return [file for file in files if not file.name.endswith(".safetensors")]

@@ -43,6 +43,7 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import check_saved_activations
+from workflow.lib.training.start_adapter import load_start_
 
 logger = logging.getLogger("workflow")
 
@@ -129,11 +130,13 @@ def build_training_model(
     plan: StepPlan,
     world: World,
     *,
+    start: Path | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the run's model on this process. Collective. base: NF4 folder; plan: of
-    `preflight.json`, as this device can have it; moved: called after every tensor that was read.
-    Raises `UserError` if the base does not fit its config or the targets."""
+    `preflight.json`, as this device can have it; start: folder of the adapter that is continued;
+    moved: called after every tensor that was read.
+    Raises `UserError` if the base does not fit its config, the targets or the adapter."""
     _limit_memory(plan, world.device)
     dtype = dtype_of(plan)
     check_saved_activations(plan.saved_activations, matmul_hardware(world.device))
@@ -153,7 +156,10 @@ def build_training_model(
     bytes_read += packed.load_(base, moved=moved) if packed else 0
     if plan.offload_embedding:
         training.rows_of = StoredRows(model, base, device=world.device, dtype=dtype)
-    init_adapters_(training, seed=config.train.seed, base=base)
+    if start is None:
+        init_adapters_(training, seed=config.train.seed, base=base)
+    else:
+        load_start_(training, start, config, base=base)
     if dtype == torch.float16:
         training.loss_scale = LossScale()
     return replace(laid_out, bytes_read=bytes_read, fused=fused)

@@ -24,8 +24,11 @@ from huggingface_hub.hf_api import RepoFile
 
 from workflow.lib.data.reading.sources import matching
 from workflow.lib.model.architecture.model_files import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
     TEKKEN,
     TOKENIZERS,
+    fault_of_adapter,
     fault_of_files,
     fault_of_tokenizer,
 )
@@ -54,6 +57,7 @@ REPEAT = "repeat the command: finished files are kept"
 LOCAL = {
     "model": "set model.source to a folder that exists",
     "dataset": "set data.source to null and data.train to a file or folder that exists",
+    "adapter": "set train.start_from to a run or to a folder that exists",
 }
 
 
@@ -63,20 +67,26 @@ class Source:
 
     repo_id: str
     revision: str | None
-    kind: Literal["model", "dataset"]
+    kind: Literal["model", "dataset", "adapter"]
     files: Sequence[str] | None = None
 
     @property
     def section(self) -> str:
-        return {"model": "model", "dataset": "data"}[self.kind]
+        return {"model": "model", "dataset": "data", "adapter": "train"}[self.kind]
+
+    @property
+    def repo_type(self) -> str:
+        """What the hub calls it."""
+        return "dataset" if self.kind == "dataset" else "model"
 
     def error(self, bound: str, change: str) -> UserError:
-        return setting_error(f"{self.section}.source", self.repo_id, bound, change)
+        key = "start_from" if self.kind == "adapter" else "source"
+        return setting_error(f"{self.section}.{key}", self.repo_id, bound, change)
 
 
 def list_files(source: Source) -> tuple[str, list[RepoFile]]:
     """Return the commit that the revision names now, and all of its files."""
-    api, kind = HfApi(), source.kind
+    api, kind = HfApi(), source.repo_type
     commit = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind).sha
     assert commit is not None, "the hub answers every repository request with its commit"
     tree = api.list_repo_tree(source.repo_id, revision=commit, repo_type=kind, recursive=True)
@@ -100,9 +110,14 @@ def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: P
     tell. Raises `UserError` if the repository lacks a file that is needed."""
     if source.kind == "dataset":
         return _dataset_files(source, paths)
-    fault = fault_of_files(paths) or fault_of_tokenizer(paths)
+    if source.kind == "adapter":
+        fault = fault_of_adapter(paths)
+    else:
+        fault = fault_of_files(paths) or fault_of_tokenizer(paths)
     if fault is not None:
         raise source.error(*fault)
+    if source.kind == "adapter":
+        return {ADAPTER, ADAPTER_WEIGHTS}
     wanted = {path for path in paths if _matches(path, MODEL_FILES)}
     if SINGLE in paths:
         return wanted | {SINGLE}
@@ -177,7 +192,7 @@ def _size(path: Path) -> int | None:
 
 def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path:
     """Download one file anew; raises what the hub's answer raises."""
-    options: Any = {"repo_type": source.kind, "revision": commit, "local_dir": folder}
+    options: Any = {"repo_type": source.repo_type, "revision": commit, "local_dir": folder}
     try:
         return Path(hf_hub_download(source.repo_id, path, **options, force_download=True))
     except ValueError as error:  # "Force download failed" hides the hub's answer
@@ -187,7 +202,7 @@ def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path
 def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) -> None:
     """Download the files that `folder` lacks, and verify all. Raises `UserError`, and removes the
     file, if its bytes are not those that the hub announced."""
-    options: Any = {"repo_type": source.kind, "revision": commit, "local_dir": folder}
+    options: Any = {"repo_type": source.repo_type, "revision": commit, "local_dir": folder}
     patterns = [glob.escape(path) for path in paths]
     snapshot_download(source.repo_id, **options, allow_patterns=patterns)
     found = HfApi().verify_repo_checksums(source.repo_id, **options)

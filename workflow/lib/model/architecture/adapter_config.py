@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from workflow.lib.model.architecture.config_file import MAX_CONFIG_BYTES
 from workflow.lib.model.architecture.model_files import ADAPTER
-from workflow.lib.settings.config import LoraSettings
+from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
 
@@ -177,6 +177,16 @@ def continued(
             f"settings differ from it:{lines}\nOr set train.start_from to null for a new adapter."
         )
     return adapter.model_copy(update={"dropout": lora.dropout})
+
+
+def check_continued(checks: Mapping[str, Any], folder: Path, start: str) -> None:
+    """Raise `UserError` unless the runs that `layout.checks_json` names have the `lora` settings of
+    the adapter in `folder`, a download.
+    """
+    settings = adapter_settings(read_adapter_config(folder), start)
+    for name, run in checks.get("runs", {}).items():
+        lora = RunConfig.model_validate(run).lora
+        continued(lora, settings, run=name, start=start, follow=False, beside={})
 
 
 def _same(key: str, one: Any, other: Any) -> bool:

@@ -1,0 +1,120 @@
+"""The weights of the adapter that a run starts from, as any PEFT adapter's file has them, put into
+the fp32 masters of the training model.
+
+The values are exactly the file's. Every tensor of it has a place, or the message names it.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from workflow.lib.model.architecture.adapter_config import read_adapter_config
+from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
+from workflow.lib.model.architecture.routers import CORRECTION
+from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
+from workflow.lib.model.lora import adapter_matrices, trainable_parameters
+from workflow.lib.model.nf4_model import local, local_range
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.errors import setting_error
+
+logger = logging.getLogger("workflow")
+
+EXACT = ("F32", "BF16", "F16")  # types whose values fp32 holds
+# What wrappers of torch leave in names, and PEFT's name of an adapter in a raw state.
+WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+OWN_NAME = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\.default\b")
+
+
+@torch.no_grad()
+def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: Path) -> None:
+    """Fill this process's slices of all that is trained from the adapter in `folder`.
+
+    base: folder of the NF4 base. Raises `UserError` naming the tensors that do not fit.
+    """
+    error = partial(setting_error, "train.start_from", config.train.start_from)
+    places = _places(training)
+    with CheckpointReader(folder, single=ADAPTER_WEIGHTS) as reader, CheckpointReader(base) as own:
+        stored: dict[str, str] = {}
+        for name in reader.names():
+            if (plain := plain_name(name)) in stored:
+                raise error(f"{name} and {stored[plain]} are one tensor", "Remove one of them")
+            stored[plain] = name
+        if findings := _findings(reader, stored, places, own):
+            raise error(
+                f"this adapter does not fit model.source and the section lora: {findings}",
+                "Check that model.source is the model that it was trained on, and that "
+                "lora.target_modules names what it adapts and lora.modules_to_save what is saved "
+                "whole beside it",
+            )
+        for name, param in places.items():
+            rows = reader.rows(stored[name], *local_range(param))
+            if not rows.isfinite().all():
+                raise error(f"{stored[name]} is not finite", "Name another adapter")
+            local(param).copy_(rows)
+    told = read_adapter_config(folder)
+    logger.info(
+        "starts from the adapter in %s (%d tensors), which gives rank, alpha and targets; trained "
+        "before on %s with dropout %s, now on %s with %s",
+        *(folder, len(stored), told.get("base_model_name_or_path"), told.get("lora_dropout", 0.0)),
+        *(config.model.source, config.lora.dropout),
+    )
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor as PEFT 0.21 writes it, whatever has written it."""
+    name = OWN_NAME.sub(r".\1", WRAPPERS.sub("", name)).replace(".modules_to_save.", ".")
+    if ".lora_magnitude_vector" in name:
+        name = name.removesuffix(".weight")
+    return name if name.startswith(PREFIX) else PREFIX + name
+
+
+def _places(training: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what is trained by the name in PEFT's file."""
+    of_stacks = (name for name, count in adapter_matrices(training).items() if count > 1)
+    paths = (name.removeprefix(PREFIX).partition(".lora_")[0] for name in of_stacks)
+    names = StackNames(dict.fromkeys(paths))
+    return {names.exported(name): param for name, param in trainable_parameters(training).items()}
+
+
+def _findings(
+    reader: CheckpointReader,
+    stored: Mapping[str, str],
+    places: Mapping[str, nn.Parameter],
+    own: CheckpointReader,
+) -> str:
+    """Say what is missing, left over, or of another shape or type; nothing if all fits."""
+
+    def is_base_s(name: str) -> bool:
+        """Tell whether it is what PEFT keeps of routers trained whole beside their weights."""
+        path = name.removeprefix(PREFIX)
+        if not path.endswith(CORRECTION) or path not in own.names():
+            return False
+        return torch.equal(reader.tensor(stored[name]).float(), own.tensor(path).float())
+
+    pairs = [(stored[name], tuple(places[name].shape)) for name in places if name in stored]
+    found = {
+        "nothing is trained in the model at": [
+            stored[name] for name in stored if name not in places and not is_base_s(name)
+        ],
+        "the file lacks": [name for name in places if name not in stored],
+        "of another shape": [
+            f"{name} {reader.shape(name)}, in the model {shape}"
+            for name, shape in pairs
+            if reader.shape(name) != shape
+        ],
+        "of a type that fp32 cannot hold": [
+            f"{name} ({reader.dtype(name)})" for name, _ in pairs if reader.dtype(name) not in EXACT
+        ],
+    }
+    return "; ".join(f"{what}: {_some(names)}" for what, names in found.items() if names)
+
+
+def _some(names: Sequence[str], *, limit: int = 3) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
