@@ -119,6 +119,8 @@ def arguments(folder: Path) -> argparse.Namespace:
         preflight=folder / "preflight.json",
         checkpoints=folder / "checkpoints" / "demo-0123456789ab",
         output=folder / "finetune",
+        start=None,
+        lineage=[],
         timeout_s=TIMEOUT_S,
         tracking={"tracking": {}},
         tracking_folder=folder,
