@@ -5,6 +5,7 @@ Made with stock Transformers, bitsandbytes and PEFT, so tests of the reload have
 it."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,13 +95,18 @@ def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Do
     return documents
 
 
-def tiny_tokens(folder: Path, documents: list[Document]) -> None:
+def tiny_tokens(folder: Path, documents: list[Document], *, rows: Sequence[Document] = ()) -> None:
+    """Write held-out documents, and training rows of a document each; without any, an empty row."""
     ids, masks = zip(*documents, strict=True)
-    row = np.zeros((1, LONGEST))
+    train = np.zeros((3, max(1, len(rows)), LONGEST))
+    for number, (row_ids, mask) in enumerate(rows):
+        length = len(row_ids)
+        train[:2, number, :length] = row_ids, mask
+        train[2, number] = [*range(length), *range(LONGEST - length)]
     arrays = {
-        "train.input_ids.npy": row,
-        "train.loss_mask.npy": row,
-        "train.position_ids.npy": row,
+        "train.input_ids.npy": train[0],
+        "train.loss_mask.npy": train[1],
+        "train.position_ids.npy": train[2],
         "heldout.input_ids.npy": np.concatenate(ids),
         "heldout.loss_mask.npy": np.concatenate(masks),
         "heldout.offsets.npy": np.cumsum([0, *map(len, ids)]),
@@ -115,7 +121,7 @@ def tiny_tokens(folder: Path, documents: list[Document]) -> None:
             {"source": "questions", "documents": len(documents) - 1},
         ]
     }
-    splits = {"train": {"packed_rows": 1}, "heldout": heldout}
+    splits = {"train": {"packed_rows": train.shape[1]}, "heldout": heldout}
     template = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
     facts = {"format_version": 1, "seq_len": LONGEST, "chat_template_sha256": template}
     facts |= {"template_kwargs": {}}

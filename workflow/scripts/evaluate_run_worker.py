@@ -7,23 +7,18 @@ here read environment variables when they are imported, so `evaluate_run` sets t
 
 import argparse
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
-from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
+from workflow.lib.distributed.joining import Process, join
 from workflow.lib.distributed.work_sharing import check_recorded, main_first
-from workflow.lib.distributed.world import World, process_group
 from workflow.lib.evaluation import evaluated_models
 from workflow.lib.evaluation.four_bits import four_bits_of, method_of
 from workflow.lib.evaluation.measurement_cache import Archive
@@ -36,34 +31,14 @@ from workflow.lib.evaluation.questions import (
     prepare,
 )
 from workflow.lib.evaluation.results import evaluations, summary_lines
-from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files
-from workflow.lib.system.environment import is_worker
 from workflow.lib.system.files import put_in_place, write_checked_json
 
 logger = logging.getLogger("workflow")
 
-TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another, if that moves
 PREPARING_S = 3600.0  # of tasks, whose data may be downloaded
-
-
-@dataclass(frozen=True)
-class Process:
-    """This process. `world`: those that share the work, None if it is alone; `sharded`: they share
-    the weights too.
-    """
-
-    device: torch.device
-    world: World | None
-    pulse: Pulse
-    sharded: bool
-
-    @property
-    def is_main(self) -> bool:
-        """Whether it is the one that writes and tells."""
-        return self.world is None or self.world.is_main
 
 
 def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -> None:
@@ -86,7 +61,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
                 folders,
                 options=options,
                 sources=sources,
-                shards=process.world if sharded else None,
+                shards=process.shards,
                 streamed=args.stream_original,
             )
         logger.setLevel(logging.DEBUG if process.is_main else logging.ERROR)
@@ -103,20 +78,6 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
                 quantized_by=method_of(args.base),
             )
             write(args.output, results)
-
-
-def join(stack: ExitStack, *, sharded: bool) -> Process:
-    """Return this process, which has joined the others until `stack` closes."""
-    pulse = stack.enter_context(
-        Pulse(rank=int(os.environ.get("RANK", 0)), start_s=JOIN_S, step_s=JOIN_S)
-    )
-    device = choose_device()
-    if not is_worker():
-        return Process(device, None, pulse, sharded)
-    world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
-    if not world.is_main:
-        logger.setLevel(logging.CRITICAL)  # what the settings break is told once
-    return Process(world.device, world, pulse, sharded)
 
 
 def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:

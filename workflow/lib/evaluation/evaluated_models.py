@@ -34,6 +34,7 @@ from workflow.lib.system.files import file_sha256, package_versions
 Opened = Model | StreamedModel
 SCORING_S = 1800.0  # between two forward passes: a task's requests are made, or its answers judged
 
+SETTINGS_FILES = ("config.json", "generation_config.json", "adapter_config.json")
 # Of the installed packages, those that compute the numbers.
 MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
 
@@ -94,8 +95,8 @@ def source_files(
 
 
 def _counts(name: str) -> bool:
-    """Tell whether a file of the original holds weights, or settings of model or generation."""
-    return name in ("config.json", "generation_config.json") or name.endswith(".safetensors")
+    """Tell whether a file holds weights, or settings of a model, its generation or an adapter."""
+    return name in SETTINGS_FILES or name.endswith(".safetensors")
 
 
 def subjects(
@@ -113,7 +114,7 @@ def subjects(
     the processes over which the weights are sharded, None for a whole copy; streamed: the original
     is larger than memory.
     Raises `UserError` if a folder is not finished."""
-    loading, memory = _Loading(options, shards), _Memory()
+    loading, memory = Loading(options, shards), _Memory()
     base, adapter = listed_files(folders.base), listed_files(folders.adapter)
     known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}
     if folders.model is not None:
@@ -175,7 +176,7 @@ def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subje
 
 
 @dataclass(frozen=True)
-class _Loading:
+class Loading:
     """How models are loaded: whole on a device, or sliced over processes."""
 
     options: dict[str, Any]

@@ -45,6 +45,12 @@ class Scores(NamedTuple):
         return Scores(*arrays)
 
     @classmethod
+    def nothing(cls, top_k: int) -> Self:
+        """Return the scores of no token."""
+        layout = arrays_of(top_k).items()
+        return cls(**{name: np.empty((0, *more), dtype) for name, (dtype, more) in layout})
+
+    @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> Self:
         """Return these scores, one behind the other; there is at least one part."""
         arrays: list[Any] = [
@@ -199,8 +205,7 @@ def _opened(
         )
         for number, s in enumerate(shards)
     ]
-    nothing = Scores(**{n: np.empty((0, *more), dtype) for n, (dtype, more) in layout.items()})
-    return _ScoredSplit(starts, edges[:-1], mapped, nothing)
+    return _ScoredSplit(starts, edges[:-1], mapped, Scores.nothing(manifest.top_k))
 
 
 def _map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> Array:

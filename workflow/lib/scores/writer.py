@@ -90,7 +90,8 @@ class ScoreWriter:
         self._folder = output.with_name(f".{output.name}.partial")
         self._facts = facts | {"tokens": tokens_hash(tokens.manifest)}
         self.parts = parts_of(tokens, shard_tokens=shard_tokens)
-        self._layout = arrays_of(facts["top_k"])
+        self.top_k: int = facts["top_k"]
+        self._layout = arrays_of(self.top_k)
 
     def prepare(self) -> list[Part]:
         """Make the folder of the shards; return what is still to be scored."""
