@@ -12,6 +12,7 @@ from snakemake.utils import update_config
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.artifacts.scored_models import scored_models
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.artifacts.trained_content import check_records, trained_content
@@ -64,6 +65,7 @@ try:
     if workflow.is_main_process:
         check_writable([Path(".snakemake"), Path("logs"), Path("results")])
     REPORT, RUNS = load_config(config)
+    SCORED = scored_models(RUNS)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
     RUNS = with_starts(RUNS)
@@ -85,6 +87,7 @@ except UserError as error:
 STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_share)
 BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
+BY_SCORES = {Path(model.scores).name: name for name, model in SCORED.items()}
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
@@ -120,6 +123,7 @@ wildcard_constraints:
     run=any_of(RUNS),
     tokens=any_of(BY_TOKENS),
     base=any_of(BY_BASE),
+    scores=any_of(BY_SCORES),
     model=any_of(BY_MODEL),
     kind="model|dataset|adapter",
 

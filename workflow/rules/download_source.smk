@@ -2,6 +2,8 @@ BY_DOWNLOAD = {
     f"{kind}/{Path(folder).name}": layout.download_settings(kind, run)
     for run in RUNS.values()
     for kind, folder in layout.download_dirs(run).items()
+} | {
+    f"model/{Path(model.model).name}": model.download for model in SCORED.values() if model.download
 }
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 Stage = Literal[
     "tokenize_dataset",
     "quantize_base",
+    "score_tokens",
     "preflight_run",
     "finetune",
     "consolidate",

@@ -24,6 +24,7 @@ PairLoss = Literal[
     "discopop",
 ]
 SMOOTHED: tuple[PairLoss, ...] = ("sigmoid", "robust", "exo_pair")
+SCORED = Affects(told=("score_tokens",))
 ScoredModel = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -33,7 +34,7 @@ class PreferencesConfig(Section):
 
     affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"), later=True)
 
-    reference: ScoredModel = "start"
+    reference: Annotated[ScoredModel, SCORED] = "start"
     """Model whose log-probabilities dpo, ipo and kto compare with: `start` of the training,
     `original`, a run's name, a folder (adapter or model), or a hub id."""
     beta: float | None = Field(None, gt=0.0, le=100.0)
@@ -83,10 +84,10 @@ class DistillConfig(Section):
 
     affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"), later=True)
 
-    teacher: ScoredModel = "original"
+    teacher: Annotated[ScoredModel, SCORED] = "original"
     """The `original` in 16 bits, a run's name, a folder (adapter or model), or a hub id; with the
     student's tokenizer."""
-    top_k: int = Field(32, ge=1, le=4096)
+    top_k: Annotated[int, SCORED] = Field(32, ge=1, le=4096)
     """The teacher's likeliest tokens that are stored of each position; all others count as one."""
     temperature: float = Field(1.0, ge=0.01, le=100.0)
     """T: divides the log-probabilities of these k + 1 outcomes, of teacher and student."""

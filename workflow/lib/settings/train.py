@@ -22,7 +22,14 @@ class ModelConfig(Section):
 
     affects: ClassVar = Affects(
         "result",
-        read_by=("preflight_run", "finetune", "consolidate", "evaluate_run", "write_card"),
+        read_by=(
+            "score_tokens",
+            "preflight_run",
+            "finetune",
+            "consolidate",
+            "evaluate_run",
+            "write_card",
+        ),
     )
 
     name: Name = "pydocs-base"

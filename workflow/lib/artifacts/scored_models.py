@@ -1,0 +1,163 @@
+"""The model whose scores a run's training reads: where its files are, and in which folder the
+scores lie.
+
+`preferences.reference` and `distill.teacher` name it, as the objective needs: `start` and
+`original` are words, a run's name counts before a folder of this name, and all else is a folder or
+a hub id. The scores' folder has a key of the model's identity, the tokens and k, so all runs of a
+sweep share it.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from workflow.lib.artifacts import layout
+from workflow.lib.artifacts.local_inputs import _check_name
+from workflow.lib.model.architecture.model_files import ADAPTER, CONFIG, MODEL_PATTERNS
+from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
+from workflow.lib.settings.objectives import needs_of
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.files import SUMS, short_hash
+
+START, ORIGINAL = "start", "original"
+FILES = (*MODEL_PATTERNS, ADAPTER)
+RUN_ADAPTER = ("adapter_model.safetensors", ADAPTER, SUMS)
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """A model that scores the tokens of a run. base: folder of an NF4 base, None if none is loaded;
+    model: folder of an adapter on it or of a whole model, None for the base alone."""
+
+    setting: str
+    named: str
+    base: str | None
+    model: str | None
+    files: tuple[str, ...]
+    """Those of `model` that are inputs of a rule."""
+    scores: str
+    """Folder of the scores."""
+    top_k: int
+    download: dict[str, Any] | None = None
+    """What `download_source` receives for `model`."""
+
+    @property
+    def options(self) -> list[str]:
+        """What `score_tokens` is told."""
+        said = {"--base": self.base, "--model": self.model, "--setting": self.setting}
+        said |= {"--named": self.named, "--top-k": str(self.top_k)}
+        return [part for name, value in said.items() if value for part in (name, value)]
+
+
+def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:
+    """Return the scored model of each run that reads scores.
+
+    Raises `UserError` for a name that is nothing, and for runs that wait for each other.
+    """
+    found = {name: model for name in runs if (model := _scored(name, runs)) is not None}
+    _check_order(runs, {name: model.named for name, model in found.items()})
+    return found
+
+
+def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:
+    run = runs[name]
+    setting = needs_of(run.train.objective).scores_of
+    if setting is None:
+        return None
+    section, _, key = setting.partition(".")
+    named: str = getattr(getattr(run, section), key)
+    top_k = run.distill.top_k if setting == "distill.teacher" else 0
+    kind = _kind(name, named, setting, runs)
+    identity, label, base, model, files = kind(run, named, runs)
+    key = short_hash(
+        [identity, layout.tokens_key(run), top_k, run.model.compute_dtype, run.model.attention]
+    )
+    label = re.sub(r"[^A-Za-z0-9._-]+", "_", label)
+    download = None
+    if kind is _of_hub:
+        download = {"repo_id": named, "revision": None, "kind": "model", "files": None}
+    scores = str(layout.RESULTS / "scores" / f"{label}-{key}")
+    return ScoredModel(setting, named, base, model, tuple(files), scores, top_k, download)
+
+
+Found = tuple[list[Any], str, str | None, str | None, list[str]]
+"""Identity, label, base, model and its files."""
+Kind = Callable[[RunConfig, str, Mapping[str, RunConfig]], Found]
+
+
+def _kind(name: str, named: str, setting: str, runs: Mapping[str, RunConfig]) -> Kind:
+    words = {START: _of_start, ORIGINAL: _of_original}
+    where = f"{setting} (run {name})"
+    if named in words:
+        if named in runs:
+            reason = f"{START} and {ORIGINAL} are words of this setting, and a run has this name"
+            raise setting_error(where, named, reason, "Rename the run")
+        return words[named]
+    if named in runs:
+        return _of_run
+    if is_hub_id(named):
+        return _of_hub
+    others = ", ".join(other for other in runs if other != name) or "none"
+    change = f"Name {START}, {ORIGINAL}, another run ({others}), a folder or a hub id (owner/name)"
+    if not path_exists(named):
+        raise setting_error(where, named, "it is no run, no folder here and no hub id", change)
+    _check_name(setting, named)
+    if not any((Path(named) / file).is_file() for file in (CONFIG, ADAPTER)):
+        reason = f"the folder has neither {CONFIG} (a model) nor {ADAPTER} (an adapter)"
+        raise setting_error(where, named, reason, change)
+    return _of_folder
+
+
+def _of_start(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+    return [layout.base_key(run)], run.model.name, layout.base_dir(run), None, []
+
+
+def _of_original(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+    folder = layout.model_dir(run)
+    files = layout.local_files(folder, MODEL_PATTERNS)
+    return [layout.model_key(run)], run.model.name, None, folder, files
+
+
+def _of_run(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+    other, folder = runs[named], f"{layout.stage_dir(named, 'consolidate')}/adapter"
+    files = [f"{folder}/{file}" for file in RUN_ADAPTER]
+    return [named, layout.fingerprint(other)], named, layout.base_dir(other), folder, files
+
+
+def _of_folder(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+    is_adapter = not (Path(named) / CONFIG).is_file()
+    base = layout.base_dir(run) if is_adapter else None
+    identity = [named, layout.base_key(run) if is_adapter else None]
+    return identity, Path(named).resolve().name, base, named, layout.local_files(named, FILES)
+
+
+def _of_hub(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+    """Whether it is a model or an adapter on the run's base shows when it is there."""
+    label = PurePosixPath(named).name
+    folder = str(layout.RESULTS / "hub" / "model" / f"{label}-{short_hash([named, None])}")
+    return [named, layout.base_key(run)], label, layout.base_dir(run), folder, [folder]
+
+
+def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> None:
+    """Raise `UserError` if runs wait for each other's scores or adapters."""
+    needed = {name: [other for other in (named.get(name),) if other in runs] for name in runs}
+    for name in needed:
+        chain, waiting = [name], [iter(needed[name])]
+        while waiting:
+            following = next(waiting[-1], None)
+            if following is None:
+                waiting.pop()
+                chain.pop()
+            elif following == name:
+                way = " -> ".join([*chain, name])
+                raise setting_error(
+                    f"preferences.reference or distill.teacher (run {name})",
+                    named[name],
+                    f"these runs would wait for each other: {way}",
+                    "Name another model in one of them",
+                )
+            elif following not in chain:
+                chain.append(following)
+                waiting.append(iter(needed[following]))
