@@ -8,6 +8,7 @@ import pytest
 from tests.support.models import tiny_llama
 from workflow.lib.artifacts.layout import base_dir, model_dir
 from workflow.lib.artifacts.scored_models import ScoredModel, scored_models
+from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.system.errors import UserError
 
@@ -48,6 +49,16 @@ def test_run_means_its_adapter_on_its_own_base():
     assert f"{found.model}/adapter_model.safetensors" in found.files
 
 
+def test_start_is_the_adapter_that_the_run_starts_from():
+    runs = with_starts(
+        runs_of(sft={}, dpo=DPO | {"train": {"objective": "dpo", "start_from": "sft"}}, new=DPO)
+    )
+    found = scored_models(runs)
+    assert found["dpo"].base == base_dir(runs["dpo"])
+    assert found["dpo"].model == "results/runs/sft/consolidate/adapter"
+    assert found["dpo"].scores != found["new"].scores
+
+
 def test_folder_is_an_adapter_on_the_base_or_a_model(tmp_path):
     model, adapter = tiny_llama(tmp_path / "model"), tmp_path / "adapter"
     adapter.mkdir()
@@ -62,7 +73,7 @@ def test_folder_is_an_adapter_on_the_base_or_a_model(tmp_path):
 def test_hub_id_is_downloaded():
     found = scored(a=reference("owner/other"))["a"]
     assert found.model is not None
-    assert found.model.startswith("results/hub/model/other-")
+    assert found.model.startswith("results/hub/scored/other-")
     assert found.files == (found.model,)
     assert found.download is not None
     assert found.download["repo_id"] == "owner/other"
@@ -116,6 +127,7 @@ def test_changed_run_is_another_reference():
         ({"a": reference("a")}, "would wait for each other: a -> a"),
         ({"a": reference("b"), "b": reference("a")}, "would wait for each other: a -> b -> a"),
         ({"a": reference("b"), "b": reference("c"), "c": reference("b")}, "b -> c -> b"),
+        ({"a": reference("b"), "b": {"train": {"start_from": "a"}}}, "other: a -> b -> a"),
         ({"original": {}, "b": reference("original")}, "are words of this setting"),
         ({"a": reference(str(Path(__file__).parent))}, "the folder has neither config.json"),
     ],

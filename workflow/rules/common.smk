@@ -65,10 +65,10 @@ try:
     if workflow.is_main_process:
         check_writable([Path(".snakemake"), Path("logs"), Path("results")])
     REPORT, RUNS = load_config(config)
-    SCORED = scored_models(RUNS)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
     RUNS = with_starts(RUNS)
+    SCORED = scored_models(RUNS)
     for name, settings in RUNS.items():
         check_model(
             name,
@@ -125,7 +125,7 @@ wildcard_constraints:
     base=any_of(BY_BASE),
     scores=any_of(BY_SCORES),
     model=any_of(BY_MODEL),
-    kind="model|dataset|adapter",
+    kind="model|dataset|adapter|scored",
 
 
 def model_files(run, patterns=MODEL_PATTERNS):

@@ -3,7 +3,9 @@ BY_DOWNLOAD = {
     for run in RUNS.values()
     for kind, folder in layout.download_dirs(run).items()
 } | {
-    f"model/{Path(model.model).name}": model.download for model in SCORED.values() if model.download
+    f"scored/{Path(model.model).name}": model.download
+    for model in SCORED.values()
+    if model.download
 }
 
 

@@ -23,7 +23,7 @@ from workflow.lib.distributed.heartbeat import FIRST_PASS_S
 from workflow.lib.distributed.joining import Process, join
 from workflow.lib.distributed.work_sharing import Division, check_recorded, fits, main_first
 from workflow.lib.evaluation.evaluated_models import SETTINGS_FILES, Loading, source_files
-from workflow.lib.model.architecture.model_files import ADAPTER, CONFIG
+from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.model.backends import (
     choose_device,
     read_attention_needs,
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
 def scored_folders(args: argparse.Namespace) -> ScoredFolders:
     if args.model is None:
         return ScoredFolders(args.base)
-    if (args.model / ADAPTER).is_file() and not (args.model / CONFIG).is_file():
+    if args.base is not None and (args.model / ADAPTER).is_file():
         return ScoredFolders(args.base, args.model)
     return ScoredFolders(args.model, is_base=False)
 

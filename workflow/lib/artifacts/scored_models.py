@@ -14,16 +14,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from workflow.lib.artifacts import layout
-from workflow.lib.artifacts.local_inputs import _check_name
-from workflow.lib.model.architecture.model_files import ADAPTER, CONFIG, MODEL_PATTERNS
+from workflow.lib.artifacts.local_inputs import check_path
+from workflow.lib.model.architecture.model_files import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    MODEL_PATTERNS,
+)
 from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import SUMS, short_hash
 
 START, ORIGINAL = "start", "original"
+SCORED = "scored"  # kind of a download
 FILES = (*MODEL_PATTERNS, ADAPTER)
-RUN_ADAPTER = ("adapter_model.safetensors", ADAPTER, SUMS)
+RUN_ADAPTER = (ADAPTER_WEIGHTS, ADAPTER, SUMS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:
     label = re.sub(r"[^A-Za-z0-9._-]+", "_", label)
     download = None
     if kind is _of_hub:
-        download = {"repo_id": named, "revision": None, "kind": "model", "files": None}
+        download = {"repo_id": named, "revision": None, "kind": SCORED, "files": None}
     scores = str(layout.RESULTS / "scores" / f"{label}-{key}")
     return ScoredModel(setting, named, base, model, tuple(files), scores, top_k, download)
 
@@ -103,7 +109,7 @@ def _kind(name: str, named: str, setting: str, runs: Mapping[str, RunConfig]) ->
     change = f"Name {START}, {ORIGINAL}, another run ({others}), a folder or a hub id (owner/name)"
     if not path_exists(named):
         raise setting_error(where, named, "it is no run, no folder here and no hub id", change)
-    _check_name(setting, named)
+    check_path(setting, named, run=name)
     if not any((Path(named) / file).is_file() for file in (CONFIG, ADAPTER)):
         reason = f"the folder has neither {CONFIG} (a model) nor {ADAPTER} (an adapter)"
         raise setting_error(where, named, reason, change)
@@ -111,7 +117,10 @@ def _kind(name: str, named: str, setting: str, runs: Mapping[str, RunConfig]) ->
 
 
 def _of_start(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
-    return [layout.base_key(run)], run.model.name, layout.base_dir(run), None, []
+    base, adapter = layout.base_dir(run), layout.start_adapter(run)
+    before = run.train.start_from, run.start and layout.fingerprint(run.start)
+    identity = [layout.base_key(run), *([before] if adapter else [])]
+    return identity, run.model.name, base, adapter, layout.start_files(run)
 
 
 def _of_original(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
@@ -127,7 +136,7 @@ def _of_run(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
 
 
 def _of_folder(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
-    is_adapter = not (Path(named) / CONFIG).is_file()
+    is_adapter = (Path(named) / ADAPTER).is_file()
     base = layout.base_dir(run) if is_adapter else None
     identity = [named, layout.base_key(run) if is_adapter else None]
     return identity, Path(named).resolve().name, base, named, layout.local_files(named, FILES)
@@ -136,13 +145,16 @@ def _of_folder(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Fou
 def _of_hub(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
     """Whether it is a model or an adapter on the run's base shows when it is there."""
     label = PurePosixPath(named).name
-    folder = str(layout.RESULTS / "hub" / "model" / f"{label}-{short_hash([named, None])}")
+    folder = str(layout.RESULTS / "hub" / SCORED / f"{label}-{short_hash([named])}")
     return [named, layout.base_key(run)], label, layout.base_dir(run), folder, [folder]
 
 
 def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> None:
     """Raise `UserError` if runs wait for each other's scores or adapters."""
-    needed = {name: [other for other in (named.get(name),) if other in runs] for name in runs}
+    needed = {
+        name: [x for x in (named.get(name), run.train.start_from) if x in runs]
+        for name, run in runs.items()
+    }
     for name in needed:
         chain, waiting = [name], [iter(needed[name])]
         while waiting:
@@ -154,7 +166,7 @@ def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> Non
                 way = " -> ".join([*chain, name])
                 raise setting_error(
                     f"preferences.reference or distill.teacher (run {name})",
-                    named[name],
+                    named.get(name, runs[name].train.start_from),
                     f"these runs would wait for each other: {way}",
                     "Name another model in one of them",
                 )

@@ -58,6 +58,13 @@ LOCAL = {
     "model": "set model.source to a folder that exists",
     "dataset": "set data.source to null and data.train to a file or folder that exists",
     "adapter": "set train.start_from to a run or to a folder that exists",
+    "scored": "name a run or a folder that exists",
+}
+SETTINGS = {
+    "model": "model.source",
+    "dataset": "data.source",
+    "adapter": "train.start_from",
+    "scored": "preferences.reference or distill.teacher",
 }
 
 
@@ -67,12 +74,13 @@ class Source:
 
     repo_id: str
     revision: str | None
-    kind: Literal["model", "dataset", "adapter"]
+    kind: Literal["model", "dataset", "adapter", "scored"]
+    """scored: a model, or an adapter."""
     files: Sequence[str] | None = None
 
     @property
     def section(self) -> str:
-        return {"model": "model", "dataset": "data", "adapter": "train"}[self.kind]
+        return SETTINGS[self.kind].partition(".")[0]
 
     @property
     def repo_type(self) -> str:
@@ -80,8 +88,7 @@ class Source:
         return "dataset" if self.kind == "dataset" else "model"
 
     def error(self, bound: str, change: str) -> UserError:
-        key = "start_from" if self.kind == "adapter" else "source"
-        return setting_error(f"{self.section}.{key}", self.repo_id, bound, change)
+        return setting_error(SETTINGS[self.kind], self.repo_id, bound, change)
 
 
 def list_files(source: Source) -> tuple[str, list[RepoFile]]:
@@ -110,13 +117,14 @@ def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: P
     tell. Raises `UserError` if the repository lacks a file that is needed."""
     if source.kind == "dataset":
         return _dataset_files(source, paths)
-    if source.kind == "adapter":
+    is_adapter = source.kind == "adapter" or (source.kind == "scored" and ADAPTER in paths)
+    if is_adapter:
         fault = fault_of_adapter(paths)
     else:
         fault = fault_of_files(paths) or fault_of_tokenizer(paths)
     if fault is not None:
         raise source.error(*fault)
-    if source.kind == "adapter":
+    if is_adapter:
         return {ADAPTER, ADAPTER_WEIGHTS}
     wanted = {path for path in paths if _matches(path, MODEL_FILES)}
     if SINGLE in paths:
