@@ -10,7 +10,6 @@ import yaml
 from workflow.lib.artifacts.layout import (
     base_dir,
     base_key,
-    calibration_hash,
     calibration_text,
     calibration_tokens,
     checkpoint_dir,
@@ -103,17 +102,6 @@ def test_run_without_trained_modules_is_the_run_that_it_was_before_there_were_su
 def test_setting_changes_exactly_the_keys_of_what_depends_on_it(section, change, changed):
     before, after = run_with(), run_with(section, **change)
     assert {name for name, key in KEYS.items() if key(before) != key(after)} == changed
-
-
-def test_measurements_that_times_are_fitted_to_count_by_their_content(tmp_path):
-    path = tmp_path / "measurements.jsonl"
-    run = run_with("hardware", calibration=str(path))
-    hashes = set()
-    for text in ("one", "two"):
-        path.write_text(text)
-        hashes.add(calibration_hash(run))
-    assert len(hashes) == 2
-    assert calibration_hash(run_with()) is None
 
 
 def changed_value(section: Section, key: str) -> Any:

@@ -65,7 +65,6 @@ def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path):
         ("data", "train"),
         ("data", "chat_template"),
         ("evaluate", "tasks_dir"),
-        ("hardware", "calibration"),
     ],
 )
 def test_path_that_a_shell_would_expand_is_to_be_written_out(tmp_path, section, key, path):

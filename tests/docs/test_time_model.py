@@ -53,7 +53,7 @@ CASES = {
 def predicted(case: Case) -> float:
     count, gpu = parse_gpus(case.gpus, setting="--gpus")
     chosen = setup(processes=count, fused_layers=True, **case.changes)
-    speed = speed_of(imagined_machine(count, gpu), calibration=None)
+    speed = speed_of(imagined_machine(count, gpu))
     return chosen.tokens / sum(speed.parts(case.shape, chosen, trained_share=1.0).values())
 
 

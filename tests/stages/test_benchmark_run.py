@@ -19,8 +19,8 @@ from workflow.lib.benchmark.cases import Request, load_benchmark, requests
 from workflow.lib.benchmark.measure import Job, together
 from workflow.lib.benchmark.prediction import prepare
 from workflow.lib.model.architecture.model_shape import shape_of_document
-from workflow.lib.planning.timing.calibration import recorded_plan
 from workflow.lib.recording.recording_process import recording_process
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
@@ -70,10 +70,10 @@ def test_case_that_cannot_run_is_a_line_with_its_cause(measured):
     assert "shard_size = 1: a model is sharded over at least 2 processes" in row["cause"]
 
 
-def test_line_has_what_a_calibration_reads(measured):
+def test_line_has_shape_plan_and_prediction(measured):
     row = measured["flash"]
     assert shape_of_document(row["shape"]).num_layers > 0
-    assert recorded_plan(row).seq_len == SEQ_LEN
+    assert StepPlan.of(row["plan"]).seq_len == SEQ_LEN
     assert row["predicted"]["peak_bytes"] > 0
 
 

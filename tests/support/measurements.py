@@ -18,7 +18,6 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import Replay, replay
 from workflow.lib.planning.model_sizes import offload_window
-from workflow.lib.planning.timing.calibration import recorded_plan
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import FLEX
@@ -115,6 +114,29 @@ def sizes_of(line: dict[str, Any]) -> BenchmarkConfig:
     """Return the sizes of a line; earlier benchmarks had some more."""
     known = BenchmarkConfig.model_fields.keys()
     return BenchmarkConfig(**{key: line["sizes"][key] for key in line["sizes"].keys() & known})
+
+
+def recorded_plan(line: dict[str, Any]) -> StepPlan:
+    """Return the plan of a line. Earlier lines have a part of it in `setup`."""
+    plan = line["plan"]
+    setup = dict(line.get("setup") or plan)
+    for old, new in (("products", "matmul_dtype"), ("products_in", "matmul_passes")):
+        if old in setup:
+            setup[new] = setup.pop(old)
+    if "setup" not in line:
+        return StepPlan.of(setup)
+    for name in ("fixed", "accumulates", "compute_bytes"):
+        setup.pop(name, None)
+    return StepPlan.of(
+        setup
+        | {
+            "device": plan["device"],
+            "dropout": 0.05 if setup["dropout"] else 0.0,  # whether any was said
+            "accumulation_steps": plan["accumulation_steps"],
+            "compute_dtype": plan["compute_dtype"],
+            "cuda_graphs": plan.get("cuda_graphs", False),
+        }
+    )
 
 
 @cache

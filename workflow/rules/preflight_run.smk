@@ -14,7 +14,6 @@ rule preflight_run:
         # What Snakemake compares. What is derived from `output` it does not record.
         recorded=lambda w: layout.recorded_json("preflight_run", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
-        calibration=lambda w: layout.calibration_hash(RUNS[w.run]),
     shell:
         "python -m workflow.scripts.preflight_run --config {params.config:q} --run {wildcards.run:q}"
         " --model {input.description:q} --tokens {input.manifest:q} --output {output:q} --log {log:q}"

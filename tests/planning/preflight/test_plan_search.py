@@ -36,7 +36,7 @@ from workflow.lib.system.units import GIB
 def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
     """Candidates of 1, 2 and 4 rows of a Llama-3-8B on two RTX 4090, with nothing offloaded and all
     weights freed."""
-    speed = speed_of(machine(), calibration=None)
+    speed = speed_of(machine())
     choices = Choices(sizes=[1, 2, 4], values={"activation_checkpointing": levels})
     plan = setup()
     lines = RecordedPeaks(

@@ -5,9 +5,8 @@ import json
 from statistics import median
 from typing import Any
 
-from tests.support.measurements import described, measured_lines, sizes_of
+from tests.support.measurements import described, measured_lines, recorded_plan, sizes_of
 from workflow.lib.benchmark.cases import model_config
-from workflow.lib.planning.timing.calibration import recorded_plan
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import Constants, constants_of, gpu_seconds

@@ -21,7 +21,7 @@ from workflow.lib.settings.config import (
 )
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
-from workflow.lib.system.files import canonical_json, file_sha256, short_hash
+from workflow.lib.system.files import canonical_json, short_hash
 
 RESULTS = PurePosixPath("results")
 # Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs
@@ -264,16 +264,6 @@ def token_arrays(run: RunConfig) -> list[str]:
 def base_dir(run: RunConfig) -> str:
     """Folder of the NF4 base checkpoint."""
     return str(RESULTS / "base" / f"{run.model.name}-{base_key(run)}")
-
-
-def calibration_hash(run: RunConfig) -> str | None:
-    """Return the SHA-256 of the measurements that predicted times are fitted to; None without any.
-
-    They are no input of a rule: they may be the benchmark's output, which would then be made again
-    for a prediction.
-    """
-    path = run.hardware.calibration
-    return None if path is None else file_sha256(Path(path))
 
 
 def stage_dir(name: str, stage: str) -> str:

@@ -21,7 +21,6 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "data.chat_template": run.data.chat_template,
         "export.llama_cpp": run.export.llama_cpp and f"{run.export.llama_cpp}/{CONVERTER}",
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
-        "hardware.calibration": run.hardware.calibration,
         "quantize.calibration_text": run.quantize.calibration_text,
     }
     _refuse_gguf(run.model.source)
@@ -52,8 +51,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
 
 def check_path(key: str, value: str, *, run: str) -> None:
     """Raise `UserError` if a file or folder that a setting names cannot be read, or has a name that
-    no rule can have as input.
-    """
+    no rule can have as input."""
     _check_name(key, value)
     if value.startswith("-"):
         reason = "it begins like an option of a command"

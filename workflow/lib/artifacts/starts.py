@@ -2,8 +2,7 @@
 
 A run's name counts before a folder of this name. The settings of an adapter are those of every run
 that continues it, so they are settled here, in the order of the runs, before anything depends on
-them.
-"""
+them."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -30,8 +29,7 @@ def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
     adapter that it continues.
 
     Raises `UserError` for a start that is nothing, in a circle, of another base, or of settings
-    that the run contradicts.
-    """
+    that the run contradicts."""
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
         done[name] = _started(name, runs, done)

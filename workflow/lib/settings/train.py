@@ -328,9 +328,6 @@ class HardwareConfig(Section):
     cuda_graphs: bool = True
     """Launch a micro-batch as one CUDA graph, on one machine with FlashAttention or flex; preflight
     says why not. Only rounding differs."""
-    calibration: str | None = Field(None, min_length=1, max_length=4096)
-    """Output of `workflow.scripts.benchmark_run` on such GPUs, which predicted times are fitted to;
-    null = constants measured on H200, scaled."""
 
     @model_validator(mode="after")
     def _positive(self) -> "HardwareConfig":

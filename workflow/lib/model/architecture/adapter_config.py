@@ -3,8 +3,7 @@
 Every key is used, without effect on the adapter (`FREE`), or says nothing; any other is refused by
 name, also one of a newer PEFT. Rules read from PEFT 0.21, `LoraConfig` and
 `check_target_module_exists`. Imports no torch, so settings are held to an adapter before its base
-is quantized.
-"""
+is quantized."""
 
 import json
 import re
@@ -88,8 +87,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
     """Return the `lora` settings of an adapter, without its dropout. source: names it in messages.
 
-    Raises `UserError` for what cannot be continued.
-    """
+    Raises `UserError` for what cannot be continued."""
     for key, value in config.items():
         if key in PLAIN:
             refused = value not in PLAIN[key]
@@ -114,8 +112,7 @@ def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
 
 def _targets(config: Mapping[str, Any]) -> list[str] | str:
     """Return the adapted linears as `lora.target_modules`: names as they are, all else as one
-    expression for whole paths.
-    """
+    expression for whole paths."""
     modules, layers = config.get("target_modules") or [], config.get("layers_to_transform")
     excluded = config.get("exclude_modules") or []
     # a weight of a linear, or of all experts
@@ -159,8 +156,7 @@ def continued(
     dropout.
 
     follow: take those that are at their defaults from the adapter. beside: other settings that
-    differ, by name: the run's value and the adapter's. Raises `UserError` with all that differ.
-    """
+    differ, by name: the run's value and the adapter's. Raises `UserError` with all that differ."""
     default, differing = LoraSettings(), dict(beside)
     for key in COMPARED:
         own, its = getattr(lora, key), getattr(adapter, key)
@@ -181,8 +177,7 @@ def continued(
 
 def check_continued(checks: Mapping[str, Any], folder: Path, start: str) -> None:
     """Raise `UserError` unless the runs that `layout.checks_json` names have the `lora` settings of
-    the adapter in `folder`, a download.
-    """
+    the adapter in `folder`, a download."""
     settings = adapter_settings(read_adapter_config(folder), start)
     for name, run in checks.get("runs", {}).items():
         lora = RunConfig.model_validate(run).lora

@@ -4,8 +4,7 @@ In training a stack is a module, so its adapter has the stack's own path
 (`model.layers.0.mlp.experts.gate_up_proj.lora_A.weight`). PEFT (0.21, `ParamWrapper`) wraps the
 module of the experts once for each of its adapted parameters, in the module's order. A parameter is
 known by the depth of its wrapper alone: the last one has the outermost, `...mlp.experts`, the one
-before it `...mlp.experts.base_layer`.
-"""
+before it `...mlp.experts.base_layer`."""
 
 from collections.abc import Iterable, Mapping
 

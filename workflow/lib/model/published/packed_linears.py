@@ -7,8 +7,7 @@ Each weight is decoded whole, in fp32, and rounded to bf16:
 * AWQ (`gemm`): `qweight` int32 (in, out / 8), `qzeros` (groups, out / 8), `scales` (groups, out);
   the eight codes of an int32 belong to the columns 0, 2, 4, 6, 1, 3, 5, 7.
 * compressed-tensors: as its own package decodes it, by the scheme that config.json has for the
-  linear: integers, FP8, NVFP4, MXFP4.
-"""
+  linear: integers, FP8, NVFP4, MXFP4."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -42,8 +41,7 @@ class PackedLinears(Protocol):
 
 def packed_linears(tensors: Tensors, settings: Mapping[str, Any]) -> PackedLinears | None:
     """Return the linears that are packed as `quantization_config` says; None if it names another
-    format.
-    """
+    format."""
     kinds: dict[str, type[_GPTQ] | type[_CompressedTensors]] = {
         "gptq": _GPTQ,
         "awq": _AWQ,
@@ -157,8 +155,7 @@ def _unpacked(
     packed: torch.Tensor, bits: int, *, places: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """Return the codes (rows, columns * 32 / bits) int32 of an int32 matrix (rows, columns), the
-    lowest bits first; places: of each code in its int32.
-    """
+    lowest bits first; places: of each code in its int32."""
     order = torch.tensor(places or range(32 // bits), dtype=torch.int32)
     codes: torch.Tensor = (packed.unsqueeze(-1) >> (order * bits)) & (2**bits - 1)
     return codes.flatten(-2)

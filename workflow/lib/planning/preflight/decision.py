@@ -74,9 +74,7 @@ def decide(
     plan = replace(
         plan_from_settings(run, shape, machine), documents_per_row=tokens.documents_per_row
     )
-    speed = speed_of(
-        machine, calibration=run.hardware.calibration, compute_bytes=plan.compute_bytes
-    )
+    speed = speed_of(machine, compute_bytes=plan.compute_bytes)
     choices = open_choices(run, shape, machine)
     lines = _lines(plan, choices, record, rows=rows, num_layers=shape.num_layers)
     question = Question(shape, machine, speed, limits, rows, tokens.trained_share, lines)

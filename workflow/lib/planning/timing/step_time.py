@@ -3,8 +3,7 @@
 A GPU's work is matmuls + attention + dequantization + elementwise traffic, each at a share of what
 the data sheet promises. Three things run beside it, and count only for what they take longer:
 Python, which launches the kernels; traffic between GPUs; and activations on their way to the host
-and back. On PCIe the last two share the slot. Constants come from measurements (`calibration`);
-which ones, `machine_speed` decides.
+and back. On PCIe the last two share the slot. Constants come from measurements.
 Units: FLOP, bytes, seconds."""
 
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ class Constants:
     reads the step's loss before it launches that. Where Python decides, it is within its time."""
 
 
-# Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how
+# Fitted to timings of 1 and 2 H200; docs/time-model.md says to which, and how
 # well. But `gather_traffic`: these were timings of layers that FSDP2 had gathered whole, which took
 # 10.9. Packed weights are gathered in place since, and six steps of two H100 are within 5% by 4.0
 # (November 2026).
@@ -87,9 +86,6 @@ CPU_FLOPS = 65e9
 # the same losses (AVX512-BF16, AMD EPYC, torch 2.13, November 2026). One CPU; what others do
 # without such matmuls, nobody measured.
 CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
-# At which one token's pass reads the weights: SmolLM2-135M took 52 ms in fp32, and 89 ms with NF4
-# layers, which are decoded first (one thread, torch 2.13, November 2026).
-CPU_BANDWIDTH = 10e9
 
 
 Parts = dict[str, float]
