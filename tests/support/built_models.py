@@ -22,6 +22,7 @@ def built_model(
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
     matmul_dtype: str = COMPUTE_DTYPE,
+    start: Path | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the model of a plan with what the settings say of its layers. Collective."""
@@ -37,4 +38,4 @@ def built_model(
         fused_layers=train.fused_layers,
         fused_loss=train.fused_loss,
     )
-    return build_training_model(base, config, asked, world, moved=moved)
+    return build_training_model(base, config, asked, world, start=start, moved=moved)

@@ -279,7 +279,8 @@ def fingerprint(run: RunConfig) -> str:
     numerics = [run.model.compute_dtype, run.model.attention_dropout]
     # none of supervised runs, which are older
     others = [_plain(section, _defines_result) for section in (run.preferences, run.distill)]
-    more = others if any(others) else []
+    more: list[Any] = others if any(others) else []
+    more += [] if run.start is None else [fingerprint(run.start)]
     return short_hash([tokens_key(run), base_key(run), lora, train, *numerics, *more])
 
 
