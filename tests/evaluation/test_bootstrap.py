@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from workflow.lib.evaluation import bootstrap
 from workflow.lib.evaluation.bootstrap import estimate_ratio
 
 
@@ -53,10 +52,3 @@ def test_p_value_is_below_five_percent_in_about_five_percent_of_null_samples():
     ]
     share = np.mean(np.array(p_values) < 0.05)
     assert 0.02 < share < 0.09  # 5% +- three standard errors of 300 draws (1.3% each)
-
-
-def test_estimate_does_not_depend_on_the_chunks(monkeypatch):
-    values = np.random.default_rng(7).normal(size=23)
-    whole = estimate_ratio(values, np.ones(23), resamples=200, seed=0)
-    monkeypatch.setattr(bootstrap, "CHUNK_ENTRIES", 23 * 13)
-    assert estimate_ratio(values, np.ones(23), resamples=200, seed=0) == whole

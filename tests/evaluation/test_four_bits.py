@@ -71,12 +71,6 @@ def test_stacks_whose_median_expert_loses_most_come_first():
     assert worst[0].median.calibrated == 0.012
 
 
-def test_single_document_has_no_interval():
-    bits = summarize(facts(documents=1))
-    assert bits.calibrated.loss_difference == pytest.approx(0.1)
-    assert bits.calibrated.loss_difference_ci95 is None
-
-
 def record(**changes: Any) -> dict[str, Any]:
     sizes = {"quantized_linears": 8, "quantized_parameters": 64, "total_bytes": 32}
     settings: dict[str, Any] = {"settings": {}, "device": "cpu", "provenance": provenance()}

@@ -1,7 +1,6 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -166,18 +165,6 @@ def test_merging_is_compared_with_tuned(evaluator, evaluated, settings):
     assert any("original - merged" in line for line in lines)
 
 
-def test_samples_are_the_same_prompts_for_both_and_the_documents_own_text(evaluated, tokenizer):
-    *_, base, tuned = evaluated
-    assert len(base.samples) == 3
-    for before, after in zip(base.samples, tuned.samples, strict=True):
-        assert before.model_copy(update={"answer": after.answer}) == after
-        ids, mask = DOCUMENTS[before.document]
-        assert before.prompt == tokenizer.decode(ids[: np.argmax(mask)].tolist())
-        first = int(np.argmax(mask))
-        end = first + int(np.argmin(np.append(mask[first:], False)))
-        assert before.reference == tokenizer.decode(ids[first:end].tolist())
-
-
 def test_summary_names_loss_and_task_with_signed_differences(evaluated):
     *_, base, tuned = evaluated
     _, loss, task = summary_lines({"base": base, "tuned": tuned})
@@ -245,19 +232,6 @@ def test_base_is_not_measured_again_for_another_adapter(
     )
     again = ["heldout", "samples"]
     assert new == NOTHING | {"tuned": again, "tuned_on_original": again}
-
-
-def test_losses_by_source_add_up(evaluated):
-    heldout = evaluated[3].heldout
-    assert set(heldout.sources) == {"notes", "questions"}
-    sums = sum(part.loss * part.trained_tokens for part in heldout.sources.values())
-    assert sums == pytest.approx(heldout.loss * heldout.trained_tokens)
-    assert sum(part.documents for part in heldout.sources.values()) == heldout.documents
-
-
-def test_max_documents_bounds_the_documents(folder, tokenizer):
-    few = EvaluateConfig(tasks=(), max_documents=4)
-    assert len(prepare(store(folder), tokenizer=tokenizer, settings=few).losses_of) == 4
 
 
 def test_one_document_is_too_few_for_an_interval(folder, tokenizer):

@@ -40,23 +40,6 @@ def test_rows_are_put_together_as_they_were(room):
     torch.testing.assert_close(gradient, 2 * x.detach())
 
 
-@shapes
-def test_each_document_begins_a_row_and_goes_on_to_its_end(room):
-    tokens = torch.arange(69).view(3, 23)
-    rows = [row for part in documents(room).apart(tokens) for row in part.tolist()]
-    expected = [part.tolist() for part in tokens.flatten().split(LENGTHS)]
-    for document in expected:
-        assert any(row[: len(document)] == document for row in rows)
-
-
-@shapes
-def test_starts_are_those_of_the_rows(room):
-    apart = documents(room)
-    parts = apart.apart(torch.arange(69).view(3, 23))
-    for part, starts in zip(parts, apart.starts(torch.device("cpu")), strict=True):
-        assert part[:, 0].tolist() == starts.tolist()
-
-
 def test_room_gives_other_rows_the_same_shapes():
     one, other = documents(ROOM), documents(ROOM, OTHERS)
     assert one.shapes == other.shapes

@@ -112,17 +112,6 @@ def test_scale_of_a_block_is_the_best_of_all_shares():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_feedback_lowers_the_weighted_error(shape):
-    weight, correlation = random_weight(shape), random_correlation(shape[1])
-    settings = QuantizeConfig()
-    feedback = error_feedback(correlation, what="w")
-    calibrated = decode(round_calibrated(weight, feedback, settings), block_size=64)
-    absmax = decode(round_absmax(weight, settings), block_size=64)
-    before = weighted_error(weight, absmax, correlation)
-    assert weighted_error(weight, calibrated, correlation) < 0.85 * before
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_stored_bytes_are_those_of_bitsandbytes(shape, double_quant):
     weight, settings = random_weight(shape), QuantizeConfig(double_quant=double_quant)

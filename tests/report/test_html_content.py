@@ -1,5 +1,7 @@
 """What a page shows of its runs: numbers, samples, data, plans and cost, and what it leaves out."""
 
+import pytest
+
 from tests.evaluation.test_four_bits import facts as calibration_facts
 from tests.support.report_examples import add_original, add_subject, edit, write_run
 from tests.support.report_pages import Page, change_evaluations, read, rendered
@@ -30,22 +32,73 @@ def test_numbers_shown_are_those_of_the_files(tmp_path):
     assert shown <= numbers
 
 
-def test_what_was_read_of_each_file_is_shown(tmp_path):
-    write_run(tmp_path, "demo", num_steps=3)
-    text = "".join(Page(rendered(tmp_path, "demo")).text)
-    assert "prompt_completionprompt, completionlang (2,001), id (message) (40,123)" in text
-    assert "empty completion (5), not an object (1)" in text
+TUNED, BASE = "evaluate_run/tuned.json", "evaluate_run/base.json"
+P_VALUE = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11}
 
 
-def test_run_without_tasks_and_samples_renders(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        (BASE, lambda d: d.update(quantized_by="absmax (73 minutes)"), "Quantizedabsmax (73 min"),
+        ("preflight_run/preflight.json", lambda d: d["time"].update(total_h=None), "no prediction"),
+        ("consolidate/parity.json", lambda d: d.update(passed=False), "1 of 5 failed"),
+        (
+            "finetune/summary.json",
+            lambda d: d["settings"]["train"].update(saved_activations="float8"),
+            "activations waited for backward in float8",
+        ),
+        (
+            "finetune/summary.json",
+            lambda d: d.update(graphs_off="operation not permitted"),
+            "CUDA graphs were off (operation not permitted)",
+        ),
+        (
+            TUNED,
+            lambda d: d["comparisons"]["base"]["tasks"]["pydocs_mc"]["acc"].update(P_VALUE),
+            "p = 0.012exact McNemar131, 11",
+        ),
+    ],
+)
+def test_page_says_what_a_file_says(tmp_path, file, change, words):
     folder = write_run(tmp_path, "demo", num_steps=3)
-    change_evaluations(folder, lambda d: d.update(tasks={}, samples=[]))
+    assert words not in "".join(Page(rendered(tmp_path, "demo")).text)
+    edit(folder / file, change)
+    assert words in "".join(Page(rendered(tmp_path, "demo")).text)
+
+
+def test_what_was_not_measured_is_said(tmp_path):
+    nothing = {"loss_difference": None, "loss_difference_ci95": None, "p_value": None}
+    for name in ("demo", "other"):
+        folder = write_run(tmp_path, name, num_steps=3)
+        change_evaluations(folder, lambda d: d.update(heldout=None, tasks={}, samples=[]))
+        edit(
+            folder / TUNED,
+            lambda d: d["comparisons"]["base"].update(tasks={}, documents=0, **nothing),
+        )
+    text = "".join(Page(rendered(tmp_path, "demo", "other")).text)
+    for said in ("Held-out loss was not measured", "No task was eval", "No sample was generated"):
+        assert said in text, said
+
+
+def test_what_the_manifest_tells_of_the_data_is_shown(tmp_path):
+    write_run(tmp_path, "demo", num_steps=3)
+    page = Page(rendered(tmp_path, "demo"))
+    text = "".join(page.text)
+    # near duplicates, overlaps with the held-out rows, a bin's documents, the longest row, and the
+    # GPU hours: 4021.7 s on two
+    assert {13, 3, 2, 802, 313, 2 * 4021.7 / 3600} <= page.numbers
+    assert "prompt_completionprompt, completionlang (2,001), id (message) (40,123)" in text
+    assert "Held-out rows that equal a training row: 3; that nearly repeat one: 2." in text
+
+
+def test_different_heldout_documents_forbid_a_comparison(tmp_path):
+    for name in ("demo", "other"):
+        write_run(tmp_path, name, num_steps=3)
     edit(
-        folder / "evaluate_run" / "tuned.json", lambda d: d["comparisons"]["base"].update(tasks={})
+        tmp_path / "tokens" / "other-data" / "manifest.json",
+        lambda d: d["files"].update({"heldout.input_ids.npy": "ee" * 32}),
     )
-    text = "".join(Page(rendered(tmp_path, "demo")).text)
-    assert "No task was evaluated" in text
-    assert "No sample was generated" in text
+    assert "their losses cannot be compared" in rendered(tmp_path, "demo", "other")
 
 
 def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path):
@@ -65,14 +118,6 @@ def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path):
         assert shown in text, shown
 
 
-def test_how_the_base_was_quantized_is_shown_with_the_reason(tmp_path):
-    base = write_run(tmp_path, "demo", num_steps=3) / "evaluate_run" / "base.json"
-    edit(base, lambda d: d.update(quantized_by="absmax (it would take 73 minutes)"))
-    assert "Quantizedabsmax (it would take 73 minutes)" in "".join(
-        Page(rendered(tmp_path, "demo")).text
-    )
-
-
 def test_experts_that_lose_most_are_shown(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     base = folder / "evaluate_run" / "base.json"
@@ -83,28 +128,6 @@ def test_experts_that_lose_most_are_shown(tmp_path):
     text = "".join(Page(rendered(tmp_path, "demo")).text)
     for shown in ("layers.1.mlp.experts.down_proj", "0.002", "0.0375", "73", "1,409"):
         assert shown in text, shown
-
-
-def test_run_without_heldout_loss_renders(tmp_path):
-    for name in ("demo", "other"):
-        folder = write_run(tmp_path, name, num_steps=3)
-        change_evaluations(folder, lambda d: d.update(heldout=None))
-        edit(
-            folder / "evaluate_run" / "tuned.json",
-            lambda d: d["comparisons"]["base"].update(
-                loss_difference=None, loss_difference_ci95=None, p_value=None, documents=0
-            ),
-        )
-    assert "Held-out loss was not measured" in rendered(tmp_path, "demo", "other")
-
-
-def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    edit(
-        folder / "preflight_run" / "preflight.json",
-        lambda d: d["time"].update(total_h=None, basis="unknown: no speed is recorded"),
-    )
-    assert "no prediction" in rendered(tmp_path, "demo")
 
 
 def test_trained_text_alone_is_marked(tmp_path):
@@ -120,13 +143,6 @@ def test_max_samples_limits_the_samples_and_says_so(tmp_path):
     assert "1 of 3 samples shown" in page
 
 
-def test_cost_is_in_gpu_hours(tmp_path):
-    write_run(tmp_path, "demo", num_steps=3)
-    # 4021.7 s on two GPUs
-    assert 2 * 4021.7 / 3600 in Page(rendered(tmp_path, "demo")).numbers
-    assert "GPU hours" in rendered(tmp_path, "demo")
-
-
 def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     rows = [row.split("</tr>")[0] for row in rendered(tmp_path, "demo").split("<tr>")]
@@ -134,16 +150,6 @@ def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path):
     assert '<data value="7">7</data>' in tried
     assert '<td class="text">none</td>' in tried
     assert '<data value="0.7">70.0 %</data>' in tried
-
-
-def test_facts_of_the_data_are_shown(tmp_path):
-    write_run(tmp_path, "demo", num_steps=3)
-    page = Page(rendered(tmp_path, "demo"))
-    # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the
-    # longest row
-    assert {13, 3, 2, 802, 313} <= page.numbers
-    repeating = "Held-out rows that equal a training row: 3; that nearly repeat one: 2."
-    assert repeating in "".join(page.text)
 
 
 def test_heldout_loss_of_every_source_is_shown(tmp_path):
@@ -158,18 +164,6 @@ def test_heldout_loss_of_every_source_is_shown(tmp_path):
     page = Page(rendered(tmp_path, "demo"))
     assert {1.25, 2.75} <= page.numbers
     assert "Held-out loss by source" in "".join(page.text)
-
-
-def test_p_value_of_a_task_is_shown_with_its_test(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    found = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11}
-    edit(
-        folder / "evaluate_run" / "tuned.json",
-        lambda d: d["comparisons"]["base"]["tasks"]["pydocs_mc"]["acc"].update(found),
-    )
-    page = Page(rendered(tmp_path, "demo"))
-    assert {0.0123, 131, 11} <= page.numbers
-    assert "exact McNemar" in "".join(page.text)
 
 
 def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path):

@@ -29,33 +29,6 @@ def test_verdict_follows_the_interval_of_the_difference(tmp_path, ends, words):
     assert f"<h3>{words}</h3>" in rendered(tmp_path, "demo")
 
 
-def test_failed_check_is_counted_in_the_verdict(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    edit(folder / "consolidate" / "parity.json", lambda d: d.update(passed=False))
-    assert "1 of 5 failed" in rendered(tmp_path, "demo")
-
-
-def test_page_says_where_activations_were_rounded(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    words = "activations waited for backward in float8"
-    assert words not in rendered(tmp_path, "demo")
-    edit(
-        folder / "finetune" / "summary.json",
-        lambda d: d["settings"]["train"].update(saved_activations="float8"),
-    )
-    assert words in rendered(tmp_path, "demo")
-
-
-def test_different_heldout_documents_forbid_a_comparison(tmp_path):
-    for name in ("demo", "other"):
-        write_run(tmp_path, name, num_steps=3)
-    edit(
-        tmp_path / "tokens" / "other-data" / "manifest.json",
-        lambda d: d["files"].update({"heldout.input_ids.npy": "ee" * 32}),
-    )
-    assert "their losses cannot be compared" in rendered(tmp_path, "demo", "other")
-
-
 def better(root: Path, name: str, loss: float) -> Path:
     """Write a run with this held-out loss."""
     folder = write_run(root, name, num_steps=3, rate=loss / 1000)
@@ -143,11 +116,3 @@ def test_gate_that_cannot_be_judged_says_why(tmp_path):
     text = with_gate(tmp_path, {"pydocs_mc/f1": 0.1})
     assert "The required gain cannot be judged" in text
     assert "pydocs_mc/f1': it is not measured. Known: pydocs_mc/acc" in text
-
-
-def test_verdict_says_why_cuda_graphs_were_off(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    assert "CUDA graphs" not in rendered(tmp_path, "demo")
-    reason = {"graphs_off": "operation not permitted"}
-    edit(folder / "finetune" / "summary.json", lambda d: d.update(reason))
-    assert "CUDA graphs were off (operation not permitted)" in rendered(tmp_path, "demo")

@@ -151,17 +151,6 @@ def test_card_states_the_runs_facts(run, line):
     assert line in model_card(read(run)).splitlines()
 
 
-def test_card_names_modules_that_were_trained_whole(run):
-    edit(
-        run / "finetune" / "summary.json",
-        lambda d: d["settings"]["lora"].update(modules_to_save=["embed_tokens", "lm_head"]),
-    )
-    assert (
-        r"<code>v\_proj</code>; <code>embed\_tokens</code> and <code>lm\_head</code> trained whole "
-        r"|" in model_card(read(run))
-    )
-
-
 @pytest.mark.parametrize(
     ("ends", "words"),
     [

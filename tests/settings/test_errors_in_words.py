@@ -1,11 +1,9 @@
 """Messages about wrong settings: one line each, that a person can act on."""
 
 import pytest
-from pydantic import BaseModel, ValidationError
 
 from tests.support.settings_examples import message
 from workflow.lib.settings.config import RunConfig, load_config
-from workflow.lib.settings.errors_in_words import explain
 from workflow.lib.settings.renamed import RENAMED_KEYS, REPLACED_VALUES
 from workflow.lib.system.errors import UserError
 
@@ -143,21 +141,6 @@ def test_key_that_yaml_reads_as_a_number_is_refused():
 )
 def test_mistake_in_a_run_is_named_by_the_path_in_the_file(runs, line):
     assert message({"runs": runs}) == [line]
-
-
-def test_setting_that_must_be_given_is_named_without_a_value():
-    """No setting is of this kind yet."""
-
-    class Inner(BaseModel):
-        name: str
-
-    class Document(BaseModel):
-        inner: Inner
-
-    with pytest.raises(ValidationError) as refusal:
-        Document.model_validate({"inner": {}})
-    lines = explain(Document, {"inner": {}}, refusal.value)
-    assert lines == ["inner.name: must be given. Change it in config.yaml."]
 
 
 @pytest.mark.parametrize("name", [False, True, 1.5, 7])

@@ -2,7 +2,6 @@
 measured."""
 
 import argparse
-import importlib.util
 import json
 import subprocess
 from collections.abc import Iterator
@@ -81,17 +80,6 @@ def test_unknown_shape_is_one_message_with_the_nearest_models():
     (request,) = wanted(cases=["flash"], model="meta-llama/Llama-2-70b-hg")
     with pytest.raises(UserError, match=r"benchmark.model = .*Did you mean .*Llama-2-70b-hf"):
         prepare(request, num_gpus=0, recordings=cast(Any, None))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="the peer is installed")
-def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path):
-    output = tmp_path / "measurements.jsonl"
-    benchmark_run.main(
-        benchmark_run.parser().parse_args(["--cases", "trl_fsdp2", "--output", str(output)])
-    )
-    (row,) = read_lines(output)
-    assert row["status"] == "not_installed"
-    assert row["cause"].startswith("not installed: trl")
 
 
 def test_finished_case_is_not_measured_again(tmp_path, monkeypatch):

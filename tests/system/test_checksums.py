@@ -13,11 +13,9 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.model.safetensors_reader import shard_of_tensor
 from workflow.lib.system import checksums
 from workflow.lib.system.checksums import (
-    RecordedFile,
     check_files,
     downloaded_files,
     findings,
-    largest_first,
     listed_files,
     without_weights,
 )
@@ -61,12 +59,6 @@ def refused(*folders: Path) -> str:
     with pytest.raises(UserError) as caught:
         check_files([file for folder in folders for file in listed_files(folder)], threads=2)
     return str(caught.value)
-
-
-def test_sound_folder_passes(folder):
-    files = listed_files(folder)
-    assert {file.name for file in files} == FILES.keys()
-    check_files(files, threads=3)
 
 
 @pytest.mark.parametrize("position", [0, 2**20, -1])
@@ -160,13 +152,6 @@ def test_processes_share_the_hashing_and_all_are_told(folder, tmp_path):
     assert sorted(name for result in results for name in result["hashed"]) == sorted(FILES)
     assert all(result["hashed"] for result in results)
     assert {result["message"] for result in results} == {refused(damaged)}
-
-
-def test_largest_file_comes_first_and_a_missing_one_last(folder):
-    absent = RecordedFile(folder, "absent", "")
-    names = [file.name for file in largest_first([absent, *listed_files(folder)])]
-    assert names[:3] == ["b.safetensors", "a.safetensors", "config.json"]
-    assert set(names[3:]) == {"absent", "merges.txt"}
 
 
 def recorded_as_download(folder: Path) -> Path:

@@ -43,14 +43,6 @@ def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "f"]
 
 
-def test_file_has_its_name_only_when_it_is_whole(tmp_path):
-    with atomic_path(tmp_path / "f") as temporary:
-        temporary.write_text("half")
-        assert not (tmp_path / "f").exists()
-        assert temporary.parent == tmp_path  # the same disk, else renaming is no single step
-    assert (tmp_path / "f").read_text() == "half"
-
-
 def test_written_file_gets_the_permissions_of_an_ordinary_one(tmp_path):
     (tmp_path / "ordinary").touch()
     write_text(tmp_path / "f", "")

@@ -56,18 +56,7 @@ def test_kind_alone_is_no_place_for_a_number():
         parse_gpu("2xH100", setting="hardware.gpu_model")
 
 
-def test_gpu_like_no_other_lists_all():
-    with pytest.raises(UserError, match=r"3090, 4090, 5090.*MI300X"):
-        parse_gpus("2x?", setting="--gpus")
-
-
 @pytest.mark.parametrize("text", ["0x4090", "99999x4090"])
 def test_count_must_be_sane(text):
     with pytest.raises(UserError, match="must be 1 to 4096"):
         parse_gpus(text, setting="--gpus")
-
-
-def test_memory_is_below_what_the_box_says():
-    boxes = {"3090": 24, "4090": 24, "5090": 32, "A6000": 48, "L40S": 48, "H100": 80, "MI300X": 192}
-    for alias, box_gib in boxes.items():
-        assert 0.9 * box_gib < parse_gpus(alias, setting="--gpus")[1].memory_gib < box_gib

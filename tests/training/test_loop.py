@@ -151,7 +151,6 @@ def train_one(
         "losses": [m.loss for m in metrics],
         "norms": [m.grad_norm for m in metrics],
         "gradients": gradients,
-        "gradients_left": sum(p.grad is not None for p in params.values()),
         "weights": all_full(params),
         "host_bytes": offload.host_bytes if offload else 0,
     }
@@ -283,11 +282,6 @@ def test_clipping_is_torchs_over_the_gathered_gradients(single, sharded, process
     assert result["clipped"]["norms"][0] == pytest.approx(float(norm), rel=1e-6)
     expected = {name: p.grad for name, p in params.items()}
     torch.testing.assert_close(result["clipped"]["gradients"], expected, rtol=1e-5, atol=1e-9)
-
-
-def test_no_gradient_is_left_for_the_next_step(single, sharded):
-    for result in (single, *sharded):
-        assert {variant["gradients_left"] for variant in result.values()} == {0}
 
 
 def test_metrics_count_steps_tokens_and_time(single):

@@ -67,13 +67,6 @@ def test_columns_that_were_read_are_listed():
     assert keys.report()[0] == ["messages", "system"]
 
 
-def test_counts_begin_anew_with_each_report():
-    keys = KeyAccount()
-    read(row(lang="de"), keys)
-    assert keys.report()[1] == {"lang": 1}
-    assert keys.report()[1] == {}
-
-
 def test_names_without_end_are_counted_together():
     counts = not_read(*(row(**{f"k{n}": 1}) for n in range(MAX_NAMES + 50)))
     assert len(counts) == MAX_NAMES + 1

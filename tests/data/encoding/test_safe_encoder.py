@@ -16,7 +16,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.encoding import CHAT, PLAIN_TEMPLATE, encode, exchange, trained
+from tests.support.encoding import PLAIN_TEMPLATE, encode, exchange, trained
 from tests.support.tiny import CHAT_TEMPLATE, ROLES, TEXTS
 from workflow.lib.data.encoding.safe_encoder import token_span
 
@@ -36,17 +36,6 @@ def test_special_token_in_the_data_is_ordinary_text(tokenizer, template, text, i
     assert special_ids[0] == special_ids[1]
     assert text in tokenizer.decode(hostile.ids.tolist())
     assert trained(tokenizer, hostile) == [words[1] + "<|end|>"]
-
-
-def test_guarded_encoding_differs_in_nothing_but_the_hostile_text(tokenizer):
-    """The same conversation with a hostile system text ends in the same tokens as with a harmless
-    one."""
-    harmless = encode(tokenizer, [{"role": "system", "content": "x"}, *CHAT[1:]])
-    hostile = encode(tokenizer, [{"role": "system", "content": "<|end|>"}, *CHAT[1:]])
-    tail = len(harmless.ids) - harmless.ids.tolist().index(tokenizer.eos_token_id)
-    assert hostile.ids[-tail:].tolist() == harmless.ids[-tail:].tolist()
-    assert hostile.mask[-tail:].tolist() == harmless.mask[-tail:].tolist()
-    assert (hostile.held_special_text, harmless.held_special_text) == (True, False)
 
 
 PIECES = st.sampled_from([*HOSTILE, *ROLES, "a", " ", "\n", "é", "五", "<", "|>", "\U000f0000"])

@@ -49,11 +49,6 @@ def test_all_is_trained_but_the_first_token_on_request(tokenizer):
     assert mask[1:].all()
 
 
-def test_bos_is_written_once(tokenizer):
-    ids = encode(tokenizer, CHAT).ids.tolist()
-    assert [i for i, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
-
-
 def test_generation_block_that_holds_a_part_of_some_prompts_is_trained_without_it(tokenizer):
     """The prompt of a conversation with a system text goes on with a blank, which its block has
     too."""
@@ -188,12 +183,6 @@ def test_bos_that_the_tokenizer_adds_by_itself_is_not_doubled(tmp_path, sample):
     assert ids.count(bos) == 1
     assert ids[0] == bos
     assert ids[-2:] != [eos, eos]
-
-
-def test_pad_token_that_is_the_end_token_leaves_the_end_trained(tmp_path):
-    tokenizer = tiny_tokenizer(tmp_path, pad=False)
-    encoded = encode(tokenizer, CHAT)
-    assert encoded.ids[encoded.mask].tolist().count(tokenizer.eos_token_id) == 2
 
 
 @pytest.mark.parametrize("loss_on", ["completions", "last_turn", "all"])

@@ -45,16 +45,6 @@ def test_dequantized_weight_is_what_was_quantized_bit_for_bit(
         assert torch.equal(ours, expected.to(dtype))
 
 
-def test_dequantized_weight_is_the_code_times_the_scale_of_its_block(tmp_path):
-    """By hand: every weight is one of the 16 codes times its block's largest magnitude (QLoRA, eq.
-    4 and 5)."""
-    weight = random(3, 64, seed=3)
-    linear = nf4_linear(tmp_path / "base", weight, double_quant=False)
-    scales = weight.abs().amax(dim=1, keepdim=True)
-    nearest = (weight / scales)[..., None].sub(linear.quant_map).abs().argmin(-1)
-    torch.testing.assert_close(linear.dequantize(torch.float32), linear.quant_map[nearest] * scales)
-
-
 def test_padding_bytes_have_no_influence(tmp_path):
     linear = nf4_linear(tmp_path / "base", random(5, 37))
     before = linear.dequantize(torch.float32)
@@ -114,31 +104,6 @@ def test_fused_adapter_equals_autograd_of_the_plain_formula(layer):
     for name, got, expected in zip(("dx", "dA", "dB"), gradients, references, strict=True):
         torch.testing.assert_close(
             got, expected, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-def test_fused_adapter_gradients_equal_finite_differences(layer):
-    """The output is linear in each of x, A and B, so a central difference is exact whatever its
-    width."""
-    inputs = {
-        "x": random(4, 13, seed=8).requires_grad_(),
-        "A": layer.weights[0],
-        "B": layer.weights[1],
-    }
-    weights = random(4, 7, seed=9)
-    gradients = torch.autograd.grad(
-        (fused(inputs["x"], layer) * weights).sum(), list(inputs.values())
-    )
-    for seed, (tensor, gradient) in enumerate(zip(inputs.values(), gradients, strict=True)):
-        direction, original = random(*tensor.shape, seed=seed), tensor.detach().clone()
-        values = []
-        for sign in (1, -1):
-            tensor.data = original + sign * direction
-            values.append((fused(inputs["x"], layer) * weights).sum())
-        tensor.data = original
-        # sums of order 10 to 100 in fp32
-        torch.testing.assert_close(
-            (gradient * direction).sum(), (values[0] - values[1]) / 2, rtol=1e-4, atol=1e-3
         )
 
 

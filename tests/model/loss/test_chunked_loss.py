@@ -70,14 +70,6 @@ def test_no_rows_cost_nothing_but_keep_their_gradient(head):
     assert hidden.grad.shape == (0, HIDDEN)
 
 
-def test_nothing_is_kept_for_backward_without_gradients(head):
-    hidden, targets = draw(5)
-    with torch.no_grad():
-        loss = LinearCrossEntropy(head)(hidden, targets)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss.double(), reference(head, hidden, targets), rtol=1e-6, atol=0)
-
-
 def test_gradient_of_the_rows_is_not_held_by_the_loss(head):
     hidden, targets = draw(3)
     hidden.requires_grad_()
