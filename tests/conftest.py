@@ -86,6 +86,15 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 3 layers in NF4, one for all test modules. Never change it."""
+    from tests.support.models import quantized, tiny_llama  # imports torch
+
+    folder = tmp_path_factory.mktemp("tiny")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+@pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny tokenizer, saved once for all tests of `tokenize_dataset`."""
     from tests.support.tiny import tiny_tokenizer  # imports torch, which most tests do without

@@ -10,7 +10,6 @@ import torch
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -18,12 +17,6 @@ from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
 LORA = {"r": 3, "alpha": 1}  # a scale of a third: no matmul with it is one of bfloat16
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gathered_adapters")
-    return quantized(tiny_llama(folder / "original"), folder / "nf4")
 
 
 def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
@@ -67,8 +60,8 @@ def survey(base: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(base: Path) -> list[dict[str, Any]]:
-    return run_distributed(survey, base, world_size=2)
+def found(tiny_base: Path) -> list[dict[str, Any]]:
+    return run_distributed(survey, tiny_base, world_size=2)
 
 
 def test_layers_see_adapters_in_the_compute_type(found):

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from tests.support.models import VOCAB, adapted, quantized, tiny_llama
+from tests.support.models import VOCAB, adapted
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
@@ -29,12 +29,6 @@ from workflow.lib.settings.config import LoraSettings
 TARGETS = ("q_proj", "down_proj")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora")
-    return quantized(tiny_llama(folder / "original"), folder / "nf4")
-
-
 def stock(base: Path, **lora: Any) -> PeftModel:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu")
     for module in model.modules():
@@ -46,19 +40,19 @@ def stock(base: Path, **lora: Any) -> PeftModel:
 
 
 @pytest.mark.parametrize("targets", ["all-linear", TARGETS], ids=["all", "two"])
-def test_names_and_shapes_are_those_of_stock_peft(base, targets):
-    ours = trainable_parameters(adapted(base, r=3, target_modules=targets))
+def test_names_and_shapes_are_those_of_stock_peft(tiny_base, targets):
+    ours = trainable_parameters(adapted(tiny_base, r=3, target_modules=targets))
     listed = targets if isinstance(targets, str) else list(targets)
-    theirs = get_peft_model_state_dict(stock(base, r=3, target_modules=listed))
+    theirs = get_peft_model_state_dict(stock(tiny_base, r=3, target_modules=listed))
     assert {n: tuple(p.shape) for n, p in ours.items()} == {
         n: tuple(t.shape) for n, t in theirs.items()
     }
     assert len(ours) == 2 * 3 * (7 if targets == "all-linear" else 2)
 
 
-def test_initial_values_are_those_of_peft_in_distribution(base):
+def test_initial_values_are_those_of_peft_in_distribution(tiny_base):
     """A uniform in +-1/sqrt(in_features), so of variance 1/(3 in_features); B zero."""
-    for name, param in trainable_parameters(adapted(base, r=16)).items():
+    for name, param in trainable_parameters(adapted(tiny_base, r=16)).items():
         if ".lora_B." in name:
             assert not param.any()
             continue
@@ -69,11 +63,11 @@ def test_initial_values_are_those_of_peft_in_distribution(base):
         assert float(param.square().mean()) == pytest.approx(bound**2 / 3, rel=0.1)
 
 
-def test_initial_values_depend_on_the_seed_and_differ_between_layers(base):
-    training = adapted(base, r=3)
+def test_initial_values_depend_on_the_seed_and_differ_between_layers(tiny_base):
+    training = adapted(tiny_base, r=3)
 
     def draw(seed: int) -> dict[str, torch.Tensor]:
-        init_adapters_(training, seed=seed, base=base)
+        init_adapters_(training, seed=seed, base=tiny_base)
         params = trainable_parameters(training)
         return {name: p.detach().clone() for name, p in params.items() if ".lora_A." in name}
 
@@ -110,8 +104,8 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
-def test_dropout_is_a_function_of_the_rows_keys(base, fused_calls):
-    training = randomized(adapted(base, r=3, dropout=0.5)).train()
+def test_dropout_is_a_function_of_the_rows_keys(tiny_base, fused_calls):
+    training = randomized(adapted(tiny_base, r=3, dropout=0.5)).train()
 
     def loss(*keys: int) -> float:
         ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -128,18 +122,18 @@ def test_dropout_is_a_function_of_the_rows_keys(base, fused_calls):
     assert len(fused_calls) == 3 * 21
 
 
-def test_dropout_is_off_in_evaluation_which_is_fused(base, fused_calls):
-    with_dropout = logits(randomized(adapted(base, r=3, dropout=0.5)).eval())
-    assert torch.equal(with_dropout, logits(randomized(adapted(base, r=3))))
+def test_dropout_is_off_in_evaluation_which_is_fused(tiny_base, fused_calls):
+    with_dropout = logits(randomized(adapted(tiny_base, r=3, dropout=0.5)).eval())
+    assert torch.equal(with_dropout, logits(randomized(adapted(tiny_base, r=3))))
     assert len(fused_calls) == 2 * 21
 
 
-def test_disabled_adapter_gives_the_base_models_logits(base):
-    training = randomized(adapted(base, r=3))
+def test_disabled_adapter_gives_the_base_models_logits(tiny_base):
+    training = randomized(adapted(tiny_base, r=3))
     with training.peft_model.disable_adapter():
         off = logits(training)
     torch.testing.assert_close(
-        off, logits(adapted(base, r=3)), rtol=0, atol=1e-5
+        off, logits(adapted(tiny_base, r=3)), rtol=0, atol=1e-5
     )  # B = 0; a sum more
     assert not torch.allclose(off, logits(training), atol=0.1)
 
@@ -165,8 +159,8 @@ class MadeZeros(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_backward_makes_no_gradients_for_what_needs_none(base, fused):
-    training = adapted(base, r=3)
+def test_backward_makes_no_gradients_for_what_needs_none(tiny_base, fused):
+    training = adapted(tiny_base, r=3)
     if fused:
         fuse_layers_(training.peft_model.get_base_model())  # type: ignore[operator]
     ids = torch.arange(8)[None]

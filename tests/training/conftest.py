@@ -7,15 +7,16 @@ import pytest
 from tests.support.models import quantized, tiny_llama
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the test module, with a Llama of 2 layers in `original`, quantized in `nf4`."""
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 2 layers in NF4, one for all test modules. Never change it."""
     folder = tmp_path_factory.mktemp("training")
-    quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
-    return folder
+    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
 @pytest.fixture(scope="module")
-def base(folder: Path) -> Path:
-    """The quantized tiny Llama of the test module."""
-    return folder / "nf4"
+def folder(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test module, in which `nf4` is the base."""
+    folder = tmp_path_factory.mktemp("module")
+    (folder / "nf4").symlink_to(base)
+    return folder

@@ -17,7 +17,6 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from tests.support.models import quantized, tiny_llama
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.distributed.world import die_with_parent
@@ -170,12 +169,6 @@ def test_process_that_hangs_is_named_and_all_are_stopped(tmp_path, temporary, be
     assert re.search(f"process 1 of 2 {state}", message)
     assert "the others wait: process 0 is at" in message
     assert "gloo:all_reduce" in message
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    return quantized(tiny_llama(folder / "original"), folder / "nf4")
 
 
 @pytest.mark.parametrize(

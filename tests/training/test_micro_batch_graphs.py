@@ -10,7 +10,7 @@ import torch
 
 from tests.support.captures import ALONE, Captures, Function
 from tests.support.families import tiny_family
-from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.models import adapted, quantized, random_store
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.documents import documents_of
@@ -22,12 +22,6 @@ from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, Replay, forward_backward
 
 SLOPE = torch.tensor(0.25)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    return quantized(tiny_llama(folder / "original"), folder / "nf4")
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text", "falcon_h1"])

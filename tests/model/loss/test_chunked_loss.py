@@ -1,11 +1,13 @@
 """The chunked loss against torch's cross-entropy, and which positions count."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from tests.support.models import VOCAB, adapted, quantized, tiny_llama
+from tests.support.models import VOCAB, adapted
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.kernels.loss.head_matmul import frozen_logits, head_product, with_aligned_rows
@@ -117,10 +119,8 @@ def test_head_is_scaled_and_capped_as_its_family_does(config, scale, softcap):
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> CausalLMForTraining:
-    folder = tmp_path_factory.mktemp("loss")
-    base = quantized(tiny_llama(folder / "original"), folder / "nf4")
-    return adapted(base, r=2)
+def training(tiny_base: Path) -> CausalLMForTraining:
+    return adapted(tiny_base, r=2)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
