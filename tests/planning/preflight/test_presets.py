@@ -23,7 +23,7 @@ from tests.support.preset_texts import (
 from tests.support.recordings import forked_recordings
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.planning.preflight.decision import Decision
-from workflow.lib.settings.config import Config, RunConfig, is_hub_id, load_config, merge
+from workflow.lib.settings.config import Config, is_hub_id, load_config, merge
 
 # Recordings of these take as long as those of all others: `python -m tests.support.preset_texts`
 # writes the lines of all.
@@ -117,15 +117,6 @@ def test_model_has_as_many_parameters_as_published(name, billions):
     shape = shape_of(PROMISES[name].model)
     total = shape.quantized_weights + shape.plain_weights
     assert math.isclose(total / 1e9, billions, rel_tol=1e-3)
-
-
-def test_70b_on_two_small_gpus_fits_because_what_waits_leaves_for_the_host():
-    """What its preset says."""
-    promise = PROMISES["llama2-70b-2x24gb"]
-    stay = {"offload_activations": False, "offload_layers": 0}
-    run = RunConfig.model_validate({"hardware": stay, "data": {"seq_len": 2048}})
-    with forked_recordings() as process:
-        assert not decided(promise, run, process).fits
 
 
 def test_demo_sweep_crosses_three_ranks_with_two_learning_rates():
