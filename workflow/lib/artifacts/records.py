@@ -15,17 +15,12 @@ Interval = tuple[float, float]
 
 
 class Record(BaseModel):
-    """Base of all records: frozen, strict types, finite numbers, further fields ignored.
-
-    Values are kept as they are: no rounding, no conversion. A field with a default may be missing
-    in a file; the docstring below a field is its description."""
+    """Base of all records: frozen, strict types, finite numbers, further fields ignored. Values are
+    kept as they are: no rounding, no conversion. A field with a default may be missing in a file;
+    the docstring below a field is its description."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="ignore",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     advice: ClassVar[str] = "Run the stage that writes it again."

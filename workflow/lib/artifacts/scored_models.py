@@ -58,10 +58,8 @@ class ScoredModel:
 
 
 def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:
-    """Return the scored model of each run that reads scores.
-
-    Raises `UserError` for a name that is nothing, and for runs that wait for each other.
-    """
+    """Return the scored model of each run that reads scores. Raises `UserError` for a name that is
+    nothing, and for runs that wait for each other."""
     found = {name: model for name in runs if (model := _scored(name, runs)) is not None}
     _check_order(runs, {name: model.named for name, model in found.items()})
     return found

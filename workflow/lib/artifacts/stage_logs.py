@@ -20,11 +20,9 @@ BEGUN, ENDED = "the stage has begun", "the stage has ended"
 
 def failure_causes(folder: Path, *, since: float) -> list[str]:
     """Return one line per log below `folder` that was written after `since` (Unix seconds) and ends
-    in trouble, or in the middle.
-
-    Of a message of several lines (a table, a traceback) the first and the last are kept. A log that
-    is from the future is not of this
-    invocation: the clock has jumped."""
+    in trouble, or in the middle. Of a message of several lines (a table, a traceback) the first and
+    the last are kept. A log that is from the future is not of this invocation: the clock has
+    jumped."""
     until = time.time() + CLOCKS_DIFFER_S
     logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
     causes = ((path, _cause(list(_records(path)))) for path in logs)
@@ -39,9 +37,8 @@ def from_the_future(paths: Iterable[Path]) -> str | None:
         return None
     return (
         f"files of {', '.join(map(str, late))} are from the future: the clock was put back, or "
-        "another machine's is ahead. Snakemake refuses what "
-        f"is made from them. This mends it: find -L {shlex.join(map(str, late))} -type f -exec "
-        f"touch {{}} +"
+        "another machine's is ahead. Snakemake refuses what is made from them. This mends it: find "
+        f"-L {shlex.join(map(str, late))} -type f -exec touch {{}} +"
     )
 
 
@@ -57,18 +54,15 @@ def _cause(records: list[tuple[str, list[str]]]) -> str | None:
         return None
     return (
         f"the stage ended without a word; the last was: {_shortened(records[-1][1])}. It was "
-        "killed from outside, or by the "
-        "kernel for lack of memory (`dmesg` tells). Repeat the command to continue from what is "
-        "finished."
+        "killed from outside, or by the kernel for lack of memory (`dmesg` tells). Repeat the "
+        "command to continue from what is finished."
     )
 
 
 def _first_hand(records: list[tuple[str, list[str]]]) -> list[str]:
     """Return the last error since the stage began that is not another machine's consequence, or
-    else what comes last.
-
-    The launchers of several machines share a log: that of the machine that failed may not be the
-    last to write there, and the others may be told to stop because of it."""
+    else what comes last. The launchers of several machines share a log: that of the machine that
+    failed may not be the last to write there, and the others may be told to stop because of it."""
     begins = [n for n, (_, lines) in enumerate(records) if lines[0] == BEGUN]
     since = records[begins[-1] :] if begins else records[-1:]
     errors = [lines for level, lines in since if level in ("ERROR", "CRITICAL")]

@@ -26,10 +26,8 @@ OF_BASE = {"model": ("source", "revision"), "quantize": None}
 
 def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
     """Return the runs, each with the run that it starts from and with the `lora` settings of the
-    adapter that it continues.
-
-    Raises `UserError` for a start that is nothing, in a circle, of another base, or of settings
-    that the run contradicts."""
+    adapter that it continues. Raises `UserError` for a start that is nothing, in a circle, of
+    another base, or of settings that the run contradicts."""
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
         done[name] = _started(name, runs, done)

@@ -11,9 +11,8 @@ from workflow.lib.system.files import file_sha256, short_hash
 
 def trained_content(manifest: Path, base: Path, start: Path | None = None) -> str:
     """Return a short hash of the training tokens, of the base's weights and config, and of the
-    weights in the folder of the adapter that the run starts from.
-
-    Raises `UserError` if the record of either is damaged."""
+    weights in the folder of the adapter that the run starts from. Raises `UserError` if the record
+    of either is damaged."""
     tokens = read_artifact(manifest).get("files")
     if not isinstance(tokens, dict):
         raise damaged(manifest.parent, manifest.name, "lacks checksums")

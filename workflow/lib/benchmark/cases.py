@@ -159,9 +159,8 @@ def _sizes(document: Any, *, where: str) -> BenchmarkConfig:
 
 
 def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
-    """Return what is to be measured, in order; num_gpus: those that this machine shows.
-
-    Raises `UserError` for an unknown case, and for a list of cases that cannot be read."""
+    """Return what is to be measured, in order; num_gpus: those that this machine shows. Raises
+    `UserError` for an unknown case, and for a list of cases that cannot be read."""
     entries = read_cases(benchmark.cases_file)
     on_gpus = benchmark.device == "auto" and num_gpus > 0
     counts = benchmark.processes

@@ -246,9 +246,8 @@ class Watch:
         if missing and late.facts.phase in (STARTING, JOINING):
             return (
                 f"process {missing[0]} of {self._size} hangs before it has begun its work: the "
-                "others have waited "
-                f"for it for {quiet_s:.0f} s. A disk that does not answer while Python starts, or "
-                "a stopped process?"
+                f"others have waited for it for {quiet_s:.0f} s. A disk that does not answer while "
+                "Python starts, or a stopped process?"
             )
         culprit = self._culprit()
         if len(self._ranks) < self._size and all(s.facts.waits for s in self._seen.values()):

@@ -26,10 +26,8 @@ def fitting_batch_size(
     setting: int | str, *, config: Any, device: torch.device, tokens: int, keeps_cache: bool = False
 ) -> int:
     """Return how many sequences of `tokens` tokens to try first: `setting` itself, or for `auto`
-    what should fit.
-
-    config: the model's. `keeps_cache`: generation, which keeps keys and values of every layer. A
-    power of two."""
+    what should fit. config: the model's. `keeps_cache`: generation, which keeps keys and values of
+    every layer. A power of two."""
     if setting != "auto":
         return int(setting)
     of_one = tokens * token_bytes(config, keeps_cache=keeps_cache)
@@ -38,9 +36,8 @@ def fitting_batch_size(
 
 
 def token_bytes(config: Any, *, keeps_cache: bool) -> int:
-    """Return about how many bytes one token needs in an evaluation forward, weights left out.
-
-    4 bytes a value: six vectors of the hidden size and three of the MLP's live at once in a layer;
+    """Return about how many bytes one token needs in an evaluation forward, weights left out. 4
+    bytes a value: six vectors of the hidden size and three of the MLP's live at once in a layer;
     logits, their log-softmax and one temporary (a task scores every position); keys and values of
     all layers where they are kept."""
     text = config.get_text_config()
@@ -62,12 +59,9 @@ def free_bytes(device: torch.device) -> int:
 
 def halving(compute: Callable[[int], T], *, start: int, what: str, collective: bool = False) -> T:
     """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that does not run out
-    of memory.
-
-    what: the part of the evaluation, for the log. collective: forwards are, so that the others wait
-    within the one
-    that failed here: `BatchMemoryError` asks `restarting` for a new start. Raises `UserError` if
-    one sequence does not fit."""
+    of memory. what: the part of the evaluation, for the log. collective: forwards are, so that the
+    others wait within the one that failed here: `BatchMemoryError` asks `restarting` for a new
+    start. Raises `UserError` if one sequence does not fit."""
     size = start
     while True:
         try:
@@ -94,9 +88,7 @@ def halving(compute: Callable[[int], T], *, start: int, what: str, collective: b
 
 def restarting(launch: Callable[[int | None], None]) -> None:
     """Call `launch(None)`, and if processes in step run out of memory, again with half the batch at
-    most.
-
-    What they finished before is archived, so only the rest is measured again."""
+    most. What they finished before is archived, so only the rest is measured again."""
     most = None
     while True:
         try:

@@ -16,8 +16,7 @@ def _words(text: str) -> frozenset[str]:
 
 METRICS = _words(
     "acc acc_all acc_bytes acc_mutual_info acc_norm bits_per_byte bleu brier_score bypass "
-    "byte_perplexity chrf chrf++ exact_match f1 likelihood mcc perplexity ter "
-    "word_perplexity"
+    "byte_perplexity chrf chrf++ exact_match f1 likelihood mcc perplexity ter word_perplexity"
 )
 AGGREGATIONS = _words(
     "bits_per_byte bleu brier_score bypass chrf chrf++ f1 matthews_corrcoef mean median nanmean "

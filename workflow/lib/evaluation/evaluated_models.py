@@ -80,9 +80,8 @@ def source_files(
     folder: Path, *, world: World | None = None, moved: Callable[[], None] = lambda: None
 ) -> list[RecordedFile]:
     """Return the files of the original that its numbers depend on, with their SHA-256. Collective.
-
-    Those of a download are held to its record; a user's own are hashed now.
-    Raises `UserError` if one is damaged."""
+    Those of a download are held to its record; a user's own are hashed now. Raises `UserError` if
+    one is damaged."""
     recorded = [file for file in downloaded_files(folder) if _counts(file.name)]
     if recorded:
         check_recorded(recorded, world=world, moved=moved)
@@ -109,11 +108,9 @@ def subjects(
     streamed: bool = False,
 ) -> list[Subject]:
     """Return the named subjects, in the order in which they are best loaded; nothing is loaded yet.
-
     options: of `load_options`; sources: `source_files` of the original, if it is measured; shards:
     the processes over which the weights are sharded, None for a whole copy; streamed: the original
-    is larger than memory.
-    Raises `UserError` if a folder is not finished."""
+    is larger than memory. Raises `UserError` if a folder is not finished."""
     loading, memory = Loading(options, shards), _Memory()
     base, adapter = listed_files(folders.base), listed_files(folders.adapter)
     known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}

@@ -85,10 +85,9 @@ class LlamaCppServer:
     def log_probability(
         self, prompt: list[int], target: int, *, vocab_size: int
     ) -> tuple[float, int]:
-        """Return (log p of `target` after a prompt, the most likely token).
-
-        Of a token that is part of a character, the server (of 2026-10) returns nothing where it is
-        the one that is written: then a letter is, and the target is looked up among all tokens."""
+        """Return (log p of `target` after a prompt, the most likely token). Of a token that is part
+        of a character, the server (of 2026-10) returns nothing where it is the one that is written:
+        then a letter is, and the target is looked up among all tokens."""
         if found := self._probabilities(prompt, written=target, count=1):
             return float(found["logprob"]), found["top_logprobs"][0]["id"]
         candidates = self._probabilities(prompt, written=self._letter, count=vocab_size)
@@ -97,9 +96,8 @@ class LlamaCppServer:
 
     def _probabilities(self, prompt: list[int], *, written: int, count: int) -> dict[str, Any]:
         """Return what the server says of the token that it is made to write and of the `count` most
-        likely ones; nothing where that token is part of a character.
-
-        It is made to by a bias, and the probabilities are those before the bias."""
+        likely ones; nothing where that token is part of a character. It is made to by a bias, and
+        the probabilities are those before the bias."""
         found = self._ask(
             "/completion",
             prompt=prompt,

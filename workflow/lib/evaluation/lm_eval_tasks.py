@@ -49,11 +49,9 @@ def load_tasks(
     trained_template_sha256: str | None,
 ) -> dict[str, LoadedTasks]:
     """Load every task of `evaluate.tasks` with its data; a group's or tag's members come under its
-    name.
-
-    `trained_template_sha256`: digest of the chat template that made the tokens; None for plain
-    text. Raises `UserError` for an unknown task, one whose file or data cannot be loaded, and one
-    that cannot run as the settings say."""
+    name. `trained_template_sha256`: digest of the chat template that made the tokens; None for
+    plain text. Raises `UserError` for an unknown task, one whose file or data cannot be loaded, and
+    one that cannot run as the settings say."""
     check_interfaces("lm_eval")
     sandbox_task_templates()
     if settings.tasks_dir and not settings.task_code:
@@ -79,10 +77,8 @@ def task_facts(
     tasks: LoadedTasks, *, settings: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return what the scores of loaded tasks depend on besides the model: a JSON value for
-    `archive`.
-
-    Definitions and items count by content, so a task file or its data edited in place is run again;
-    so do Python files of `evaluate.tasks_dir`, whose functions a definition may call."""
+    `archive`. Definitions and items count by content, so a task file or its data edited in place is
+    run again; so do Python files of `evaluate.tasks_dir`, whose functions a definition may call."""
     folder = settings.tasks_dir
     code = sorted(Path(folder).rglob("*.py")) if folder else []
     template = tokenizer.chat_template if settings.apply_chat_template else None
@@ -93,8 +89,7 @@ def task_facts(
         "chat_template": template,
         "lm_eval": lm_eval.__version__,
         **settings.model_dump(
-            mode="json",
-            include={"num_fewshot", "task_limit", "bootstrap_resamples", "seed"},
+            mode="json", include={"num_fewshot", "task_limit", "bootstrap_resamples", "seed"}
         ),
     }
 
@@ -169,9 +164,7 @@ def run_tasks(
     world: World | None = None,
 ) -> TaskScores:
     """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by
-    `evaluate.seed`.
-
-    Collective over `world`, whose processes share the requests; None = alone."""
+    `evaluate.seed`. Collective over `world`, whose processes share the requests; None = alone."""
     _seed(settings.seed, tasks)
     results = lm_eval.evaluate(
         lm=SharingHFLM(model, tokenizer, batch_size=settings.batch_size, world=world),

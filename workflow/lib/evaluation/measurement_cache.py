@@ -16,12 +16,7 @@ from typing import Any
 
 from workflow.lib.system.artifact_files import said
 from workflow.lib.system.checksums import RecordedFile
-from workflow.lib.system.files import (
-    provenance,
-    read_checked_json,
-    short_hash,
-    write_checked_json,
-)
+from workflow.lib.system.files import provenance, read_checked_json, short_hash, write_checked_json
 
 logger = logging.getLogger("workflow")
 
@@ -31,9 +26,8 @@ UNMEASURED = ("README.md", "quantization.json")
 
 
 def content_key(*models: Sequence[RecordedFile]) -> str:
-    """Return a short hash of the content of models, from the recorded SHA-256 of their files.
-
-    The files must have been checked against it (`work_sharing.check_recorded`)."""
+    """Return a short hash of the content of models, from the recorded SHA-256 of their files. The
+    files must have been checked against it (`work_sharing.check_recorded`)."""
     return short_hash(
         [[f"{f.sha256}  {f.name}" for f in files if f.name not in UNMEASURED] for files in models]
     )

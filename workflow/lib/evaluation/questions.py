@@ -51,10 +51,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Questions:
-    """What all subjects are asked.
-
-    `losses_of`: documents whose loss is measured, by number; may be none. `sources`: where each of
-    these is from."""
+    """What all subjects are asked. `losses_of`: documents whose loss is measured, by number; may be
+    none. `sources`: where each of these is from."""
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase
@@ -77,9 +75,7 @@ class Part:
 @dataclass(frozen=True)
 class Measurement:
     """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by
-    prompt.
-
-    `drawn`: the answers at a temperature; empty if none were asked for."""
+    prompt. `drawn`: the answers at a temperature; empty if none were asked for."""
 
     losses: list[tuple[float, int]]
     tasks: TaskScores
@@ -90,11 +86,9 @@ class Measurement:
 def prepare(
     store: TokenStore, *, tokenizer: PreTrainedTokenizerBase, settings: EvaluateConfig
 ) -> Questions:
-    """Choose documents and prompts and load the tasks.
-
-    Raises `UserError` if a task cannot run (`lm_eval_tasks.load_tasks`), or if the held-out loss is
-    asked for
-    and fewer than two documents have trained tokens: there would be no interval."""
+    """Choose documents and prompts and load the tasks. Raises `UserError` if a task cannot run
+    (`lm_eval_tasks.load_tasks`), or if the held-out loss is asked for and fewer than two documents
+    have trained tokens: there would be no interval."""
     documents = store.heldout_documents()
     chosen = choose_documents(documents, at_most=settings.max_documents, seed=settings.seed)
     if settings.heldout and len(chosen) < 2:
@@ -223,11 +217,10 @@ def measure(
     machine: dict[str, Any],
     world: World | None = None,
 ) -> tuple[Measurement, list[str]]:
-    """Return what the subject answers, and the names of the parts that were measured now.
-
-    machine: what the numbers depend on besides subject and part (types, attention, package
-    versions). The subject is opened only if a part is not archived. Collective over `world`: only
-    the main process reads and writes files."""
+    """Return what the subject answers, and the names of the parts that were measured now. machine:
+    what the numbers depend on besides subject and part (types, attention, package versions). The
+    subject is opened only if a part is not archived. Collective over `world`: only the main process
+    reads and writes files."""
     is_main = world is None or world.is_main
     asked = [part for part in asked if part.name == HELDOUT or not subject.streamed]
     values = agreed(

@@ -37,7 +37,6 @@ def evaluations(
     quantized_by: str | None = None,
 ) -> dict[SubjectName, Evaluation]:
     """Return the artifacts of all subjects by name, in the order in which they are shown.
-
     four_bits: of a calibrated base; quantized_by: of `four_bits.method_of`."""
     shown = [name for name in SUBJECTS if name in measured]
     provenance = Provenance.now()

@@ -43,9 +43,7 @@ def choose_prompts(
     documents: Sequence[Document], numbers: Sequence[int], *, count: int, seed: int
 ) -> list[Prompt]:
     """Return at most `count` prompts, drawn by `seed` from the documents of these numbers, in
-    order.
-
-    Each of these documents has trained tokens."""
+    order. Each of these documents has trained tokens."""
     generator = np.random.default_rng(seed)
     drawn = generator.choice(len(numbers), size=min(count, len(numbers)), replace=False)
     return [_cut(documents[number], number) for number in sorted(numbers[i] for i in drawn)]
@@ -65,10 +63,9 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     model: PeftModel | PreTrainedModel,
 ) -> list[int]:
-    """Return the tokens that end an answer.
-
-    The end tokens of tokenizer and model, and the special tokens that end the references: a chat
-    template may close a turn with another token than the tokenizer's `eos_token`."""
+    """Return the tokens that end an answer. The end tokens of tokenizer and model, and the special
+    tokens that end the references: a chat template may close a turn with another token than the
+    tokenizer's `eos_token`."""
     config: GenerationConfig | None = model.generation_config
     named = [tokenizer.eos_token_id, None if config is None else config.eos_token_id]
     ids = {i for value in named for i in (value if isinstance(value, list) else [value])}

@@ -39,9 +39,7 @@ def environment(settings: EvaluateConfig) -> dict[str, str]:
 
 def local_task_names(tasks_dir: str | None) -> set[str]:
     """Return the names of tasks, groups and tags defined in the folder's YAML files; none for no
-    folder.
-
-    Raises `UserError` if the folder does not exist or a file is not YAML."""
+    folder. Raises `UserError` if the folder does not exist or a file is not YAML."""
     if tasks_dir is None:
         return set()
     folder = Path(tasks_dir)
@@ -83,10 +81,9 @@ def _names(keys: dict[str, list[str]]) -> set[str]:
 
 
 def refuse_code(tasks_dir: str) -> None:
-    """Raise `UserError` if a task file of the folder, or one that it includes, may run Python.
-
-    That is a tag such as `!function`, and whatever `code_free_tasks` does not know. Templates in
-    the files are another matter: `task_templates` keeps them in."""
+    """Raise `UserError` if a task file of the folder, or one that it includes, may run Python. That
+    is a tag such as `!function`, and whatever `code_free_tasks` does not know. Templates in the
+    files are another matter: `task_templates` keeps them in."""
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
     while waiting:
         file = waiting.pop().resolve()
@@ -124,10 +121,9 @@ def _code_error(file: Path, code: str, tasks_dir: str) -> UserError:
 
 def check_tasks(settings: EvaluateConfig) -> None:
     """Raise `UserError` for a task that does not exist or cannot run, and for a requirement that no
-    task measures, before anything is trained.
-
-    Reads definitions alone: neither the network nor data. Where every task is local, without code
-    and as it is defined, there is nothing to ask the harness, whose import takes seconds."""
+    task measures, before anything is trained. Reads definitions alone: neither the network nor
+    data. Where every task is local, without code and as it is defined, there is nothing to ask the
+    harness, whose import takes seconds."""
     required = [name for name in settings.require if name != HELDOUT_LOSS]
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
     if not (
@@ -196,9 +192,8 @@ def refuse_unrunnable(
 
 def known_tasks(settings: EvaluateConfig) -> "TaskManager":
     """Return the harness' index of tasks: those of the folder, and where `evaluate.tasks` names
-    others, those of the harness, whose thousands of files take seconds to read.
-
-    Raises `UserError` for a task of `evaluate.tasks` that is in neither."""
+    others, those of the harness, whose thousands of files take seconds to read. Raises `UserError`
+    for a task of `evaluate.tasks` that is in neither."""
     with importing():
         from lm_eval import __version__
         from lm_eval.tasks import TaskManager
@@ -228,10 +223,8 @@ def unknown_task(
 def _members(
     name: str, index: Mapping[str, Mapping[str, Any]], tagged: Mapping[str, Collection[str]]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the definition of a task; or of a group or tag and all below it, by name.
-
-    index: definitions; tagged: the tasks of tags. What a group says goes before what its members
-    say."""
+    """Return the definition of a task; or of a group or tag and all below it, by name. index:
+    definitions; tagged: the tasks of tags. What a group says goes before what its members say."""
     found: dict[str, Mapping[str, Any]] = {}
     waiting: list[tuple[Any, dict[str, Any]]] = [(name, {})]
     while waiting:

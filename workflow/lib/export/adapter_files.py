@@ -57,8 +57,7 @@ def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
     except (OSError, DamagedError) as error:
         raise UserError(
             f"the sharded adapter in {folder} cannot be read ({error}). Train again: delete that "
-            "folder and repeat "
-            "the command; it continues from the last checkpoint."
+            "folder and repeat the command; it continues from the last checkpoint."
         ) from None
     check_adapter(tensors)
     return tensors
@@ -173,12 +172,10 @@ def check_conversations(folder: Path, probes: list[Probe]) -> None:
         if (ids := _written(tokenizer, probe)) != probe.ids:
             raise UserError(
                 f"the tokenizer exported to {folder} writes {probe.described} as "
-                f"{tokenizer.decode(ids)!r}, "
-                f"but trained was {tokenizer.decode(probe.ids)!r} (or the same text in other "
-                "tokens). "
-                "Nothing is exported. If model.source or Transformers has changed since the tokens "
-                "were made, "
-                "delete their folder and repeat the command."
+                f"{tokenizer.decode(ids)!r}, but trained was {tokenizer.decode(probe.ids)!r} (or "
+                "the same text in other tokens). Nothing is exported. If model.source or "
+                "Transformers has changed since the tokens were made, delete their folder and "
+                "repeat the command."
             )
 
 
@@ -210,12 +207,11 @@ def merged_tensors(
     module's own where it was trained whole.
 
     The names are those of the original's files; `module_name` returns the model's name for one
-    (`converted_reader.ModuleNames`). Stacks of experts are left out (`merged_stacks`).
-    left: stored names of what the model has no part for, or what text never passes, which is handed
-    on as it is stored (what is packed is decoded, as all else).
-    onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
-    rounded once. What is not quantized stays in fp32 in a 16-bit checkpoint.
-    Raises `UserError` if an adapter belongs to no tensor of the model."""
+    (`converted_reader.ModuleNames`). Stacks of experts are left out (`merged_stacks`). left: stored
+    names of what the model has no part for, or what text never passes, which is handed on as it is
+    stored (what is packed is decoded, as all else). onto: `dequantized` (the weights that were
+    trained on) or `original`. The sum is in fp32, rounded once. What is not quantized stays in fp32
+    in a 16-bit checkpoint. Raises `UserError` if an adapter belongs to no tensor of the model."""
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
     untouched = frozenset(left)

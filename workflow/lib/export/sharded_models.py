@@ -55,11 +55,9 @@ def load_sharded_adapter(
     folder: Path, adapter: Path, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PeftModel:
     """Return the base in `folder` with the exported adapter on it, as `load_sharded_base`.
-    Collective.
-
-    PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`), which has the
-    adapter.
-    Raises `UserError` also if adapter and model do not fit tensor by tensor."""
+    Collective. PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`),
+    which has the adapter. Raises `UserError` also if adapter and model do not fit tensor by
+    tensor."""
     check_whole(folder)
     check_whole(adapter, single=ADAPTER_WEIGHTS)
     model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)

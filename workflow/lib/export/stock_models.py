@@ -52,11 +52,9 @@ def load_base(
     base_dir: Path, *, device: torch.device, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """Load an NF4 checkpoint folder in evaluation mode, its 4-bit linears computing in
-    `compute_dtype`.
-
-    `cuda` without an index fills the visible GPUs one after the other, so a model larger than one
-    GPU still loads; an index pins it to that one. Raises `UserError` if the folder does not hold
-    every tensor of the model in its shape, or if the GPUs cannot hold it."""
+    `compute_dtype`. `cuda` without an index fills the visible GPUs one after the other, so a model
+    larger than one GPU still loads; an index pins it to that one. Raises `UserError` if the folder
+    does not hold every tensor of the model in its shape, or if the GPUs cannot hold it."""
     if not (base_dir / "config.json").is_file():
         raise UserError(f"{base_dir} holds no model (config.json is not there).")
     check_interfaces(*OF_MODELS)
@@ -131,8 +129,7 @@ def _from_pretrained(
             raise
         raise UserError(
             f"The visible GPUs cannot hold {base_dir}: part of it would go to the CPU, where 4-bit "
-            "layers of "
-            "a GPU model cannot run. Free GPU memory, or show the process more GPUs."
+            "layers of a GPU model cannot run. Free GPU memory, or show the process more GPUs."
         ) from error
     model, report = loaded
     return model, report

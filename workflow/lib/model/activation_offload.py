@@ -125,10 +125,8 @@ class ActivationOffload:
         self._present = sum(saved.num_bytes for saved in self._leaving)
 
     def _begin(self) -> None:
-        """Take back the buffers of the pass before.
-
-        Its last copies from them may not have run yet. New ones into them come behind, on the same
-        stream."""
+        """Take back the buffers of the pass before. Its last copies from them may not have run yet.
+        New ones into them come behind, on the same stream."""
         for saved in self._saved:
             self._free.setdefault(saved.num_bytes, []).append(saved.host)
         self._saved, self._known = [], {}
@@ -153,10 +151,9 @@ class ActivationOffload:
         return View(saved, tensor.dtype, tensor.shape, tensor.stride())
 
     def _send(self, tensor: torch.Tensor) -> _Saved:
-        """Start the copy of a tensor without gaps to the host.
-
-        `values` holds its memory until `_make_room` has waited for the copy. So the allocator gives
-        it to nobody while it is read, without `record_stream`, which would return it late."""
+        """Start the copy of a tensor without gaps to the host. `values` holds its memory until
+        `_make_room` has waited for the copy. So the allocator gives it to nobody while it is read,
+        without `record_stream`, which would return it late."""
         values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         saved = _Saved(
             len(self._saved), self._buffer(values.numel()), values=values, version=values._version
@@ -223,9 +220,8 @@ class ActivationOffload:
             self._next -= 1
 
     def _fetch(self, saved: _Saved) -> None:
-        """Start the copy to the device, into memory of the computing stream.
-
-        That stream waits for the copy before it uses the values, so also before it frees them."""
+        """Start the copy to the device, into memory of the computing stream. That stream waits for
+        the copy before it uses the values, so also before it frees them."""
         saved.values = torch.empty_like(saved.host, device=self.device, pin_memory=False)
         saved.fetched = self._copy(saved.values, saved.host)
         saved.version = saved.values._version

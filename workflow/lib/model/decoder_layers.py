@@ -18,8 +18,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if not layers:
         raise UserError(
             f"{type(model).__name__} names no decoder layer class (_no_split_modules): this model "
-            "family "
-            "cannot be sharded. Choose another model.source."
+            "family cannot be sharded. Choose another model.source."
         )
     return layers
 

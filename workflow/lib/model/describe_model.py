@@ -122,11 +122,9 @@ def describe_folder(folder: Path) -> ModelShape:
 
 def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
     """Describe the model that a config.json alone promises, stored in bf16 unless it says
-    otherwise.
-
-    `origin` names the document in messages. Raises `UserError` for what is no causal language
-    model, cannot be built, or has parts whose memory is not known. From then on this process
-    computes recurrent layers by their torch code (`compute_by_torch_code`)."""
+    otherwise. `origin` names the document in messages. Raises `UserError` for what is no causal
+    language model, cannot be built, or has parts whose memory is not known. From then on this
+    process computes recurrent layers by their torch code (`compute_by_torch_code`)."""
     compute_by_torch_code()
     config = without_quantization(config, origin)
     part = text_part(config)
@@ -190,9 +188,8 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
 
 
 def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) -> PretrainedConfig:
-    """Return the configuration of the model, as Transformers completes it.
-
-    part: of it that describes the decoder."""
+    """Return the configuration of the model, as Transformers completes it. part: of it that
+    describes the decoder."""
     kind = CONFIG_MAPPING[config["model_type"]]
     inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
     aliases = getattr(inner, "attribute_map", {})
@@ -213,9 +210,8 @@ def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) ->
     whole = kind.from_dict(with_infinities(config))
     if not is_built(whole):
         raise UserError(
-            f"{origin}: model_type = {whole.model_type!r}: Transformers "
-            f"{transformers.__version__} has no causal language model of this type. "
-            "Choose another model.source."
+            f"{origin}: model_type = {whole.model_type!r}: Transformers {transformers.__version__} "
+            "has no causal language model of this type. Choose another model.source."
         )
     tie = "tie_word_embeddings"
     if part.get(tie) is False and tie not in config:

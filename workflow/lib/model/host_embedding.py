@@ -95,10 +95,7 @@ class StoredRows:
     def on_host(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows (n, hidden) of ids (n,), both on the host; page-locked for a GPU."""
         rows = torch.empty(
-            len(ids),
-            self._table.shape[1],
-            dtype=self._dtype,
-            pin_memory=self._device.type in GPUS,
+            len(ids), self._table.shape[1], dtype=self._dtype, pin_memory=self._device.type in GPUS
         )
         if self._table.dtype == self._dtype:
             torch.index_select(self._table, 0, ids, out=rows)

@@ -43,11 +43,7 @@ HAS_ITS_VALUE = "_is_hf_initialized"
 
 
 def build_on_meta(
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    attention: str = "eager",
-    attention_dropout: bool = True,
+    folder: Path, *, dtype: torch.dtype, attention: str = "eager", attention_dropout: bool = True
 ) -> PreTrainedModel:
     """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`:
     embedding and head are tied as it ties them, and its configuration speaks of quantization only
@@ -77,13 +73,11 @@ def build_on_meta(
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{folder}/config.json describes a model that is code of its own repository, which "
-                "is never run. "
-                "Choose a model.source that Transformers knows."
+                "is never run. Choose a model.source that Transformers knows."
             ) from None
         raise UserError(
             f"{folder}/config.json does not describe a causal language model that Transformers can "
-            "build with "
-            f"{attention} attention ({error}). Check model.source and model.attention."
+            f"build with {attention} attention ({error}). Check model.source and model.attention."
         ) from None
 
 
@@ -109,10 +103,9 @@ def build_nf4_on_meta(
     folder: Path, *, compute_dtype: torch.dtype, attention: str, attention_dropout: bool = True
 ) -> PreTrainedModel:
     """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything
-    frozen. attention, attention_dropout: as in `build_on_meta`.
-
-    Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not
-    correspond, or the installed packages lack what is used of them."""
+    frozen. attention, attention_dropout: as in `build_on_meta`. Raises `UserError` if the
+    checkpoint's quantized tensors and the model's linears do not correspond, or the installed
+    packages lack what is used of them."""
     check_interfaces(*OF_MODELS)
     model = build_on_meta(
         folder, dtype=compute_dtype, attention=attention, attention_dropout=attention_dropout
@@ -139,10 +132,9 @@ def replace_linears_(
     model: PreTrainedModel, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
 ) -> PreTrainedModel:
     """Put an `NF4Linear` in the place of every linear of a meta-device model that has a spec, by
-    path, and `FusedExperts` in that of experts; freeze everything; return the model.
-
-    Raises `UserError` for a path at which there are no weights of the spec's shape, or experts that
-    are not supported."""
+    path, and `FusedExperts` in that of experts; freeze everything; return the model. Raises
+    `UserError` for a path at which there are no weights of the spec's shape, or experts that are
+    not supported."""
     experts: dict[str, dict[str, NF4Spec]] = {}
     for path, spec in specs.items():
         if spec.experts > 1:
@@ -175,9 +167,8 @@ def _linear_at(model: nn.Module, path: str, shape: tuple[int, int]) -> nn.Linear
     if not isinstance(module, nn.Linear) or (module.out_features, module.in_features) != shape:
         raise UserError(
             f"the NF4 checkpoint has a quantized weight {path} of shape {shape} that the model has "
-            "not: "
-            "it belongs to another model. Delete its folder below results/base to have it made "
-            "again."
+            "not: it belongs to another model. Delete its folder below results/base to have it "
+            "made again."
         )
     return module
 
@@ -186,10 +177,8 @@ def materialize_(
     model: nn.Module, *, transformers_model: PreTrainedModel, device: torch.device
 ) -> None:
     """Allocate all parameters (sharded ones: the local shard) and compute the buffers that no
-    checkpoint stores.
-
-    Raises `UserError` if the model family has a buffer that its `_init_weights` does not compute.
-    """
+    checkpoint stores. Raises `UserError` if the model family has a buffer that its `_init_weights`
+    does not compute."""
     allocate_(model, device=device)
     compute_buffers_(transformers_model, transformers_model)
 
@@ -215,11 +204,10 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> None:
     """Let the model family compute the non-persistent buffers of a part of its model, twice: one
-    that it does not compute keeps what was there.
-
-    A family computes them with the module that has them, or with one around it (Falcon-H1's
-    decoder does it for all of its layers). The family is that of the innermost model around the
-    module: the text part of a multimodal model has its own (PaliGemma)."""
+    that it does not compute keeps what was there. A family computes them with the module that has
+    them, or with one around it (Falcon-H1's decoder does it for all of its layers). The family is
+    that of the innermost model around the module: the text part of a multimodal model has its own
+    (PaliGemma)."""
     for module in part.modules():
         missing = {
             name: buffer
@@ -294,7 +282,6 @@ def load_weights_(
     reader: CheckpointReader | None = None,
 ) -> int:
     """Fill every frozen parameter's local slice, and every stored buffer, from the NF4 checkpoint.
-
     Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises
     `UserError` if the checkpoint lacks a tensor. `model` is the Transformers model inside any PEFT
     wrapper; adapters are left alone. reader: of the folder, if its names are not the model's."""

@@ -58,10 +58,7 @@ class OneByOne:
 
 
 def _joined(
-    documents: Documents,
-    outputs: Sequence[Any],
-    inputs: Sequence[torch.Tensor],
-    rows: torch.Size,
+    documents: Documents, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], rows: torch.Size
 ) -> Any:
     """Return in packed rows what a layer made by group; of a cache and the like the first."""
     if isinstance(outputs[0], tuple):
@@ -131,10 +128,9 @@ class PreparedDecoder:
         documents: Documents | None = None,
     ) -> dict[str, Any]:
         """Return what decoder or causal LM is called with next for packed rows; recurrent layers
-        are told their documents.
-
-        input_ids, position_ids: (rows, seq_len) int64, a position 0 starts a document. bounds,
-        documents: as in `MicroBatch`; None: found from the positions, for which the host waits."""
+        are told their documents. input_ids, position_ids: (rows, seq_len) int64, a position 0
+        starts a document. bounds, documents: as in `MicroBatch`; None: found from the positions,
+        for which the host waits."""
         if self._recurrent:
             tell_documents_(self._recurrent, documents or documents_in(position_ids))
         inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
@@ -143,7 +139,6 @@ class PreparedDecoder:
     def _by_axis(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return positions (rows, seq_len) as a decoder takes them whose rotary embedding has
         several axes (M-RoPE, arXiv 2409.12191): (1 + axes, rows, seq_len), the text's own first.
-
         Text has the same position on every axis. Transformers makes the axes itself, but then the
         masks of eager and sdpa attention know of no documents in some families (Qwen2.5-VL)."""
         rope: Any = getattr(self._causal_lm.get_decoder().config, "rope_parameters", None) or {}

@@ -26,12 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from workflow.lib.kernels.eight_bits.rounding import Format, Rounded, restored, rounded
 from workflow.lib.kernels.exact_activations import is_exact, keep_exact
-from workflow.lib.model.activation_offload import (
-    ActivationOffload,
-    Packed,
-    dense,
-    is_parameter,
-)
+from workflow.lib.model.activation_offload import ActivationOffload, Packed, dense, is_parameter
 
 FLOAT8 = Format("float8", torch.float8_e4m3fn, 448.0, 128)
 BLOCKS = (128, 64)  # tried in this order

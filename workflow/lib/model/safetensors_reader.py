@@ -26,10 +26,8 @@ QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
 
 def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
     """Return the file name that holds each tensor of a checkpoint folder: of `single` if there is
-    such a file, as Transformers takes it before an index.
-
-    Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names
-    missing files."""
+    such a file, as Transformers takes it before an index. Raises `UserError` if the folder has no
+    safetensors checkpoint, or its index is broken or names missing files."""
     if (folder / single).is_file():
         with open_whole(folder / single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -43,8 +41,7 @@ def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
             )
         return weight_map
     raise UserError(
-        f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors "
-        "checkpoint "
+        f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors checkpoint "
         "(model.source); other formats can be converted with save_pretrained of Transformers."
     )
 
@@ -71,9 +68,7 @@ def check_whole(folder: Path, *, single: str = SINGLE) -> None:
 
 def open_whole(path: Path, *, made_here: bool = False) -> Any:
     """Return an open safetensors file; raises `UserError` if it is shorter or longer than its
-    header says.
-
-    made_here: a stage has made it, as it has a folder with `quantization.json`."""
+    header says. made_here: a stage has made it, as it has a folder with `quantization.json`."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -87,11 +82,10 @@ def open_whole(path: Path, *, made_here: bool = False) -> Any:
 
 
 class CheckpointReader:
-    """Random access to the tensors of a safetensors checkpoint; a context manager.
-
-    It holds the files open. shards: the file of each tensor, if it is not to be looked for.
-    recorded: files that are hashed when they are opened, just before they are read; raises
-    `UserError` if one is damaged."""
+    """Random access to the tensors of a safetensors checkpoint; a context manager. It holds the
+    files open. shards: the file of each tensor, if it is not to be looked for. recorded: files that
+    are hashed when they are opened, just before they are read; raises `UserError` if one is
+    damaged."""
 
     def __init__(
         self,

@@ -60,10 +60,9 @@ class _Cast(nn.Module):
 
 
 def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model.
-
-    Raises `UserError` if one is neither head, embedding nor router, head and embedding share a
-    table, or PEFT would find another module by the name."""
+    """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model. Raises
+    `UserError` if one is neither head, embedding nor router, head and embedding share a table, or
+    PEFT would find another module by the name."""
     if not settings.modules_to_save:
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -122,9 +121,7 @@ def trained_parts(module: nn.Module) -> list[torch.Tensor]:
 @torch.no_grad()
 def sum_copies_(training: Any) -> None:
     """Add up the gradients of trained slices of which other processes have copies, in fp32.
-    Collective.
-
-    training: the module that is trained (`training_module.CausalLMForTraining`)."""
+    Collective. training: the module that is trained (`training_module.CausalLMForTraining`)."""
     model: PreTrainedModel = training.peft_model.get_base_model()
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     for param in (p for table in tables for p in table.parameters() if p.requires_grad):

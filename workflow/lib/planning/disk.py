@@ -1,11 +1,7 @@
 """Bytes on disk of what a run leaves behind, from shapes alone."""
 
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.model_sizes import (
-    adapter_elements,
-    packed_bytes,
-    trainable_parameters,
-)
+from workflow.lib.planning.model_sizes import adapter_elements, packed_bytes, trainable_parameters
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
@@ -19,12 +15,11 @@ def disk_bytes(
     keep_checkpoints: int,
     keep_best: bool,
 ) -> dict[str, int]:
-    """Return the bytes of every artifact of a run (headers and JSON are not counted).
-
-    Checkpoints: one more than are kept, because the new one is written before the oldest goes; each
-    is the fp32 adapter with modules that are trained whole, and the optimizer's states. The adapter
-    lies there twice: sharded, and as PEFT's file. The best adapters are counted with it: one for
-    every checkpoint that a run may continue from, and the newest."""
+    """Return the bytes of every artifact of a run (headers and JSON are not counted). Checkpoints:
+    one more than are kept, because the new one is written before the oldest goes; each is the fp32
+    adapter with modules that are trained whole, and the optimizer's states. The adapter lies there
+    twice: sharded, and as PEFT's file. The best adapters are counted with it: one for every
+    checkpoint that a run may continue from, and the newest."""
     base = shape.total(lambda layer: packed_bytes(layer.linears, plan))
     base += packed_bytes(shape.other_linears, plan)
     trained, of_adapter = trainable_parameters(shape, plan), adapter_elements(shape, plan)

@@ -68,10 +68,8 @@ def asked_machine(device: str, count: int, nodes: int) -> Machine:
 
 def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
     """Return the device type (`cuda` or `cpu`) and how many processes a run starts on a node,
-    without asking whether they can.
-
-    The machine that plans a run need not be the one that trains it. `auto` is what is visible here.
-    """
+    without asking whether they can. The machine that plans a run need not be the one that trains
+    it. `auto` is what is visible here."""
     count = len(visible_gpus()) if hardware.gpus == "auto" else hardware.gpus
     return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
 
@@ -108,7 +106,6 @@ def num_processes(hardware: HardwareConfig) -> tuple[str, int]:
             count,
             f"this machine shows {available} GPU(s)",
             "Set it to that number or below, or to auto; 0 trains on the CPU. To plan for a "
-            "cluster's GPUs, name them "
-            "in hardware.gpu_model",
+            "cluster's GPUs, name them in hardware.gpu_model",
         )
     return device, count

@@ -35,10 +35,9 @@ def calibration_batches(
     eager_heads: int = 0,
 ) -> list[Batch]:
     """Return batches of `calibration_tokens` tokens: of training rows, half of them of
-    `calibration_text` if there is one. Never held-out tokens.
-
-    eager_heads: heads of a layer that make all scores of a row.
-    Raises `UserError` if there are no training rows, or too few tokens of the text."""
+    `calibration_text` if there is one. Never held-out tokens. eager_heads: heads of a layer that
+    make all scores of a row. Raises `UserError` if there are no training rows, or too few tokens of
+    the text."""
     wanted = settings.calibration_tokens
     size = rows_at_once(store.seq_len, eager_heads=eager_heads)
     general: list[Batch] = []

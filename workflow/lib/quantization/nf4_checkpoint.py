@@ -101,8 +101,7 @@ def check_model(model: PreTrainedModel, linears: dict[str, tuple[int, int]]) -> 
     if not linears:
         raise UserError(
             f"{type(model).__name__} has no linear layer besides its head (GPT-2 keeps its weights "
-            "in another class): "
-            "there is nothing to quantize. Choose another model.source."
+            "in another class): there is nothing to quantize. Choose another model.source."
         )
     if unknown := _unknown_stacks(model):
         raise UserError(

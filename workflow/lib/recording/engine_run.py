@@ -48,12 +48,7 @@ from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
-from workflow.lib.training.build import (
-    TrainingModel,
-    adapt_,
-    dtype_of,
-    lay_out_,
-)
+from workflow.lib.training.build import TrainingModel, adapt_, dtype_of, lay_out_
 from workflow.lib.training.gradients import LossSum, clip_gradients
 from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
@@ -71,12 +66,10 @@ def record(
     config: Mapping[str, Any], plan: StepPlan, *, checked: bool = True, whole: bool = False
 ) -> Tape:
     """Return what a process asks of a GPU's allocator from the empty model to the end of its second
-    step.
-
-    config: a config.json; checked: after the start-up checks, whose freed memory the allocator
-    keeps; whole: run all layers, not those alone that stand for the others. This process has the
-    recorded device from then on, and must have no process group. Raises `UserError` as building a
-    model does."""
+    step. config: a config.json; checked: after the start-up checks, whose freed memory the
+    allocator keeps; whole: run all layers, not those alone that stand for the others. This process
+    has the recorded device from then on, and must have no process group. Raises `UserError` as
+    building a model does."""
     described = _Described.of(config, plan)
     tape = None if whole else _repeated(described, checked=checked)
     if tape is None:
@@ -328,18 +321,13 @@ def _nf4_model(
 
 
 def _stock_model(config: Mapping[str, Any], plan: StepPlan) -> PreTrainedModel:
-    """Return the model of a config.json on meta.
-
-    FlashAttention's packages keep nothing of what they drop, and what is recorded in their place
-    drops nothing."""
+    """Return the model of a config.json on meta. FlashAttention's packages keep nothing of what
+    they drop, and what is recorded in their place drops nothing."""
     drops = plan.attention_dropout and plan.attention in ("sdpa", "eager")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         model = build_on_meta(
-            Path(folder),
-            dtype=dtype_of(plan),
-            attention=plan.attention,
-            attention_dropout=drops,
+            Path(folder), dtype=dtype_of(plan), attention=plan.attention, attention_dropout=drops
         )
     drop_other_parts_(model)
     return model

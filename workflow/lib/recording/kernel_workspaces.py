@@ -29,9 +29,8 @@ def _name(func: Any) -> str:
 
 def _flash_backward(args: Any, _: Any) -> list[int]:
     """FlashAttention 2, query (tokens, heads, head_dim): sums of rows and the queries' gradient in
-    fp32, both padded per document; gradients of keys and values for every query head.
-
-    Source: `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
+    fp32, both padded per document; gradients of keys and values for every query head. Source:
+    `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
     query, key, starts = args[1], args[2], args[6]
     tokens, heads, head_dim = query.shape
     padded = tokens + DOCUMENT_PADDING * (starts.shape[0] - 1)

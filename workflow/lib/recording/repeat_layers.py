@@ -54,15 +54,10 @@ class _Place:
 
 
 def repeated(
-    tape: LayerTape,
-    recorded: Sequence[Hashable],
-    all_kinds: Sequence[Hashable],
-    *,
-    reach: int,
+    tape: LayerTape, recorded: Sequence[Hashable], all_kinds: Sequence[Hashable], *, reach: int
 ) -> Tape:
-    """Return the tape of layers of `all_kinds` from that of the `recorded` ones.
-
-    Raises `NotRepeatableError` if layers that are alike do not ask for the same."""
+    """Return the tape of layers of `all_kinds` from that of the `recorded` ones. Raises
+    `NotRepeatableError` if layers that are alike do not ask for the same."""
     return _Repetition(tape, recorded, all_kinds, reach=reach).run()
 
 

@@ -65,9 +65,7 @@ def _modules(layer: nn.Module) -> Hashable:
 
 def representatives(kinds: Sequence[Hashable], *, reach: int) -> list[int]:
     """Return the fewest layers, in their order, that stand for all, and for two neighbours that are
-    alike; all layers where no fewer do.
-
-    reach: how far layers know of each other."""
+    alike; all layers where no fewer do. reach: how far layers know of each other."""
     total = len(kinds)
     edge = max(EDGE, reach)
     for count in range(2 * edge + 2, total):

@@ -81,8 +81,7 @@ def _meanings(inputs: CardInputs) -> str:
     if cost is not None:
         by = ", as its calibration measured" if cost.measured_by == "calibration" else ""
         bits = (
-            f"4 bits cost {signed(cost.nats)} "
-            f"{_interval(cost.ci95)} nats per token (NF4 base - "
+            f"4 bits cost {signed(cost.nats)} {_interval(cost.ci95)} nats per token (NF4 base - "
             f"original){by}."
         )
     before, after = label(measured.reference), label(measured.served)

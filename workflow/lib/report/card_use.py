@@ -24,7 +24,7 @@ def use_section(inputs: CardInputs) -> str:
     served = measured.served.subject
     remarks = [
         f"The verdict is about this: {label(measured.served)} ({SUBJECT_MEANINGS[served]}), "
-        f"computed in {dtype}.",
+        f"computed in {dtype}."
     ]
     if others := [SUBJECT_LABELS[name] for name in FORMS if name not in measured.subjects]:
         remarks.append(f"Not evaluated, and another model each: {', '.join(others)}.")
@@ -42,8 +42,7 @@ def needs_folder(card: str) -> bool:
 
 def _loading_merged(auto_class: str, dtype: str) -> str:
     return (
-        "import torch\n"
-        f"from transformers import {auto_class}, AutoTokenizer\n\n"
+        f"import torch\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
         'merged = "path/to/merged"\n'
         f"model = {auto_class}.from_pretrained(merged, dtype=torch.{dtype})\n"
         "tokenizer = AutoTokenizer.from_pretrained(merged)\n"

@@ -49,10 +49,8 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 
 
 def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str, Any]) -> str:
-    """Return the page of `runs` (at least one) as HTML.
-
-    settings: by run, those that differ from the defaults: with them the page says how to make all
-    of it again."""
+    """Return the page of `runs` (at least one) as HTML. settings: by run, those that differ from
+    the defaults: with them the page says how to make all of it again."""
     assert runs, "a report shows at least one run"
     content = Content(runs, report, settings)
     sections = [section for section in SECTIONS if section.shown(runs)]

@@ -28,9 +28,8 @@ def model_card(inputs: CardInputs) -> str:
     body = "\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
     summary = inputs.summary
     return (
-        f"---\n{_metadata(inputs).to_yaml()}\n---\n\n# {text(summary.run)}\n\n"
-        f"A LoRA adapter for {code(inputs.base_name)}, trained with FSDP-QLoRA. "
-        f"{verdict_sentence(inputs)}\n\n{body}"
+        f"---\n{_metadata(inputs).to_yaml()}\n---\n\n# {text(summary.run)}\n\nA LoRA adapter for "
+        f"{code(inputs.base_name)}, trained with FSDP-QLoRA. {verdict_sentence(inputs)}\n\n{body}"
     )
 
 

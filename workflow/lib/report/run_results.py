@@ -114,10 +114,9 @@ def _parity_check(parity: Parity) -> Check:
         passed=parity.passed,
         detail=(
             f"root mean square of the differences {parity.rms_difference:.3g}, tolerance "
-            f"{parity.tolerance:.3g}, "
-            f"of the logits {parity.rms_logit:.3g}; {parity.rows} rows, {parity.positions} "
-            "positions, "
-            f"{parity.compute_dtype}; same most likely token at {parity.argmax_agreement:.2%}"
+            f"{parity.tolerance:.3g}, of the logits {parity.rms_logit:.3g}; {parity.rows} rows, "
+            f"{parity.positions} positions, {parity.compute_dtype}; same most likely token at "
+            f"{parity.argmax_agreement:.2%}"
         ),
     )
 
@@ -133,10 +132,8 @@ class RunFolders:
 
 
 def read_run(folders: RunFolders) -> Run:
-    """Read the artifacts of a run.
-
-    Raises `UserError` for a missing file, a missing or wrong field, and files that belong to
-    different runs."""
+    """Read the artifacts of a run. Raises `UserError` for a missing file, a missing or wrong field,
+    and files that belong to different runs."""
     folder, tokens = Path(folders.folder), Path(folders.tokens)
     gguf = folder / "convert_gguf" / "gguf.json"
     run = Run(

@@ -22,11 +22,9 @@ def total_steps(train: TrainConfig, *, num_rows: int) -> int:
 
 
 def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
-    """Return the learning rate of step `step` (0-based) of `num_steps`.
-
-    Linear from 0 (exclusive) to the peak over ceil(warmup_share * num_steps) steps, then constant,
-    or linear or cosine towards `min_lr_share` of the peak, which the step after the last would
-    have."""
+    """Return the learning rate of step `step` (0-based) of `num_steps`. Linear from 0 (exclusive)
+    to the peak over ceil(warmup_share * num_steps) steps, then constant, or linear or cosine
+    towards `min_lr_share` of the peak, which the step after the last would have."""
     warmup = math.ceil(round(train.warmup_share * num_steps, 6))  # 0.07 * 100 is 7.000000000000001
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup

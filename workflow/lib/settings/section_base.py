@@ -63,9 +63,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true for a number, and a number or text for true.
-
-        Pydantic would convert both without a word."""
+        """Refuse true for a number, and a number or text for true. Pydantic would convert both
+        without a word."""
         assert info.field_name is not None, "a validator of fields runs for a field"
         annotation = cls.model_fields[info.field_name].annotation
         kinds = {annotation, *get_args(annotation)}

@@ -18,9 +18,8 @@ class AliasError(yaml.YAMLError):
 
 
 def compose_yaml(path: Path) -> yaml.Node | None:
-    """Return the root node of a file's one document, None for an empty one.
-
-    Raises `yaml.YAMLError`, `UserError` of `read_input`, or `RecursionError`."""
+    """Return the root node of a file's one document, None for an empty one. Raises
+    `yaml.YAMLError`, `UserError` of `read_input`, or `RecursionError`."""
     root: yaml.Node | None = yaml.compose(read_input(path), Loader=yaml.SafeLoader)
     check_aliases(root)
     return root

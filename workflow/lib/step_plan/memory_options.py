@@ -19,11 +19,7 @@ from workflow.lib.model.architecture.layer_choice import (
 )
 from workflow.lib.step_plan.base_plan import BasePlan
 from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Obstacle, Value
-from workflow.lib.system.compute_choice import (
-    COMPUTE_DTYPE,
-    MatmulHardware,
-    saved_activations_lack,
-)
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, MatmulHardware, saved_activations_lack
 
 # `auto`: none, every 8th to every 2nd layer, more than half, all. Finer steps differ by less than
 # what the prediction is off.

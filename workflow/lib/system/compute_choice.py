@@ -157,10 +157,9 @@ class MatmulHardware:
 
 
 def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str) -> str:
-    """Return the type that `train.matmul_dtype` means: `float8` or `compute_dtype`.
-
-    CPUs emulate float8, and `auto` leaves that out. Raises `UserError` for a type that a GPU lacks,
-    or that its compute dtype cannot stand beside."""
+    """Return the type that `train.matmul_dtype` means: `float8` or `compute_dtype`. CPUs emulate
+    float8, and `auto` leaves that out. Raises `UserError` for a type that a GPU lacks, or that its
+    compute dtype cannot stand beside."""
     if name == "auto":
         fits = device.cuda and device.float8 and compute_dtype == "bfloat16"
         return FLOAT8 if fits else COMPUTE_DTYPE

@@ -26,9 +26,8 @@ class ExcessError(RuntimeError):
 
 
 class BoundedWork:
-    """Stop what happens within at so much processor time, or so many bytes more than now.
-
-    What counts is the address space that the process has mapped. None stands for `MAX_SECONDS` and
+    """Stop what happens within at so much processor time, or so many bytes more than now. What
+    counts is the address space that the process has mapped. None stands for `MAX_SECONDS` and
     `MAX_BYTES`. Raises `ExcessError` there. Not to be nested. Outside of the main thread, to which
     alone Python gives signals, time has no bound."""
 

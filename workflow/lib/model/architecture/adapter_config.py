@@ -86,7 +86,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
     """Return the `lora` settings of an adapter, without its dropout. source: names it in messages.
-
     Raises `UserError` for what cannot be continued."""
     for key, value in config.items():
         if key in PLAIN:
@@ -153,10 +152,9 @@ def continued(
     beside: Mapping[str, tuple[object, object]],
 ) -> LoraSettings:
     """Return a run's `lora` settings as those of the adapter that it starts from, with its own
-    dropout.
-
-    follow: take those that are at their defaults from the adapter. beside: other settings that
-    differ, by name: the run's value and the adapter's. Raises `UserError` with all that differ."""
+    dropout. follow: take those that are at their defaults from the adapter. beside: other settings
+    that differ, by name: the run's value and the adapter's. Raises `UserError` with all that
+    differ."""
     default, differing = LoraSettings(), dict(beside)
     for key in COMPARED:
         own, its = getattr(lora, key), getattr(adapter, key)

@@ -21,10 +21,9 @@ NEGATIVE_LOOKAROUND = re.compile(r"\(\?<?!(?:[^()]|\([^()]*\))*\)")
 def adapter_ranks(
     lora: LoraSettings, *, linears: Iterable[str], stacks: Collection[str] = ()
 ) -> dict[str, int]:
-    """Return the rank of every adapted linear by its path, in the order of `linears`.
-
-    linears: paths as `model.layers.3.self_attn.q_proj`; stacks: those of them that are the weights
-    of several experts, each of which gets an adapter of this rank. Raises `UserError` if a name or
+    """Return the rank of every adapted linear by its path, in the order of `linears`. linears:
+    paths as `model.layers.3.self_attn.q_proj`; stacks: those of them that are the weights of
+    several experts, each of which gets an adapter of this rank. Raises `UserError` if a name or
     pattern of the settings matches none of them, or takes too long to match, or the settings ask
     for what experts cannot have."""
     try:
@@ -93,9 +92,7 @@ def _naming_of_experts(stacks: list[str]) -> str:
 
 def adapter_scale(lora: Mapping[str, Any], path: str) -> float:
     """Return the factor of B A of the linear at `path`: alpha / r, or alpha / sqrt(r) for
-    rank-stabilized LoRA.
-
-    lora: the content of PEFT's `adapter_config.json`."""
+    rank-stabilized LoRA. lora: the content of PEFT's `adapter_config.json`."""
     patterns = {key: lora.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     assert all(isinstance(pattern, Mapping) for pattern in patterns.values())
     rank = _by_pattern(patterns["rank_pattern"], path, lora["r"])
@@ -130,11 +127,9 @@ class WholeModules:
 def modules_to_save(
     lora: LoraSettings, offered: WholeModules, *, others: Iterable[str] = ()
 ) -> set[str]:
-    """Return the paths of the modules that are trained whole.
-
-    others: paths of other modules. Raises `UserError` for a module that is not offered, for a name
-    that PEFT would take for one of `others` too, or for a tied table, of which PEFT would export a
-    copy for each name."""
+    """Return the paths of the modules that are trained whole. others: paths of other modules.
+    Raises `UserError` for a module that is not offered, for a name that PEFT would take for one of
+    `others` too, or for a tied table, of which PEFT would export a copy for each name."""
     chosen = set()
     for name in lora.modules_to_save:
         matches = [path for path in offered.paths if _is_target((name,), path)]
@@ -254,6 +249,5 @@ def _check_patterns(setting: str, patterns: Mapping[str, float], *, chosen: list
         if not any(_ends_with(pattern, path) for path in chosen):
             raise UserError(
                 f"lora.{setting}: {pattern!r} is the end of no adapted layer's path, such as "
-                f"{chosen[0]}. "
-                "Correct or remove it."
+                f"{chosen[0]}. Correct or remove it."
             )

@@ -8,13 +8,7 @@ from workflow.lib.system.compute_choice import AttentionNeeds
 # Families whose layers hand their attention function sinks (`s_aux` in Transformers 5.23). Of a
 # family that is missing here, varlen and flex say so when it does.
 WITH_SINKS = frozenset(
-    {
-        "gpt_oss",
-        "granite_swa",
-        "granitemoe_swa",
-        "mimo_v2_flash",
-        "openai_privacy_filter",
-    }
+    {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter"}
 )
 # Families whose layers hand none of a forward's arguments on to their attention (5.23). varlen and
 # flex say so of any other that does not.
@@ -72,10 +66,9 @@ def of_family(family: str | None) -> dict[str, bool]:
 
 
 def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the widest of queries and keys, and the width of values.
-
-    Latent attention has keys of two parts, one of them rotated (DeepSeek-V2, arXiv 2405.04434,
-    sec. 2.1; the defaults are its family's)."""
+    """Return the widest of queries and keys, and the width of values. Latent attention has keys of
+    two parts, one of them rotated (DeepSeek-V2, arXiv 2405.04434, sec. 2.1; the defaults are its
+    family's)."""
     if config.get("kv_lora_rank") is not None:
         keys = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)
         return int(keys), int(config.get("v_head_dim", 128))

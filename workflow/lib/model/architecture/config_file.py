@@ -29,16 +29,14 @@ INFINITE = "__float__"  # as Transformers 5 writes what JSON has no number for
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json; raises `UserError` as `read_bounded` and `without_quantization` do.
-
-    Of a model in a format that is decoded when it is read, it is that of the decoded model."""
+    """Read a config.json; raises `UserError` as `read_bounded` and `without_quantization` do. Of a
+    model in a format that is decoded when it is read, it is that of the decoded model."""
     return without_quantization(read_bounded(path), path)
 
 
 def read_bounded(path: Path) -> dict[str, Any]:
-    """Read any config.json, before a library builds lists of as many entries as it says.
-
-    `Infinity` and `NaN`, which are no JSON, become what Transformers 5 writes in their place
+    """Read any config.json, before a library builds lists of as many entries as it says. `Infinity`
+    and `NaN`, which are no JSON, become what Transformers 5 writes in their place
     (`with_infinities`). Raises `UserError` if it is no JSON object, or a size in it, or in a model
     within it, is beyond `LARGEST_SIZES`."""
 

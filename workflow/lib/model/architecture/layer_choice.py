@@ -53,10 +53,8 @@ def activation_offload_layers(
     wanted: bool | int, *, recomputation: Recomputation, num_layers: int
 ) -> list[int]:
     """Return the decoder layers whose activations are offloaded to host memory: all (True), none,
-    or up to `wanted` of them.
-
-    First come those that are not recomputed, spread evenly and the last one last, whose backward
-    follows at once."""
+    or up to `wanted` of them. First come those that are not recomputed, spread evenly and the last
+    one last, whose backward follows at once."""
     if wanted is True:
         return [*range(num_layers)]
     recomputed = recomputed_layers(recomputation, num_layers)

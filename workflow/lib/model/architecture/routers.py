@@ -14,10 +14,9 @@ CORRECTION = "correction_bias"
 def router_paths(
     experts: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """Return the path of the router of each module of experts; none for one without.
-
-    experts: how many there are, by the module's path (`mlp.experts`); shapes: of all parameters
-    that are not packed, by name."""
+    """Return the path of the router of each module of experts; none for one without. experts: how
+    many there are, by the module's path (`mlp.experts`); shapes: of all parameters that are not
+    packed, by name."""
     found = {}
     for path, count in experts.items():
         for beside, rows in _rows_of_matrices(path, shapes):
@@ -45,10 +44,9 @@ def _rows_of_matrices(
 def balance_coefficient(
     asked: float | None, family: float | None, *, routers_trained: bool, name: str
 ) -> float:
-    """Return what a model's load-balancing loss is multiplied by; 0: it is not computed.
-
-    asked: `train.router_aux_loss_coef`; family: what config.json says, None for a family without
-    such a loss, whose `name` is for messages. Raises `UserError` if that is asked for it."""
+    """Return what a model's load-balancing loss is multiplied by; 0: it is not computed. asked:
+    `train.router_aux_loss_coef`; family: what config.json says, None for a family without such a
+    loss, whose `name` is for messages. Raises `UserError` if that is asked for it."""
     if asked and family is None:
         raise setting_error(
             "train.router_aux_loss_coef",

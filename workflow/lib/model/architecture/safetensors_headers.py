@@ -44,9 +44,8 @@ class TensorInfo:
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
     """Return every tensor of safetensors files by name; of one that several files have, the last.
-
-    Raises `UserError` if a file is not what its name says, or is shorter than its header promises.
-    """
+    Raises `UserError` if a file is not what its name says, or is shorter than its header
+    promises."""
     return {name: tensor for path in files for name, tensor in _read_file(path).items()}
 
 
@@ -117,8 +116,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 def _not_safetensors(path: Path) -> UserError:
     return UserError(
         f"{path} is not a safetensors file, whatever its name says, or it is cut short in its "
-        "header. "
-        "Download it again."
+        "header. Download it again."
     )
 
 

@@ -20,11 +20,7 @@ from torch import nn
 from workflow.lib.kernels.eight_bits.matmul import row_scales
 from workflow.lib.kernels.eight_bits.rounding import Format, rounded
 from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
-from workflow.lib.kernels.experts.grouped_matmul import (
-    ROW_UNIT,
-    rows_product,
-    weights_product,
-)
+from workflow.lib.kernels.experts.grouped_matmul import ROW_UNIT, rows_product, weights_product
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers.nf4_stack import NF4Stack
@@ -188,7 +184,6 @@ def adapter_gradients(
     routing: Routing,
 ) -> list[torch.Tensor]:
     """Return the gradients of the masters A and B, fp32 in their layout; none without adapter.
-
     lows: A x, and the gradient of it."""
     low, of_low = lows
     if stack.adapter is None or low is None or of_low is None:

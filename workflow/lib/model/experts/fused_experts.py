@@ -58,9 +58,8 @@ class Gate:
         self, up: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the function's value p (R, f), the gradient of up(x), and that of the router's
-        weights (T, k) fp32, for `grad`, the gradient of p before a row's weight is multiplied.
-
-        `up` and `grad` may be written over."""
+        weights (T, k) fp32, for `grad`, the gradient of p before a row's weight is multiplied. `up`
+        and `grad` may be written over."""
         given = (grad, up, weights, routing.order)
         if self.form is not None and gated_backward_.takes_kernel(*given, self.form):
             return gated_backward_(*given, self.form)
@@ -68,9 +67,8 @@ class Gate:
 
 
 def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
-    """Return what the kernels compute for the function, by trying; None for any other.
-
-    The constants of a clamped gate are those of the module whose method the function is."""
+    """Return what the kernels compute for the function, by trying; None for any other. The
+    constants of a clamped gate are those of the module whose method the function is."""
     forms = [GateForm(name) for name in ACTIVATIONS]
     module = getattr(function, "__self__", None)
     alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
@@ -196,10 +194,9 @@ def _down_gradients(
     routing: Routing,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the gradients of up(x), of the router's weights (T, k), and of the adapter of the
-    second stack, for that of y (T, hidden).
-
-    The gradient of p_e y_e by p_e is y_e, which need not be made again: grad y_e is the gradient of
-    the product, before p_e is multiplied, times the product."""
+    second stack, for that of y (T, hidden). The gradient of p_e y_e by p_e is y_e, which need not
+    be made again: grad y_e is the gradient of the product, before p_e is multiplied, times the
+    product."""
     down = experts.stack(1, up.dtype)
     of_low = low_gradient(down, grad, routing)
     of_product = input_gradient(down, grad, of_low, routing)

@@ -27,9 +27,8 @@ def replace_experts_(
     model: nn.Module, path: str, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
 ) -> None:
     """Put `FusedExperts` in the place of the experts at `path` of a meta-device model, whose stacks
-    are packed as `specs` says by name.
-
-    Raises `UserError` if there are no such experts, or they compute something else."""
+    are packed as `specs` says by name. Raises `UserError` if there are no such experts, or they
+    compute something else."""
     shapes = {
         name.removeprefix(f"{path}."): stack.shape
         for name, stack in expert_stacks(model).items()

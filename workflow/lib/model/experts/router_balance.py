@@ -107,9 +107,8 @@ class RouterBalance:
 
     @contextmanager
     def counting(self, lengths: torch.Tensor | None, num_tokens: int) -> Iterator[None]:
-        """Count the tokens of a micro-batch within the block. Collective at its end.
-
-        lengths: (rows,) int64, tokens of each row before its padding; num_tokens: of all rows."""
+        """Count the tokens of a micro-batch within the block. Collective at its end. lengths:
+        (rows,) int64, tokens of each row before its padding; num_tokens: of all rows."""
         assert lengths is not None, "a micro-batch must say where its padding begins"
         here = self._tensors
         places = torch.arange(num_tokens // len(lengths), device=lengths.device)
@@ -254,9 +253,8 @@ def family_coefficient(model: PreTrainedModel) -> float | None:
 def router_balance(
     model: PreTrainedModel, coefficient: float, routers: Mapping[str, str]
 ) -> RouterBalance:
-    """Return what balances the routers of a model, given by the path of their experts.
-
-    Raises `UserError` if its family's loss is another one, or not of these routers."""
+    """Return what balances the routers of a model, given by the path of their experts. Raises
+    `UserError` if its family's loss is another one, or not of these routers."""
     family: Any = model
     settings = BalanceSettings(coefficient, family.num_experts, family.num_experts_per_tok)
     balance = RouterBalance(settings, layers=len(routers))

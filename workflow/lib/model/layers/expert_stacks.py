@@ -12,9 +12,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The weights of one projection of all experts of a layer.
-
-    `shape` is always (experts, out, in); `transposed`: the module's own is (experts, in, out)."""
+    """The weights of one projection of all experts of a layer. `shape` is always (experts, out,
+    in); `transposed`: the module's own is (experts, in, out)."""
 
     shape: tuple[int, int, int]
     transposed: bool
@@ -50,7 +49,6 @@ def _stack(param: nn.Parameter, *, transposed: bool) -> ExpertStack:
 
 def routers(model: nn.Module) -> set[str]:
     """Return the paths of the linears that choose the experts: beside them, one output an expert.
-
     Most families' routers are no linears but modules of their own."""
     found = set()
     for path, experts in experts_modules(model):

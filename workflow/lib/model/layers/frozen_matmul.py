@@ -156,9 +156,7 @@ def frozen_product(x: torch.Tensor, linear: FrozenWeight, *, bias: bool) -> torc
 
 class _FrozenProduct(torch.autograd.Function):
     """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
-    by then).
-
-    Autograd's own linear would save the decoded weight: 16 bits where 4 are stored."""
+    by then). Autograd's own linear would save the decoded weight: 16 bits where 4 are stored."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: FrozenWeight, bias: bool) -> torch.Tensor:

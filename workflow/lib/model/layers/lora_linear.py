@@ -123,9 +123,8 @@ class FusedLoraLinear(PeftLoraLinear):
         return a_weight, b_weight
 
     def can_share_node(self) -> bool:
-        """Whether a node of several linears can compute this one now.
-
-        DoRA with dropout is computed linear by linear: PEFT drops the input of W, too."""
+        """Whether a node of several linears can compute this one now. DoRA with dropout is computed
+        linear by linear: PEFT drops the input of W, too."""
         return self._is_plain() and not (self.has_dora() and self.fused_draw() is not None)
 
     def _is_plain(self) -> bool:

@@ -28,9 +28,8 @@ STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 @dataclasses.dataclass(frozen=True)
 class NF4Spec:
     """What a packed weight is: shape (out_features, in_features), weights per scale, double
-    quantization.
-
-    Weights of several experts are one below the other: `out_features` is that of all together."""
+    quantization. Weights of several experts are one below the other: `out_features` is that of all
+    together."""
 
     shape: tuple[int, int]
     block_size: int
@@ -76,12 +75,10 @@ IN_COMPUTE_TYPE = ProductTypes()
 
 class NF4Linear(nn.Linear):
     """y = x W^T + b with a frozen NF4 weight. A subclass of `nn.Linear` so that PEFT and
-    Transformers see a linear.
-
-    Parameters (all frozen, 1-D float32 views of bytes, padded to 4): `weight`, `absmax`, and with
-    double quantization `nested_absmax`. Buffers (replicated, about 1 KiB): `quant_map` (16,),
-    `nested_quant_map` (256,), `nested_offset` ().
-    Built on the meta device; filled by `nf4_model.load_weights_`."""
+    Transformers see a linear. Parameters (all frozen, 1-D float32 views of bytes, padded to 4):
+    `weight`, `absmax`, and with double quantization `nested_absmax`. Buffers (replicated, about 1
+    KiB): `quant_map` (16,), `nested_quant_map` (256,), `nested_offset` (). Built on the meta
+    device; filled by `nf4_model.load_weights_`."""
 
     weight: nn.Parameter
     absmax: nn.Parameter
@@ -104,10 +101,8 @@ class NF4Linear(nn.Linear):
         self.register_buffer("nested_offset", torch.empty((), device="meta"))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in `dtype`, shape (out_features, in_features).
-
-        Must be called while the parameters are gathered (inside its layer's forward or backward).
-        """
+        """Return the weight in `dtype`, shape (out_features, in_features). Must be called while the
+        parameters are gathered (inside its layer's forward or backward)."""
         device, data = self.weight.device, self.nf4_data()
         if device.type not in GPUS:  # bitsandbytes makes the tensor itself there
             return decode(data, shape=self.spec.shape, dtype=dtype)
@@ -119,10 +114,8 @@ class NF4Linear(nn.Linear):
         return self.spec.shape
 
     def nf4_data(self) -> NF4Data:
-        """Return the weight as it is stored, gathered.
-
-        The parameters are handed over as they are: views of their bytes would take the host's
-        time at every use."""
+        """Return the weight as it is stored, gathered. The parameters are handed over as they are:
+        views of their bytes would take the host's time at every use."""
         # by attribute each would be looked for anew
         stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():

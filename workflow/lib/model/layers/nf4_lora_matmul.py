@@ -27,9 +27,8 @@ from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return W x + b + s B A d(x) for x (..., in_features), of a `FusedLoraLinear`: dequantization,
-    matmul and adapter in two nodes, for the reason that `split_autograd` gives.
-
-    With DoRA in one node, as backward needs the value."""
+    matmul and adapter in two nodes, for the reason that `split_autograd` gives. With DoRA in one
+    node, as backward needs the value."""
     if layer.has_dora():
         return nf4_lora_matmuls(x, [layer])[0]
     draws = draws_of([layer])
@@ -42,9 +41,8 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
 
 
 class NF4LoraMatMul(torch.autograd.Function):
-    """The gradient of `nf4_lora_matmul`. Its intermediate is A d(x).
-
-    Saves x (..., in), or what it was normed from, and A d(x) (..., r) alone."""
+    """The gradient of `nf4_lora_matmul`. Its intermediate is A d(x). Saves x (..., in), or what it
+    was normed from, and A d(x) (..., r) alone."""
 
     @staticmethod
     def forward(
@@ -67,10 +65,8 @@ class NF4LoraMatMul(torch.autograd.Function):
 def nf4_lora_matmuls(
     x: torch.Tensor, layers: Sequence[Any], *, draws: Draws | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return W x + b + s B A d(x), with DoRA as in `dora`, of layers that share their input x
-    (..., in_features), by one node.
-
-    draws: of the masks; None: those of this pass."""
+    """Return W x + b + s B A d(x), with DoRA as in `dora`, of layers that share their input x (...,
+    in_features), by one node. draws: of the masks; None: those of this pass."""
     weights = [weight for layer in layers for weight in layer.fused_weights()]
     factors = [layer.fused_factor(x.dtype) for layer in layers]
     multiply: Callable[..., tuple[torch.Tensor, ...]] = _NF4LoraMatMuls.apply
@@ -89,10 +85,9 @@ def _apart(y: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> torch.Tens
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):
-    """Saves x, or what it was normed from, A d(x) of all layers, and with DoRA the values.
-
-    One node and not two: query, key and value are needed to recompute what follows, so
-    recomputation never ends before them."""
+    """Saves x, or what it was normed from, A d(x) of all layers, and with DoRA the values. One node
+    and not two: query, key and value are needed to recompute what follows, so recomputation never
+    ends before them."""
 
     @staticmethod
     def forward(

@@ -21,7 +21,6 @@ def apply_split(
     gradient: type[torch.autograd.Function], *args: Any, value: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """Return a value whose gradient is that of the node `gradient`, applied to `args`.
-
     `gradient.forward` returns what `first_outputs` returns. `value` gets the intermediates of it
     and returns the value, in the placeholder's shape or as rows."""
     placeholder, *intermediates = gradient.apply(*args)

@@ -77,10 +77,8 @@ class ModuleNames:
 
 
 class ConvertedReader(DecodedReader):
-    """`DecodedReader` whose names are those of a model's parameters and buffers.
-
-    left: the stored names of what no part of the model is loaded from. A tied tensor is there once.
-    """
+    """`DecodedReader` whose names are those of a model's parameters and buffers. left: the stored
+    names of what no part of the model is loaded from. A tied tensor is there once."""
 
     def __init__(
         self,

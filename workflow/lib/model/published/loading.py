@@ -20,10 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.model_shape import FLOAT_BYTES
-from workflow.lib.model.architecture.quantization_settings import (
-    QUANTIZATION,
-    said_of_quantization,
-)
+from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, said_of_quantization
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.published.decoded_reader import DecodedReader
@@ -99,9 +96,8 @@ def _equal(reader: DecodedReader, first: str, second: str) -> bool:
 
 def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
     """Return what Transformers leaves of a checkpoint; raise `UserError` unless it loads every
-    tensor of the model from it, in its shape, of a type that can be quantized.
-
-    model: of the folder, on meta. Looks at headers alone, so that hours are not in vain."""
+    tensor of the model from it, in its shape, of a type that can be quantized. model: of the
+    folder, on meta. Looks at headers alone, so that hours are not in vain."""
     reader.check_parts()
     if reader.packed and not said_of_quantization(read_bounded(reader.folder / "config.json")):
         raise UserError(

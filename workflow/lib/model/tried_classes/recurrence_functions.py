@@ -143,10 +143,7 @@ def _tried_delta_rules() -> Iterator[Arguments]:
         value = torch.randn(ROWS, TOKENS, heads, 6, generator=draw)
         decay, beta = torch.rand(2, ROWS, TOKENS, heads, generator=draw)
         tensors = (query, key / 4, value, -decay, beta)
-        yield {
-            **dict(zip(DELTA_RULE, tensors, strict=True)),
-            "use_qk_l2norm_in_kernel": normalize,
-        }
+        yield {**dict(zip(DELTA_RULE, tensors, strict=True)), "use_qk_l2norm_in_kernel": normalize}
 
 
 def _state_space(given: Arguments) -> torch.Tensor:

@@ -70,10 +70,8 @@ class _Pool:
 
 class CachingAllocator:
     """Serves requests; counts what is in use and what is taken from the GPU, bytes, and the peaks
-    of both.
-
-    Where a limit would be passed, free pages are given back first; what is lacking even then is
-    noted, and served."""
+    of both. Where a limit would be passed, free pages are given back first; what is lacking even
+    then is noted, and served."""
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         """limit_bytes: of what may be taken from the GPU (`set_per_process_memory_fraction`)."""

@@ -49,9 +49,8 @@ class Budget:
 
 
 def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
-    """Return what a process may take.
-
-    Raises `UserError` if `hardware.gpu_memory_gib` is more than the GPUs have."""
+    """Return what a process may take. Raises `UserError` if `hardware.gpu_memory_gib` is more than
+    the GPUs have."""
     host = machine.host_bytes
     if hardware.host_memory_gib != "auto":
         allowed = int(hardware.host_memory_gib * GIB)
@@ -75,11 +74,9 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
 
 def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks) -> int:
     """Return the host memory of all processes of a node together at the peak, for the predicted
-    peaks of each.
-
-    With GPUs: each process itself, what it page-locks, and all slices of the largest tensor while
-    the weights are loaded; later the pages of an embedding's file take their place, once for all
-    processes, and the rows of a micro-batch on their way."""
+    peaks of each. With GPUs: each process itself, what it page-locks, and all slices of the largest
+    tensor while the weights are loaded; later the pages of an embedding's file take their place,
+    once for all processes, and the rows of a micro-batch on their way."""
     if machine.device == "cpu":
         return machine.processes_per_node * peaks.allocated_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes

@@ -39,9 +39,7 @@ CHECKS_HELP = "runs (JSON) whose settings are compared with the model's config.j
 
 def read_machine(settings: HardwareConfig) -> Machine:
     """Ask this machine what a run gets on each node; raises `UserError` if that is less than the
-    settings ask for.
-
-    Where no GPU is visible it may be asked to plan for `hardware.gpu_model`."""
+    settings ask for. Where no GPU is visible it may be asked to plan for `hardware.gpu_model`."""
     device, processes = num_processes(settings)
     imagined = imagined_model(settings)
     if imagined is not None:
@@ -69,11 +67,7 @@ def read_tokens(path: Path) -> TokenCounts:
     manifest = read_artifact(path)
     try:
         train, heldout = manifest["splits"]["train"], manifest["splits"]["heldout"]
-        sizes = [
-            manifest["seq_len"],
-            manifest["vocab_size"],
-            heldout["tokens"],
-        ]
+        sizes = [manifest["seq_len"], manifest["vocab_size"], heldout["tokens"]]
         sizes += [train["packed_rows"], train["trained_tokens"]]
         sizes += [train.get("documents") or 0]
     except (KeyError, TypeError) as error:
@@ -91,10 +85,9 @@ def read_tokens(path: Path) -> TokenCounts:
 
 def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -> None:
     """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`,
-    whatever the data, as far as that is known.
-
-    Nothing is known of a folder that is still to be downloaded. Of a model without a description,
-    or with another one's, config.json alone is looked at; `describe_model` comes first then."""
+    whatever the data, as far as that is known. Nothing is known of a folder that is still to be
+    downloaded. Of a model without a description, or with another one's, config.json alone is looked
+    at; `describe_model` comes first then."""
     path = folder / "config.json"
     if not folder.exists():
         return
@@ -120,7 +113,6 @@ def check_models(checks: Mapping[str, Any], shape: ModelShape) -> None:
 
 def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> None:
     """Raise `UserError` if settings cannot work with this model and with the processes of the run.
-
     trains_here: whether this is the machine that will train it, so that `hardware.gpus` can be held
     against what is visible. Elsewhere a number is believed, and of `auto` nothing is known but that
     it suits any model."""
@@ -143,7 +135,6 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
 
 def check_gguf(run: RunConfig, shape: ModelShape) -> None:
     """Raise `UserError` if the adapter is to become a GGUF file and has a part for each expert.
-
     PEFT keeps the experts' parts of a stack side by side in one matrix, which llama.cpp's converter
     does not take apart."""
     if not run.export.gguf or "adapter" not in run.export.gguf_of:
@@ -161,9 +152,8 @@ def check_gguf(run: RunConfig, shape: ModelShape) -> None:
 
 
 def check_context(seq_len: int, shape: ModelShape) -> None:
-    """Raise `UserError` if rows are longer than the model can read.
-
-    Rows up to max_position_embeddings are those that dynamic NTK scaling leaves alone, too."""
+    """Raise `UserError` if rows are longer than the model can read. Rows up to
+    max_position_embeddings are those that dynamic NTK scaling leaves alone, too."""
     if seq_len > shape.max_position_embeddings:
         raise setting_error(
             "data.seq_len",

@@ -64,11 +64,10 @@ def decide(
     record: Recorder,
     estimate: bool = False,
 ) -> Decision:
-    """Choose the plan and say whether the run fits GPU (or host) memory and disk.
-
-    `disk_free_bytes` is None where there is no disk to ask; estimate: by the lines between
-    recordings alone. Raises `UserError` if a setting cannot work with this model or machine,
-    whatever its memory, and of a model that cannot be recorded, if the settings leave a choice."""
+    """Choose the plan and say whether the run fits GPU (or host) memory and disk. `disk_free_bytes`
+    is None where there is no disk to ask; estimate: by the lines between recordings alone. Raises
+    `UserError` if a setting cannot work with this model or machine, whatever its memory, and of a
+    model that cannot be recorded, if the settings leave a choice."""
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
     plan = replace(
@@ -149,9 +148,8 @@ def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
     recomputation = in_words(chosen.plan)["recomputation"]
     return (
         f"micro-batch {chosen.micro_batch_size} (recomputation: {recomputation}) needs "
-        f"{needed / GIB:.2f} of "
-        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} "
-        f"(phase {chosen.peaks.peak_phase}{unsure})"
+        f"{needed / GIB:.2f} of {limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase "
+        f"{chosen.peaks.peak_phase}{unsure})"
     )
 
 
@@ -189,9 +187,8 @@ def _host_lack(chosen: Candidate, limits: Budget, machine: Machine) -> str | Non
     origin = machine.imagined_host or "hardware.host_memory_gib, or what is free"
     return (
         f"the {machine.processes} processes need {chosen.host_bytes / GIB:.2f} GiB of host memory "
-        "together, "
-        f"{limits.host_capacity_bytes / GIB:.2f} GiB may be used ({origin}). "
-        "Free host memory, or use fewer processes"
+        f"together, {limits.host_capacity_bytes / GIB:.2f} GiB may be used ({origin}). Free host "
+        "memory, or use fewer processes"
     )
 
 
@@ -200,6 +197,5 @@ def _disk_lack(needed: int, free: int | None) -> str | None:
         return None
     return (
         f"checkpoints and adapter need {needed / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are "
-        "free. "
-        "Free disk space, or lower train.keep_checkpoints or lora.r"
+        "free. Free disk space, or lower train.keep_checkpoints or lora.r"
     )

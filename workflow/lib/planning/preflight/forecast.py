@@ -18,11 +18,7 @@ from workflow.lib.step_plan.plan import StepPlan
 
 
 def forecast(
-    decision: Decision,
-    run: RunConfig,
-    shape: ModelShape,
-    machine: Machine,
-    tokens: TokenCounts,
+    decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, tokens: TokenCounts
 ) -> Forecast:
     """Return what `preflight.json` holds, without its provenance."""
     chosen, limits = decision.chosen, decision.limits

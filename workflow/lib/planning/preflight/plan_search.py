@@ -157,9 +157,7 @@ def _with_fewest_layers(
 
 def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> int:
     """Return of how many layers an option lets `plan` fit, the fewest, by bisection; all if fewer
-    do not.
-
-    Most plans that do not fit need all, so what is one fewer is asked first."""
+    do not. Most plans that do not fit need all, so what is one fewer is asked first."""
 
     def holds(count: int) -> bool:
         return question.holds(plan.changed({option.field: count}))
@@ -190,10 +188,7 @@ def seconds(question: Question, plan: StepPlan) -> float:
     """Return the predicted seconds of a step."""
     micro_batches = question.rows // plan.micro_batch_size
     parts = question.speed.parts(
-        question.shape,
-        plan,
-        trained_share=question.trained_share,
-        micro_batches=micro_batches,
+        question.shape, plan, trained_share=question.trained_share, micro_batches=micro_batches
     )
     return sum(parts.values()) * micro_batches
 
@@ -206,10 +201,9 @@ def _in_all_of_the_host(option: Candidate, limits: Budget) -> Candidate:
 
 
 def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> int | None:
-    """Host memory that a plan may take; None = no bound is known.
-
-    What nobody has asked to be page-locked leaves half of the host's memory alone; where that is
-    not known, as of a machine that is only imagined, it is taken to be twice the GPUs'."""
+    """Host memory that a plan may take; None = no bound is known. What nobody has asked to be
+    page-locked leaves half of the host's memory alone; where that is not known, as of a machine
+    that is only imagined, it is taken to be twice the GPUs'."""
     if not unasked or machine.gpu_bytes is None:
         return limits.host_capacity_bytes
     if limits.host_capacity_bytes is None:
@@ -245,10 +239,7 @@ def is_worth_recording(candidate: Candidate, known: Candidate) -> bool:
 
 def _fastest(alike: list[Candidate]) -> Candidate:
     """Of plans that ask for the same: the fastest, most rows, least offloaded activations."""
-    first = min(
-        alike,
-        key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.peak_bytes),
-    )
+    first = min(alike, key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.peak_bytes))
     if not takes_host_memory(first.plan):
         return first
     near = [c for c in alike if c.step_s <= first.step_s * (1 + NEGLIGIBLE)]

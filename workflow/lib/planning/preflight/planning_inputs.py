@@ -69,7 +69,6 @@ def divisors(number: int) -> list[int]:
 
 def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[int]:
     """Return the micro-batch sizes to consider: the one that is set, or all divisors of `rows`.
-
     Raises `UserError` if the one that is set does not divide the rows of a process."""
     valid = divisors(rows)
     if wanted == "auto":
@@ -104,10 +103,8 @@ def _hardware(machine: Machine) -> MatmulHardware:
 def training_attention(
     model: ModelConfig, machine: Machine, needs: AttentionNeeds
 ) -> AttentionChoice:
-    """Return the attention that training will choose, and why.
-
-    needs: of the model (`attention_needs`). Raises `UserError` if the one asked for by name cannot
-    run there."""
+    """Return the attention that training will choose, and why. needs: of the model
+    (`attention_needs`). Raises `UserError` if the one asked for by name cannot run there."""
     needs = needs.asked(model.attention_dropout)
     if model.attention != "auto":
         lack = asked_attention_lack(
@@ -179,9 +176,8 @@ def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
 
 def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> StepPlan:
     """Return the plan that settings ask for, with micro-batches of one row and recomputation of all
-    layers where the search decides.
-
-    Raises `UserError` if a LoRA target is no linear of the model."""
+    layers where the search decides. Raises `UserError` if a LoRA target is no linear of the
+    model."""
     trained = trained_modules(run, shape)
     ranks = _largest_ranks(target_ranks(run, shape))
     needs = attention_needs(shape)

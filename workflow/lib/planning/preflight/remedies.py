@@ -68,7 +68,6 @@ def remedies(
 ) -> list[Remedy]:
     """Return up to `most` single changes that fit, the nearest first, of each kind the smallest
     that does; if there is none, those that save most of the `before_bytes` of the plan.
-
     Micro-batches other than the given one are recorded with one row."""
     kinds = sorted(
         filter(None, _options(shape, plan, machine, global_batch_size=global_batch_size)),

@@ -13,11 +13,7 @@ from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.memory.replay import Replay, replay
 from workflow.lib.planning.preflight.budget import Budget
-from workflow.lib.planning.preflight.plan_search import (
-    Candidate,
-    choose,
-    is_worth_recording,
-)
+from workflow.lib.planning.preflight.plan_search import Candidate, choose, is_worth_recording
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 

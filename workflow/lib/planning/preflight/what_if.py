@@ -15,11 +15,7 @@ from huggingface_hub import hf_hub_download
 from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.model.architecture.shipped_shapes import (
-    known_config,
-    known_shape,
-    nearest_models,
-)
+from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape, nearest_models
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import NOT_VALID, RunConfig, is_hub_id, load_config
 from workflow.lib.system.errors import UserError, setting_error
@@ -33,10 +29,8 @@ def find_shape(
     model: str, *, revision: str | None, describe: Callable[[Path], ModelShape]
 ) -> ModelShape:
     """Return the shape of a local folder, a config.json, a shipped model, or a model of the hub
-    (its config.json alone).
-
-    describe: describes the model of a folder or a config.json, which takes torch. Raises
-    `UserError` if there is none of that name; the nearest shipped ones are listed."""
+    (its config.json alone). describe: describes the model of a folder or a config.json, which takes
+    torch. Raises `UserError` if there is none of that name; the nearest shipped ones are listed."""
     path = Path(model)
     if path.exists():
         return describe(path)
@@ -81,10 +75,8 @@ def settings_of(
     changes: Sequence[str], *, seq_len: int, rank: int, processes: int, batch: int | None
 ) -> RunConfig:
     """Return the default settings with those of the command line and `changes` (`train.epochs=1`,
-    values as in YAML).
-
-    Rows of a step, unless given: the smallest multiple of the processes from 16 on. Raises
-    `UserError` as `load_config` does."""
+    values as in YAML). Rows of a step, unless given: the smallest multiple of the processes from 16
+    on. Raises `UserError` as `load_config` does."""
     rows = math.ceil(16 / processes) * processes if batch is None else batch
     document: dict[str, Any] = {
         "data": {"seq_len": seq_len},

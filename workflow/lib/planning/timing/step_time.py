@@ -196,10 +196,8 @@ def estimate(
     num_steps: int,
     price_per_gpu_hour: float | None,
 ) -> Estimate:
-    """Return the predicted time of a run.
-
-    parts: of a micro-batch of `tokens` tokens, None where the speed is not known; num_gpus: 0 on
-    the CPU. `cost` is None without a price or a time."""
+    """Return the predicted time of a run. parts: of a micro-batch of `tokens` tokens, None where
+    the speed is not known; num_gpus: 0 on the CPU. `cost` is None without a price or a time."""
     if parts is None:
         return Estimate(
             step_s=None,

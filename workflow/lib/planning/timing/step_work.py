@@ -115,9 +115,8 @@ def micro_batch_work(
     shape: ModelShape, plan: StepPlan, *, trained_share: float, micro_batches: int = 1
 ) -> Work:
     """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the
-    loss; a step has `micro_batches`.
-
-    DoRA multiplies every weight with A once a step, counted as if a step had one micro-batch."""
+    loss; a step has `micro_batches`. DoRA multiplies every weight with A once a step, counted as if
+    a step had one micro-batch."""
     t, layers = plan.tokens, shape.num_layers
     recomputed = plan.recomputed_layers(layers)
     layer_passes = 2 * layers + recomputed
@@ -172,9 +171,8 @@ def _frozen_flops(
     shape: ModelShape, plan: StepPlan, *, grouped: bool, passes: float, recomputed: float
 ) -> float:
     """Of decoder layers' frozen weights, a token: each in forward, in recomputation less what that
-    spares, and in backward (2 FLOP each), in 8 bits as so many in bf16 as take as long.
-
-    grouped: of experts, of which a token uses top_k, and not of all else."""
+    spares, and in backward (2 FLOP each), in 8 bits as so many in bf16 as take as long. grouped: of
+    experts, of which a token uses top_k, and not of all else."""
 
     def used(layer: DecoderLayer, linears: Iterable[Linear]) -> int:
         return sum(
