@@ -1,9 +1,173 @@
 """Write the table and the JSON schema of all settings anew, from their models.
 
-python -m workflow.scripts.write_settings_pages
+    python -m workflow.scripts.write_settings_pages
+
+A test fails when they are not what this renders. `config.yaml` shows the settings that most people
+change, and is written by hand."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from workflow.lib.settings.config import Config, RunConfig, Section, json_schema
+from workflow.lib.settings.effects import Affects, Stage
+from workflow.lib.settings.errors_in_words import is_section
+from workflow.lib.system.files import write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = ROOT / "workflow" / "docs" / "config.schema.json"
+TABLE = ROOT / "workflow" / "docs" / "configuration.md"
+
+TABLE_HEAD = """\
+# Settings
+
+Every key that [`config.yaml`](../../config.yaml) may have, with its type, bounds, default and
+effect. Written by `python -m workflow.scripts.write_settings_pages` from the models in
+[`workflow/lib/settings/config.py`](../lib/settings/config.py).
+
+Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override
+any setting of any section except `report`. A stage reruns when a setting or a file
+that it reads changes, unless the section says otherwise.
 """
 
-from workflow.lib.artifacts.settings_reference import write_all
+# Words for the types and bounds of a JSON schema; {} is the bound.
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "array": "list of names",
+    "object": "mapping",
+    "string": "text",
+    "null": "null",
+}
+_BOUNDS = {
+    "exclusiveMinimum": "above {}",
+    "minimum": "at least {}",
+    "exclusiveMaximum": "below {}",
+    "maximum": "at most {}",
+}
+
+
+def configuration_md() -> str:
+    """Return the reference as Markdown: key, value, default and effect by section."""
+    return "\n".join([TABLE_HEAD, *(_section_md(*section) for section in _sections(Config))])
+
+
+def schema_json() -> str:
+    """Return the JSON schema of `config.yaml` for editors, with the keys of `runs.<name>`."""
+    schema = json_schema()
+    run = json_schema(RunConfig)
+    schema["$defs"]["RunConfig"] = {key: run[key] for key in run if key != "$defs"}
+    runs = schema["properties"]["runs"]
+    runs["additionalProperties"] = {"anyOf": [{"$ref": "#/$defs/RunConfig"}, {"type": "null"}]}
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps(schema, ensure_ascii=False) + "\n"
+
+
+def _sections(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the sections of a model with their names."""
+    for name, field in model.model_fields.items():
+        if is_section(model, name):
+            yield name, field
+
+
+def _section_md(name: str, field: FieldInfo) -> str:
+    lines = [f"## {name}\n", f"{_description(field)} {_effect_md(_model(field))}\n"]
+    lines += ["| key | value | default | effect |", "|---|---|---|---|", *_rows(field, prefix="")]
+    return "\n".join(lines) + "\n"
+
+
+def _effect_md(section: type[Section]) -> str:
+    """Say who reads a section, and which of its settings rerun less than all readers."""
+    every = {key: section.affected_by(key) for key in section.model_fields}
+    readers = [stage for stage in get_args(Stage) if any(_reads(a, stage) for a in every.values())]
+    sentences = [f"Read by {_named(readers)}."]
+    for effect, reruns in (("plan", "preflight alone"), ("none", "nothing")):
+        keys = [key for key, affects in every.items() if affects.effect == effect]
+        if keys:
+            what = "a setting of it" if len(keys) == len(every) else _named(keys)
+            sentences.append(f"Editing {what} reruns {reruns}.")
+    return " ".join(sentences)
+
+
+def _reads(affects: Affects, stage: str) -> bool:
+    return affects.received_by(stage) or stage in (affects.told or ())
+
+
+def _named(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _rows(field: FieldInfo, *, prefix: str) -> Iterator[str]:
+    """Yield the table's rows of a section; keys of a nested section carry its name."""
+    model = _model(field)
+    schema = json_schema()["$defs"][model.__name__]["properties"]
+    for key, inner in model.model_fields.items():
+        if is_section(model, key):
+            yield from _rows(inner, prefix=f"{prefix}{key}.")
+        else:
+            cells = [f"`{prefix}{key}`", spell_type(schema[key])]
+            cells += [f"`{_default(inner)}`", _description(inner)]
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def spell_type(schema: dict[str, Any]) -> str:
+    """Spell what a setting may be, from its JSON schema: `whole number, 1 to 64; or null`."""
+    if "anyOf" in schema:
+        options = [spell_type(option) for option in schema["anyOf"]]
+        return "; or ".join(sorted(options, key="null".__eq__))
+    if "oneOf" in schema:
+        return "; or ".join(spell_type(option) for option in schema["oneOf"])
+    if "$ref" in schema:
+        return "section"
+    if schema.get("type") == "array" and "oneOf" in schema["items"]:
+        return "list of these"
+    if schema.get("type") == "array" and schema["items"].get("type") == "integer":
+        return "list of whole numbers"
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    if "minimum" in schema and "maximum" in schema:
+        return (
+            f"{_TYPES[schema['type']]}, {_number(schema['minimum'])} to "
+            f"{_number(schema['maximum'])}"
+        )
+    bounds = [words.format(_number(schema[key])) for key, words in _BOUNDS.items() if key in schema]
+    return ", ".join([_TYPES[schema["type"]], *bounds])
+
+
+def _number(value: float) -> str:
+    """Spell a bound: powers of two and ten as such where digits would have to be counted."""
+    if value == int(value) and value >= 2**20:
+        bits = int(value).bit_length() - 1
+        return f"2^{bits}" if value == 2**bits else f"{value:.0e}".replace("e+0", "e")
+    return f"{value:,g}" if value < 1e6 else str(value)
+
+
+def _model(field: FieldInfo) -> type[Section]:
+    kind = field.annotation
+    assert isinstance(kind, type), "is_section guarantees a section"
+    assert issubclass(kind, Section), "is_section guarantees a section"
+    return kind
+
+
+def _description(field: FieldInfo) -> str:
+    assert field.description is not None, "a test guarantees a description of every setting"
+    return " ".join(field.description.split())
+
+
+def _default(field: FieldInfo) -> str:
+    """Return the default in YAML, on one line."""
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    return yaml.safe_dump([value], default_flow_style=True, width=sys.maxsize).strip()[1:-1]
+
 
 if __name__ == "__main__":
-    write_all()
+    write_text(SCHEMA, schema_json())
+    write_text(TABLE, configuration_md())

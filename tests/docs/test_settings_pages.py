@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
-from workflow.lib.artifacts import settings_reference
-from workflow.lib.artifacts.settings_reference import configuration_md, schema_json, spell_type
 from workflow.lib.settings.config import ReportConfig, RunConfig, load_config, merge
+from workflow.scripts import write_settings_pages
+from workflow.scripts.write_settings_pages import configuration_md, schema_json, spell_type
 
-CONFIG = settings_reference.ROOT / "config.yaml"
+CONFIG = write_settings_pages.ROOT / "config.yaml"
 MEND = "`python -m workflow.scripts.write_settings_pages` writes it again"
 
 
@@ -27,11 +27,11 @@ def keys(document: dict[str, Any], path: str = "") -> list[str]:
 
 
 def test_table_of_settings_is_what_the_models_say():
-    assert settings_reference.TABLE.read_text(encoding="utf-8") == configuration_md(), MEND
+    assert write_settings_pages.TABLE.read_text(encoding="utf-8") == configuration_md(), MEND
 
 
 def test_schema_is_what_the_models_say():
-    assert settings_reference.SCHEMA.read_text(encoding="utf-8") == schema_json(), MEND
+    assert write_settings_pages.SCHEMA.read_text(encoding="utf-8") == schema_json(), MEND
 
 
 def test_config_yaml_loads_to_the_defaults_and_the_overrides_of_its_runs():
