@@ -11,68 +11,43 @@ from workflow.lib.artifacts.training_record import Check
 class Observed(Record, frozen=False):
     """What one process has seen of a case; peaks are of the steps, after loading and checks."""
 
-    step_s: list[float] = Field(default=[])
-    """Seconds of each step."""
-    losses: list[float] = Field(default=[])
-    """Loss of each step, nats per token."""
-    grad_norms: list[float] = Field(default=[])
-    """Norm of the gradient of each step."""
-    load_s: float = 0.0
-    """Seconds of loading."""
-    bytes_read: int = 0
-    """Bytes of the base that were read."""
-    setup_allocated_bytes: int = 0
-    """Peak of loading and checks; 0 on a CPU."""
-    allocated_bytes: int = 0
-    """Allocated peak; 0 on a CPU."""
-    reserved_bytes: int = 0
-    """Reserved peak; 0 on a CPU."""
-    host_bytes: int = 0
-    """Peak resident set of the process."""
-    attention: str = ""
-    """Kind of attention that ran."""
+    step_s: list[float] = Field(default=[])  # seconds of each step
+    losses: list[float] = Field(default=[])  # loss of each step, nats per token
+    grad_norms: list[float] = Field(default=[])  # norm of the gradient of each step
+    load_s: float = 0.0  # seconds of loading
+    bytes_read: int = 0  # bytes of the base that were read
+    setup_allocated_bytes: int = 0  # peak of loading and checks; 0 on a CPU
+    allocated_bytes: int = 0  # allocated peak; 0 on a CPU
+    reserved_bytes: int = 0  # reserved peak; 0 on a CPU
+    host_bytes: int = 0  # peak resident set of the process
+    attention: str = ""  # kind of attention that ran
     graphs_off: str | None = None
     """Why micro-batches could not be CUDA graphs; null: they were, or were not to be."""
-    checks: list[Check] = Field(default=[])
-    """What was tested before the steps."""
+    checks: list[Check] = Field(default=[])  # what was tested before the steps
 
 
 class Measurement(Observed):
     """A case over all processes: largest peaks and slowest load; all else of the main one."""
 
-    tokens_per_s_per_process: float
-    """Tokens a second over the last two thirds of the steps."""
-    allocated_bytes_by_process: list[int]
-    """`allocated_bytes` of each process."""
-    reserved_bytes_by_process: list[int]
-    """`reserved_bytes` of each process."""
+    tokens_per_s_per_process: float  # tokens a second over the last two thirds of the steps
+    allocated_bytes_by_process: list[int]  # `allocated_bytes` of each process
+    reserved_bytes_by_process: list[int]  # `reserved_bytes` of each process
 
 
 class BenchmarkRow(Record):
     """A line: a case with a number of processes, measured or not."""
 
-    format_version: Literal[1] = 1
-    """Version of the line's format."""
-    key: str
-    """Short hash of all that follows from the settings, and of the GPUs."""
-    case: str
-    """Name of the case."""
-    title: str
-    """What the case is, for people."""
-    processes: int
-    """Processes that train."""
-    sizes: dict[str, Any]
-    """Section `benchmark` with the case's own settings laid over it."""
-    settings: dict[str, Any]
-    """Settings of a run that are the case's own."""
-    peer: dict[str, Any] | None
-    """Settings of other software; null for this workflow's engine."""
-    status: Literal["measured", "out_of_memory", "failed", "not_installed"]
-    """What came of it."""
-    cause: str | None = None
-    """Why it was not measured; null if it was."""
-    measured: Measurement | None = None
-    """The measurement; null if there is none."""
+    format_version: Literal[1] = 1  # version of the line's format
+    key: str  # short hash of all that follows from the settings, and of the GPUs
+    case: str  # name of the case
+    title: str  # what the case is, for people
+    processes: int  # processes that train
+    sizes: dict[str, Any]  # section `benchmark` with the case's own settings laid over it
+    settings: dict[str, Any]  # settings of a run that are the case's own
+    peer: dict[str, Any] | None  # settings of other software; null for this workflow's engine
+    status: Literal["measured", "out_of_memory", "failed", "not_installed"]  # what came of it
+    cause: str | None = None  # why it was not measured; null if it was
+    measured: Measurement | None = None  # the measurement; null if there is none
     gpu_names: list[str] = Field(default=[])
     """Names of the GPUs, one per process; empty if the case cannot run here, or on a CPU."""
     shape: dict[str, Any] | None = None
@@ -81,5 +56,4 @@ class BenchmarkRow(Record):
     """Peaks and time as preflight predicts them; null for a peer too."""
     plan: dict[str, Any] | None = None
     """How the case runs, as in preflight.json; null if it cannot run here."""
-    provenance: Provenance
-    """What made the line."""
+    provenance: Provenance  # what made the line

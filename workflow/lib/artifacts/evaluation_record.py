@@ -14,147 +14,107 @@ from workflow.lib.settings.subjects import SubjectName
 class SourceLoss(Record):
     """Loss on some held-out documents."""
 
-    loss: float
-    """Nats per trained token."""
-    loss_ci95: Interval | None
-    """95% interval over documents; null for a single document."""
-    perplexity: float
-    """Exponential of the loss."""
-    documents: int
-    """Documents measured."""
-    trained_tokens: int
-    """Their prediction targets."""
+    loss: float  # nats per trained token
+    loss_ci95: Interval | None  # 95% interval over documents; null for a single document
+    perplexity: float  # exponential of the loss
+    documents: int  # documents measured
+    trained_tokens: int  # their prediction targets
 
 
 class DocumentLoss(Record):
     """Loss on one held-out document."""
 
-    document: int
-    """Its number in the tokens folder."""
-    source: str
-    """Name of its source."""
-    loss_sum: float
-    """Nats, summed over its prediction targets."""
-    tokens: int
-    """Its prediction targets."""
+    document: int  # its number in the tokens folder
+    source: str  # name of its source
+    loss_sum: float  # Nats, summed over its prediction targets
+    tokens: int  # its prediction targets
 
 
 class Heldout(SourceLoss):
     """Loss on all held-out documents, and by their source."""
 
-    loss_ci95: Interval
-    """95% interval over documents."""
-    sources: dict[str, SourceLoss]
-    """The same by source."""
-    per_document: list[DocumentLoss]
-    """Loss of each document."""
+    loss_ci95: Interval  # 95% interval over documents
+    sources: dict[str, SourceLoss]  # the same by source
+    per_document: list[DocumentLoss]  # loss of each document
 
 
 class Metric(Record):
     """A task's score."""
 
-    value: float
-    """The score."""
-    stderr: float | None
-    """Its standard error; null where the harness gives none."""
-    higher_is_better: bool | None
-    """Which direction is better; null if the task does not say."""
+    value: float  # the score
+    stderr: float | None  # its standard error; null where the harness gives none
+    higher_is_better: bool | None  # which direction is better; null if the task does not say
 
 
 class Task(Record):
     """A task's scores."""
 
-    metrics: dict[str, Metric]
-    """Scores by metric."""
-    items: int
-    """Items of the task."""
-    version: int | float | str | None
-    """Version of the task."""
+    metrics: dict[str, Metric]  # scores by metric
+    items: int  # items of the task
+    version: int | float | str | None  # version of the task
 
 
 class Sample(Record):
     """A held-out prompt with the answer of one subject."""
 
-    document: int
-    """Number of the held-out document."""
-    prompt: str
-    """What precedes its first trained token."""
-    reference: str
-    """Its first run of trained tokens."""
-    answer: str
-    """The greedy answer."""
-    drawn: str | None
-    """An answer drawn at `evaluate.sample_temperature`; null if that is not set."""
+    document: int  # number of the held-out document
+    prompt: str  # what precedes its first trained token
+    reference: str  # its first run of trained tokens
+    answer: str  # the greedy answer
+    drawn: str | None  # an answer drawn at `evaluate.sample_temperature`; null if that is not set
 
 
 class MetricDifference(Record):
     """Paired difference of a task metric."""
 
-    difference: float
-    """Second subject - first."""
+    difference: float  # second subject - first
     difference_ci95: Interval | None
     """95% interval over the items; null where the metric is no mean over at least two items."""
-    p_value: float | None
-    """Two-sided p-value of no difference; null as the interval."""
-    test: str | None
-    """What gives the p-value: `exact McNemar` or `paired bootstrap`."""
+    p_value: float | None  # Two-sided p-value of no difference; null as the interval
+    test: str | None  # what gives the p-value: `exact McNemar` or `paired bootstrap`
     gained: int | None
     """Items that the second subject alone answered rightly; null where values are not 0 and 1."""
-    lost: int | None
-    """Items that the first subject alone answered rightly; null as `gained`."""
+    lost: int | None  # items that the first subject alone answered rightly; null as `gained`
 
 
 class LossDifference(Record):
     """Paired difference of the held-out loss, first subject - second: positive is better."""
 
-    loss_difference: float | None
-    """Nats per trained token; null where nothing was measured."""
-    loss_difference_ci95: Interval | None
-    """95% interval over documents; null for fewer than two."""
-    p_value: float | None
-    """Two-sided p-value of no difference; null as the interval."""
-    documents: int
-    """Documents compared."""
+    loss_difference: float | None  # nats per trained token; null where nothing was measured
+    loss_difference_ci95: Interval | None  # 95% interval over documents; null for fewer than two
+    p_value: float | None  # Two-sided p-value of no difference; null as the interval
+    documents: int  # documents compared
 
 
 class Comparison(LossDifference):
     """Paired comparison of two subjects on the same questions."""
 
-    sources: dict[str, LossDifference]
-    """Loss differences by source."""
-    tasks: dict[str, dict[str, MetricDifference]]
-    """Differences by task and metric."""
+    sources: dict[str, LossDifference]  # loss differences by source
+    tasks: dict[str, dict[str, MetricDifference]]  # differences by task and metric
 
 
 class WorstLinear(LinearErrors):
     """One of the linears that are furthest off in 4 bits."""
 
-    path: str
-    """Which one."""
+    path: str  # which one
 
 
 class WorstStack(StackErrors):
     """One of the stacks of experts that are furthest off in 4 bits."""
 
-    path: str
-    """Which one."""
+    path: str  # which one
 
 
 class FourBits(Record):
     """What 4 bits cost, by the base's calibration: nats per predicted held-out token."""
 
-    documents: int
-    """Documents measured."""
-    original: float
-    """Loss of the model before quantization."""
+    documents: int  # documents measured
+    original: float  # loss of the model before quantization
     absmax: LossDifference
     """What bitsandbytes' codes and scales would lose: the difference to the original."""
-    calibrated: LossDifference
-    """What the base loses."""
-    won_back: LossDifference
-    """What calibration wins back: the difference of the two."""
-    worst: list[WorstLinear]
-    """The linears that are furthest off in the base, the worst first."""
+    calibrated: LossDifference  # what the base loses
+    won_back: LossDifference  # what calibration wins back: the difference of the two
+    worst: list[WorstLinear]  # the linears that are furthest off in the base, the worst first
     worst_stacks: list[WorstStack] = Field(default_factory=list)
     """Of a mixture the stacks of experts whose median expert is furthest off, the worst first."""
 
@@ -162,34 +122,25 @@ class FourBits(Record):
 class Evaluation(Record):
     """`evaluate_run/<subject>.json`."""
 
-    subject: SubjectName
-    """Which model was asked."""
-    run: str
-    """Name of the run."""
-    served: bool
-    """Whether this is what will be served (`evaluate.served`)."""
-    heldout: Heldout | None
-    """Held-out loss; null where it is switched off."""
-    tasks: dict[str, Task]
-    """Scores by task."""
-    samples: list[Sample]
-    """Answers to some held-out prompts."""
+    subject: SubjectName  # which model was asked
+    run: str  # name of the run
+    served: bool  # whether this is what will be served (`evaluate.served`)
+    heldout: Heldout | None  # held-out loss; null where it is switched off
+    tasks: dict[str, Task]  # scores by task
+    samples: list[Sample]  # answers to some held-out prompts
     comparisons: dict[SubjectName, Comparison]
     """With each measured subject before it, which comes first in the difference."""
-    four_bits: FourBits | None = None
-    """Of the base, if it was calibrated."""
+    four_bits: FourBits | None = None  # of the base, if it was calibrated
     quantized_by: str | None = None
     """Of the base: its method, with `quantize.method: auto` the reason too."""
-    provenance: Provenance
-    """What made the file."""
+    provenance: Provenance  # what made the file
 
 
 @dataclass(frozen=True)
 class FourBitsCost:
     """What quantization cost: loss of the NF4 base - loss of the original."""
 
-    nats: float
-    """Per trained token, or per predicted one if the calibration measured it."""
+    nats: float  # per trained token, or per predicted one if the calibration measured it
     ci95: Interval | None
     p_value: float | None
     documents: int
@@ -215,28 +166,20 @@ def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost |
 class GainVerdict(Record):
     """A least gain that `evaluate.require` asks for, and what was reached."""
 
-    requirement: str
-    """`heldout_loss`, or task/metric."""
-    least: float
-    """The gain asked for."""
-    subject: SubjectName
-    """What is served."""
+    requirement: str  # `heldout_loss`, or task/metric
+    least: float  # the gain asked for
+    subject: SubjectName  # what is served
     reference: SubjectName
     """What it is compared with: the original, or the NF4 base if that was not measured."""
-    gain: float
-    """The gain over the reference; positive is better."""
-    gain_ci95: Interval | None
-    """Its 95% interval; null if there is none."""
+    gain: float  # the gain over the reference; positive is better
+    gain_ci95: Interval | None  # its 95% interval; null if there is none
     judged_by: Literal["estimate", "interval"]
     """Whether the gain counts, or the lower end of its interval."""
-    met: bool
-    """Whether it is reached."""
+    met: bool  # whether it is reached
 
 
 class Requirements(Record):
     """`results/requirements.json`."""
 
-    runs: dict[str, list[GainVerdict]]
-    """By run, each least gain."""
-    provenance: Provenance
-    """What made the file."""
+    runs: dict[str, list[GainVerdict]]  # by run, each least gain
+    provenance: Provenance  # what made the file

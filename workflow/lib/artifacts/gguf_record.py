@@ -8,38 +8,24 @@ class GgufFile(Record):
 
     form: str
     """`merged`: the merged model; `adapter`: the base, over which the adapter's file is loaded."""
-    format: str
-    """How its weights are stored."""
-    file: str
-    """Its name."""
-    bytes: int
-    """Its size."""
-    adapter: str | None
-    """Name of the adapter's file; None for the merged model."""
-    adapter_bytes: int | None
-    """Its size."""
+    format: str  # how its weights are stored
+    file: str  # its name
+    bytes: int  # its size
+    adapter: str | None  # name of the adapter's file; None for the merged model
+    adapter_bytes: int | None  # its size
     prompts: int
     """Conversations and texts whose token ids are equal in llama.cpp and in Transformers."""
-    loss: float
-    """Nats per token that llama.cpp gives the compared positions."""
-    reference_loss: float
-    """What Transformers gives them, in float32."""
-    bound: float
-    """Largest difference of the two that is allowed in this format."""
-    positions: int
-    """Positions of held-out documents compared."""
-    same_most_likely: float
-    """Share of them with the same most likely token."""
-    answers: int
-    """Held-out prompts answered greedily by both."""
-    equal_answers: int
-    """Answers that are the same, token by token."""
+    loss: float  # nats per token that llama.cpp gives the compared positions
+    reference_loss: float  # what Transformers gives them, in float32
+    bound: float  # largest difference of the two that is allowed in this format
+    positions: int  # positions of held-out documents compared
+    same_most_likely: float  # share of them with the same most likely token
+    answers: int  # held-out prompts answered greedily by both
+    equal_answers: int  # answers that are the same, token by token
 
 
 class GgufChecks(Record):
     """`convert_gguf/gguf.json`."""
 
-    files: list[GgufFile]
-    """Each form in each format."""
-    provenance: Provenance
-    """What made the file."""
+    files: list[GgufFile]  # each form in each format
+    provenance: Provenance  # what made the file

@@ -11,22 +11,14 @@ from workflow.lib.settings.data import Examples
 class Source(Record):
     """A raw data file. Its counts are of what was kept."""
 
-    split: str | None = None
-    """`train` or `heldout`."""
-    source: str | None = None
-    """Name of the source that names the file."""
-    weight: float | None = None
-    """How often an epoch takes the source's documents."""
-    file: str
-    """Path of the file, as the settings name it."""
-    sha256: str
-    """SHA-256 of the file."""
-    rows: int
-    """Rows read."""
-    format: str | None = None
-    """What a row is."""
-    columns: list[str] | None = None
-    """Columns that were read."""
+    split: str | None = None  # `train` or `heldout`
+    source: str | None = None  # name of the source that names the file
+    weight: float | None = None  # how often an epoch takes the source's documents
+    file: str  # path of the file, as the settings name it
+    sha256: str  # SHA-256 of the file
+    rows: int  # rows read
+    format: str | None = None  # what a row is
+    columns: list[str] | None = None  # columns that were read
     not_read: dict[str, int] | None = None
     """Columns, and keys of messages, that were not read, and how often they hold a value."""
     dropped_by_reason: dict[str, int] | None = None
@@ -35,93 +27,64 @@ class Source(Record):
     """Blank lines of a file in which a line is a row; neither read nor dropped."""
     special_token_texts: int | None = None
     """Rows that spell a special token of the template (`data.special_tokens_in_text`)."""
-    rows_by_turns: int | None = None
-    """Rows of which turns became examples of their own."""
+    rows_by_turns: int | None = None  # rows of which turns became examples of their own
     begin_untrained: int | None = None
     """Rows whose first turn is not trained, as nothing stands before it."""
     unrendered: dict[str, int] | None = None
     """Rows of which the chat template left a text out, by its kind (`data.allow_unrendered`)."""
-    documents: int | None = None
-    """Documents that its rows became, as an epoch takes them."""
-    tokens: int | None = None
-    """Tokens of these documents."""
-    trained_tokens: int | None = None
-    """Of these tokens, the prediction targets."""
-    token_share: float | None = None
-    """Part of its split's tokens."""
+    documents: int | None = None  # documents that its rows became, as an epoch takes them
+    tokens: int | None = None  # tokens of these documents
+    trained_tokens: int | None = None  # of these tokens, the prediction targets
+    token_share: float | None = None  # part of its split's tokens
 
 
 class Percentiles(Record):
     """Lengths of rows before any cut, tokens."""
 
-    p50: float
-    """Median."""
-    p90: float
-    """90th percentile."""
-    p99: float
-    """99th percentile."""
-    max: float
-    """Longest."""
+    p50: float  # median
+    p90: float  # 90th percentile
+    p99: float  # 99th percentile
+    max: float  # longest
 
 
 class Histogram(Record):
     """Rows by length before any cut, tokens."""
 
-    edges: list[int]
-    """Ends of the bins, one more than there are bins."""
-    counts: list[int]
-    """Rows of at least `edges[i]` and fewer than `edges[i + 1]` tokens."""
+    edges: list[int]  # ends of the bins, one more than there are bins
+    counts: list[int]  # rows of at least `edges[i]` and fewer than `edges[i + 1]` tokens
 
 
 class LongRow(Record):
     """One of the longest rows."""
 
-    file: str
-    """Its file."""
-    row: int
-    """Its number in the file, from 1."""
-    tokens: int
-    """Its tokens before any cut."""
+    file: str  # its file
+    row: int  # its number in the file, from 1
+    tokens: int  # its tokens before any cut
 
 
 class Split(Record):
     """Counts of one split."""
 
-    rows_read: int
-    """Rows of its files."""
-    rows_kept: int
-    """Rows that became documents."""
-    rows_dropped: int
-    """Rows that did not."""
-    truncated: int
-    """Rows longer than `seq_len`, which were cut or split."""
-    tokens: int
-    """Tokens of its documents."""
-    trained_tokens: int
-    """Of these, the prediction targets."""
-    length_percentiles: Percentiles
-    """Lengths of rows before any cut."""
-    duplicates: int
-    """Rows that equal an earlier one."""
-    near_duplicates: int | None = None
-    """Rows that resemble an earlier one and do not equal it."""
-    length_histogram: Histogram | None = None
-    """Rows by length before any cut."""
-    longest: list[LongRow] = Field(default=[])
-    """The longest rows."""
+    rows_read: int  # rows of its files
+    rows_kept: int  # rows that became documents
+    rows_dropped: int  # rows that did not
+    truncated: int  # rows longer than `seq_len`, which were cut or split
+    tokens: int  # tokens of its documents
+    trained_tokens: int  # of these, the prediction targets
+    length_percentiles: Percentiles  # lengths of rows before any cut
+    duplicates: int  # rows that equal an earlier one
+    near_duplicates: int | None = None  # rows that resemble an earlier one and do not equal it
+    length_histogram: Histogram | None = None  # rows by length before any cut
+    longest: list[LongRow] = Field(default=[])  # the longest rows
 
 
 class TokenWeights(Record):
     """Weights of trained tokens in the loss."""
 
-    smallest: float
-    """Of a trained token."""
-    largest: float
-    """Of a trained token."""
-    mean: float
-    """Over all trained tokens."""
-    tokens: int
-    """Trained tokens of another weight than 1."""
+    smallest: float  # of a trained token
+    largest: float  # of a trained token
+    mean: float  # over all trained tokens
+    tokens: int  # trained tokens of another weight than 1
 
 
 class TrainSplit(Split):
@@ -129,28 +92,22 @@ class TrainSplit(Split):
 
     documents: int | None = None
     """Documents as an epoch takes them: a source of weight 2 counts twice."""
-    packed_rows: int
-    """Rows of `seq_len` tokens into which they are packed."""
-    fill: float
-    """Share of the positions of these rows that hold a token."""
-    weights: TokenWeights | None = None
-    """Absent where every trained token has the weight 1."""
+    packed_rows: int  # rows of `seq_len` tokens into which they are packed
+    fill: float  # share of the positions of these rows that hold a token
+    weights: TokenWeights | None = None  # absent where every trained token has the weight 1
 
 
 class SourceDocuments(Record):
     """A source's part of the held-out documents."""
 
-    source: str
-    """Name of the source."""
-    documents: int
-    """Its documents, which lie one after the other."""
+    source: str  # name of the source
+    documents: int  # its documents, which lie one after the other
 
 
 class HeldoutSplit(Split):
     """The held-out split, which is not packed."""
 
-    documents: int
-    """Documents."""
+    documents: int  # documents
     sources: list[SourceDocuments] = Field(default=[])
     """Documents by source, in the order in which they lie."""
 
@@ -158,21 +115,16 @@ class HeldoutSplit(Split):
 class Splits(Record):
     """Both splits."""
 
-    train: TrainSplit
-    """What is trained on."""
-    heldout: HeldoutSplit
-    """What losses are measured on."""
+    train: TrainSplit  # what is trained on
+    heldout: HeldoutSplit  # what losses are measured on
 
 
 class SampleOrigin(Record):
     """Where a sample document comes from."""
 
-    source: str
-    """Name of the source."""
-    file: str
-    """Path of the file, as the settings name it."""
-    row: int
-    """Its number in the file, from 1."""
+    source: str  # name of the source
+    file: str  # path of the file, as the settings name it
+    row: int  # its number in the file, from 1
 
 
 class TokenFiles(Record):
@@ -185,14 +137,12 @@ class TokenFiles(Record):
 class Probe(Record):
     """A text, or a conversation, with the token ids that it would have been trained as."""
 
-    text: str | None = None
-    """The text; null or absent for a conversation."""
+    text: str | None = None  # the text; null or absent for a conversation
     messages: list[dict[str, Any]] | None = None
     """The messages of a conversation; null or absent for a text."""
     tools: list[dict[str, Any]] | None = None
     """The tools that a conversation offers; null if it offers none."""
-    ids: list[int]
-    """Token ids."""
+    ids: list[int]  # token ids
 
     @property
     def described(self) -> str:
@@ -206,61 +156,42 @@ class Probe(Record):
 class ConversationFacts(Record):
     """What `manifest.json` says of how conversations are written and where an answer ends."""
 
-    chat_template: str | None
-    """Text of the chat template; null for plain text."""
-    bos_token_id: int | None
-    """Token that begins a text; null if there is none."""
-    eos_token_id: int
-    """Token that ends a text."""
-    pad_token_id: int
-    """Token that fills rows."""
-    end_of_turn_token_ids: list[int]
-    """Special tokens that end what the assistant is trained to say."""
-    probes: list[Probe]
-    """What an exported tokenizer is compared with."""
+    chat_template: str | None  # text of the chat template; null for plain text
+    bos_token_id: int | None  # token that begins a text; null if there is none
+    eos_token_id: int  # token that ends a text
+    pad_token_id: int  # token that fills rows
+    end_of_turn_token_ids: list[int]  # special tokens that end what the assistant is trained to say
+    probes: list[Probe]  # what an exported tokenizer is compared with
 
 
 class Manifest(Record):
     """`manifest.json` of a tokens folder, without its `ConversationFacts`."""
 
-    format_version: Literal[1]
-    """Version of the folder's format."""
-    seq_len: int
-    """Tokens of a packed row, and of a held-out document at most."""
-    vocab_size: int
-    """Tokens that the tokenizer knows."""
+    format_version: Literal[1]  # version of the folder's format
+    seq_len: int  # tokens of a packed row, and of a held-out document at most
+    vocab_size: int  # tokens that the tokenizer knows
     pad_token_origin: Literal["pad_token", "eos_token"] | None = None
     """Which token of the tokenizer fills rows."""
-    format: str
-    """What a row of the data is."""
+    format: str  # what a row of the data is
     examples: Examples = "texts"
     """What is trained: a document by itself, or two that belong together, neighbours in their row:
     the answers of a pair, or a rated answer and that of another row to the same prompt."""
-    tokenizer_sha256: str
-    """SHA-256 of the tokenizer's files."""
-    chat_template_sha256: str | None
-    """SHA-256 of the chat template; null for plain text."""
+    tokenizer_sha256: str  # SHA-256 of the tokenizer's files
+    chat_template_sha256: str | None  # SHA-256 of the chat template; null for plain text
     template_kwargs: dict[str, Any] | None = None
     """Arguments that the chat template has as defaults."""
-    sources: list[Source]
-    """The raw data files."""
-    splits: Splits
-    """Counts of both splits."""
-    dropped_by_reason: dict[str, int]
-    """Rows dropped, by the reason."""
+    sources: list[Source]  # the raw data files
+    splits: Splits  # counts of both splits
+    dropped_by_reason: dict[str, int]  # rows dropped, by the reason
     train_heldout_overlap: int | None = None
     """Held-out rows that were dropped because their tokens equal those of a training row."""
     train_heldout_near_duplicates: int | None = None
     """Held-out rows that resemble a training row: removed or left (`data.near_duplicates`)."""
     train_heldout_shared_groups: int | None = None
     """Held-out rows of a group (`data.group_by`) that training rows are of; treated likewise."""
-    files: TokenFiles
-    """SHA-256 of every other file of the folder, by name."""
+    files: TokenFiles  # SHA-256 of every other file of the folder, by name
     samples: list[list[tuple[str, bool]]]
     """Three training documents of each source as segments: text, and whether it is trained."""
-    sample_origins: list[SampleOrigin] = Field(default=[])
-    """Where each of them comes from."""
-    provenance: Provenance
-    """What made the folder."""
-    sha256: str | None = None
-    """SHA-256 of the canonical JSON of all other fields."""
+    sample_origins: list[SampleOrigin] = Field(default=[])  # where each of them comes from
+    provenance: Provenance  # what made the folder
+    sha256: str | None = None  # SHA-256 of the canonical JSON of all other fields

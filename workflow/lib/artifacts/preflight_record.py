@@ -28,29 +28,20 @@ def _complete(plan: Any) -> Any:
 class Term(PreflightRecord):
     """One addend of the predicted peak."""
 
-    name: str
-    """What takes the memory."""
-    bytes: int
-    """How much of it, per process."""
-    explanation: str
-    """What it is, in words."""
+    name: str  # what takes the memory
+    bytes: int  # how much of it, per process
+    explanation: str  # what it is, in words
 
 
 class Estimate(PreflightRecord):
     """Predicted time; None where the speed of the GPU is not known, as `basis` then says."""
 
-    step_s: float | None
-    """Seconds of an optimizer step."""
-    total_h: float | None
-    """Hours of the training."""
-    tokens_per_s_per_process: float | None
-    """Tokens a second, of each process."""
-    cost: float | None
-    """In the currency of `hardware.price_per_gpu_hour`; None without a price too."""
-    parts_s: dict[str, float]
-    """Of a micro-batch, by what it is spent on."""
-    basis: str
-    """What the prediction rests on, in words."""
+    step_s: float | None  # seconds of an optimizer step
+    total_h: float | None  # hours of the training
+    tokens_per_s_per_process: float | None  # tokens a second, of each process
+    cost: float | None  # in the currency of `hardware.price_per_gpu_hour`; None without a price too
+    parts_s: dict[str, float]  # of a micro-batch, by what it is spent on
+    basis: str  # what the prediction rests on, in words
 
 
 class TriedPlan(PreflightRecord):
@@ -58,16 +49,11 @@ class TriedPlan(PreflightRecord):
 
     choice: dict[str, bool | int | float | str]
     """Fields of the plan that the search decides, and their values here."""
-    host_bytes: int
-    """Host memory of a node's processes together."""
-    peak_bytes: int
-    """Predicted peak of each process, allocated."""
-    relative_time: float
-    """Time of a step; 1 for the chosen plan."""
-    fits: bool
-    """Whether device and host hold it."""
-    why: str
-    """Why it was chosen or not."""
+    host_bytes: int  # host memory of a node's processes together
+    peak_bytes: int  # predicted peak of each process, allocated
+    relative_time: float  # time of a step; 1 for the chosen plan
+    fits: bool  # whether device and host hold it
+    why: str  # why it was chosen or not
 
     def plan(self, followed: StepPlan) -> StepPlan:
         """Return this plan; followed: the run's."""
@@ -77,44 +63,25 @@ class TriedPlan(PreflightRecord):
 class Forecast(PreflightRecord):
     """What preflight decides and predicts; bytes are of each process where nothing else is said."""
 
-    verdict: Literal["fits", "does_not_fit"]
-    """Whether the run can be trained on this machine."""
-    reason: str
-    """Why, in words."""
-    plan: Annotated[StepPlan, BeforeValidator(_complete)]
-    """How the training runs."""
-    method: Literal["replay", "lines"]
-    """What the peaks are predicted by."""
-    terms: list[Term]
-    """Of the peak phase; they add up to the peak."""
-    phases: dict[str, int]
-    """Peak by phase."""
-    peak_phase: str
-    """The phase that needs most."""
-    peak_bytes: int
-    """Allocated."""
-    allocator_slack_bytes: int
-    """Reserved beyond that."""
-    reserved_bytes: int
-    """The sum of both: what PyTorch takes from the device."""
-    outside_allocator_bytes: int
-    """CUDA context and communication."""
-    capacity_bytes: int
-    """What a process may take."""
-    margin_bytes: int
-    """`hardware.memory_margin_gib`."""
-    host_bytes: int
-    """Of a node's processes together, at the peak."""
-    host_capacity_bytes: int | None
-    """What they may take; None if it is not known."""
-    disk_bytes: dict[str, int]
-    """By artifact."""
-    disk_free_bytes: int | None
-    """None where there was no disk to ask."""
-    time: Estimate
-    """Predicted time and cost."""
-    candidates: list[TriedPlan]
-    """The plans that were tried."""
+    verdict: Literal["fits", "does_not_fit"]  # whether the run can be trained on this machine
+    reason: str  # Why, in words
+    plan: Annotated[StepPlan, BeforeValidator(_complete)]  # how the training runs
+    method: Literal["replay", "lines"]  # what the peaks are predicted by
+    terms: list[Term]  # of the peak phase; they add up to the peak
+    phases: dict[str, int]  # peak by phase
+    peak_phase: str  # the phase that needs most
+    peak_bytes: int  # allocated
+    allocator_slack_bytes: int  # reserved beyond that
+    reserved_bytes: int  # the sum of both: what PyTorch takes from the device
+    outside_allocator_bytes: int  # CUDA context and communication
+    capacity_bytes: int  # what a process may take
+    margin_bytes: int  # `hardware.memory_margin_gib`
+    host_bytes: int  # of a node's processes together, at the peak
+    host_capacity_bytes: int | None  # what they may take; None if it is not known
+    disk_bytes: dict[str, int]  # by artifact
+    disk_free_bytes: int | None  # none where there was no disk to ask
+    time: Estimate  # predicted time and cost
+    candidates: list[TriedPlan]  # the plans that were tried
     model: dict[str, Any]
     """Facts of the model's shape (`ModelShape`), and its numbers of parameters."""
 
@@ -127,5 +94,4 @@ class Preflight(Forecast):
         "`snakemake --cores all preflight` again."
     )
 
-    provenance: Provenance
-    """What made the file."""
+    provenance: Provenance  # what made the file

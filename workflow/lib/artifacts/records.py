@@ -1,7 +1,7 @@
 """The JSON files that stages exchange, as types: each field once, with what it means.
 
 A stage writes a record (`Record.as_json`), another reads it (`read_records.read_record`). The
-docstring below a field is its reference. The files of the stages are in `manifest_record` (tokens),
+comment at a field is its reference. The files of the stages are in `manifest_record` (tokens),
 `preflight_record`, `training_record`, `parity_record`, `evaluation_record` and `benchmark_record`.
 """
 
@@ -16,12 +16,9 @@ Interval = tuple[float, float]
 
 class Record(BaseModel):
     """Base of all records: frozen, strict types, finite numbers, further fields ignored. Values are
-    kept as they are: no rounding, no conversion. A field with a default may be missing in a file;
-    the docstring below a field is its description."""
+    kept as they are: no rounding, no conversion. A field with a default may be missing in a file."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     advice: ClassVar[str] = "Run the stage that writes it again."
     """What to do about a file that does not hold this record."""
@@ -34,18 +31,14 @@ class Record(BaseModel):
 class Provenance(Record):
     """What made an artifact (`files.provenance`)."""
 
-    stage: str
-    """Name of the stage."""
+    stage: str  # name of the stage
     commit: str | None
     """Commit of the workflow, `-dirty` appended if it had changes; null outside a checkout."""
     packages: dict[str, str]
     """Version of Python, and of every installed package that can change a result."""
-    platform: str
-    """Operating system and kind of processor."""
-    cpu_count: int | None
-    """Processors of the machine."""
-    created_utc: str
-    """When it was made, UTC, ISO 8601."""
+    platform: str  # operating system and kind of processor
+    cpu_count: int | None  # processors of the machine
+    created_utc: str  # when it was made, UTC, ISO 8601
 
     @classmethod
     def now(cls) -> Self:

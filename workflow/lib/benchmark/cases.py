@@ -118,8 +118,7 @@ class Request:
     name: str
     title: str
     processes: int
-    sizes: BenchmarkConfig
-    """The benchmark's settings with the case's own laid over them."""
+    sizes: BenchmarkConfig  # the benchmark's settings with the case's own laid over them
     settings: Mapping[str, Any]
     peer: Mapping[str, Any] | None
 

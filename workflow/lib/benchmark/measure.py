@@ -45,8 +45,7 @@ LARGEST = (
 class Job:
     """What a worker is asked to do, as JSON in a file."""
 
-    base: str
-    """Folder of the random NF4 base."""
+    base: str  # folder of the random NF4 base
     run: dict[str, Any]
     plan: StepPlan
     documents: int

@@ -34,15 +34,11 @@ class Prepared:
     request: Request
     run: RunConfig
     plan: StepPlan
-    config: dict[str, Any]
-    """config.json of the model."""
+    config: dict[str, Any]  # config.json of the model
     shape: ModelShape
-    num_rows: int
-    """Random rows to train on."""
-    gpu_names: tuple[str, ...]
-    """One per process; none on the CPU."""
-    predicted: dict[str, Any] | None
-    """None for a peer."""
+    num_rows: int  # random rows to train on
+    gpu_names: tuple[str, ...]  # one per process; none on the CPU
+    predicted: dict[str, Any] | None  # none for a peer
 
 
 def prepare(request: Request, *, num_gpus: int, recordings: RecordingProcess) -> Prepared:

@@ -27,8 +27,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
-    """Of `process_mesh`."""
+    mesh: DeviceMesh  # of `process_mesh`
     io_group: dist.ProcessGroup
     """gloo, for decisions and checkpoints: beside the training's collectives, without a GPU."""
 

@@ -64,8 +64,7 @@ class ModelFolders:
 
     base: Path
     adapter: Path
-    model: Path | None = None
-    """The original."""
+    model: Path | None = None  # the original
     merged: Path | None = None
 
     def made_here(self) -> list[Path]:

@@ -78,13 +78,10 @@ def stop_token_ids(
 class AnswerSettings:
     """How answers are generated."""
 
-    stop_ids: list[int]
-    """Tokens that end an answer."""
+    stop_ids: list[int]  # tokens that end an answer
     max_new_tokens: int
-    batch_size: int | str
-    """Prompts, or `auto`; halved where memory runs out."""
-    temperature: float = 0.0
-    """0 takes the most likely token; above 0, tokens are drawn with `seed`."""
+    batch_size: int | str  # Prompts, or `auto`; halved where memory runs out
+    temperature: float = 0.0  # 0 takes the most likely token; above 0, tokens are drawn with `seed`
     seed: int = 0
 
     def for_generate(self) -> GenerationConfig:

@@ -44,8 +44,7 @@ CHUNK = 2**20  # bytes that are searched at once
 @dataclass(frozen=True)
 class Publication:
     folder: Path
-    card: Path
-    """It becomes `README.md`, in place of one in the folder."""
+    card: Path  # it becomes `README.md`, in place of one in the folder
     form: Form
     repo_id: str
     private: bool

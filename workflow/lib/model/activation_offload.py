@@ -37,14 +37,10 @@ class _Saved:
     """The bytes of a tensor that was handed over."""
 
     number: int
-    host: torch.Tensor
-    """(num_bytes,) uint8, as are the values on the device."""
-    uses: int = 0
-    """How often autograd will still ask for it."""
-    values: torch.Tensor | None = None
-    """On the device, while they are there."""
-    version: int = 0
-    """Of `values`, when they were saved or fetched."""
+    host: torch.Tensor  # (num_bytes,) uint8, as are the values on the device
+    uses: int = 0  # how often autograd will still ask for it
+    values: torch.Tensor | None = None  # on the device, while they are there
+    version: int = 0  # of `values`, when they were saved or fetched
     sent: torch.Event | None = None
     fetched: torch.Event | None = None
 

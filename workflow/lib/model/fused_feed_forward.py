@@ -52,14 +52,10 @@ class Form(NamedTuple):
     into: tuple[str, ...]
     """The linears of gate and up; or the one that makes both side by side, gate first."""
     down: str
-    activation: str
-    """One of `kernels.rows.gating.ACTIVATIONS`."""
-    gate_multiplier: float = 1.0
-    """Of gate(x)."""
-    output_multiplier: float = 1.0
-    """Of what `down` gives."""
-    dropout: float = 0.0
-    """Share of the output that training drops."""
+    activation: str  # one of `kernels.rows.gating.ACTIVATIONS`
+    gate_multiplier: float = 1.0  # of gate(x)
+    output_multiplier: float = 1.0  # of what `down` gives
+    dropout: float = 0.0  # share of the output that training drops
 
     @property
     def gating(self) -> Gating:
@@ -149,10 +145,8 @@ class _Kept(NamedTuple):
 
     made: Sequence[torch.Tensor]
     """gate(x) and up(x), or both in one; on a GPU without DoRA without the adapters' parts."""
-    low: torch.Tensor
-    """`low_rank` of them."""
-    factors: Sequence[torch.Tensor]
-    """DoRA's, or none."""
+    low: torch.Tensor  # `low_rank` of them
+    factors: Sequence[torch.Tensor]  # DoRA's, or none
 
 
 class _FeedForwardGradient(torch.autograd.Function):

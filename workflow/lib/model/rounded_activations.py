@@ -38,10 +38,8 @@ SMALLEST_SHARE = 8  # a tensor has at least one of so many parts of the hidden s
 class _Copy(NamedTuple):
     """The rounded copy of a tensor's bytes."""
 
-    packed: Packed
-    """Values and behind them scales, (num_bytes,) uint8."""
-    size: tuple[int, int]
-    """Rows and width of the values."""
+    packed: Packed  # values and behind them scales, (num_bytes,) uint8
+    size: tuple[int, int]  # rows and width of the values
     form: Format
     dtype: torch.dtype
 

@@ -16,20 +16,15 @@ class Machine:
     device: str
     processes: int
     gpu_names: tuple[str, ...]
-    gpu_bytes: int | None
-    """Memory of the smallest GPU; None on the CPU."""
-    host_bytes: int | None
-    """None if it is not known: a GPU machine that is only imagined."""
-    flash_attention: bool
-    """Whether the flash-attn package is installed."""
+    gpu_bytes: int | None  # memory of the smallest GPU; None on the CPU
+    host_bytes: int | None  # none if it is not known: a GPU machine that is only imagined
+    flash_attention: bool  # whether the flash-attn package is installed
     bfloat16: bool = True
     """Whether its GPUs (capability 8.0), or its CPU without any, multiply bfloat16."""
-    float8: bool = True
-    """Whether its GPUs multiply float8."""
+    float8: bool = True  # whether its GPUs multiply float8
     imagined_host: str | None = None
     """What says how much host memory there is, of a machine that is only imagined."""
-    nodes: int = 1
-    """Machines like this one, which share the processes equally."""
+    nodes: int = 1  # machines like this one, which share the processes equally
 
     @property
     def processes_per_node(self) -> int:

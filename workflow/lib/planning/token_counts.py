@@ -7,17 +7,12 @@ from dataclasses import dataclass
 class TokenCounts:
     """What a run trains on and measures, in packed rows and tokens."""
 
-    seq_len: int
-    """Tokens of a packed row."""
-    vocab_size: int
-    """Of the tokenizer."""
+    seq_len: int  # tokens of a packed row
+    vocab_size: int  # of the tokenizer
     heldout_tokens: int
-    packed_rows: int
-    """Of the training split, at least 1."""
-    trained_tokens: int
-    """Tokens of the training split that reach the loss."""
-    documents: int = 0
-    """Of the training split; 0: not known."""
+    packed_rows: int  # of the training split, at least 1
+    trained_tokens: int  # tokens of the training split that reach the loss
+    documents: int = 0  # of the training split; 0: not known
 
     @property
     def documents_per_row(self) -> float:

@@ -58,16 +58,12 @@ SCALE_COPIES, BLOCK_SIZE = 5, 64
 
 @dataclass(frozen=True)
 class CalibrationInputs:
-    model: Path
-    """Folder of the original model."""
-    reader: CheckpointReader
-    """Of that folder."""
+    model: Path  # folder of the original model
+    reader: CheckpointReader  # of that folder
     store: TokenStore
-    linears: dict[str, tuple[int, int]]
-    """Path and shape of all linears to quantize."""
+    linears: dict[str, tuple[int, int]]  # path and shape of all linears to quantize
     device: torch.device
-    dtype: torch.dtype
-    """Of activations."""
+    dtype: torch.dtype  # of activations
 
 
 def write_calibrated(

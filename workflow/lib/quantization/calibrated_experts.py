@@ -31,19 +31,16 @@ Inputs = Callable[[int], Iterable[torch.Tensor]]
 
 @dataclass(frozen=True)
 class PackedStack:
-    codes: torch.Tensor
-    """uint8, two codes a byte, shape (bytes, 1)."""
+    codes: torch.Tensor  # uint8, two codes a byte, shape (bytes, 1)
     scales: Scales
-    shape: tuple[int, int, int]
-    """(experts, out, in)."""
+    shape: tuple[int, int, int]  # (experts, out, in)
 
 
 @dataclass(frozen=True)
 class LoadedStack:
     """The weights of a stack in a loaded layer; experts are read and put back as (out, in)."""
 
-    weights: torch.Tensor
-    """As the module has them."""
+    weights: torch.Tensor  # as the module has them
     transposed: bool
 
     def __len__(self) -> int:

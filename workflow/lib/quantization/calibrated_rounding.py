@@ -40,8 +40,7 @@ PROGRAM_ROWS = 4
 
 @dataclass(frozen=True)
 class Rounded:
-    codes: torch.Tensor
-    """uint8, shape (out, in)."""
+    codes: torch.Tensor  # uint8, shape (out, in)
     scales: Scales
 
 
@@ -49,8 +48,7 @@ class Rounded:
 class ErrorFeedback:
     """How a column's error is made good in others; weights with one input share it."""
 
-    order: torch.Tensor
-    """(in,) int64: the columns, those with the largest inputs first."""
+    order: torch.Tensor  # (in,) int64: the columns, those with the largest inputs first
     factor: torch.Tensor
     """U (in, in) fp32, upper triangular: U^T U = inverse correlation of the inputs, in order."""
 

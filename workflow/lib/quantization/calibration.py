@@ -43,8 +43,7 @@ class Hidden:
     """Hidden states between two layers, on the host, by batch (beside: `Calibration.batches`)."""
 
     calibration: list[torch.Tensor] = field(default_factory=list)
-    measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """By model (`MODELS`)."""
+    measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # by model (`MODELS`)
 
     def by_stream(self) -> dict[str, list[torch.Tensor]]:
         return {ROWS: self.calibration} | self.measured

@@ -32,10 +32,8 @@ def enough_tokens(in_features: int) -> int:
 class ExpertTokens:
     """What goes into the experts of a layer, in host memory."""
 
-    states: torch.Tensor
-    """(tokens, hidden), in the type of activations."""
-    chosen: torch.Tensor
-    """(tokens, k) int64: the experts that each token goes to."""
+    states: torch.Tensor  # (tokens, hidden), in the type of activations
+    chosen: torch.Tensor  # (tokens, k) int64: the experts that each token goes to
 
     def routed(self, expert: int) -> int:
         return int((self.chosen == expert).any(1).sum())

@@ -41,8 +41,7 @@ TORCH_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float3
 class Batch:
     """Rows that go through the layers of one model together."""
 
-    input_ids: torch.Tensor
-    """int64, shape (rows, tokens)."""
+    input_ids: torch.Tensor  # int64, shape (rows, tokens)
     position_ids: torch.Tensor | None
     """int64, shape (rows, tokens): 0 where a document begins. None: one document a row."""
     counted: torch.Tensor | None = None
@@ -72,8 +71,7 @@ class _Turn:
     hidden: torch.Tensor | None = None
     beside: Beside = field(default_factory=Beside)
     runs: bool = False
-    output: Any = None
-    """Of the layer that ran."""
+    output: Any = None  # of the layer that ran
     watched: Watched | None = None
     given: Given | None = None
     """To the layer behind it, or to it if it does not run; None behind the last."""

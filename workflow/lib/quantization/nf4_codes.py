@@ -23,14 +23,11 @@ from workflow.lib.settings.config import QuantizeConfig
 class Scales:
     """The scales of a weight, one for each block: as stored, and as they decode."""
 
-    decoded: torch.Tensor
-    """fp32, shape (blocks,)."""
-    stored: torch.Tensor
-    """uint8 with double quantization, else fp32; shape (blocks,)."""
+    decoded: torch.Tensor  # fp32, shape (blocks,)
+    stored: torch.Tensor  # uint8 with double quantization, else fp32; shape (blocks,)
     nested: QuantState | None
     """How `stored` decodes, but for `offset`; None without double quantization."""
-    offset: torch.Tensor | None
-    """fp32, shape (): the mean of the scales."""
+    offset: torch.Tensor | None  # fp32, shape (): the mean of the scales
 
 
 def store_scales(scales: torch.Tensor, *, double_quant: bool) -> Scales:

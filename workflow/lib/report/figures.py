@@ -30,8 +30,7 @@ class Figure:
     key: str
     title: str
     caption: str
-    numbers: str
-    """`id` of the page's table that holds what is drawn."""
+    numbers: str  # `id` of the page's table that holds what is drawn
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     legend: tuple["Key", ...] = ()

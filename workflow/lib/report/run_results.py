@@ -43,8 +43,7 @@ class Run:
     steps: list[Step]
     parity: Parity
     measured: Measured
-    gguf: GgufChecks | None
-    """None where no GGUF files were exported."""
+    gguf: GgufChecks | None  # none where no GGUF files were exported
 
     @property
     def heldout_steps(self) -> list[Step]:
@@ -125,8 +124,7 @@ def _parity_check(parity: Parity) -> Check:
 class RunFolders:
     """Where a run's artifacts lie."""
 
-    folder: str
-    """`results/runs/<run>`."""
+    folder: str  # `results/runs/<run>`
     tokens: str
     gguf: bool = False
 

@@ -21,58 +21,38 @@ class BasePlan:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    device: str = "cuda"
-    """`cuda` or `cpu`."""
-    processes: int
-    """Of all nodes together, one for each GPU."""
-    nodes: int = 1
-    """Machines that share the processes equally."""
-    replicas: int = 1
-    """Copies of the model, each sharded over its own part of the processes."""
-    micro_batch_size: int
-    """Rows of a process and forward pass."""
-    accumulation_steps: int = 1
-    """Micro-batches of a process and optimizer step."""
-    seq_len: int
-    """Tokens of a row."""
+    device: str = "cuda"  # `cuda` or `cpu`
+    processes: int  # of all nodes together, one for each GPU
+    nodes: int = 1  # machines that share the processes equally
+    replicas: int = 1  # copies of the model, each sharded over its own part of the processes
+    micro_batch_size: int  # rows of a process and forward pass
+    accumulation_steps: int = 1  # micro-batches of a process and optimizer step
+    seq_len: int  # tokens of a row
     documents_per_row: float = 1.0
     """Packed documents of a row, on average. Kernels and CUDA graphs have padding for each."""
-    compute_dtype: str = "bfloat16"
-    """Of activations: `bfloat16`, `float16` or `float32`."""
+    compute_dtype: str = "bfloat16"  # of activations: `bfloat16`, `float16` or `float32`
     attention: str = VARLEN
     """Implementation of attention, by the name that Transformers knows it by."""
     attention_dropout: bool = False
     """Attention weights are dropped, by the share of the model's family."""
     matmul_dtype: str = COMPUTE_DTYPE
     """Of matmuls with frozen weights in training steps: `compute_dtype` or `float8`."""
-    matmul_passes: str = "both"
-    """The passes in which it holds: `forward`, `backward` or `both`."""
-    objective: str = NEXT_TOKEN
-    """What the loss is made of."""
-    optimizer: str = "adamw"
-    """`train.optimizer`."""
-    rank: int
-    """Of the adapters, where `ranks` says nothing else."""
+    matmul_passes: str = "both"  # the passes in which it holds: `forward`, `backward` or `both`
+    objective: str = NEXT_TOKEN  # what the loss is made of
+    optimizer: str = "adamw"  # `train.optimizer`
+    rank: int  # of the adapters, where `ranks` says nothing else
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
-    targets: Names
-    """Names of the linears that have an adapter."""
-    dora: bool = False
-    """Adapters are DoRA's."""
-    dropout: float = 0.0
-    """Share of the adapters' inputs that is dropped."""
+    targets: Names  # names of the linears that have an adapter
+    dora: bool = False  # adapters are DoRA's
+    dropout: float = 0.0  # share of the adapters' inputs that is dropped
     trains_head: bool = False
     """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
-    trains_embedding: bool = False
-    """The same of the embedding, which is then on the device."""
-    routers: Names = ()
-    """Paths within a layer of the routers that are trained whole, in fp32."""
-    balances_routers: bool = False
-    """The routers' load-balancing loss is part of the loss."""
-    block_size: int = 64
-    """Weights of an NF4 block."""
-    double_quant: bool = True
-    """Scales of NF4 blocks are quantized too."""
+    trains_embedding: bool = False  # the same of the embedding, which is then on the device
+    routers: Names = ()  # paths within a layer of the routers that are trained whole, in fp32
+    balances_routers: bool = False  # the routers' load-balancing loss is part of the loss
+    block_size: int = 64  # weights of an NF4 block
+    double_quant: bool = True  # scales of NF4 blocks are quantized too
 
     @property
     def tokens(self) -> int:

@@ -18,8 +18,7 @@ class Circumstances(NamedTuple):
     processes: int
     num_layers: int
     tied_embeddings: bool
-    embedding: str
-    """Path of the embedding."""
+    embedding: str  # path of the embedding
 
 
 class Obstacle(NamedTuple):
@@ -37,36 +36,27 @@ def _nothing(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | N
 class MemoryOption:
     """A row: what is known of an option besides the engine's code."""
 
-    field: str
-    """Of `MemoryOptions`."""
+    field: str  # of `MemoryOptions`
     setting: str
-    off: Value
-    """Without the option."""
-    most: Value | None = None
-    """What saves most memory, which a remedy names; None: it is no remedy."""
-    first: Value | None = None
-    """What the search begins with; None: `off`."""
+    off: Value  # without the option
+    most: Value | None = None  # what saves most memory, which a remedy names; None: it is no remedy
+    first: Value | None = None  # what the search begins with; None: `off`
     automatic: Callable[[BasePlan, Circumstances], Value] | None = None
     """What `auto` means; None: the search decides."""
     tried: Callable[[Circumstances], Sequence[Value]] | None = None
     """What the search tries for `auto`; None: nothing else."""
-    fewest: bool = False
-    """Counts layers, of which the search takes as few as let a plan fit."""
+    fewest: bool = False  # counts layers, of which the search takes as few as let a plan fit
     obstacle: Callable[[BasePlan, Value, Circumstances], Obstacle | None] = _nothing
     left_out: bool = False
     """On by default: where there is an obstacle it is left out, and others are refused."""
-    rounds: bool = False
-    """The result differs by rounding."""
-    on_host: bool = False
-    """Takes page-locked host memory."""
-    frees_gathered: bool = False
-    """Without it, gathered weights stay on the GPUs."""
+    rounds: bool = False  # the result differs by rounding
+    on_host: bool = False  # takes page-locked host memory
+    frees_gathered: bool = False  # without it, gathered weights stay on the GPUs
     needless: Callable[[Any], bool] = lambda plan: False
     """Whether a plan does the same as another one that the search tries."""
     title: str = ""
     """Of `words`; of several rows the words stand together. Empty: a plan's words leave it out."""
-    words: Callable[[Any], str] = str
-    """How a value is said; empty: not at all."""
+    words: Callable[[Any], str] = str  # how a value is said; empty: not at all
 
     @property
     def begins(self) -> Value:

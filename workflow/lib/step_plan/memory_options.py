@@ -41,14 +41,12 @@ class MemoryOptions(BasePlan):
     """Activations are offloaded to host memory until backward: all, or those of so many layers."""
     offload_window_bytes: int | None = None
     """Offloaded activations that are on the device at a time; null where none are offloaded."""
-    offload_layers: int = 0
-    """Decoder layers whose packed weights are offloaded to host memory."""
+    offload_layers: int = 0  # decoder layers whose packed weights are offloaded to host memory
     saved_activations: str = COMPUTE_DTYPE
     """Type of activations until backward: `compute_dtype` or `float8`."""
     cuda_graphs: bool = False
     """Forward and backward of a micro-batch are a CUDA graph, where nothing forbids it."""
-    fused_layers: bool = False
-    """Fused norms and feed-forwards, where the family has such."""
+    fused_layers: bool = False  # fused norms and feed-forwards, where the family has such
     fused_loss: bool = False
     """Kernels compute the loss from 16-bit logits, and put the gradient in their place."""
 

@@ -20,25 +20,17 @@ WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`kernels.attention.wide`)
 class AttentionNeeds:
     """What a model's attention does besides order, documents and sliding windows."""
 
-    softcap: bool = False
-    """It soft-caps its scores (Gemma 2)."""
-    sinks: bool = False
-    """A learned score of each head takes its share of the weights (gpt-oss)."""
-    chunks: bool = False
-    """Some layers see no further than their chunk of a document (Llama 4)."""
-    head_dim: int = 128
-    """The widest of its queries and keys."""
+    softcap: bool = False  # it soft-caps its scores (Gemma 2)
+    sinks: bool = False  # a learned score of each head takes its share of the weights (gpt-oss)
+    chunks: bool = False  # some layers see no further than their chunk of a document (Llama 4)
+    head_dim: int = 128  # the widest of its queries and keys
     value_dim: int = 128
-    dropout: float = 0.0
-    """Share of attention weights that training drops."""
-    masked: bool = False
-    """Its layers tell their attention nothing of documents but the mask."""
-    masks_of_rows: bool = False
-    """Its masks of packed rows leave out where documents begin."""
+    dropout: float = 0.0  # share of attention weights that training drops
+    masked: bool = False  # its layers tell their attention nothing of documents but the mask
+    masks_of_rows: bool = False  # its masks of packed rows leave out where documents begin
     eager_alone: bool = False
     """Its layers compute all scores themselves: no other implementation serves it."""
-    no_sdpa: bool = False
-    """Its class rules sdpa out."""
+    no_sdpa: bool = False  # its class rules sdpa out
 
     def asked(self, attention_dropout: str | int) -> "AttentionNeeds":
         """Return the needs of a training with this `model.attention_dropout`."""
@@ -152,8 +144,7 @@ class MatmulHardware:
     """What a device multiplies."""
 
     cuda: bool
-    float8: bool
-    """Compute capability 8.9 and more."""
+    float8: bool  # compute capability 8.9 and more
 
 
 def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str) -> str:

@@ -46,14 +46,12 @@ class GpuModel:
     memory_gib: GiB that a process sees; link: to its neighbours, as most machines have it; aliases:
     what people call it."""
 
-    name: str
-    """As the driver reports it."""
+    name: str  # as the driver reports it
     memory_gib: float
     flops: float
     bandwidth: float
     link: Link
-    host_bandwidth: float
-    """Bytes/s of its PCIe slot in one direction, by data sheet."""
+    host_bandwidth: float  # Bytes/s of its PCIe slot in one direction, by data sheet
     aliases: tuple[str, ...]
 
     @property

@@ -23,14 +23,12 @@ class Gpu:
 
     name: str
     total_bytes: int
-    used_bytes: int
-    """Memory that programs hold on it now, whoever started them."""
+    used_bytes: int  # memory that programs hold on it now, whoever started them
     uuid: str
     bfloat16: bool = True
     """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that
     too."""
-    float8: bool = True
-    """Whether it multiplies float8: compute capability 8.9 and more."""
+    float8: bool = True  # whether it multiplies float8: compute capability 8.9 and more
 
 
 def visible_gpus() -> list[Gpu]:

@@ -106,10 +106,8 @@ class WholeModules:
 
     embedding: str
     head: str
-    tied: bool
-    """Embedding and head share one table."""
-    routers: tuple[str, ...] = ()
-    """Those of a mixture (`model.layers.3.mlp.gate`)."""
+    tied: bool  # embedding and head share one table
+    routers: tuple[str, ...] = ()  # those of a mixture (`model.layers.3.mlp.gate`)
 
     @property
     def paths(self) -> tuple[str, ...]:

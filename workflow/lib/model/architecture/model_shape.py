@@ -29,8 +29,7 @@ class Linear:
     """One linear of a decoder layer, or a stack of experts; `path`: in the layer."""
 
     path: str
-    out_features: int
-    """Of a stack those of all its experts together."""
+    out_features: int  # of a stack those of all its experts together
     in_features: int
     experts: int = 1
 
@@ -54,27 +53,22 @@ class Linear:
 class DecoderLayer:
     """A kind of decoder layer."""
 
-    attention: str
-    """`full`, `sliding` (a window), `chunked` or `none`."""
+    attention: str  # `full`, `sliding` (a window), `chunked` or `none`
     attention_softcap: bool
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    linears: tuple[Linear, ...]
-    """In the order in which forward calls them."""
+    linears: tuple[Linear, ...]  # in the order in which forward calls them
     vectors: tuple[tuple[str, int], ...]
     """Name and elements of all other 1-D tensors (norms, biases), sorted by name."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of other tensors that stay in 16 bits (routers, convolutions), sorted."""
-    value_dim: int | None = None
-    """Width of a head's values; None: as wide as its keys."""
-    sinks: bool = False
-    """A learned score of each head takes its share of attention (gpt-oss)."""
+    value_dim: int | None = None  # width of a head's values; None: as wide as its keys
+    sinks: bool = False  # a learned score of each head takes its share of attention (gpt-oss)
     recurrent: bool = False
     """It keeps a state along the tokens (a convolution, Mamba, linear attention)."""
-    top_k: int = 0
-    """Experts that a token takes; 0 without experts."""
+    top_k: int = 0  # experts that a token takes; 0 without experts
 
     @property
     def query_width(self) -> int:
@@ -121,16 +115,13 @@ class DecoderLayer:
 class ModelShape:
     """The shape facts of a decoder-only model."""
 
-    family: str
-    """`model_type` of its config.json (of the text part)."""
+    family: str  # `model_type` of its config.json (of the text part)
     kinds: tuple[DecoderLayer, ...]
-    order: tuple[int, ...]
-    """The kind of every decoder layer: its place in `kinds`."""
+    order: tuple[int, ...]  # the kind of every decoder layer: its place in `kinds`
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
-    embedding: str
-    """Paths of the embedding, of the output head and of the list of decoder layers."""
+    embedding: str  # paths of the embedding, of the output head and of the list of decoder layers
     head: str
     layers: str
     tied_embeddings: bool
@@ -139,12 +130,9 @@ class ModelShape:
     """Masks that a forward of packed rows makes: one, or one for each kind of attention."""
     other_vectors: tuple[tuple[str, int], ...]
     """Name and elements of what is neither in a decoder layer nor a table: the final norm."""
-    source_dtype: str
-    """Type of the linears in the checkpoint, as safetensors calls it."""
-    attention_dropout: float = 0.0
-    """Share of attention weights that training drops."""
-    masked: bool = False
-    """Its layers tell their attention nothing of documents but the mask."""
+    source_dtype: str  # type of the linears in the checkpoint, as safetensors calls it
+    attention_dropout: float = 0.0  # share of attention weights that training drops
+    masked: bool = False  # its layers tell their attention nothing of documents but the mask
     other_linears: tuple[Linear, ...] = ()
     """Linears of the decoder outside of its layers, with their paths in the model."""
     other_tables: tuple[tuple[str, tuple[int, int]], ...] = ()
@@ -153,8 +141,7 @@ class ModelShape:
     """Coefficient of the family's load-balancing loss, by config.json; None: it has none."""
     left_tensors: int = 0
     """Tensors that no part loads (multi-token prediction): only copied into a merged model."""
-    config_sha256: str = field(default="", compare=False)
-    """Of the config.json that this describes."""
+    config_sha256: str = field(default="", compare=False)  # of the config.json that this describes
 
     @property
     def num_layers(self) -> int:

@@ -37,16 +37,14 @@ class LayerCalls:
     """A decoder layer and what it called; paths are within the layer."""
 
     layer: nn.Module
-    chunked: bool = False
-    """Whether its attention sees no further than a chunk of tokens."""
+    chunked: bool = False  # whether its attention sees no further than a chunk of tokens
     called: list[str] = field(default_factory=list)
     """Modules without children, and modules that attend, in order of their ends."""
     attended: list[Attended] = field(default_factory=list)
     top_k: dict[str, int] = field(default_factory=dict)
     """Modules of experts, and how many of these a token takes."""
     hidden_size: int = 0
-    hidden_dims: int = 3
-    """Of the hidden states that it takes: (rows, tokens, hidden)."""
+    hidden_dims: int = 3  # of the hidden states that it takes: (rows, tokens, hidden)
 
     @property
     def attention(self) -> str:

@@ -68,22 +68,17 @@ def _packed(base: NF4Stack, form: Format) -> tuple[PackedStack, torch.Tensor]:
 class Adapter(NamedTuple):
     """The adapters of all experts in the compute dtype, as one pass uses them."""
 
-    a: torch.Tensor
-    """(experts, r, in), on GPUs with r filled up by zeros to whole `ROW_UNIT`s."""
-    b: torch.Tensor
-    """(experts, out, r)."""
-    scale: float
-    """Of B A."""
-    rank: int
-    """Without what is filled up."""
+    a: torch.Tensor  # (experts, r, in), on GPUs with r filled up by zeros to whole `ROW_UNIT`s
+    b: torch.Tensor  # (experts, out, r)
+    scale: float  # of B A
+    rank: int  # without what is filled up
 
 
 class Stack(NamedTuple):
     """A stack as one pass uses it: FSDP frees and regathers its weights."""
 
     base: NF4Stack
-    bias: torch.Tensor | None
-    """(experts, out)."""
+    bias: torch.Tensor | None  # (experts, out)
     adapter: Adapter | None
 
 

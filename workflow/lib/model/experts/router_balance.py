@@ -33,12 +33,9 @@ TOKENS = 7  # on which a family's own function is tried
 class Sums(NamedTuple):
     """What the loss is made of, sums over tokens and layers, float64."""
 
-    chosen: torch.Tensor
-    """(experts,): how often each was among the k most probable."""
-    probabilities: torch.Tensor
-    """(experts,)"""
-    tokens: torch.Tensor
-    """()"""
+    chosen: torch.Tensor  # (experts,): how often each was among the k most probable
+    probabilities: torch.Tensor  # (experts,)
+    tokens: torch.Tensor  # ()
 
 
 @dataclass(frozen=True)
@@ -54,16 +51,11 @@ class BalanceSettings:
 class _Tensors:
     """What a device knows of the step, always in the same memory: a graph may read it."""
 
-    own: torch.Tensor
-    """Of this process's micro-batch, as `_sums` reads it."""
-    step: torch.Tensor
-    """Of the step so far, over all processes."""
-    slopes: torch.Tensor
-    """(experts,) fp32: the loss's gradient by a token's probabilities."""
-    factor: torch.Tensor
-    """() float64: what f_e is multiplied by for it."""
-    real: torch.Tensor
-    """(T,) fp32, of each micro-batch anew: 1 of a token, 0 of padding."""
+    own: torch.Tensor  # of this process's micro-batch, as `_sums` reads it
+    step: torch.Tensor  # of the step so far, over all processes
+    slopes: torch.Tensor  # (experts,) fp32: the loss's gradient by a token's probabilities
+    factor: torch.Tensor  # () float64: what f_e is multiplied by for it
+    real: torch.Tensor  # (T,) fp32, of each micro-batch anew: 1 of a token, 0 of padding
 
 
 class RouterBalance:

@@ -33,18 +33,12 @@ FLOAT32_PRODUCTS = torch.version.hip is None
 class Adapted(NamedTuple):
     """A linear with its adapter, as one pass uses it: FSDP frees and regathers its weights."""
 
-    base: Any
-    """The `NF4Linear`."""
-    a: torch.Tensor
-    """(r, in) fp32."""
-    b: torch.Tensor
-    """(out, r) fp32."""
-    scale: float
-    """Of B A, with what dropout asks for."""
-    draw: Draw | None = None
-    """What decides which features the adapter's input loses."""
-    casts: Casts | None = None
-    """Where casts of A and B are kept; None: nowhere."""
+    base: Any  # the `NF4Linear`
+    a: torch.Tensor  # (r, in) fp32
+    b: torch.Tensor  # (out, r) fp32
+    scale: float  # of B A, with what dropout asks for
+    draw: Draw | None = None  # what decides which features the adapter's input loses
+    casts: Casts | None = None  # where casts of A and B are kept; None: nowhere
 
 
 Draws = Sequence[Draw | None]

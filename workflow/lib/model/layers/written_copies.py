@@ -18,8 +18,7 @@ COPY = "workflow_copy"  # attribute of a tensor
 class Takers(Protocol):
     """Matmuls of a model, which multiply in 8 bits at some times and not at others."""
 
-    forward: Format | None
-    """What they round to now."""
+    forward: Format | None  # what they round to now
 
 
 class Maker:
@@ -42,8 +41,7 @@ class Maker:
 class _Note:
     maker: Maker
     copy: Rounded | None
-    version: int
-    """Of the tensor that was copied."""
+    version: int  # of the tensor that was copied
 
 
 def note(tensor: torch.Tensor, maker: Maker, copy: Rounded | None) -> None:

@@ -43,8 +43,7 @@ NUMBER = re.compile(r"[0-9]{1,9}")
 class LeftOver:
     """What Transformers loads nothing from."""
 
-    stored: tuple[str, ...]
-    """Names of all such tensors in the checkpoint."""
+    stored: tuple[str, ...]  # names of all such tensors in the checkpoint
     told: tuple[str, ...]
     """Names, as Transformers reports them, of those that the family does not say it ignores."""
 

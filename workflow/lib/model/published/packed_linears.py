@@ -27,10 +27,8 @@ Tensors = Mapping[str, TensorInfo]
 class PackedLinears(Protocol):
     """The linears of a checkpoint that have no 16-bit weight; `X.weight` is decoded of `X.*`."""
 
-    codes: dict[str, str]
-    """Stored name of the codes by the weight's name."""
-    hidden: set[str]
-    """Stored names that are parts of packed weights."""
+    codes: dict[str, str]  # stored name of the codes by the weight's name
+    hidden: set[str]  # stored names that are parts of packed weights
 
     def shape(self, name: str, read: Read) -> tuple[int, ...]:
         """Return (out, in)."""

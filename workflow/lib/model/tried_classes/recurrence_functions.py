@@ -41,8 +41,7 @@ Arguments = dict[str, Any]
 class Known(NamedTuple):
     """A function that we compute, too."""
 
-    parameters: tuple[str, ...]
-    """By name; it may have more."""
+    parameters: tuple[str, ...]  # by name; it may have more
     ours: Callable[[Arguments], Any]
     """Of a call's arguments by name, those that were left out included."""
     tries: Callable[[], Iterator[Arguments]]

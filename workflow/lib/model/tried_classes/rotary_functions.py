@@ -30,24 +30,18 @@ Heads = tuple[torch.Tensor, ...]
 class Form(NamedTuple):
     """How a function rotates."""
 
-    tensors: int
-    """Of heads, its first parameters; `cos` and `sin` follow."""
-    axis: int
-    """Of the heads, unless a call names another."""
-    neighbours: bool
-    """As in `kernels.rows.rotary`."""
-    table: str
-    """How `cos` and `sin` hold the angle of each pair: `TABLES`."""
-    parts: bool = False
-    """Whether it takes tables of fewer dimensions than heads have."""
+    tensors: int  # of heads, its first parameters; `cos` and `sin` follow
+    axis: int  # of the heads, unless a call names another
+    neighbours: bool  # as in `kernels.rows.rotary`
+    table: str  # how `cos` and `sin` hold the angle of each pair: `TABLES`
+    parts: bool = False  # whether it takes tables of fewer dimensions than heads have
 
 
 class Table(NamedTuple):
     """A way to hold the angles of pairs (rows, tokens, pairs) in a table (rows, tokens, width)."""
 
     of_pairs: Callable[[torch.Tensor], torch.Tensor]
-    pairs_of: Callable[[torch.Tensor], torch.Tensor]
-    """The other way, as a view."""
+    pairs_of: Callable[[torch.Tensor], torch.Tensor]  # the other way, as a view
 
 
 TABLES = {

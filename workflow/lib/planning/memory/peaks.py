@@ -50,8 +50,7 @@ class Peaks:
 
     phases: dict[str, Terms]
     """What is allocated on the device at the peak of each phase, in their order."""
-    host_bytes: int = 0
-    """Page-locked memory of the host."""
+    host_bytes: int = 0  # Page-locked memory of the host
 
     @property
     def phase_bytes(self) -> dict[str, int]:

@@ -60,10 +60,8 @@ RecorderOf = Callable[[Mapping[str, Any], ModelShape], AbstractContextManager[Re
 class Allocation:
     """What a job asks for on each of its nodes."""
 
-    mem_mb: int
-    """MiB: what clusters mean by MB."""
-    runtime: int
-    """Minutes."""
+    mem_mb: int  # MiB: what clusters mean by MB
+    runtime: int  # minutes
 
 
 def training(

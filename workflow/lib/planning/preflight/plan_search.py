@@ -42,13 +42,10 @@ class Candidate:
     """A plan, what it takes, and the predicted seconds of a step."""
 
     plan: StepPlan
-    peaks: Peaks
-    """By lines between recordings, or by its own recording (`replayed`)."""
-    lacking_bytes: int
-    """How much more than there is a process would need; 0 or less if it fits."""
+    peaks: Peaks  # by lines between recordings, or by its own recording (`replayed`)
+    lacking_bytes: int  # how much more than there is a process would need; 0 or less if it fits
     step_s: float
-    host_bytes: int = 0
-    """Host memory of a node's processes together."""
+    host_bytes: int = 0  # host memory of a node's processes together
     lacking_host_bytes: int = 0
     """How much more would be needed than there is; 0 or less if it is there or unknown."""
     replayed: Replay | None = None
@@ -74,10 +71,8 @@ class Candidate:
 class Choices:
     """What the settings leave open."""
 
-    sizes: Sequence[int]
-    """Rows of a micro-batch."""
-    values: Mapping[str, Sequence[Value]]
-    """Values of memory options to be tried, by field."""
+    sizes: Sequence[int]  # rows of a micro-batch
+    values: Mapping[str, Sequence[Value]]  # values of memory options to be tried, by field
     fewest: Sequence[MemoryOption] = ()
     """Options of which as few layers as let a plan fit are tried."""
 
@@ -114,8 +109,7 @@ class Question:
     machine: Machine
     speed: Speed
     limits: Budget
-    rows: int
-    """Of a process and step."""
+    rows: int  # of a process and step
     trained_share: float
     peaks: RecordedPeaks
 

@@ -27,21 +27,18 @@ class Fabric:
     gpus_per_node: int
     local: float
     network: float
-    attained: float = 0.8
-    """Share of these figures that a large collective reaches; assumed."""
+    attained: float = 0.8  # share of these figures that a large collective reaches; assumed
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Seconds of a micro-batch's collectives, and the bytes of weights that they bring."""
 
-    beside_s: float
-    """May run beside compute (FSDP2 prefetches the next layer)."""
+    beside_s: float  # may run beside compute (FSDP2 prefetches the next layer)
     exposed_s: float
     """Has nothing to hide behind: the first gathering, and the vocabulary's exchange."""
     gathered_bytes: float
-    gather_s: float = 0.0
-    """Of one layer."""
+    gather_s: float = 0.0  # of one layer
     gpus_of_host: int = 1
     """Of the same run: what they keep in host memory goes through one host's memory."""
 

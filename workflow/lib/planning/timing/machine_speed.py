@@ -28,12 +28,9 @@ class Speed:
     """What predicts the seconds of a micro-batch: the kinds of GPUs of a run (none on CPUs)."""
 
     platforms: tuple[tuple[GpuModel, Fabric], ...]
-    basis: str
-    """What the prediction rests on, for people."""
-    known: bool = True
-    """Otherwise it only ranks plans."""
-    cpu_flops: float = CPU_FLOPS
-    """FLOP/s of a process on CPUs."""
+    basis: str  # what the prediction rests on, for people
+    known: bool = True  # otherwise it only ranks plans
+    cpu_flops: float = CPU_FLOPS  # FLOP/s of a process on CPUs
 
     def parts(
         self, shape: ModelShape, setup: StepPlan, *, trained_share: float, micro_batches: int = 1

@@ -18,20 +18,16 @@ from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
 class Constants:
     """What data sheets do not say. All are above 0."""
 
-    product_share: float
-    """Of the data sheet's FLOP/s in matmuls, and in attention."""
+    product_share: float  # of the data sheet's FLOP/s in matmuls, and in attention
     attention_share: float
-    dequantization_share: float
-    """Of the data sheet's memory bandwidth in dequantization."""
+    dequantization_share: float  # of the data sheet's memory bandwidth in dequantization
     elementwise_traffic: float
     """Bytes moved in elementwise work for each byte that autograd keeps and each pass."""
-    launch_s: float
-    """Of Python for one pass of one layer, and more for a sharded layer."""
+    launch_s: float  # of Python for one pass of one layer, and more for a sharded layer
     sharded_launch_s: float
     gather_traffic: float
     """Bytes of memory traffic, and of waiting counted so, for each gathered byte."""
-    host_share: float
-    """Of its PCIe slot's data sheet, in large copies with page-locked memory."""
+    host_share: float  # of its PCIe slot's data sheet, in large copies with page-locked memory
     lookup_bandwidth: float
     """Bytes/s at which the host brings embedding rows. The GPU waits for them."""
     pause_s: float

@@ -66,49 +66,39 @@ UPDATE_BYTES = 34
 class Work:
     """A process's work for a micro-batch; `layer_passes`: forward, recomputation and backward."""
 
-    product_flops: float
-    """Without those of experts' frozen weights."""
+    product_flops: float  # without those of experts' frozen weights
     attention_flops: float
     dequantized_bytes: float
     kept_bytes: float
     """What autograd keeps of a layer, times passes of layers: elementwise work grows with it."""
     layer_passes: int
-    forward_share: float
-    """Of all passes."""
-    logit_bytes: float = 0
-    """Moved in the loss, besides the head's matmuls."""
-    update_bytes: float = 0
-    """Moved by the update; of a step, divided by its micro-batches."""
+    forward_share: float  # of all passes
+    logit_bytes: float = 0  # moved in the loss, besides the head's matmuls
+    update_bytes: float = 0  # moved by the update; of a step, divided by its micro-batches
     pauses: float = 0
     """How often the GPU waits for the host to begin the next step: once a step, divided by its
     micro-batches; never if they are launched ahead."""
-    dropped_bytes: float = 0
-    """Moved for dropout's masked inputs, and the gradients of them."""
+    dropped_bytes: float = 0  # moved for dropout's masked inputs, and the gradients of them
     expert_flops: float = 0
     """Of experts' frozen weights, as dense FLOP that take as long where each has many rows."""
     expert_weight_bytes: float = 0
     """Decoded weights that these matmuls read: what bounds them where rows are few."""
     expert_adapter_bytes: float = 0
     """Rows that the matmuls of experts' adapters read: what bounds them, not FLOP."""
-    looked_up_bytes: int = 0
-    """Embedding rows that come from host memory."""
+    looked_up_bytes: int = 0  # embedding rows that come from host memory
     rounded_bytes: float = 0
     """Read and written to round activations after forward and to restore them for backward, and to
     round what is multiplied in 8 bits."""
     rounding_passes: int = 0
     """Forward and backward passes of layers that round activations for backward."""
-    stashed_bytes: float = 0
-    """Activations that go to host memory, and come back."""
+    stashed_bytes: float = 0  # activations that go to host memory, and come back
     hosted_layers: int = 0
     """Layers whose packed weights come from the host for both passes, and one's bytes."""
     hosted_bytes: int = 0
     layers: int = 1
-    eight_bits: bool = False
-    """Frozen weights are multiplied in 8 bits."""
-    expert_share: float = 0.0
-    """Of all layers: those with experts."""
-    graphed: bool = False
-    """Launched as CUDA graphs."""
+    eight_bits: bool = False  # frozen weights are multiplied in 8 bits
+    expert_share: float = 0.0  # of all layers: those with experts
+    graphed: bool = False  # launched as CUDA graphs
 
 
 def micro_batch_work(
