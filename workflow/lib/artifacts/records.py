@@ -15,8 +15,8 @@ Interval = tuple[float, float]
 
 
 class Record(BaseModel):
-    """Base of all records: frozen, strict types, finite numbers, further fields ignored. Values are
-    kept as they are: no rounding, no conversion. A field with a default may be missing in a file."""
+    """Base of all records: frozen, strict types, finite numbers, further fields ignored; values as
+    they are, without conversion. A field with a default may be missing in a file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
