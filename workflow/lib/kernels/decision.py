@@ -1,5 +1,4 @@
-"""Which kernels a process uses: the outcomes of its trials, and what all processes of a run have
-decided (`distributed.world`)."""
+"""Which kernels a process uses: outcomes of its trials, and the decision of all processes."""
 
 import logging
 from collections.abc import Callable, Hashable

@@ -19,10 +19,9 @@ WARPS = 4
 def launch(
     kernel: str, grid: tuple[int, ...], out: torch.Tensor, *arguments: Any, **options: Any
 ) -> None:
-    """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to
-    other arguments. All have been allocated: kernels allocate nothing.
-
-    A recorded device computes nothing."""
+    """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to other
+    arguments. All have been allocated: kernels allocate nothing. A recorded device computes
+    nothing."""
     if out.device.type != RECORDED and all(grid):
         _function(kernel)[grid](out, *arguments, **options)
 

@@ -17,11 +17,10 @@ def keeping_inputs(
     *tensors: torch.Tensor | None,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Return forward(*tensors).
-
-    backward: of the result's gradient and the tensors, returns the gradients of the first of them;
-    None: autograd's, of `forward` computed again. exact: the tensors are never rounded between
-    forward and backward, since what is computed from them must be the same again."""
+    """Return forward(*tensors). backward: of the result's gradient and the tensors, returns the
+    gradients of the first of them; None: autograd's, of `forward` computed again. exact: the
+    tensors are never rounded between forward and backward, since what is computed from them must be
+    the same again."""
     if exact:
         keep_exact(*(x for x in tensors if x is not None))
     apply: Forward = _KeepingInputs.apply

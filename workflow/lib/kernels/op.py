@@ -36,20 +36,17 @@ WITHOUT = (
 class Op(Generic[P, R]):
     """The first argument of every op is a tensor, or a tuple that begins with one."""
 
-    name: str
-    """As the log says it."""
+    name: str  # as the log says it
     reference: Callable[P, R]
     kernel: Callable[P, R]
     case: Callable[..., Case]
     """Small arguments, of a device and what `variant` returns; the same values on any device.
     Gradients are compared, too, for those that require them."""
     variant: Callable[P, Variant] = lambda *args, **_: (first_tensor(args).dtype,)
-    """What a kernel is compiled for, as far as a trial of another would say little: a type, a
-    width."""
+    """What a kernel is compiled for, where another trial says little: a type, a width."""
     supports: Callable[P, bool] = lambda *_, **__: True
     """Whether there is a kernel for such arguments."""
-    exact: bool = False
-    """Whether the two give the same bits."""
+    exact: bool = False  # whether the two give the same bits
     backward: "Op[Any, Any] | None" = None
     """What computes its gradients, if that is an op of its own: both take kernels or none."""
 

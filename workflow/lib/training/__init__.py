@@ -2,5 +2,4 @@
 
 Begin with `build` (the model, in the one right order), `loop` (the steps) and `checkpoint`.
 `launch` starts and watches the processes; `failure_causes` says why one failed.
-It imports `distributed`, `model`, `planning`, `data.tokens` and `settings`.
-"""
+It imports `distributed`, `model`, `planning`, `data.tokens` and `settings`."""

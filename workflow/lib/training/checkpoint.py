@@ -5,8 +5,7 @@ A checkpoint is a folder `step-<8 digits>` below a folder that carries the finge
 trajectory. It is written under a temporary name, synced, and renamed when all processes have
 finished, so a folder with the final name is whole; if a disk damages it later, its checksums say
 so, and the one before it is taken. Only trainable tensors are in it; it can be read by another
-number of processes. Random numbers need no state: they are functions of (seed, step, rank).
-"""
+number of processes. Random numbers need no state: they are functions of (seed, step, rank)."""
 
 import logging
 import queue
@@ -63,16 +62,14 @@ def step_dir(folder: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When to write a checkpoint: every so many steps, every so many minutes, and after step 1, to
-    prove that it can be done."""
+    """When to write a checkpoint: by steps, by minutes, and after step 1 to prove it."""
 
     every_steps: int
     every_minutes: float | None
     began_s: float = field(default_factory=time.monotonic)
 
     def due(self, *, step: int, last_saved_s: float | None) -> bool:
-        """Tell whether a checkpoint is due after `step` (1-based); differs between processes by
-        their clocks."""
+        """Tell whether a checkpoint is due after `step` (1-based); clocks differ by process."""
         since = time.monotonic() - (self.began_s if last_saved_s is None else last_saved_s)
         late = self.every_minutes is not None and since >= 60 * self.every_minutes
         return step == 1 or step % self.every_steps == 0 or late
@@ -126,8 +123,7 @@ class CheckpointWriter:
         self._writing = True
 
     def wait(self) -> None:
-        """Finish the write in progress, if any. Collective. Raises `UserError` if it failed on any
-        process."""
+        """Finish the write in progress. Collective. Raises `UserError` if it failed anywhere."""
         if not self._writing:
             return
         self._written.wait()
@@ -249,13 +245,11 @@ class SkippedCheckpoint(TypedDict):
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run continues: after `step` steps (0: at the beginning), and the checkpoints that
-    were not whole."""
+    """Where a run continues: after `step` steps, and the checkpoints that were not whole."""
 
     step: int
     skipped: list[SkippedCheckpoint]
-    metrics: Path | None
-    """The checkpoint's own copy of metrics.jsonl."""
+    metrics: Path | None  # the checkpoint's own copy of metrics.jsonl
 
 
 def resume_(
@@ -290,8 +284,7 @@ def resume_(
 
 
 def _steps_on_main(folder: Path, world: World) -> list[int]:
-    """Return the saved steps as the main process sees them, on all: a shared disk may show others
-    an older list. Collective."""
+    """Return the saved steps as the main process sees them, on all. Collective."""
     steps: list[Any] = [saved_steps(folder) if world.is_main else None]
     dist.broadcast_object_list(steps, src=0, group=world.io_group)
     result: list[int] = steps[0]
@@ -299,8 +292,7 @@ def _steps_on_main(folder: Path, world: World) -> list[int]:
 
 
 def _problem(path: Path, *, world: World) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if nothing; each process reads its
-    share. Collective."""
+    """Return what is wrong with a checkpoint's files, each process a share. Collective."""
     problem: str | None = None
     try:
         check_files(path, read_index(path), share=slice(world.rank, None, world.size))
@@ -350,8 +342,7 @@ def _load_(
 
 
 def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, torch.Tensor]:
-    """Return empty tensors for the whole moments of 8 bits, if other processes have cut them into
-    other blocks; else nothing."""
+    """Return empty tensors for whole 8-bit moments, if others cut them otherwise; else none."""
     scales = [n for n in pieces.keys() & index["tensors"].keys() if n.endswith("_absmax")]
     if all(tuple(index["tensors"][n]["shape"]) == pieces[n].shape for n in scales):
         return {}
@@ -397,8 +388,7 @@ def load_adapter_(training: nn.Module, folder: Path) -> None:
 
 
 def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
-    """Make a metrics file from the whole rows of `source` (default: itself) up to `step`; return
-    them."""
+    """Make a metrics file from the whole rows of `source` or itself up to `step`."""
     rows = [row for row in whole_rows(source or path) if row["step"] <= step]
     write_lines(path, rows)
     return rows
@@ -420,8 +410,7 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def left_by(killed: str, folder: Path) -> str:
-    """Say how far the process `killed` (its id) had come that trained with this folder of
-    checkpoints, and what it has left."""
+    """Say how far process `killed` had come with these checkpoints, and what it has left."""
     reached = max((row["step"] for row in whole_rows(folder / METRICS)), default=0)
     when = f"after step {reached}" if reached else "before its first step"
     newest = max(saved_steps(folder), default=0)

@@ -1,8 +1,7 @@
 """From an exception or an exit status to its cause in a user's words, and what to change.
 
 A worker translates what it raises (`explained`); the launcher chooses among the failures of all
-processes: one that lost its peer is a consequence, whatever came first on the clock.
-"""
+processes: one that lost its peer is a consequence, whatever came first on the clock."""
 
 import re
 import signal
@@ -104,8 +103,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measured: int) -> str:
-    """Name predicted and measured peak, the smaller micro-batch that preflight knows, and show its
-    table."""
+    """Name predicted and measured peak and preflight's smaller micro-batch; show its table."""
     plan = preflight.plan
     where = "GPU" if plan.device == "cuda" else "host"
     sizes = [(tried.plan(plan).micro_batch_size, tried) for tried in preflight.candidates]
@@ -128,8 +126,7 @@ def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measur
 
 
 def shared_memory_full(error: BaseException) -> str:
-    """Return the message for what NCCL meets in a container, which gets 64 MB of shared memory
-    unless told otherwise."""
+    """Return the message for NCCL in a container with 64 MB of shared memory."""
     return (
         f"the shared memory of this machine, /dev/shm, is full ({_ends(error)}). Start the "
         "container with more of it "
@@ -161,8 +158,7 @@ def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
 
 
 def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the kernel has ended for lack of memory since the machine
-    started."""
+    """Return how many processes the kernel has ended for memory since the start."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -180,8 +176,7 @@ def damaged_tokens(folder: Path) -> list[str]:
 
 
 def first_cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
-    """Return rank and failure (torchrun's `ProcessFailure`) of the process that failed on its own
-    account, if one did."""
+    """Return rank and `ProcessFailure` of the process that failed by itself, or None."""
     return min(failures.items(), key=lambda item: (followed(item[1]), item[1].timestamp, item[0]))
 
 

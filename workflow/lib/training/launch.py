@@ -1,6 +1,4 @@
-"""Starting the processes of a run through torchrun's own API, and naming the process that failed
-first.
-"""
+"""Starting the processes of a run by torchrun's API, and naming the first to fail."""
 
 import json
 import logging
@@ -157,8 +155,7 @@ def stop_on_signals() -> None:
 
 
 def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -> dict[str, str]:
-    """Return the variables that the workers of this machine inherit; processes: how many they
-    are."""
+    """Return the variables that this machine's workers inherit; processes: their number."""
     threads = str(max(1, threads_of_job() // processes))
     variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
     variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -214,8 +211,7 @@ def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
 
 
 def children() -> list[int]:
-    """Return the ids of this process's children: the workers, also one that has not come so far as
-    to give a sign."""
+    """Return the ids of this process's children, the workers, however far they are."""
     lists = Path("/proc/self/task").glob("*/children")
     return [int(pid) for path in lists for pid in path.read_text().split()]
 
@@ -234,8 +230,7 @@ def _cause(
 
 
 def _rendezvous(place: Place) -> dict[str, Any]:
-    """Return where the workers meet: on this machine alone, or at the first node of the
-    allocation."""
+    """Return where the workers meet: on this machine, or at the first node."""
     if place.nodes == 1:
         use_loopback()
         return {"run_id": uuid.uuid4().hex, "rdzv_backend": LOOPBACK}

@@ -3,8 +3,7 @@
 Both show the lines of `metrics.jsonl` and are never read again. At every start they get what the
 rewound journal holds before what comes: TensorBoard's files are written anew, Weights & Biases is
 sent what it has not got. So resuming, after whatever end, neither doubles nor loses a point. Called
-on the main process alone.
-"""
+on the main process alone."""
 
 import importlib
 import importlib.util
@@ -97,8 +96,7 @@ def curves(row: Row) -> dict[str, float]:
 
 @contextmanager
 def _tensorboard(folder: Path, rows: Sequence[Row]) -> Iterator[View]:
-    """Write event files anew. Points carry the time at which the run would have had them without
-    interruption."""
+    """Write event files anew, with the times of an uninterrupted run."""
     from tensorboardX import SummaryWriter
 
     for old in folder.glob("events.out.tfevents.*"):
@@ -132,8 +130,7 @@ def _wandb(
     rows: Sequence[Row],
     config: Mapping[str, Any],
 ) -> Iterator[View]:
-    """Continue the run of this identity, or begin it. Its steps only rise, so a step that it has is
-    not sent again."""
+    """Continue the run of this identity, or begin it; steps are never sent again."""
     os.environ.update(WANDB_ENVIRONMENT)  # before the import, which reads them
     wandb = importlib.import_module("wandb")
     folder.mkdir(parents=True, exist_ok=True)

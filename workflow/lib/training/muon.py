@@ -3,8 +3,7 @@
 Each process keeps and updates its shards. For the direction every process gathers the momentum of
 whole matrices, in bfloat16 as the iteration takes it, so the update does not depend on the number
 of processes. Matrices of one shape go together: an adapter has hundreds of them, of few shapes.
-An adapter of a mixture's stack is as many matrices as the stack has experts.
-"""
+An adapter of a mixture's stack is as many matrices as the stack has experts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,8 +28,7 @@ class Matrices:
     """How a trained tensor (rows, columns) holds matrices of one shape."""
 
     count: int = 1
-    in_columns: bool = False
-    """Whether they alternate by columns; else they lie one below the other."""
+    in_columns: bool = False  # whether they alternate by columns; else they lie one below the other
 
     def apart(self, whole: torch.Tensor) -> torch.Tensor:
         """Return (..., rows, columns) as (..., count, rows, columns) of each."""
@@ -122,10 +120,8 @@ class Muon:
 
 
 def gathered(shards: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
-    """Return whole tensors (n, rows, columns) in bfloat16 of this process's shards of them.
-
-    like: one of them, whose mesh cuts them on dim 0. Collective.
-    """
+    """Return whole tensors (n, rows, columns) in bfloat16 of this process's shards of them. like:
+    one of them, whose mesh cuts them on dim 0. Collective."""
     cuts, _ = cut_of(like)
     rows, columns = like.shape
     part = -(-rows // cuts)
@@ -145,10 +141,8 @@ def gathered(shards: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Ten
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Return matrices (n, rows, columns) in bfloat16 with all singular values near 1.
-
-    By a quintic Newton-Schulz iteration, which leaves them between about 0.7 and 1.2.
-    """
+    """Return matrices (n, rows, columns) in bfloat16 with all singular values near 1. By a quintic
+    Newton-Schulz iteration, which leaves them between about 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices

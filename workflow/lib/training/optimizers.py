@@ -5,8 +5,7 @@ no DTensor, and torch dispatches each one by itself, in 15 times the time of pla
 which the GPU would wait. Moments of 8 bits have a scale per 256 neighbouring elements of a shard
 (arXiv 2110.02861): another number of processes cuts other blocks, so from their checkpoint moments
 are decoded and quantized anew, which moves them by at most half a step of their code; everything
-else is exact. Muon gathers whole matrices (`muon`).
-"""
+else is exact. Muon gathers whole matrices (`muon`)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -33,27 +32,20 @@ class Rule(Protocol):
     device_decides: bool
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
-        """Update the shards that have a gradient, which have been updated `count` times; not if
-        `unless` is true.
-        """
+        """Update shards with a gradient, updated `count` times before, unless `unless` is true."""
 
     def state(self, name: str, key: str) -> torch.Tensor:
         """Return a state of a shard as it is stored; the live tensor."""
 
 
 class ShardwiseOptimizer(torch.optim.Optimizer):
-    """The optimizer `train.optimizer` over this process's shards. `count` (): the updates so
-    far.
-    """
+    """`train.optimizer` over this process's shards; `count` (): the updates so far."""
 
     def __init__(
         self, params: Params, train: TrainConfig, *, matrices: Mapping[str, int] | None = None
     ) -> None:
         """params: by name, sharded. matrices: those that are an adapter's A or B, and how many
-        matrices each holds.
-
-        States are made at once, so that a checkpoint can be read into them.
-        """
+        matrices each holds. States are made at once, so that a checkpoint can be read into them."""
         super().__init__(params.values(), {"lr": train.learning_rate})
         self.count = torch.zeros((), dtype=torch.int64)
         self._begun = False
@@ -66,9 +58,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
         self._scales = {name: self._padded_scales(name) for name in params}
 
     def _padded_scales(self, name: str) -> dict[str, torch.Tensor]:
-        """Put the scales of states in blocks into buffers of the largest shard's size, so that
-        those of all shards are one tensor.
-        """
+        """Put the scales of blockwise states into equal buffers, so that they are one tensor."""
         param, shard, buffers = self._params[name], self._shards[name], {}
         for state in self._states[name]:
             if state.in_blocks:
@@ -86,18 +76,14 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
 
     def begin(self, *, unless: torch.Tensor) -> None:
         """Start the update where the device decides on it, so that it need not wait for the host.
-
         unless: () bool on the device. `step` completes the update; without it nothing has happened
-        if `unless` is true.
-        """
+        if `unless` is true."""
         self._begun = self.device_decides
         if self._begun:
             self._update(unless)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients, or set them to zero where they are: this process's shards of them,
-        by one launch.
-        """
+        """Remove the gradients, or zero those of this process's shards, by one launch."""
         if set_to_none:
             super().zero_grad()
             return
@@ -126,10 +112,8 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
             rule.step(int(self.count), lr=group["lr"], unless=unless)
 
     def pieces(self, name: str, *, rank: int) -> dict[str, Piece]:
-        """Return this process's part of a parameter's states, and of their scales.
-
-        The scales are (processes, blocks). All are the live tensors.
-        """
+        """Return this process's part of a parameter's states, and of their scales. The scales are
+        (processes, blocks). All are the live tensors."""
         param = self._params[name]
         weight = piece_of(param.detach(), rank=rank)
         pieces = {
@@ -153,10 +137,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def requantize_(self, name: str, stored: Mapping[str, torch.Tensor]) -> None:
         """Take moments of 8 bits that other processes' cuts have quantized; `stored`: whole, named
-        as in `pieces`.
-
-        Raises `DamagedError` if their shapes do not belong to the parameter.
-        """
+        as in `pieces`. Raises `DamagedError` if their shapes do not belong to the parameter."""
         param = self._params[name]
         start, stop = local_range(param)
         for state in self._states[name]:

@@ -1,8 +1,7 @@
 """The weights of the adapter that a run starts from, as any PEFT adapter's file has them, put into
 the fp32 masters of the training model.
 
-The values are exactly the file's. Every tensor of it has a place, or the message names it.
-"""
+The values are exactly the file's. Every tensor of it has a place, or the message names it."""
 
 import logging
 import re
@@ -33,10 +32,8 @@ OWN_NAME = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\
 
 @torch.no_grad()
 def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: Path) -> None:
-    """Fill this process's slices of all that is trained from the adapter in `folder`.
-
-    base: folder of the NF4 base. Raises `UserError` naming the tensors that do not fit.
-    """
+    """Fill this process's slices of all that is trained from the adapter in `folder`. base: folder
+    of the NF4 base. Raises `UserError` naming the tensors that do not fit."""
     error = partial(setting_error, "train.start_from", config.train.start_from)
     places = _places(training)
     with CheckpointReader(folder, single=ADAPTER_WEIGHTS) as reader, CheckpointReader(base) as own:

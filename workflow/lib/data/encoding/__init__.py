@@ -5,5 +5,4 @@ and `sample_encoder` (`SampleEncoder`: a row to ids and mask). `keys_read` accou
 a row. `trained_turns` finds what an assistant says in the
 rendered text. Chat templates run in a sandbox (`chat_template`); text of a row can never become a
 special token (`safe_encoder`).
-It imports `reading`. It keeps nothing on disk.
-"""
+It imports `reading`. It keeps nothing on disk."""

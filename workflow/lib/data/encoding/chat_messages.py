@@ -2,8 +2,7 @@
 
 OpenAI's keys (role, content, tool_calls, weight) and ShareGPT's (from, value) mean the same, and so
 do pairs of a question and its answer. All other keys of a message (name, reasoning_content, ...) go
-to the template as they are. What does not fit raises `RowError`.
-"""
+to the template as they are. What does not fit raises `RowError`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -74,7 +73,6 @@ PART = Place("part", frozenset({"type", "text"}))
 @dataclass(frozen=True)
 class Conversation:
     """Messages as the template gets them, which of them may be trained, the tools, and arguments.
-
     weights: of each message in the loss, 0 if it is not trained; None = that of all is 1.
     template_kwargs: what the row gives the template besides, such as `enable_thinking`. They come
     before those of `data.template_kwargs`, which stand among the template's variables."""
@@ -87,10 +85,8 @@ class Conversation:
 
 
 def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[float]]:
-    """Return the messages of a list, or of its JSON text, and the weight of each in the loss.
-
-    It is 0 but for the assistant's, for which it is 1 unless a flag of theirs says otherwise.
-    """
+    """Return the messages of a list, or of its JSON text, and the weight of each in the loss. It is
+    0 but for the assistant's, for which it is 1 unless a flag of theirs says otherwise."""
     value = json_value(raw, what) if isinstance(raw, str) else raw
     items = _by_message(value) if isinstance(value, dict) else value
     if not isinstance(items, list):

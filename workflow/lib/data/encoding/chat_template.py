@@ -1,8 +1,7 @@
 """Conversations to text through a chat template.
 
 The template is code of others: Transformers runs it in Jinja's immutable sandbox. What it does not
-write would silently not be trained; `rendered_texts` looks for that.
-"""
+write would silently not be trained; `rendered_texts` looks for that."""
 
 import difflib
 import json
@@ -245,8 +244,7 @@ def keys_in_template(text: str) -> frozenset[str]:
 
 
 def with_arguments(template: str, arguments: Mapping[str, object]) -> str:
-    """Return a template that takes these for the arguments that it is not given. Jinja reads
-    Python's literals."""
+    """Return a template with these for arguments that it is not given (Python's literals)."""
     defaults = [
         f"{{% if {name} is not defined %}}{{% set {name} = {value!a} %}}{{% endif %}}"
         for name, value in arguments.items()

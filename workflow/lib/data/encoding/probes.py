@@ -1,7 +1,6 @@
 """Probes: conversations and a text whose token ids the manifest holds, as they are trained.
 
-An export encodes them again by the written files alone, and must get the same ids.
-"""
+An export encodes them again by the written files alone, and must get the same ids."""
 
 from typing import TypedDict
 

@@ -3,8 +3,7 @@
 That a template writes conversations of one shape (roles, keys, what is empty) is proved once, with
 a conversation in which every text is marked. Each row's texts are then searched in what was
 rendered of it. What is not found so, for a template may rewrite it, is decided by a marked copy of
-that row.
-"""
+that row."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +34,7 @@ class Turn:
 
 @dataclass
 class TurnText:
-    """A conversation as the template writes it, up to some message, and its trained turns.
-    messages: how many messages it shows."""
+    """A conversation as the template writes it, with its trained turns; messages: shown."""
 
     text: str
     messages: int
@@ -47,8 +45,7 @@ Render = Callable[[Conversation], list[TurnText]]
 
 
 class RenderedTexts:
-    """Finds the texts that a template leaves out. allowed: kinds that it may leave out. render:
-    what renders a conversation to be proved."""
+    """Finds texts that a template leaves out; allowed: kinds; render: renders a conversation."""
 
     def __init__(self, render: Render, *, allowed: Collection[TextKind]) -> None:
         self._render = render
@@ -115,8 +112,7 @@ def _missing(
 
 
 def _shape(conversation: Conversation) -> Hashable:
-    """Return what decides which parts of a template write a conversation. Conversations of more
-    turns of the same kinds have one shape."""
+    """Return the shape of a conversation: which parts of a template write it."""
     turns = zip(conversation.messages, conversation.trained, strict=True)
     kinds = [_kind(message, is_trained) for message, is_trained in turns]
     return (

@@ -5,8 +5,7 @@ would end the turn. Here such text is *guarded* before rendering: every characte
 is replaced by one of the private-use plane. After rendering, guarded and unguarded spellings are
 swapped, and a second tokenizer reads the result whose special tokens are spelled guarded: the
 template's tokens match, the data's text is ordinary. Lengths do not change, so character positions
-stay valid. Text without such strings, nearly all, takes the first tokenizer as it is.
-"""
+stay valid. Text without such strings, nearly all, takes the first tokenizer as it is."""
 
 import json
 import re
@@ -44,8 +43,7 @@ class SafeEncoder:
 
     @cached_property
     def _guarded(self) -> Tokenizer:
-        """The second tokenizer. It is made at its first use: a large vocabulary takes a second, and
-        most chats spell no special token."""
+        """The second tokenizer, made at its first use: most chats spell no special token."""
         spec = json.loads(self._plain.to_str())
         guarded = Tokenizer.from_str(json.dumps(_rename_specials(spec, self._names)))
         for text, alias in self._names.items():
@@ -126,8 +124,7 @@ class SafeEncoder:
         return known
 
     def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
-        """Encode rendered text as it goes on after a prompt: no blank is put before it. Raises
-        `ValueError` if one is."""
+        """Encode rendered text behind a prompt, without a blank; raises `ValueError` for one."""
         for anchor in (self._anchor, self._anchor + "\n"):
             encoding = self.encode_rendered(anchor + text, guarded=guarded)
             first = _first_from(encoding, len(anchor))

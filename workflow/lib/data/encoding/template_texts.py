@@ -2,8 +2,7 @@
 
 A text is searched in the rendered document as it is, or as JSON escapes it. Where that finds
 nothing, for the template may trim or rewrite it, a copy of the conversation decides in which each
-text has marks at both of its ends.
-"""
+text has marks at both of its ends."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -36,8 +35,7 @@ NAMES: dict[TextKind, str] = {
 
 
 class Place(NamedTuple):
-    """Where a text stands. message: its number, from 0; -1 for a tool on offer. what: its role, or
-    the function."""
+    """Where a text stands; message: its number, -1 for a tool; what: role, or function."""
 
     kind: TextKind
     message: int
@@ -45,8 +43,7 @@ class Place(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text that a rendered document must hold. parts: texts that serve in place of `value` if the
-    document holds them all."""
+    """A text that a document must hold; parts: texts that may serve in its place."""
 
     place: Place
     value: str

@@ -5,8 +5,7 @@ special token of the conversation up to this turn; where the template writes non
 token that the next role begins with, at which inference stops. Both are positions in the rendered
 text. A turn that the whole conversation shows otherwise (templates of reasoning models leave
 reasoning out of earlier turns) stands in a text of its own: the prompt and the turn as inference
-has them.
-"""
+has them."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -79,8 +78,7 @@ class TurnRenderer:
         return self._render(conversation)[0]
 
     def checked(self, conversation: Conversation) -> list[TurnText]:
-        """Return the texts of a conversation that spells no special token. Raises `RowError` as
-        `render` does."""
+        """Return the texts of a conversation without special tokens; raises as `render` does."""
         texts = self._turn_by_turn(conversation)
         self._texts.check(conversation, texts)
         return texts

@@ -2,8 +2,7 @@
 
 All that a turn has must say yes, and its weights are multiplied. What cannot be read for certain is
 refused, with the cure: weights inside of objects, which may be about anything, and `mask`, which
-for some means trained and for others hidden.
-"""
+for some means trained and for others hidden."""
 
 import math
 import re
@@ -38,9 +37,7 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 class Flag(NamedTuple):
-    """A key that says what is trained, and its value. inside: it stands in an object that may be
-    about anything.
-    """
+    """A key that says what is trained, and its value; inside: in an object of anything."""
 
     key: str
     value: Any
@@ -71,10 +68,8 @@ def _is_number(value: Any) -> bool:
 
 
 def flags_of(item: Values, flags: Iterable[str], others: Iterable[str]) -> list[Flag]:
-    """Return the flags of an item and what they say, with those inside of objects.
-
-    flags, others: its keys that are flags, and keys whose objects may hold some.
-    """
+    """Return the flags of an item and what they say, with those inside of objects. flags, others:
+    its keys that are flags, and keys whose objects may hold some."""
     own = [flag for key in flags for flag in _values(key, item[key])]
     objects = [value for key in others if isinstance(value := item.get(key), dict | list)]
     return own + [flag._replace(inside=True) for value in objects for flag in _inside(value)]
@@ -114,10 +109,8 @@ def check_not_trained_by_role(flags: Iterable[Flag], where: str) -> None:
 
 
 def weight_said(flag: Flag, where: str, *, weights: Collection[str] = WEIGHTS) -> float:
-    """Return the weight that one flag says, 0 for not trained. Raises `RowError`.
-
-    weights: keys of weights; all others know 0 and 1 alone.
-    """
+    """Return the weight that one flag says, 0 for not trained. Raises `RowError`. weights: keys of
+    weights; all others know 0 and 1 alone."""
     key, value, inside = flag
     has = f"{where} has {key} = {repr(value)[:PREVIEW_CHARS]}"
     if key in UNCLEAR:

@@ -3,8 +3,7 @@
 The prompt of inference may open the reasoning (`<think>`), or close it, where the conversation
 shows neither, or an empty pair; and it may have the system text in another place. The turn then
 follows the prompt as the model has to write it: a reasoning that the prompt opens is closed once.
-How the template begins a turn is found with a turn of one mark, once for each end of a prompt.
-"""
+How the template begins a turn is found with a turn of one mark, once for each end of a prompt."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -38,13 +37,11 @@ class ReasoningClosedError(RowError):
 
 @dataclass(frozen=True)
 class Opening:
-    """How a turn begins, behind what prompt and conversation share.
-
-    shared: length of the text, from a special token on, that both have. tail: length of what the
-    prompt has behind it. header: what the conversation has there before the turn's own text. kept:
-    the part of it that the model has to write. close: what it writes behind a reasoning that the
-    prompt opens and the conversation does not show; None where there is none.
-    """
+    """How a turn begins, behind what prompt and conversation share. shared: length of the text,
+    from a special token on, that both have. tail: length of what the prompt has behind it. header:
+    what the conversation has there before the turn's own text. kept: the part of it that the model
+    has to write. close: what it writes behind a reasoning that the prompt opens and the
+    conversation does not show; None where there is none."""
 
     shared: int
     tail: int
@@ -55,12 +52,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class MarkedTurn:
-    """A conversation whose last turn has marks for its text and its reasoning.
-
-    before: what stands before the first mark. opening: what stands before the reasoning; None if
-    the template shows none. close: what stands between reasoning and text. reasons: the turn has a
-    reasoning, and `before` ends with its beginning.
-    """
+    """A conversation whose last turn has marks for its text and its reasoning. before: what stands
+    before the first mark. opening: what stands before the reasoning; None if the template shows
+    none. close: what stands between reasoning and text. reasons: the turn has a reasoning, and
+    `before` ends with its beginning."""
 
     before: str
     opening: str | None

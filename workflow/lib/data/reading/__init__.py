@@ -2,5 +2,4 @@
 
 Begin with `sources` (paths, folders and globs to files) and `data_file` (rows of one file).
 `hub_download` fetches a repository at one commit and verifies it.
-It imports `system` and `settings`. What a row means is decided in `encoding`.
-"""
+It imports `system` and `settings`. What a row means is decided in `encoding`."""

@@ -2,8 +2,7 @@
 
 Reading a line takes a fiftieth of parsing it, so a chunk carries bytes, and `rows()` decodes and
 parses them wherever it is called. Chunks can be pickled. Where a row's bytes cannot be found
-without parsing (CSV, JSON arrays), a chunk carries what was parsed.
-"""
+without parsing (CSV, JSON arrays), a chunk carries what was parsed."""
 
 import json
 from dataclasses import dataclass, replace
@@ -37,8 +36,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Lines of a JSON Lines file from line `first` on. Of one beyond `MAX_ROW_BYTES` it holds the
-    beginning and one byte more."""
+    """Lines of a JSON Lines file from line `first`; of too long ones `MAX_ROW_BYTES` + 1."""
 
     first: int
     lines: tuple[bytes, ...]
@@ -107,8 +105,7 @@ def _text_row(number: int, text: bytes) -> Row | BrokenRow:
 
 @dataclass(frozen=True)
 class CsvRecords:
-    """Records of a CSV file from row `first` on. Bytes that are no UTF-8 stand in them as lone
-    surrogates."""
+    """Records of a CSV file from row `first`; bytes that are no UTF-8 are lone surrogates."""
 
     first: int
     header: tuple[str, ...]

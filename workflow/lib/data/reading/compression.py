@@ -1,8 +1,7 @@
 """Types and compressions of data files, by their names; files as streams of unpacked bytes.
 
 A compressed file may be made to fill a disk or to take hours (a bomb), so what it may unpack to is
-bounded.
-"""
+bounded."""
 
 import io
 import shutil
@@ -78,8 +77,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def open_seekable(path: Path) -> IO[bytes]:
-    """Open a file for reading at any place. A compressed one is unpacked into a temporary file,
-    which goes when closed."""
+    """Open a file for reading anywhere; a compressed one in a temporary unpacked file."""
     if compression_of(path) is None:
         return path.open("rb")
     with open_bytes(path) as packed, ExitStack() as on_error:

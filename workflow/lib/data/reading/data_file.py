@@ -2,8 +2,7 @@
 
 A reader yields chunks of rows; a row that holds no usable object is a `BrokenRow`. What makes the
 whole file unusable (another type of file, cut off, an open quote to the end) raises `UserError`
-instead.
-"""
+instead."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -64,12 +63,10 @@ def read_chunks(
     file_type: FileType | None = None,
     rows_per_chunk: int = ROWS_PER_CHUNK,
 ) -> Iterator[Chunk]:
-    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`.
-
-    The chunks are the same every time. `setting` is the key that names the file, for messages;
-    `file_type` None is told by the name. Raises `UserError` if the type is unknown, the content is
-    another, or the file cannot be read on from some point.
-    """
+    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`. The chunks are the
+    same every time. `setting` is the key that names the file, for messages; `file_type` None is
+    told by the name. Raises `UserError` if the type is unknown, the content is another, or the file
+    cannot be read on from some point."""
     kind = file_type or file_type_of(path, setting=setting)
     try:
         _check_content(path, kind, setting=setting)
@@ -119,8 +116,7 @@ def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
 
 
 def _unlike(kind: FileType, head: bytes) -> str | None:
-    """Say what speaks against the type in a text file's first bytes. A NUL in a JSON text makes its
-    row broken, not the file."""
+    """Say what speaks against the type in a text file's first bytes (NUL: but not in JSON)."""
     start = head.removeprefix(BOM).lstrip()[:1]
     if kind == "jsonl" and start == b"[":
         return "one JSON array, which belongs into a .json file"

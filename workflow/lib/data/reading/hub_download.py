@@ -5,8 +5,7 @@ nothing. A folder appears under its name only when the hub's checksums are those
 then they lie in the hidden sibling folder `.<name>.partial`, from which a repeated command goes on.
 Weights are safetensors only: pickles can run code when loaded, and code is never fetched.
 
-The access token (`HF_TOKEN`) and the endpoint (`HF_ENDPOINT`) are `huggingface_hub`'s business.
-"""
+The access token (`HF_TOKEN`) and the endpoint (`HF_ENDPOINT`) are `huggingface_hub`'s business."""
 
 import difflib
 import errno
@@ -74,8 +73,7 @@ class Source:
 
     repo_id: str
     revision: str | None
-    kind: Literal["model", "dataset", "adapter", "scored"]
-    """scored: a model, or an adapter."""
+    kind: Literal["model", "dataset", "adapter", "scored"]  # scored: a model, or an adapter
     files: Sequence[str] | None = None
 
     @property
@@ -245,8 +243,7 @@ def record(
 
 
 def partial_folder(output: Path) -> Path:
-    """Make the folder `.<name>.partial` beside `output`, until `publish` renames it. Raises
-    `UserError` if `output` has content."""
+    """Make `.<name>.partial` beside `output`; raises `UserError` if `output` has content."""
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise setting_error("--output", str(output), "it exists already", "Remove it first")
     partial = output.parent / f".{output.name}.partial"

@@ -3,8 +3,7 @@
 The standard decoder parses an element at a place of a buffer. Where the buffer ends within an
 element it fails at the buffer's end, or at the start of a string that it does not see the end of;
 then more is read. An error anywhere else is the file's. Buffers double, so that a large element is
-not parsed too often.
-"""
+not parsed too often."""
 
 import io
 import json

@@ -1,8 +1,7 @@
 """A row of a data file, whole or broken, with its number; and text of the data as it may be shown.
 
 A row is numbered from 1; in JSON Lines its number is its line. What the columns mean is decided in
-`row_formats`.
-"""
+`row_formats`."""
 
 import json
 from collections.abc import Mapping
@@ -36,8 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BrokenRow:
-    """A row that holds no object: its number (from 1), why, and its first characters. The reason is
-    `kind` or `kind: detail`."""
+    """A row that holds no object: number (from 1), reason (`kind: detail`), first characters."""
 
     number: int
     reason: str

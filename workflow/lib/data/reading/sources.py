@@ -39,8 +39,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of one entry of `data.train` or `data.heldout`, in order, and its settings. There
-    is at least one file."""
+    """The files of an entry of `data.train` or `data.heldout`, at least one, and its settings."""
 
     name: str
     weight: float
@@ -104,8 +103,7 @@ def _file_type(entry: DataSource, path: Path, *, setting: str) -> FileType:
 
 
 def find_files(path: str, *, setting: str, root: Path) -> list[str]:
-    """Return the files of one path, folder or glob below `root`, spelled as `path` is. There is at
-    least one."""
+    """Return the files of a path, folder or glob below `root`, spelled alike; at least one."""
     try:
         files = _named_files(path, root=root, setting=setting)
     except UserError:  # a ValueError too
@@ -226,8 +224,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _saved_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return the files that a saved dataset lists as its own. Caches of earlier transformations lie
-    beside them."""
+    """Return the files that a saved dataset lists as its own, without caches beside them."""
     state = _read_record(folder / SAVED_STATE, setting)
     listed = state.get("_data_files")
     entries = listed if isinstance(listed, list) else []
@@ -253,8 +250,7 @@ def _read_record(path: Path, setting: str) -> dict[str, Any]:
 
 
 def _check_disjoint(splits: dict[str, list[Source]]) -> None:
-    """Raise `UserError` if a file is named twice. In one split that is a mistake; in both it would
-    be trained on and measured."""
+    """Raise `UserError` for a file named twice: a mistake, or trained on and measured."""
     first: dict[Path, str] = {}
     for split, sources in splits.items():
         for source in sources:
@@ -280,8 +276,7 @@ def matching(paths: Iterable[str], pattern: str) -> set[str]:
 
 
 def _glob_regex(pattern: str) -> re.Pattern[str]:
-    """Translate a glob: `*` and `?` stay within a folder, `**/` crosses any number of them. Names
-    with a dot before them are hidden."""
+    """Translate a glob: `*`, `?` stay in a folder, `**/` crosses; dotted names are hidden."""
     folders = r"(?:(?!\.)[^/]+/)*"
     words = {"**/": folders, "**": folders + r"(?!\.)[^/]*", "*": r"[^/]*", "?": r"[^/]"}
     tokens = re.findall(r"\*\*/|\*\*|\[!?[^\]/]+\]|.", pattern)

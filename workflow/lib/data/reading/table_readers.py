@@ -4,8 +4,7 @@ An Arrow file is an IPC file (Feather) or an IPC stream. Arrow's own values are 
 but for two types. A column of type JSON, alone or inside of lists and structs, holds JSON text,
 which is decoded here; and a map becomes an object, where `datasets` reads no maps at all. Its own
 reader is not used: it knows no numbers of broken rows, and the process that reads would decode for
-all others.
-"""
+all others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,8 +94,7 @@ def _batches(source: Any) -> Iterator[pyarrow.RecordBatch]:
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table from row `first` on, as an Arrow stream. A pickled batch would drag its whole
-    file along."""
+    """Rows of a table from row `first`, as an Arrow stream: a pickle would drag its file."""
 
     first: int
     stream: bytes

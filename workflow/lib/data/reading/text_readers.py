@@ -1,7 +1,6 @@
 """JSON Lines, CSV, TSV and plain text as chunks.
 
-Memory is bounded by `MAX_ROW_BYTES`, whatever a file holds.
-"""
+Memory is bounded by `MAX_ROW_BYTES`, whatever a file holds."""
 
 import csv
 import io
@@ -96,8 +95,7 @@ def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield paragraphs with the number of their first line. Of one beyond `MAX_ROW_BYTES` it is the
-    beginning."""
+    """Yield paragraphs, up to `MAX_ROW_BYTES`, with the number of their first line."""
     start, text, size = 0, bytearray(), 0
     for number, line in numbered_lines(file):
         if line.strip():

@@ -2,5 +2,4 @@
 
 Begin with `corpus` (rows to documents on all cores), `splits`, `packing` and `token_store`
 (`TokenStore`: the folder that training and evaluation read by memory map).
-It imports `reading` and `encoding`. It draws nothing that is not a function of a seed.
-"""
+It imports `reading` and `encoding`. It draws nothing that is not a function of a seed."""

@@ -1,7 +1,6 @@
 """Lists on disk of rows that were dropped or cut.
 
-They are written while reading, so that memory stays small.
-"""
+They are written while reading, so that memory stays small."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,8 +23,7 @@ class DroppedRow(TypedDict):
 
 
 class CutRow(TypedDict):
-    """A line of `truncated.jsonl` without its file. A row of `tokens` tokens became `documents`
-    documents of `kept` tokens in all."""
+    """A line of `truncated.jsonl`: a row of `tokens` became `documents` of `kept` tokens."""
 
     row: int
     tokens: int

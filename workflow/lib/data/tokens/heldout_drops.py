@@ -38,8 +38,7 @@ def drop_shared_groups(
     *,
     treatment: Treatment,
 ) -> tuple[Split, int]:
-    """Return held-out as `data.near_duplicates` says of groups, and how many rows share one. Raises
-    `UserError` if they are refused."""
+    """Return held-out by `data.near_duplicates`, and rows that share a group, or refuse."""
     found: dict[int, tuple[int, int]] = {}
     for number, other in shared_groups(heldout, train):
         found.setdefault(int(heldout.documents.ordinals[number]), (number, other))

@@ -9,8 +9,7 @@ one AND, `seq_len` / 64 machine words, so the cost is linear in the documents.
 
 Source: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithms" (1973); rows
 closed one at a time, Gupta and Ho, "A new heuristic algorithm for the one-dimensional bin-packing
-problem" (1999); for training data: Ding et al., arXiv 2404.10830.
-"""
+problem" (1999); for training data: Ding et al., arXiv 2404.10830."""
 
 from dataclasses import dataclass
 
@@ -33,8 +32,7 @@ class Packing:
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
     def of_units(self, size: int) -> "Packing":
-        """Return the packing of the documents themselves, where each of these is a unit of `size`
-        documents behind each other."""
+        """Return the packing of documents, `size` behind each other for each of these units."""
         documents = size * self.documents[:, None] + np.arange(size)
         return Packing(documents=documents.ravel(), offsets=size * self.offsets)
 
@@ -88,8 +86,7 @@ class _Lengths:
 def _fill_rows(
     lengths: npt.NDArray[np.int64], seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the lengths row behind row, and how many each row holds. Shapes: (documents,) and
-    (rows,)."""
+    """Return the lengths row behind row, and how many each row holds."""
     left = _Lengths(lengths, seq_len)
     packed: list[int] = []
     sizes: list[int] = []

@@ -3,8 +3,7 @@
 Each process prepares itself once and then takes tasks. Processes are forked, so they share what is
 loaded and start at once; nothing that needs threads (torch, parallel tokenizers) may have run
 before. They ignore Ctrl-C, which their parent answers by cancelling what has not begun, and end by
-themselves as soon as the parent is gone, however it went.
-"""
+themselves as soon as the parent is gone, however it went."""
 
 import gc
 import multiprocessing
@@ -48,14 +47,11 @@ def map_in_order(
     processes: int,
     alone: int,
 ) -> Iterator[Result]:
-    """Yield `prepare()(task)` for each task, in order.
-
-    At most `AHEAD` tasks per process are in memory. Tasks and results must be picklable. With one
-    process, or no more than `alone` tasks, which take less time than processes to start, all of it
-    happens in this one. An exception of a task is raised here. Raises `UserError` without shared
-    memory, and `KilledError` if a process is
-    killed, as it is when memory runs out.
-    """
+    """Yield `prepare()(task)` for each task, in order. At most `AHEAD` tasks per process are in
+    memory. Tasks and results must be picklable. With one process, or no more than `alone` tasks,
+    which take less time than processes to start, all of it happens in this one. An exception of a
+    task is raised here. Raises `UserError` without shared memory, and `KilledError` if a process is
+    killed, as it is when memory runs out."""
     tasks = iter(tasks)
     first = list(islice(tasks, alone + 1))
     if processes == 1 or len(first) <= alone:

@@ -1,7 +1,6 @@
 """Draws of rows and documents: which are held out, and how often an epoch takes each.
 
-Numbers are of 4 bytes, as there may be 10^8 of them.
-"""
+Numbers are of 4 bytes, as there may be 10^8 of them."""
 
 from collections.abc import Sequence
 
@@ -19,12 +18,10 @@ def drawn(count: int, *, total: int, seed: int | Sequence[int]) -> Numbers:
 
 
 def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Return how often an epoch takes each document of a source, shape (documents,).
-
-    A weight w takes every document floor(w) times, and a share of w - floor(w) of them (rounded,
-    but at least one of a source that would lose all) once more, drawn by `seed` from the source
-    alone: the other sources change nothing.
-    """
+    """Return how often an epoch takes each document of a source, shape (documents,). A weight w
+    takes every document floor(w) times, and a share of w - floor(w) of them (rounded, but at least
+    one of a source that would lose all) once more, drawn by `seed` from the source alone: the other
+    sources change nothing."""
     whole, share = int(weight), weight - int(weight)
     more = round(share * documents)
     if whole == 0 and documents:

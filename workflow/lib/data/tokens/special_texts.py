@@ -2,8 +2,7 @@
 
 A text in which a template's tokens stand was rendered already, by this template or another
 program. As ordinary text it would teach the model to spell tokens; as tokens, users' texts could
-end a turn. So the user says which, where it matters.
-"""
+end a turn. So the user says which, where it matters."""
 
 import logging
 

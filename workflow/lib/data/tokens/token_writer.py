@@ -1,8 +1,7 @@
 """Writing of the tokens folder: packed rows window by window, and held-out documents one by one.
 
 A window takes every n-th shard, so each is a fair sample of the whole, however the data are sorted,
-and packs as well as the whole would. Only the tokens of one window are in memory.
-"""
+and packs as well as the whole would. Only the tokens of one window are in memory."""
 
 import math
 import os
@@ -41,8 +40,7 @@ MORE: dict[str, Callable[[Shard], Array]] = {
 
 @dataclass(frozen=True)
 class Window:
-    """Documents that are packed together. Document d is `ids[starts[d] : starts[d] + lengths[d]]`,
-    and the masks alike."""
+    """Documents packed together; document d: `ids[starts[d] : starts[d] + lengths[d]]`."""
 
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.bool_]
@@ -54,8 +52,7 @@ class Window:
 
 
 class ArrayWriter:
-    """Writes a `.npy` file front to back; the number of rows is known at the end. A context
-    manager."""
+    """Writes a `.npy` file front to back, whose number of rows is known at the end."""
 
     def __init__(self, path: Path, *, row_shape: tuple[int, ...] = ()) -> None:
         self._dtype = np.dtype((ARRAYS | OPTIONAL_ARRAYS)[path.name])
@@ -78,8 +75,7 @@ class ArrayWriter:
         self._file.close()
 
     def _write_header(self) -> None:
-        """Write the header for the rows so far. Its length is the same for any number: NumPy leaves
-        room for the first axis to grow."""
+        """Write the header for the rows so far; NumPy leaves room for the first axis to grow."""
         shape = (self.rows, *self._row_shape)
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -99,10 +95,8 @@ def write_train(
     pad_token_id: int,
     more: Collection[str] = (),
 ) -> int:
-    """Write the training arrays into `folder`, window by window; return the number of rows.
-
-    more: the optional arrays that the windows have.
-    """
+    """Write the training arrays into `folder`, window by window; return the number of rows. more:
+    the optional arrays that the windows have."""
     with ExitStack() as stack:
         writers = [
             stack.enter_context(ArrayWriter(folder / name, row_shape=(seq_len,)))
@@ -121,8 +115,7 @@ def write_train(
 
 def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tuple[Array, ...]]:
     """Yield (input ids, loss mask, position ids), and what more the window has, each of shape
-    (rows, seq_len), of some rows at a time.
-    """
+    (rows, seq_len), of some rows at a time."""
     packing, step = window.packing, max(1, BLOCK_TOKENS // seq_len)
     for first in range(0, packing.num_rows, step):
         offsets = packing.offsets[first : first + step + 1]
@@ -219,8 +212,7 @@ def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, A
 
 
 def blocks(split: Split) -> Iterator[tuple[Any, ...]]:
-    """Yield (ids, mask, *optional arrays, lengths) of a split's documents in order, a shard's at a
-    time."""
+    """Yield (ids, mask, *optional arrays, lengths) in order, a shard's at a time."""
     more = optional_arrays(split)
     for part in split.documents.by_shard(split.chosen):
         ids, mask, starts, lengths = _load(split.documents, [part])

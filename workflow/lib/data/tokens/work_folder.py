@@ -1,8 +1,7 @@
 """Where a tokens folder is made: parts that outlive a kill, and a folder whole or absent.
 
 Both lie beside the output and are declared to nobody: what a workflow knows of, it deletes when a
-job fails.
-"""
+job fails."""
 
 import logging
 import shutil
@@ -44,8 +43,7 @@ def work_folder(output: Path, *, key: str) -> Iterator[Path]:
 
 
 def tell_of_others(parent: Path) -> None:
-    """Log where parts of other settings lie. They may be wanted again, or in work now, so none is
-    removed."""
+    """Log where parts of other settings lie, which may be wanted again, or in work."""
     for other in sorted(parent.parent.glob(".*.work")):
         if other != parent:
             logger.info(

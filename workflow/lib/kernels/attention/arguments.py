@@ -30,9 +30,7 @@ def refuse_others(
     module: nn.Module, arguments: Mapping[str, object], *, implementation: str, instead: str
 ) -> None:
     """Raise `UserError` if one of the arguments is given that the implementation has no way to
-    follow.
-
-    instead: the value of `model.attention` that may do it."""
+    follow. instead: the value of `model.attention` that may do it."""
     given = {name for name, value in arguments.items() if value is not None}
     unknown = given - WITHOUT_EFFECT
     if unknown:
@@ -46,8 +44,7 @@ def refuse_others(
 
 
 def refuse_dropout(module: nn.Module, dropout: float, *, implementation: str) -> None:
-    """Raise `UserError` if a layer is to drop attention weights, which the implementation
-    cannot."""
+    """Raise `UserError` if a layer is to drop attention weights, which cannot be done."""
     if dropout:
         raise setting_error(
             "model.attention",
@@ -69,10 +66,8 @@ def refuse_without_documents(module: nn.Module, *, implementation: str) -> NoRet
 
 
 def mask_kind(module: nn.Module, sliding_window: int | None) -> MaskKind:
-    """Return what limits the attention of a layer besides order and documents.
-
-    A window is told by the layer, a chunk (Llama 4) by the config alone: stock implementations get
-    it in their mask."""
+    """Return what limits the attention of a layer besides order and documents. A window is told by
+    the layer, a chunk (Llama 4) by the config alone: stock implementations get it in their mask."""
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None)
     chunked = kinds and kinds[module.layer_idx] == CHUNKED

@@ -42,7 +42,6 @@ MOST_KERNELS = 64
 
 def flex_arguments(position_ids: torch.Tensor) -> dict[str, PackedMasks]:
     """Return what Transformers' attention layers pass on to `flex_attention`, for a micro-batch.
-
     position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
     return {"packed_masks": PackedMasks(position_ids)}
 
@@ -95,11 +94,10 @@ def flex_attention(
 @functools.cache
 def _compiled() -> Attend:
     """Return `blockwise`, compiled: a failure to compile is an error, never a slow way around it.
-
     The stages switch the compilers of packages off by a variable that torch reads here. A kernel
     serves one shape of rows and heads, with or without gradients (from the second shape on any
-    number of rows). torch gives up at 8 kernels, and held-out rows of another length may need more.
-    """
+    number of rows). torch gives up at 8 kernels, and held-out rows of another length may need
+    more."""
     compiler.recompile_limit = MOST_KERNELS
     switched_off = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     try:
@@ -119,13 +117,11 @@ def blockwise(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return attention (rows, seq_len, heads, value_dim), block by block; only compiled.
-
-    With the sum Z of the exponentials of a query's scores, lse = log Z, a sink s takes e^s of
-    Z + e^s, so the others keep Z / (Z + e^s) = sigmoid(lse - s).
-
-    One kernel for all lengths: that for decoding, which torch takes for rows below 128 tokens, does
-    not compile for a second shape of rows (2.11: "No choices to select")."""
+    """Return attention (rows, seq_len, heads, value_dim), block by block; only compiled. With the
+    sum Z of the exponentials of a query's scores, lse = log Z, a sink s takes e^s of Z + e^s, so
+    the others keep Z / (Z + e^s) = sigmoid(lse - s). One kernel for all lengths: that for decoding,
+    which torch takes for rows below 128 tokens, does not compile for a second shape of rows (2.11:
+    "No choices to select")."""
     assert torch.compiler.is_compiling(), "TORCH_COMPILE_DISABLE is set: all scores would be made"
     output, statistics = torch_flex_attention(
         query,
@@ -164,8 +160,7 @@ def all_scores(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the same by all scores (rows, heads, seq_len, seq_len); first: (rows, seq_len), of
-    `flex_masks.first_keys`."""
+    """Return the same by all scores (rows, heads, seq_len, seq_len); first: `first_keys`."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scale

@@ -16,8 +16,7 @@ from workflow.lib.system.compute_choice import FLEX_BLOCK
 class MaskKind(NamedTuple):
     """What limits attention within a document, besides the order of tokens."""
 
-    window: int | None = None
-    """Tokens that a query sees, itself included."""
+    window: int | None = None  # tokens that a query sees, itself included
     chunk: int | None = None
     """Tokens of a chunk, counted from the document's start; a query sees its own chunk alone."""
 
@@ -46,7 +45,6 @@ class PackedMasks:
 
 def first_keys(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
     """Return the first key (rows, seq_len) int32, by its place in the row, that each query sees.
-
     position_ids: (rows, seq_len), from 0 in each document. The result never falls along a row."""
     places = torch.arange(position_ids.shape[1], device=position_ids.device)
     first = places - position_ids
@@ -58,10 +56,9 @@ def first_keys(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
 
 
 def block_mask(first: torch.Tensor) -> BlockMask:
-    """Return what torch's flex_attention wants to know about `first` (rows, seq_len).
-
-    A block of queries sees blocks of keys in one range that ends with itself. Those that all of its
-    queries see whole are listed apart: the kernel does not look at `first` there."""
+    """Return what torch's flex_attention wants to know about `first` (rows, seq_len). A block of
+    queries sees blocks of keys in one range that ends with itself. Those that all of its queries
+    see whole are listed apart: the kernel does not look at `first` there."""
     rows, length = first.shape
     count = -(-length // FLEX_BLOCK)
     # Queries beyond the end see what the last one sees; the kernels drop what they compute.

@@ -35,9 +35,8 @@ GROUPED_HEADS: dict[str, Any] = (
 
 
 def document_bounds(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return `cu_seq_lens` (documents + 1,) int32 and the longest document's tokens.
-
-    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
+    """Return `cu_seq_lens` (documents + 1,) int32 and the longest document's tokens. position_ids:
+    (rows, seq_len); a 0 starts a document, and every row starts with one."""
     flat = position_ids.flatten()
     starts = (flat == 0).nonzero().flatten()
     bounds = torch.cat([starts, starts.new_tensor([flat.numel()])])
@@ -69,11 +68,10 @@ def varlen_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents, in the form of Transformers' attention functions.
-
-    query: (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns
-    (1, tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do
-    anything else."""
+    """Causal attention within documents, in the form of Transformers' attention functions. query:
+    (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns (1,
+    tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do anything
+    else."""
     refuse_dropout(module, dropout, implementation=VARLEN)
     bidirectional = True if is_causal is False else None
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
@@ -127,12 +125,10 @@ def _equal_lengths_attention(
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim), and
-    faster than FlashAttention 2.
-
-    It does from Hopper on: forward and backward of 4,096 tokens take 0.6 times as long on an H200
-    (64 heads, 8 of keys). Its packed form makes a plan at every call, which takes 40 ms (torch
-    2.11, cuDNN 9.19, November 2026). Deterministic runs do without it: it promises no equal bits.
-    """
+    faster than FlashAttention 2. It does from Hopper on: forward and backward of 4,096 tokens take
+    0.6 times as long on an H200 (64 heads, 8 of keys). Its packed form makes a plan at every call,
+    which takes 40 ms (torch 2.11, cuDNN 9.19, November 2026). Deterministic runs do without it: it
+    promises no equal bits."""
     if torch.are_deterministic_algorithms_enabled():
         return False
     if q.device.type != "cuda" or torch.version.hip:

@@ -26,9 +26,8 @@ WITHOUT_MASK = frozenset({VARLEN, FLEX, "flash_attention_2", "flash_attention_3"
 
 @contextmanager
 def attending_by_reference(config: PreTrainedConfig) -> Iterator[None]:
-    """Within the block the layers of this config attend as their family does it by default.
-
-    Raises `UserError` if a layer does not tell the window of its mask to an attention that gets no
+    """Within the block the layers of this config attend as their family does it by default. Raises
+    `UserError` if a layer does not tell the window of its mask to an attention that gets no
     mask."""
     usual = config._attn_implementation
     assert usual is not None, "models are built with an attention"
@@ -61,8 +60,7 @@ def reference_attention(
     sliding_window: int | None = None,
     **told: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the eager attention of the module's family; raises `UserError` if the module does not
-    tell what its mask does."""
+    """Call the family's eager attention; raises `UserError` if masks are not told by the module."""
     config: Any = module.config
     kind = mask_kind(module, sliding_window)
     reach = getattr(attention_mask, REACH, kind.window or kind.chunk)

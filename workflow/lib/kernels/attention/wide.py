@@ -95,11 +95,9 @@ def wide_attention(
     window: int | None,
 ) -> torch.Tensor:
     """Return causal attention (tokens, heads, width) within documents, by the kernels: callers ask
-    `usable` first.
-
-    query: (tokens, heads, width); key, value: (tokens, key heads, width), each serving neighbouring
-    heads of queries. bounds, window: as in `Seen.of`. scale: of scores, width^-0.5 if it is None.
-    """
+    `usable` first. query: (tokens, heads, width); key, value: (tokens, key heads, width), each
+    serving neighbouring heads of queries. bounds, window: as in `Seen.of`. scale: of scores,
+    width^-0.5 if it is None."""
     tokens, _, width = query.shape
     seen = Seen.of(bounds, tokens, window)
     scale = width**-0.5 if scale is None else scale
@@ -139,8 +137,7 @@ class _WideAttention(torch.autograd.Function):
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, contiguous, and of each query the logarithm (to 2) of its sum of powers
-    (heads, tokens) fp32."""
+    """Return the output and each query's logarithm (to 2) of its sum (heads, tokens) fp32."""
     call = _Call.of(query, key, value, seen, scale)
     output = query.new_empty(query.shape)
     log_sums = query.new_empty(call.heads, call.tokens, dtype=torch.float32)

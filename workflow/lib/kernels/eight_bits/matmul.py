@@ -37,10 +37,8 @@ CASE_SHAPE = (16, 128)
 class RoundedWeight(NamedTuple):
     """A weight in 8 bits, as one matmul uses it."""
 
-    values: torch.Tensor
-    """(N, K), for a matmul that sums over K."""
-    scales: torch.Tensor | None
-    """(N,) fp32; None for ones."""
+    values: torch.Tensor  # (N, K), for a matmul that sums over K
+    scales: torch.Tensor | None  # (N,) fp32; None for ones
 
 
 def check_shape(path: str, shape: tuple[int, int], *, block_size: int, name: str) -> None:

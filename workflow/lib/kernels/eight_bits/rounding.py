@@ -24,8 +24,7 @@ class Format(NamedTuple):
     name: str
     dtype: torch.dtype
     largest: float
-    block: int | None
-    """Columns that share a scale, of saved activations; None: all of a token's."""
+    block: int | None  # columns that share a scale, of saved activations; None: all of a token's
 
 
 FORMATS = {"float8": Format("float8", torch.float8_e4m3fn, 448.0, None)}
@@ -34,10 +33,8 @@ FORMATS = {"float8": Format("float8", torch.float8_e4m3fn, 448.0, None)}
 class Rounded(NamedTuple):
     """Activations or gradients in 8 bits."""
 
-    values: torch.Tensor
-    """(T, width)."""
-    scales: torch.Tensor
-    """(T, blocks) fp32."""
+    values: torch.Tensor  # (T, width)
+    scales: torch.Tensor  # (T, blocks) fp32
     form: Format
 
 
@@ -52,7 +49,6 @@ def unfilled(size: Sequence[int], form: Format, device: torch.device) -> Rounded
 
 def by_kernel_on_gpus(op: Op[Any, Any], *given: Any) -> Any:
     """Compute by torch's operations on CPUs alone: on a GPU they take more memory than is planned.
-
     Raises `UserError` on a GPU that cannot use the kernel."""
     if not op.takes_kernel(*given) and first_tensor(given).device.type in GPUS:
         raise UserError(
@@ -70,10 +66,9 @@ def rounded(
     factors: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Rounded:
-    """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits.
-
-    A row or block with NaN or infinity has the scale infinity: matmuls with it are not finite.
-    into: values and scales to fill; None: new ones."""
+    """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits. A row or
+    block with NaN or infinity has the scale infinity: matmuls with it are not finite. into: values
+    and scales to fill; None: new ones."""
     values, scales = into or unfilled(rows.shape, form, rows.device)[:2]
     by_kernel_on_gpus(round_rows, values, scales, rows, factors, form)
     return Rounded(values, scales, form)
@@ -150,8 +145,7 @@ round_rows = Op(
 
 
 def restored(copy: Rounded, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows (T, width) of a copy with scales of blocks, in `dtype`: NaN where a block had
-    a value that is not finite."""
+    """Return the rows (T, width) of a copy with block scales, in `dtype`; not finite: NaN."""
     assert copy.form.block is not None, "rows with one scale are multiplied and never restored"
     restored_rows: torch.Tensor = by_kernel_on_gpus(restore_rows, *copy[:2], copy.form.block, dtype)
     return restored_rows

@@ -24,12 +24,10 @@ class Tile(NamedTuple):
     """How a program of a grouped matmul is cut."""
 
     columns: int
-    depth: int
-    """Of the width that is summed over, at a time."""
+    depth: int  # of the width that is summed over, at a time
     warps: int
     stages: int
-    parts: int = 1
-    """Of the `TILE_ROWS`, for as many programs."""
+    parts: int = 1  # of the `TILE_ROWS`, for as many programs
 
 
 WIDE, NARROW = Tile(256, 64, 8, 4), Tile(128, 32, 4, 3)

@@ -45,10 +45,8 @@ def summed_by_token(
     rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the sum (T, width) of the rows (T * k, width) of each token, times `weights` (T, k) if
-    there are any; in fp32, rounded once.
-
-    One choice after the other: the sum does not depend on the order in which a GPU adds, and no
-    copy of all rows is made."""
+    there are any; in fp32, rounded once. One choice after the other: the sum does not depend on the
+    order in which a GPU adds, and no copy of all rows is made."""
     return sum_by_token(rows, routing.places, weights)
 
 
@@ -101,11 +99,9 @@ def rows_product(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x W^T (R, out) of each row x (in,) of `rows`, with W of the row's expert; and +
-    the update and + the bias (experts, out).
-
-    out: where it is written, if not to a new tensor of the rows' type; its columns are contiguous.
-    """
+    """Return x W^T (R, out) of each row x (in,) of `rows`, with W of the row's expert; and + the
+    update and + the bias (experts, out). out: where it is written, if not to a new tensor of the
+    rows' type; its columns are contiguous."""
     if out is None:
         out = rows.values.new_empty(len(routing.order), weights.values.shape[1])
     return _rows_product(out, rows, weights, routing, update, bias)
@@ -131,8 +127,7 @@ def _rows_by_torch(
 
 
 def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return x b (T, k) fp32 of each row x and the bias b (experts, width) of its expert, at the
-    row's place."""
+    """Return x b (T, k) fp32 of each row x and the bias b (experts, width) of its expert."""
     if routing.tiles is not None:
         products = torch.empty(len(routing.order), 1, dtype=torch.float32, device=bias.device)
         rows_product(rows, Weights(bias[:, None]), routing, out=products)
@@ -145,8 +140,7 @@ def weights_product(
     left: torch.Tensor, right: Rows, routing: Routing, *, scale: float, out: torch.Tensor
 ) -> torch.Tensor:
     """Fill `out` (experts, m, n) fp32 with the sum over the rows of each expert of their outer
-    matmuls, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0.
-    """
+    matmuls, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0."""
     return _weights_product(out, left, right, routing, scale)
 
 

@@ -8,14 +8,10 @@ import torch
 class Routing(NamedTuple):
     """Which expert computes which row. A token has one row for each of its k experts."""
 
-    order: torch.Tensor
-    """(T * k,) int64: place (token * k + choice) of each row, sorted by expert."""
-    places: torch.Tensor
-    """(T, k) int64: the other way round, the row of each place."""
-    ends: torch.Tensor
-    """(experts,) int32: where the rows of each expert end."""
-    tiles: torch.Tensor | None
-    """How the kernels cut the rows; None without them."""
+    order: torch.Tensor  # (T * k,) int64: place (token * k + choice) of each row, sorted by expert
+    places: torch.Tensor  # (T, k) int64: the other way round, the row of each place
+    ends: torch.Tensor  # (experts,) int32: where the rows of each expert end
+    tiles: torch.Tensor | None  # how the kernels cut the rows; None without them
     top_k: int
 
     @property
@@ -39,28 +35,22 @@ class Rows(NamedTuple):
     """What the experts take: a row for each row of the routing, or each its token's, which need not
     be copied into the order of the experts."""
 
-    values: torch.Tensor
-    """(R, width), or (T, width) if `by_token`."""
+    values: torch.Tensor  # (R, width), or (T, width) if `by_token`
     by_token: bool = False
-    scales: torch.Tensor | None = None
-    """Of values in 8 bits: what each row is multiplied by, fp32."""
+    scales: torch.Tensor | None = None  # of values in 8 bits: what each row is multiplied by, fp32
 
 
 class Weights(NamedTuple):
     """The weights of all experts, as one matmul uses them."""
 
-    values: torch.Tensor
-    """(experts, out, in), of any strides."""
+    values: torch.Tensor  # (experts, out, in), of any strides
     scales: torch.Tensor | None = None
-    """Of values in 8 bits, as the rows then are: what each expert's are multiplied by (experts,)
-    fp32."""
+    """In 8 bits: what each expert's values are multiplied by (experts,) fp32."""
 
 
 class Update(NamedTuple):
     """What an adapter adds to a matmul: scale * B l."""
 
-    low: torch.Tensor
-    """l (R, r)."""
-    small: torch.Tensor
-    """B (experts, out, r)."""
+    low: torch.Tensor  # l (R, r)
+    small: torch.Tensor  # b (experts, out, r)
     scale: float

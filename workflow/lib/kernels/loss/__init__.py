@@ -1,2 +1,1 @@
-"""Logits and their gradients for the loss (`fused_logits`), and matmuls with an output head of any
-number of rows (`head_matmul`)."""
+"""Logits and their gradients for the loss, and matmuls with heads of any number of rows."""

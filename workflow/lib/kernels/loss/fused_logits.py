@@ -46,8 +46,7 @@ class FusedLogits:
         self._product, self._form = product, form
 
     def sums(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-sum-exp and the logit of each row's column, 0 if it is negative; (rows,)
-        fp32. columns: (rows,) int64."""
+        """Return log-sum-exp and the logit of each row's column (int64), or 0; (rows,) fp32."""
         rows = len(self._product)
         log_sums, chosen = (
             torch.empty(rows, dtype=torch.float32, device=self._product.device) for _ in range(2)
@@ -57,9 +56,8 @@ class FusedLogits:
 
     def slopes(self, log_sums: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Return the gradient (rows, vocab) of the sum of log_sums - chosen with respect to the
-        matmul, in its place; 0 where the column is `IGNORED`.
-
-        log_sums: (rows,), over the whole vocabulary."""
+        matmul, in its place; 0 where the column is `IGNORED`. log_sums: (rows,), over the whole
+        vocabulary."""
         rows, vocab = self._product.shape
         grid = (rows, -(-vocab // ELEMENTS))
         self._launch("logits_to_slopes", grid, self._product, log_sums, columns, ignored=IGNORED)

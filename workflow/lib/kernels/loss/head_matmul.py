@@ -22,10 +22,9 @@ def aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
 def head_product(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return hidden W^T + b (rows, vocab) in aligned rows. It has no gradient.
-
-    hidden: (rows, hidden_size); weight: (vocab, hidden_size); bias: (vocab,). They are cast to the
-    type of the hidden states."""
+    """Return hidden W^T + b (rows, vocab) in aligned rows. It has no gradient. hidden: (rows,
+    hidden_size); weight: (vocab, hidden_size); bias: (vocab,). They are cast to the type of the
+    hidden states."""
     with torch.no_grad():
         weight = weight.to(hidden.dtype)
         product = aligned(len(hidden), len(weight), hidden)
@@ -40,7 +39,6 @@ def head_product(
 
 def states_gradient(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return slope W (rows, hidden_size): the gradient of the hidden states of `head_matmul`.
-
     slope: (rows, vocab), fast in aligned rows; weight: (vocab, hidden_size), cast to its type."""
     weight = weight.to(slope.dtype)
     whole, *rest = _parts(len(weight))

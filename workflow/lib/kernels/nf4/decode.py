@@ -21,18 +21,13 @@ CASE_WEIGHTS = (96, 1024)  # more than one nested block
 class NF4Data(NamedTuple):
     """An NF4 weight as it is stored, all on one device."""
 
-    packed: torch.Tensor
-    """Bytes, two weights each, in a tensor of any type."""
+    packed: torch.Tensor  # Bytes, two weights each, in a tensor of any type
     absmax: torch.Tensor
     """Bytes in a tensor of any type, one a block; or fp32 if `nested_absmax` is None."""
-    nested_absmax: torch.Tensor | None
-    """fp32, one for 256 blocks."""
-    code: torch.Tensor
-    """(16,) fp32."""
-    nested_code: torch.Tensor
-    """(256,) fp32; not read if `nested_absmax` is None, nor is `offset`."""
-    offset: torch.Tensor
-    """() fp32."""
+    nested_absmax: torch.Tensor | None  # fp32, one for 256 blocks
+    code: torch.Tensor  # (16,) fp32
+    nested_code: torch.Tensor  # (256,) fp32; not read if `nested_absmax` is None, nor is `offset`
+    offset: torch.Tensor  # () fp32
     block_size: int
 
     @classmethod
@@ -59,8 +54,7 @@ class NF4Data(NamedTuple):
 
 
 class BlockStrides(NamedTuple):
-    """Blocks of a weight at equal distances: `length` blocks from each of `first`, `first` +
-    `stride`, and so on."""
+    """Blocks of a weight: `length` from each of `first`, `first` + `stride`, and so on."""
 
     first: int
     length: int
@@ -164,7 +158,6 @@ def decode(data: NF4Data, *, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     """Return the weights, of `state.shape` in `state.dtype`, that the bytes `packed` (n, 1) encode.
-
     bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization lets
     blocks run on from row to row. So rows that are not whole blocks are decoded as rows of one
     block each, or, where the last block is not full, as one long row (which one thread does)."""

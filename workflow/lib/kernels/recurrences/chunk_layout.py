@@ -9,8 +9,7 @@ LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `de
 
 
 def spaced(x: torch.Tensor) -> torch.Tensor:
-    """Return x (rows, tokens, heads, width) with equal distances between all rows' tokens, and
-    contiguous heads."""
+    """Return x (rows, tokens, heads, width) with equal distances and contiguous heads."""
     rows, tokens = x.shape[:2]
     of_row, of_token, _, of_column = x.stride()
     alike = rows == 1 or of_row == tokens * of_token

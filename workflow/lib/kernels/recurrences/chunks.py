@@ -28,7 +28,6 @@ def _copied(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def decays(cumulated: torch.Tensor) -> torch.Tensor:
     """Return what is left of a token at each later one of its chunk, and 0 at earlier ones.
-
     cumulated: sums of the logarithms of decays from the chunk's beginning, (..., chunk). The result
     is (..., chunk, chunk): rows are the later tokens."""
     between = cumulated[..., :, None] - cumulated[..., None, :]

@@ -28,10 +28,8 @@ MOST_KEYS = {2: 256, 4: 128}
 class Tile(NamedTuple):
     """How a program of a kernel is cut."""
 
-    keys: int
-    """Most columns of queries and keys at a time."""
-    values: int
-    """Most columns of values at a time."""
+    keys: int  # most columns of queries and keys at a time
+    values: int  # most columns of values at a time
     warps: int
     stages: int = 1
 
@@ -62,11 +60,9 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """Return (rows, tokens, value heads, value width) in q's type; states begin at zero with each
-    row.
-
-    q, k: (rows, tokens, key heads, key width), q scaled, each serving neighbouring value heads.
-    v: (rows, tokens, value heads, value width). g, logarithms of decays, and beta, learning rates:
-    (rows, tokens, value heads). What lies between the kernels has the type of v."""
+    row. q, k: (rows, tokens, key heads, key width), q scaled, each serving neighbouring value
+    heads. v: (rows, tokens, value heads, value width). g, logarithms of decays, and beta, learning
+    rates: (rows, tokens, value heads). What lies between the kernels has the type of v."""
     q, k, v, g, beta = spaced(q), spaced(k), spaced(v), g.contiguous(), beta.contiguous()
     rule = _Rule.of(k, v)
     u, w, _, sums = _prepared(rule, k, v, g, beta, keeps=False)
@@ -86,8 +82,7 @@ def backward(
     g: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k, v, g and beta, contiguous in their types, for that of the
-    output, `grad`."""
+    """Return the gradients of q, k, v, g and beta, contiguous, for that of the output."""
     grad, q, k, v = spaced(grad), spaced(q), spaced(k), spaced(v)
     g, beta = g.contiguous(), beta.contiguous()
     rule = _Rule.of(k, v)
@@ -117,14 +112,11 @@ class _Rule(NamedTuple):
 
     rows: int
     tokens: int
-    groups: int
-    """Key heads."""
-    heads: int
-    """Value heads."""
+    groups: int  # key heads
+    heads: int  # value heads
     key_width: int
     value_width: int
-    dtype: torch.dtype
-    """Of the values."""
+    dtype: torch.dtype  # of the values
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> "_Rule":

@@ -7,8 +7,7 @@ learning rate b, and its query q:
 
 Within a chunk of tokens all corrections are one triangular system, so that a chunk maps the state
 that it gets to the one it leaves by one matrix: S' = M S + N. What runs from chunk to chunk is one
-matmul each; all else is matmuls of all chunks at once. On a GPU kernels do so (`delta_kernels`).
-"""
+matmul each; all else is matmuls of all chunks at once. On a GPU kernels do so (`delta_kernels`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,11 +36,10 @@ def gated_delta_rule(
     normalize: bool,
 ) -> torch.Tensor:
     """Return (rows, tokens, value heads, value width) in the queries' type; states begin at zero
-    with each row. Queries are scaled by one over the root of their width.
-
-    query, key: (rows, tokens, key heads, key width), each serving neighbouring value heads.
-    value: (rows, tokens, value heads, value width). g (at most 0), beta: (rows, tokens, value
-    heads). normalize: queries and keys to length one."""
+    with each row. Queries are scaled by one over the root of their width. query, key: (rows,
+    tokens, key heads, key width), each serving neighbouring value heads. value: (rows, tokens,
+    value heads, value width). g (at most 0), beta: (rows, tokens, value heads). normalize: queries
+    and keys to length one."""
     return _delta_rule(query, key, value, g, beta, normalize)
 
 
@@ -141,9 +139,8 @@ def by_torch(
 
 def states_before(matrices: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Return the state before each chunk, where it becomes matrix @ state + added in each.
-
-    matrices: (chunks, ..., width, width); added: (chunks, ..., width, other width). The first
-    state is zero."""
+    matrices: (chunks, ..., width, width); added: (chunks, ..., width, other width). The first state
+    is zero."""
     apply: Callable[..., torch.Tensor] = _Chain.apply
     return apply(matrices, added)
 

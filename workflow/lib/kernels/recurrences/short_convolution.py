@@ -20,10 +20,9 @@ def short_convolution(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, silu: bool
 ) -> torch.Tensor:
     """Return, for each token, the sum of its channel's taps times it and the tokens before it (zero
-    before the row begins), plus a bias; silu: of that.
-
-    x: (rows, channels, tokens), and so is the result, which lies token by token. weight:
-    (channels, taps), the last tap for the token itself, frozen; bias: (channels,), frozen."""
+    before the row begins), plus a bias; silu: of that. x: (rows, channels, tokens), and so is the
+    result, which lies token by token. weight: (channels, taps), the last tap for the token itself,
+    frozen; bias: (channels,), frozen."""
     return convolved(x.transpose(1, 2), weight, bias, silu).transpose(1, 2)
 
 

@@ -27,10 +27,8 @@ PORTION = 8  # heads, at most, whose gradients of B and C a program sums
 class Tile(NamedTuple):
     """How a program of a kernel is cut."""
 
-    state_columns: int
-    """Most columns of B and C at a time."""
-    columns: int
-    """Most columns of inputs at a time."""
+    state_columns: int  # most columns of B and C at a time
+    columns: int  # most columns of inputs at a time
     warps: int
     stages: int
 
@@ -58,9 +56,8 @@ def forward(
     out_of: torch.Tensor,
     skip: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return (rows, tokens, heads, width) in x's type; states begin at zero with each row.
-
-    x: (rows, tokens, heads, width). step: (rows, tokens, heads) fp32, none negative. decay (A),
+    """Return (rows, tokens, heads, width) in x's type; states begin at zero with each row. x:
+    (rows, tokens, heads, width). step: (rows, tokens, heads) fp32, none negative. decay (A),
     negative, and skip (D): (heads,). into (B), out_of (C): (rows, tokens, groups, state width),
     each group serving neighbouring heads. States between the kernels have the type of x."""
     x, step, into, out_of = spaced(x), step.contiguous(), spaced(into), spaced(out_of)
@@ -85,8 +82,7 @@ def backward(
     out_of: torch.Tensor,
     skip: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, step, B and C, contiguous in their types, for that of the output,
-    `grad`, in x's type."""
+    """Return the gradients of x, step, B and C, contiguous, for that of the output."""
     grad, x, step = spaced(grad), spaced(x), step.contiguous()
     into, out_of = spaced(into), spaced(out_of)
     space = _Space.of(x, into)
@@ -124,8 +120,7 @@ class _Space(NamedTuple):
     heads: int
     width: int
     state_width: int
-    dtype: torch.dtype
-    """Of the inputs."""
+    dtype: torch.dtype  # of the inputs
 
     @classmethod
     def of(cls, x: torch.Tensor, into: torch.Tensor) -> "_Space":

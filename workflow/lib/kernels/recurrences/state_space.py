@@ -35,12 +35,11 @@ def state_space(
     softplus: bool,
     limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Return (rows, tokens, heads, width) in the type of x; states begin at zero with each row.
-
-    x: (rows, tokens, heads, width). dt: (rows, tokens, heads). decay (A), skip (D), dt_bias:
-    (heads,). into (B), out_of (C): (rows, tokens, groups, state width), each group serving
-    neighbouring heads. softplus: of dt, once the bias is added; limits: what the step is clamped to
-    after that."""
+    """Return (rows, tokens, heads, width) in the type of x; states begin at zero with each row. x:
+    (rows, tokens, heads, width). dt: (rows, tokens, heads). decay (A), skip (D), dt_bias: (heads,).
+    into (B), out_of (C): (rows, tokens, groups, state width), each group serving neighbouring
+    heads. softplus: of dt, once the bias is added; limits: what the step is clamped to after
+    that."""
     steps = Steps(softplus, limits)
     return _state_space(x, dt, into, out_of, decay, skip, dt_bias, steps)
 

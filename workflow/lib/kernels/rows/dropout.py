@@ -27,12 +27,9 @@ PROGRAM_GROUPS = 512  # of 8 features
 class Draw(NamedTuple):
     """What decides the mask of a linear's input."""
 
-    row_keys: torch.Tensor
-    """(rows,) int64 on the input's device."""
-    linear: int
-    """Number of the linear among those of the model."""
-    threshold: int
-    """Of 65,536 draws as many are dropped."""
+    row_keys: torch.Tensor  # (rows,) int64 on the input's device
+    linear: int  # number of the linear among those of the model
+    threshold: int  # of 65,536 draws as many are dropped
 
     @property
     def scale(self) -> float:
@@ -76,8 +73,7 @@ def _check_tokens(rows: torch.Tensor, draw: Draw) -> None:
 
 
 def _drops(draw: Draw, tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return which elements of some tokens (n,) of rows of this shape (T, features) are dropped,
-    (n, features) bool."""
+    """Return which elements of tokens (n,) of (T, features) are dropped, (n, features) bool."""
     row_tokens, features = shape[0] // len(draw.row_keys), shape[1]
     positions = (tokens % row_tokens)[:, None]
     counter = (
@@ -98,9 +94,8 @@ def _drops(draw: Draw, tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def philox(
     key: torch.Tensor, counter: tuple[torch.Tensor, ...], *, rounds: int = ROUNDS
 ) -> tuple[torch.Tensor, ...]:
-    """Return four words for each counter of four words, all int64 and below 2^32.
-
-    key: int64, of which all 64 bits count. Shapes are broadcast."""
+    """Return four words for each counter of four words, all int64 and below 2^32. key: int64, of
+    which all 64 bits count. Shapes are broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, (key >> 32) & WORD
     for _ in range(rounds):

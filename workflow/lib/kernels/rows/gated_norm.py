@@ -15,8 +15,7 @@ ELEMENTS = 2048  # of a program, or more if a group has more
 
 
 class GatedNorm(nn.Module):
-    """w * n(x) * silu(gate), or w * n(x * silu(gate)), where n divides each group of columns by the
-    root of its mean square."""
+    """w * n(x) * silu(gate), or w * n(x * silu(gate)); n: by each group's root mean square."""
 
     def __init__(self, weight: nn.Parameter, *, eps: float, groups: int, gate_first: bool) -> None:
         """weight: (width,), frozen. gate_first: whether x is gated before it is divided."""

@@ -57,8 +57,7 @@ class Gating(NamedTuple):
     def gradients(
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the product, and the gradients of gate and up for that of the product, which is
-        overwritten."""
+        """Return the product, and gradients of gate and up for its own, which is overwritten."""
         product = self.activated(gate).mul_(up)
         of_gate, of_up = ACTIVATIONS[self.activation][1](grad, self.multiplied(gate), up)
         return product, self.multiplied(of_gate), of_up
@@ -154,5 +153,4 @@ act_and_mul = Op(
     variant=lambda gate, *args: (gate.dtype, args[-1].activation),
     backward=act_and_mul_backward_,
 )
-"""Returns what `gating` makes (T, f) of gate and up with their parts. gate, up: rows of one
-distance, as halves of a value have them."""
+"""Returns what `gating` makes (T, f) of gate and up with their parts; rows at one distance."""

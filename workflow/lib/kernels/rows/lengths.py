@@ -62,8 +62,7 @@ def _case(device: torch.device, dtype: torch.dtype) -> Case:
 lengthen_backward = Op(
     "gradients of row lengths", reference=_by_torch, kernel=_by_kernel, case=_case
 )
-"""Returns grad times the factor, and the sum over rows (width,) fp32 of grad times the value y
-(..., width), which is contiguous."""
+"""Returns grad times the factor, and the sum over rows of grad times y (..., width)."""
 
 
 def _gated_by_kernel_(

@@ -19,10 +19,8 @@ CHUNK = 64  # of a rank, that is multiplied at a time
 class LowRank(NamedTuple):
     """An adapter's part of a value: scale * low @ small."""
 
-    low: torch.Tensor
-    """(T, r), its rows contiguous."""
-    small: torch.Tensor
-    """(r, out)."""
+    low: torch.Tensor  # (T, r), its rows contiguous
+    small: torch.Tensor  # (r, out)
     scale: float
 
     @property
@@ -42,8 +40,7 @@ def launch_with_parts(
     parts: list[LowRank],
     **options: Any,
 ) -> None:
-    """Start a kernel on tiles of `out` (T, width), contiguous. others: more of this shape, and
-    numbers that the kernel asks for."""
+    """Start a kernel on tiles of `out` (T, width), contiguous; others: more, and numbers."""
     num_rows, width = out.shape
     arguments: list[Any] = []
     for low, small, scale in parts:

@@ -34,10 +34,8 @@ class Norm(Protocol):
         """(width,), frozen."""
 
     eps: float
-    offset: float
-    """What is added to the weight: 0 or 1."""
-    subtracts_mean: bool
-    """Whether it is a LayerNorm."""
+    offset: float  # what is added to the weight: 0 or 1
+    subtracts_mean: bool  # whether it is a LayerNorm
 
 
 def _by_kernel(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:

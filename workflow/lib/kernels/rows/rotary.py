@@ -53,9 +53,8 @@ def split_rotary(
     neighbours: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries and keys, rotated, and values, of all their heads (rows, seq_len, heads,
-    head_dim), as tensors of their own: the value of the one linear is kept by none.
-
-    counts: heads of queries, keys and values."""
+    head_dim), as tensors of their own: the value of the one linear is kept by none. counts: heads
+    of queries, keys and values."""
     _check(cos, heads)
     split: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = _SplitRotary.apply
     return split(heads, counts, cos, sin, neighbours)

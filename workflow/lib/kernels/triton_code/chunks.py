@@ -11,8 +11,7 @@ CHUNK = tl.constexpr(64)
 
 @triton.jit
 def chunk_place(number, tokens, chunks, heads):
-    """Return of program `number` the first token among all rows', how many of its row are left
-    there, its head and its tile."""
+    """Return the program's first token, how many its row has left, its head and its tile."""
     chunk, row = number // heads % chunks, (number // heads // chunks).to(tl.int64)
     head = number % heads
     tile = (row * heads + head) * chunks + chunk

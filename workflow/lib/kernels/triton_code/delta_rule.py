@@ -49,8 +49,7 @@ def prepare(
     keeps: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """s, u and w of a chunk, and T if the program `keeps` it; `keys` and `values` columns at a
-    time."""
+    """s, u and w of a chunk, and T if the program `keeps` it, `keys` and `values` at a time."""
     kind: tl.constexpr = u.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
@@ -103,8 +102,7 @@ def scan(
     values: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """The state before each chunk, and `new`, in `values` columns of a head. keys: the power of two
-    that the key width is in."""
+    """The state before each chunk, and `new`, in `values` columns; keys: 2^n around the width."""
     kind: tl.constexpr = u.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
     lane = tl.program_id(0) // parts
@@ -300,10 +298,9 @@ def chunk_backward(
     precision: tl.constexpr,
 ):
     """Gradients in `keys` columns of the queries and keys that a value head reads in a chunk: all
-    of the queries', and that of the keys but for what comes through S.
-
-    of_right: the gradient of b exp(s) K, T^T (-of_new H^T). partial: what these columns give to the
-    gradients of s and b, (tiles, 2, parts, 64)."""
+    of the queries', and that of the keys but for what comes through S. of_right: the gradient of b
+    exp(s) K, T^T (-of_new H^T). partial: what these columns give to the gradients of s and b,
+    (tiles, 2, parts, 64)."""
     kind: tl.constexpr = new.dtype.element_ty
     parts: tl.constexpr = (key_width + keys - 1) // keys
     part, token = tl.program_id(0) % parts, tl.arange(0, CHUNK)
@@ -447,9 +444,8 @@ def system_backward(
 
 @triton.jit
 def _inverse(system, precision: tl.constexpr):
-    """Return (I + system)^-1 of a matrix that is strictly lower triangular, (64, 64) fp32.
-
-    The diagonal blocks of 16 are solved row by row. With their inverse B, and M = B times what lies
+    """Return (I + system)^-1 of a matrix that is strictly lower triangular, (64, 64) fp32. The
+    diagonal blocks of 16 are solved row by row. With their inverse B, and M = B times what lies
     below them, M^4 = 0, so that (I + M)^-1 B = (I + M^2) (I - M) B."""
     block = tl.arange(0, BLOCKS)
     own = (block[:, None] == block[None, :])[:, None, :, None]

@@ -98,11 +98,9 @@ def decode_transposed(
     double: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """One block of each of `rows` rows, written along the rows.
-
-    Weights of even columns and of odd ones are stored apart: each store goes along whole lines of
-    the output, and nothing is interleaved only to be taken apart again (5 times as fast on an
-    H200)."""
+    """One block of each of `rows` rows, written along the rows. Weights of even columns and of odd
+    ones are stored apart: each store goes along whole lines of the output, and nothing is
+    interleaved only to be taken apart again (5 times as fast on an H200)."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.program_id(1).to(tl.int64)
     inside = row < num_rows
@@ -119,8 +117,7 @@ def decode_transposed(
 
 @triton.jit
 def _decoded(packed, code, block, scale, inside, kind: tl.constexpr, block_size: tl.constexpr):
-    """Return the weights at even and at odd places of some blocks, (blocks, block_size / 2) each,
-    times `scale` (blocks,)."""
+    """Return a block's weights at even and odd places, times `scale` (blocks,)."""
     half: tl.constexpr = block_size // 2
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
     bytes_at = block[:, None] * half + tl.arange(0, half)[None, :]

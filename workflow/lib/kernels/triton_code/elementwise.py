@@ -26,7 +26,6 @@ def dequantize_nf4(
     num_blocks: tl.constexpr,
 ):
     """Decode `num_blocks` blocks of weights: two weights a byte, the first in the high half.
-
     in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on."""
     # Stored bytes are parameters of type float32 (`nf4_linear`), so their pointers are, too.
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)

@@ -73,11 +73,10 @@ def rows_product(
     ranks: tl.constexpr,
 ):
     """A tile of x W^T: `rows` rows of one expert, one of `parts` parts of a tile of the table, and
-    `columns` of its outputs. halves: half as many rows where no more are there.
-
-    by_token: a row of x is a token's, and the place of a row says whose. updated: the sum begins
-    with scale * low small^T. scaled: x and W are multiplied by a scale of the row and one of the
-    expert. even: `width` and `num_columns` are whole tiles."""
+    `columns` of its outputs. halves: half as many rows where no more are there. by_token: a row of
+    x is a token's, and the place of a row says whose. updated: the sum begins with scale * low
+    small^T. scaled: x and W are multiplied by a scale of the row and one of the expert. even:
+    `width` and `num_columns` are whole tiles."""
     column_tiles = tl.cdiv(num_columns, columns)
     part = tl.program_id(0) // column_tiles
     tile = part // parts
@@ -235,8 +234,7 @@ def weights_product(
 
 @triton.jit
 def _gate_and_other(up, row, first, width, alternating: tl.constexpr, size: tl.constexpr):
-    """Some columns of gate and up (size,) fp32: of a row with the gate in its first half, or with
-    both in turn; 0 behind the last."""
+    """Columns of gate and up (size,) fp32, in halves or in turn; 0 behind the last."""
     at = up + row * 2 * width
     if alternating:
         both = 2 * first + tl.arange(0, 2 * size)
@@ -265,10 +263,8 @@ def _store_both(up, row, first, width, gate, other, alternating: tl.constexpr, s
 
 @triton.jit
 def _factors(gate, other, alpha, limit, kind: tl.constexpr):
-    """The factor of the gate and that of up, and their derivatives.
-
-    `clamped`: g sigmoid(alpha g) with g at most `limit`, and u + 1 with u within +-`limit`. NaN
-    stays NaN."""
+    """The factor of the gate and that of up, and their derivatives. `clamped`: g sigmoid(alpha g)
+    with g at most `limit`, and u + 1 with u within +-`limit`. NaN stays NaN."""
     if kind == "clamped":
         low = tl.where(gate > limit, limit, gate)
         share = 1.0 / (1.0 + tl.exp(-alpha * low))

@@ -54,8 +54,7 @@ def gated_norm_backward(
 
 @triton.jit
 def _units(num_units, groups, width, units: tl.constexpr, size: tl.constexpr):
-    """Return this program's groups, numbered over all rows, the rows and the columns there, and
-    which of them there are."""
+    """Return this program's groups over all rows, their rows and columns, and which are there."""
     unit = (tl.program_id(0).to(tl.int64) * units + tl.arange(0, units))[:, None]
     column = tl.arange(0, size)[None, :]
     inside = (unit < num_units) & (column < width)

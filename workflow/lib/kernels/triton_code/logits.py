@@ -14,8 +14,7 @@ def logit_sums(
     log_sums, chosen, product, columns, of_row, vocab, scale, cap,
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of a row's logits and the logit of its column, 0 if it has none here; a program
-    has a row."""
+    """Log-sum-exp of a row's logits and the logit of its column or 0; a program has a row."""
     row = tl.program_id(0).to(tl.int64)
     first = product + row * of_row
     place = tl.arange(0, size)

@@ -61,10 +61,8 @@ def chunk_states(
     precision: tl.constexpr,
 ):
     """What a chunk adds to the state, of which a program has `state_columns` rows and `columns`
-    columns. factors: B.
-
-    back: what it adds to the gradient of the state before it. Then x is the gradient of the output
-    and `factors` C."""
+    columns. factors: B. back: what it adds to the gradient of the state before it. Then x is the
+    gradient of the output and `factors` C."""
     kind: tl.constexpr = x.dtype.element_ty
     parts: tl.constexpr = (width + columns - 1) // columns
     state_parts: tl.constexpr = (state_width + state_columns - 1) // state_columns
@@ -205,8 +203,7 @@ def inputs_backward(
     skips: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Gradients of a chunk's inputs and steps; `columns` of the inputs and `state_columns` of B and
-    C at a time."""
+    """Gradients of a chunk's inputs and steps, by `columns` and `state_columns` at a time."""
     kind: tl.constexpr = x.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)

@@ -2,5 +2,4 @@
 
 Begin with `near_duplicates` (what is counted) and `containment` (what is dropped); `exchanges` says
 what is compared. It imports the splits and documents of `tokens` and drops nothing itself
-(`heldout_drops`).
-"""
+(`heldout_drops`)."""

@@ -7,8 +7,7 @@ documents are indexed, the training documents pass by once, and what both have i
 A shared answer counts by itself if few rows give it: at most `MOST_ROWS` and a tenth of all, or
 two if it is short. Any other answer ("yes", a label, a refusal) counts only together with its
 question: the context before it, without what `CONTEXT_ROWS` rows have (system prompts, passages)
-unless nothing else is there.
-"""
+unless nothing else is there."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,8 +45,7 @@ FEW_SHARDS = 16  # that are searched before other processes would begin
 
 @dataclass(frozen=True)
 class Match:
-    """A held-out row's document and the training document that trains most of it, by number. share:
-    of the held-out document's trained tokens."""
+    """A held-out row's document and the training one that trains most of it; share: of tokens."""
 
     heldout: int
     train: int
@@ -64,11 +62,9 @@ def find_contained(
     keys_at_once: int = KEYS_AT_ONCE,
 ) -> list[Match]:
     """Return a match of each held-out row of which a training document trains too much, in order.
-
-    That is a share of its trained tokens, or of the training document's if those are fewer: as
-    much as two documents of one length share whose resemblance is `threshold`. Training documents
-    pass by once for each `keys_at_once` keys of held-out ones.
-    """
+    That is a share of its trained tokens, or of the training document's if those are fewer: as much
+    as two documents of one length share whose resemblance is `threshold`. Training documents pass
+    by once for each `keys_at_once` keys of held-out ones."""
     least = 2 * threshold / (1 + threshold)
     matches: list[Match] = []
     for index in indices(heldout, pieces=pieces, keys_at_once=keys_at_once):

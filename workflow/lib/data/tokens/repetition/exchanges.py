@@ -2,8 +2,7 @@
 
 Rows are compared by what is trained of them. Context (system prompts, lists of tools, passages of
 retrieval) is shared by rows that have nothing else in common, so it is kept apart: it tells only
-whether two short answers answer the same question.
-"""
+whether two short answers answer the same question."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,8 +37,7 @@ class Exchanges:
 
     The shingles of the answers are `answers`, of the exchanges `answer_owners`, and begin with the
     tokens `answer_tokens`; those of the contexts are `contexts`, of the exchanges `context_owners`.
-    Both are in the order of the text.
-    """
+    Both are in the order of the text."""
 
     documents: Integers
     starts: Integers
@@ -125,8 +123,7 @@ def by_stretch(
 
 
 def stretches(tokens: Integers) -> list[slice]:
-    """Cut a series, shape (any,), into stretches of about `TOKENS_AT_ONCE`. A stretch exceeds that
-    by one entry at most."""
+    """Cut a series, shape (any,), into stretches of about `TOKENS_AT_ONCE`, at most one more."""
     stretch_numbers = np.cumsum(tokens) // TOKENS_AT_ONCE
     edges = [0, *(np.flatnonzero(np.diff(stretch_numbers)) + 1).tolist(), len(tokens)]
     return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]

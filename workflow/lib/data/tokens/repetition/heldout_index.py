@@ -2,8 +2,7 @@
 
 An answer is held by its shingles of the smallest hashes: all where there are no more than
 `ANSWER_KEYS`, an eighth of very many. A question is held by those at both ends of its context,
-where a passage does not hide it, and by the smallest of the others.
-"""
+where a passage does not hide it, and by the smallest of the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,13 +25,11 @@ CONTEXT = np.uint64(0x9E3779B97F4A7C15)  # tells a context's shingles from an an
 
 @dataclass(frozen=True)
 class Index:
-    """Keys of some held-out exchanges.
-
-    Of each exchange: `documents` its document in the corpus, `tokens` the trained ones, `shingles`
-    of its answer. A key is a number in the ascending `keys`; `rows` says how many held-out rows
-    have it. `answers` are keys of answers, of the exchanges `answer_owners`; `questions` those of
-    contexts bound to their answers, of `question_owners`; `contexts` the same ones without answer.
-    """
+    """Keys of some held-out exchanges. Of each exchange: `documents` its document in the corpus,
+    `tokens` the trained ones, `shingles` of its answer. A key is a number in the ascending `keys`;
+    `rows` says how many held-out rows have it. `answers` are keys of answers, of the exchanges
+    `answer_owners`; `questions` those of contexts bound to their answers, of `question_owners`;
+    `contexts` the same ones without answer."""
 
     documents: Integers
     tokens: Integers

@@ -4,8 +4,7 @@ The latter are found by containment (`containment`). The former are only counted
 resemble each other if of the features (`exchanges`) that either has both have a share of at least a
 threshold. Keys of bands propose pairs, and every pair is then measured on the tokens themselves:
 of the true pairs at the threshold 2% are missed, and fewer of those above it. Features that more
-than a tenth of the documents have do not count: what all say makes none a copy of another.
-"""
+than a tenth of the documents have do not count: what all say makes none a copy of another."""
 
 import math
 import os
@@ -151,8 +150,7 @@ def find_near_duplicates(
     processes: int,
     keys_at_once: int = KEYS_AT_ONCE,
 ) -> NearDuplicates:
-    """Compare the documents of both splits, whose keys are written. About `keys_at_once` keys are
-    in memory."""
+    """Compare the documents of both splits by written keys, `keys_at_once` in memory."""
     return NearDuplicates(
         train=_within(train, measure, keys_at_once),
         heldout=_within(heldout, measure, keys_at_once),

@@ -7,8 +7,7 @@ of Broder, "On the resemblance and containment of documents" (1997): shingles in
 shingles in either. A signature keeps the smallest hash in each of `BINS` bins (one permutation
 hashing, Li, Owen and Zhang 2012; empty bins borrow from the next, Shrivastava and Li 2014), and
 bands of it are keys: two documents of resemblance s share a key with the chance 1 - (1 -
-s^rows)^bands.
-"""
+s^rows)^bands."""
 
 import math
 import re
@@ -135,8 +134,7 @@ def band_rows(threshold: float) -> int:
 def band_keys(
     hashes: Hashes, owners: npt.NDArray[np.int64], *, documents: int, rows: int
 ) -> npt.NDArray[np.uint64]:
-    """Return the keys of documents, `KEY_BITS` bits, shape (BINS // rows, documents). A document
-    without shingles has 0."""
+    """Return documents' keys, `KEY_BITS` bits, (BINS // rows, documents); 0: no shingles."""
     bins = ((hashes >> np.uint64(32)) * np.uint64(BINS)) >> np.uint64(32)
     values = (hashes & np.uint64(EMPTY)).astype(np.uint32)
     signature = np.full(documents * BINS, EMPTY)
@@ -167,8 +165,7 @@ def resemblance(first: Hashes, second: Hashes) -> float:
 
 
 def widespread(hashes: Hashes, owners: npt.NDArray[np.int64], *, share: float) -> Hashes:
-    """Return the shingles, sorted, that more than `share` of the documents have. At least three
-    documents have each."""
+    """Return the shingles, sorted, that more than `share` (at least 3) of documents have."""
     order = np.lexsort((owners, hashes))
     hashes, owners = hashes[order], owners[order]
     other = hashes[1:] != hashes[:-1]
