@@ -1,9 +1,7 @@
-"""One case of the benchmark in its worker processes: built and trained by the very functions that
-`finetune` uses.
+"""One case of the benchmark in its worker processes, by the very functions that `finetune` uses.
 
-Steps are timed by the training's own metrics. A step ends when its loss and its gradient norm have
-arrived from the device, which works in order. So the time between the ends of two steps has the
-device's work of the steps between them and no other, also where the next step is launched ahead."""
+A step ends when its loss and gradient norm have arrived from the device, which works in order: so
+the time between two ends is the device's work of the steps between, also if launched ahead."""
 
 import gc
 import os

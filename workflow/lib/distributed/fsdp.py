@@ -1,17 +1,12 @@
 """Sharding over the processes of a run (`world`), applied to a finished model from outside.
 
-`shard_` is the one place that decides what is shared and
-how: every decoder layer is an FSDP2 unit, the rest is another, and embedding and head are sliced by
-rows of the vocabulary (`vocabulary_parallel`) and never gathered. Packed weights of decoder layers
-are no part of the units (`packed_layers`). One process is not sharded at all.
+Every decoder layer is an FSDP2 unit, the rest is another; embedding and head are sliced by rows
+(`vocabulary_parallel`), and packed weights of decoder layers gathered by `packed_layers`. One
+process is not sharded. With replicas (HSDP) gradients are summed over the groups too.
 
-With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and
-gradients are summed over the groups too.
-
-FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4_linear`), and gradients
-are summed, not averaged, because the loss is already divided by the global number of trained
-tokens. Adapters are float32 masters, which decoder layers gather in the compute dtype: half the
-bytes, and no cast at each use. Their gradients stay float32."""
+Frozen packed data are float32 views (see `nf4_linear`). Gradients are summed, not averaged: the
+loss is divided by the global number of trained tokens. Adapters are float32 masters, which decoder
+layers gather in the compute dtype, with gradients in float32."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,15 +1,10 @@
-"""Signs of life: what each process is doing, told once a second, and who holds up the others when
-nothing moves.
+"""Signs of life: what each process is doing, and who holds up the others when nothing moves.
 
-A worker's `Pulse` is a thread that writes a small file. Its main thread names the phase it is in,
-and says within a long one that it moves (`moved`). If nothing moves for some seconds, the file also
-tells the line of Python at which the main thread is, whether it waits there for others, and the
-last collective of torch's flight recorder (for gloo and NCCL alike).
-
-Every phase has a bound of its own: seconds without a move. The launcher's `Watch` reads the files
-of all its workers. A process hangs if its bound is over and it does not wait for others; if its
-thread does not even beat; or if all wait. The one that has begun fewer phases and collectives than
-the others is the one that they wait for."""
+A worker's `Pulse` is a thread that writes a small file each second: the phase, and whether it moves
+(`moved`); after some seconds without a move also the line of Python, whether that waits for others,
+and the last collective of torch's flight recorder. The launcher's `Watch` reads all of them. A
+process hangs if its phase's bound is over and it waits for nobody, if its thread does not beat, or
+if all wait: for the one with the fewest phases and collectives."""
 
 import json
 import os

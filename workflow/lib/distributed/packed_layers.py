@@ -1,13 +1,10 @@
 """Packed weights of decoder layers: each process keeps a slice, and gathers the rest for the
 layer's own forward and backward.
 
-All packed tensors of a layer lie one behind the other, and a process keeps its slice of these bytes
-on the device, or in page-locked host memory. While the layer before (in backward the one behind)
-computes, a stream of its own gathers all slices into one buffer. The layer's parameters are views
-of it, so nothing is copied further; FSDP2 would copy into its buffer and out of another one. FSDP2
-shards the rest: adapters, norms and biases. With one process there is nothing to gather: layers
-from host memory are copied, and the others stay ordinary parameters. CPUs do the same without
-streams."""
+A layer's packed tensors lie one behind the other, a slice of these bytes on the device or in
+page-locked host memory. While another layer computes, a stream gathers all slices into one buffer,
+whose views are the parameters: FSDP2, which shards the rest, would copy twice. One process only
+copies layers from host memory. CPUs do the same without streams."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,9 +1,7 @@
-"""Where the workers of one machine meet: a store that only this machine can reach.
+"""Where the workers of one machine meet: a store on the loopback interface.
 
-torchrun's own rendezvous listens on every interface, so anybody in the network could join a run or
-read its keys. Here the store is given a socket that is bound to the loopback interface already;
-gloo and NCCL are told to use that interface too. A run over several machines needs torchrun's own.
-"""
+torchrun's own listens on every interface, so anybody could join a run or read its keys; gloo and
+NCCL use loopback too. A run over several machines needs torchrun's own."""
 
 import os
 import socket

@@ -1,12 +1,8 @@
-"""Sharded tensors on disk: a safetensors file per process, and an index that says where each piece
-belongs.
+"""Sharded tensors on disk: a safetensors file per process, and an index of the pieces.
 
-`index.json` is written last. It holds the size and SHA-256 of every other file, and one of its own
-content, so a folder whose index agrees with itself and its files is whole. Pieces are placed by
-their offset in the whole tensor (DTensor's own chunk list), so any number of processes can read
-what any other number wrote. Nothing is pickled: torch's distributed checkpoint keeps its
-`.metadata` as a pickle, which could run code when read, and its safetensors storage has no
-checksums."""
+`index.json` is written last, with size and SHA-256 of every file and its own checksum. Pieces are
+placed by offset (DTensor's chunk list), so any number of processes reads them. torch's distributed
+checkpoint keeps a pickle (`.metadata`), which could run code, and has no checksums."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack

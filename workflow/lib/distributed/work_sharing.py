@@ -1,10 +1,8 @@
 """Several processes that share one evaluation, or the hashing of files: every n-th item each.
 
-In an evaluation each process has a whole copy of the model, or a slice of one. Answers are gathered
-in the order of the items, so what is computed from them cannot depend on the number of processes. A
-model larger than one GPU is sharded over all of them (`sharded`), and then
-every forward is collective: `in_step` has each process announce its forwards, and one that has done
-its share forwards a single token, for nobody, as long as another still works."""
+Answers are gathered in the order of the items, so results do not depend on the number of processes.
+Of a sharded model every forward is collective: in `in_step` a process that has done its share
+forwards a single token, for nobody, as long as another still works."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,10 +1,8 @@
-"""Bootstrap over documents or items: 95% intervals of ratios of sums, and of paired differences.
+"""Bootstrap over documents or items: 95% percentile intervals of ratios of sums, and of paired
+differences (Efron and Tibshirani 1993, ch. 13).
 
-Resampling whole documents, with replacement, keeps the tokens of one document together: they are
-not independent. The statistic is sum(numerators) / sum(denominators), so a long document weighs as
-in the loss itself. Base and tuned see the same documents, and their difference resamples as one
-numerator: the variation that both share cancels. Intervals are percentiles (Efron and Tibshirani
-1993, ch. 13)."""
+Whole documents are resampled, as their tokens are not independent. Base and tuned see the same
+documents, so a difference resamples as one numerator: what both share cancels."""
 
 from dataclasses import dataclass
 

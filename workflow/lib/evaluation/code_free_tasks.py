@@ -1,10 +1,8 @@
 """What a task file may say without running code: keys, and the names that a library looks up.
 
-The harness imports what `!function` names, takes a metric that it does not know for a path or a
-repository whose Python is run, and hands `generation_kwargs` to Transformers, which runs what
-`custom_generate` names. So nothing is looked for that would be bad: a key passes if it is known to
-be data, and a name if it is one of the harness' own registries (lm_eval 0.4.13, which the tests
-hold these tables against)."""
+The harness imports what `!function` names, runs metrics that it does not know, and Transformers
+runs `custom_generate`. So only what is known to be data passes, and names of the harness' own
+registries (lm_eval 0.4.13, which the tests hold these tables against)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

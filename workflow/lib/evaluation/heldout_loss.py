@@ -1,11 +1,8 @@
-"""Loss on held-out documents through the model's own forward, so that it is what any user of the
-export would measure.
+"""Loss on held-out documents through the model's own forward, as any user would measure it.
 
-Documents are not packed. A batch is padded on the right: in a causal model nothing sees what
-follows it, so padding needs no mask and changes no loss. Where positions are rotated by the length
-of a row, a batch has documents that are rotated as each alone (`rotated_alike`). Only positions
-that predict a trained token get logits (`logits_to_keep`), and a batch closes early where those
-would outgrow `LOGITS_BYTES`."""
+A batch is padded on the right, which a causal model never sees. Where rotation depends on a row's
+length, a batch has documents that are rotated as each alone (`rotated_alike`). Only positions that
+predict a trained token get logits, at most `LOGITS_BYTES` of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,9 +1,6 @@
-"""A GGUF file as llama.cpp runs it: its own server, in this process, asked over the loopback
-interface.
+"""A GGUF file as llama.cpp runs it: its own server (`xllamacpp`, envs/gguf.txt), in this process.
 
-The server comes with the package `xllamacpp` (envs/gguf.txt). Its log-probabilities are of the
-token that follows a prompt, so a loss asks once a position; what a prompt shares with the one
-before is kept."""
+Its log-probabilities are of the token behind a prompt, so a loss asks once a position."""
 
 import json
 import math

@@ -1,9 +1,7 @@
 """Tasks of the LM Evaluation Harness (lm_eval 0.4.13) on a model that is loaded already.
 
-Local task files come first; the thousands of shipped ones are indexed only if a task is not local.
-Each name of `evaluate.tasks` is loaded and run by itself, so a task's score cannot depend on which
-others run. All subjects run the same task objects with the same seeds, so their items pair up one
-to one."""
+The thousands of shipped tasks are indexed only if a task is not local. Each task is loaded and run
+by itself, and all subjects run the same objects with the same seeds, so their items pair up."""
 
 import hashlib
 import json

@@ -1,11 +1,9 @@
-"""Finished measurements, kept by everything that they depend on, so that a new evaluation measures
-only what is new.
+"""Finished measurements, kept by everything that they depend on.
 
-A measurement is one part of an evaluation (held-out loss, samples, one task) of one subject (the
-original, a base, an adapter on either, a merged model). It lies in
-`<folder>/<subject>/<part>-<key>.json`; both names are short hashes of content: the subject's from
-its checksums, the key from the part's settings, data and package versions. Nothing is ever replaced
-by something else under the same name, so runs may share the folder, and it is safe to delete."""
+A part of an evaluation (held-out loss, samples, one task) of one subject lies in
+`<folder>/<subject>/<part>-<key>.json`; both names are short hashes of content: of the subject's
+checksums, and of settings, data and package versions. Runs may share the folder; it may be deleted.
+"""
 
 import logging
 import re

@@ -1,12 +1,8 @@
 """Answers to held-out prompts, for a person to read base and tuned side by side.
 
-A document's prompt is what precedes its first trained token, and its reference is the first
-unbroken run
-of trained tokens: in a conversation, the first answer. Answers are greedy, or drawn at a
-temperature T: adding T times Gumbel noise to the logits makes their argmax a draw from
-softmax(logits / T) (Gumbel 1954). The noise is a function of (seed, document, place) alone, so a
-draw depends on neither batch nor number of processes, and all subjects answer with the same luck.
-"""
+A prompt is what precedes a document's first trained token; its reference, the first run of trained
+tokens. Answers are greedy, or drawn: the argmax of logits plus T times Gumbel noise (Gumbel 1954).
+The noise is a function of (seed, document, place), so no batch changes a draw."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,5 @@
 """Which task names a folder of YAML files defines, and whether it would run code, read without the
-harness.
-
-The stage must know before it imports anything of Hugging Face whether the tasks need the hub: the
-libraries read their offline variables at import. Kinds of names as in lm_eval 0.4.13
+harness: the libraries read their offline variables at import. Names as in lm_eval 0.4.13
 (`tasks/_index.py`)."""
 
 import difflib

@@ -1,9 +1,7 @@
 """What tasks scored, item by item, and the paired comparison of two subjects.
 
-The harness gives a mean's standard error; intervals and p-values of a paired difference are ours.
-Where every item is right or wrong, the p-value is that of the exact McNemar test: the two-sided
-binomial test of the items that only one of the two answered rightly (McNemar 1947). Elsewhere it is
-that of the bootstrap."""
+Where every item is right or wrong, the p-value is that of the exact McNemar test (McNemar 1947):
+binomial, over the items that one of the two alone answered rightly. Elsewhere: the bootstrap's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,16 +1,9 @@
-"""Templates of evaluation tasks, which may come from anywhere, rendered where they can reach
-nothing.
+"""Templates of evaluation tasks, which may come from anywhere, rendered where they reach nothing.
 
-The harness renders `doc_to_text` and its like in a plain Jinja environment, in which a template can
-walk from any string to the interpreter. In Jinja's sandbox it cannot: private attributes are
-refused, objects cannot be changed, and a range has at most 100,000 numbers. Loops inside loops and
-texts without end are stopped by `limits`. The harness's environment is a variable of its module
-`utils`, which its one function for templates reads; neither it nor a task takes another (lm_eval
-0.4.13). Functions in place of templates, which it takes for most fields of a task, it does not take
-for `gen_prefix` and for few-shot examples. So the variable is set, once, in a process that does
-nothing but evaluate.
-Chat templates need nothing here: Transformers renders them in this sandbox itself, and the
-tokenization has bounded them."""
+The harness renders them in a plain Jinja environment, in which a template can walk to the
+interpreter. Jinja's sandbox refuses that; endless loops and texts are stopped by `limits`. The
+environment is a variable of the harness's `utils`, which its one function for templates reads
+(lm_eval 0.4.13), so it is replaced there, once, in a process that does nothing but evaluate."""
 
 from typing import Any
 

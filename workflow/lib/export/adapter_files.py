@@ -1,10 +1,7 @@
-"""From the sharded adapter to files that anyone can load: PEFT's adapter, and optionally a merged
-model.
+"""From the sharded adapter to PEFT's adapter, and optionally a merged model.
 
-Everything runs in one process outside training. The merged model is streamed: one tensor and one
-output shard in memory at a time. A server that loads either folder must prompt as the training did,
-so both hold the tokenizer, the chat template and the end tokens of the training, and
-`check_conversations` proves it."""
+The merged model is streamed by tensor. A server must prompt as the training did, so both hold its
+tokenizer, chat template and end tokens, and `check_conversations` proves it."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -1,13 +1,8 @@
 """Models and adapters as GGUF files, by llama.cpp's own converters and quantizer.
 
-The converters are scripts of llama.cpp (`export.llama_cpp`), which run as processes of their own.
-They take tokenizer, chat template and end tokens from files beside the weights, so they are given a
-folder of links: the weights of one folder, what was trained with of another. llama.cpp's template
-engine knows no `{% generation %}` blocks, which mark what is trained and write nothing, so the
-template goes without them.
-
-llama.cpp scales an adapter by alpha / rank with one alpha. Other scales (rank-stabilized, an alpha
-by module) go into B, which changes nothing."""
+The converters (`export.llama_cpp`) run as processes, on a folder of links to weights and to the
+training's tokenizer. llama.cpp knows no `{% generation %}` blocks, so the template goes without.
+It scales an adapter by alpha / rank with one alpha: other scales go into B."""
 
 import os
 import subprocess

@@ -1,10 +1,7 @@
-"""Proof that an exported adapter is the trained one: its values bit for bit, and the logits that
-they give.
+"""Proof that an exported adapter is the trained one, by a digest of its values and fp32 logits.
 
-`finetune` records a digest of the gathered adapter and fp32 logits of the model as it was trained
-(sharded); `consolidate` computes both again from the exported files with stock Transformers and
-PEFT, and compares. The digest finds every altered bit; the logits find an adapter that is put to
-use in another way."""
+`finetune` records both of the sharded model; `consolidate` computes them again from the exported
+files with stock Transformers and PEFT. Logits find an adapter that is put to use otherwise."""
 
 import hashlib
 import math

@@ -1,18 +1,11 @@
-"""Activations that backward needs, kept in host memory instead of the device's (ZeRO-Offload's
-idea, for activations).
+"""Activations that backward needs, kept in host memory (ZeRO-Offload's idea, for activations).
 
-Autograd, or `rounded_activations` before it, hands every tensor that is saved to
-`ActivationOffload`, which copies it to page-locked memory on a stream of its own, and fetches it
-back ahead of its use. Of the tensors that are on
-their way, and of those fetched but not yet used, at most `window_bytes` are on the device at a time
-each. With recomputation what is saved of a layer is its input alone. What several nodes save, in
-whatever shapes, travels once.
-
-A tensor leaves in the order in which it was saved and comes back in the reverse order, as backward
-wants them; the two never happen at once, so one stream orders them, and a host buffer can be used
-again as soon as it was read. A pass that is captured into a CUDA graph takes the host buffers of a
-pass of equal shapes before it. They are never given back, so its copies go to the same places at
-every replay. On the CPU the same is done without streams, which only moves bytes: for tests."""
+Every tensor that autograd saves is copied to page-locked memory on a stream of its own, and fetched
+ahead of its use. At most `window_bytes` are on the device while they leave, and while they come.
+What several nodes save, in whatever shapes, travels once. Tensors come back in the reverse order,
+and never while others leave, so one stream orders all, and host buffers can be used again. A
+captured pass (CUDA graph) takes the buffers of an equal pass before it for good, so that each
+replay copies to the same places. CPUs do the same without streams, for tests."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -1,11 +1,8 @@
 """Two passes over the same tokens, compared layer by layer.
 
-The second pass gets the input of each decoder layer from the first. So a rounding does not grow
-from layer to layer: attention whose scores are large (Gemma 4 does not scale them) would make two
-right passes differ by half of their size after six layers, and by a hundredth in each of them.
-
-Where two experts' scores are nearly equal, a rounding decides between them, and the token's state
-is another. Two computations of one model that are to be compared take the choices of the first."""
+The second pass gets each layer's input from the first, so no rounding grows from layer to layer
+(of Gemma 4's large scores to half of the size in six layers). It takes the first one's choice of
+experts, too, which a rounding decides where scores are nearly equal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -1,9 +1,7 @@
-"""The description of a model (`architecture.model_shape`), derived from its Transformers class:
-built on the meta device, run once on tokens without values, and looked at.
+"""The description of a model (`architecture.model_shape`): its Transformers class on meta, run
+once on tokens without values (`layer_calls`), and looked at.
 
-What a decoder layer does is what it did then (`layer_calls`). Which of its parts are fused,
-`fuse_layers` finds as it does for training. What is not covered is refused by name. Of a multimodal
-model the decoder is described alone."""
+What is not covered is refused by name. Of a multimodal model the decoder is described alone."""
 
 import logging
 from dataclasses import replace

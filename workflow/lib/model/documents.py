@@ -1,12 +1,8 @@
 """Packed rows, taken apart into documents, and put together again.
 
-Documents of similar length go together, filled up at their ends to the longest: a document's last
-token again. What is made of them must be causal, so nothing of a document depends on what follows
-it; so the gradient of a place that is filled up is 0, and is not computed.
-
-Which token goes where is found in host memory, from the documents' lengths. Shapes are those of the
-lengths, or of a `Room` that any documents fit into that have no more long ones among them: then
-they are the same for all micro-batches, as CUDA graphs need them."""
+Documents of similar length go together, filled up at their ends by the last token: causal layers do
+not see that, and its gradient is 0. Places are found on the host. Shapes are those of the lengths,
+or of a `Room` for any documents, the same for all micro-batches, as CUDA graphs need them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

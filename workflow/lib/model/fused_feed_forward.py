@@ -1,16 +1,11 @@
 """A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)), perhaps with
 gate(x) and y multiplied by constants (Falcon H1).
 
-Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that
-`down` takes anew: two wide tensors (T, f) less than one node per linear. It is two nodes
-(`layers.split_autograd`), so recomputation of a layer makes neither the product nor `down`
-again. With DoRA a third node gives the rows of `down` their lengths, and keeps its value.
-
-One linear may make gate and up side by side. It is one product then, gate and up are halves of its
-value, and their gradients halves of one gradient.
-
-On a GPU gate(x) and up(x) are kept without their adapters' parts, and so is the product's gradient:
-the kernels that read them add the parts (`kernels.rows.low_rank`). DoRA needs whole values."""
+Backward keeps x, or what it was normed from, gate(x) and up(x), and makes the product anew: two
+wide tensors (T, f) less than one node per linear. By two nodes (`layers.split_autograd`)
+recomputation makes neither product nor `down` again; a third one rescales `down` (DoRA). One linear
+may make gate and up as halves of its value. On a GPU without DoRA, kernels add the adapters' parts
+where they read gate, up and the product's gradient (`kernels.rows.low_rank`)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,10 +1,7 @@
-"""An embedding without a table on the device: the rows that a micro-batch needs are looked up
-elsewhere.
+"""An embedding without a table on the device: rows are looked up in the checkpoint's file.
 
-The model family's own embedding still runs, on a table of just these rows: so what it does besides
-the lookup (Gemma multiplies) is done. `StoredRows` takes them from the checkpoint's file, which is
-mapped into memory: no GPU memory, no traffic between GPUs, and one copy in the page cache for all
-processes of a machine, which the kernel may drop."""
+The family's own embedding still runs, on a table of just these rows (Gemma multiplies). The file is
+mapped: no GPU memory, no traffic, one copy in the page cache of a machine."""
 
 from collections.abc import Callable
 from copy import copy

@@ -1,9 +1,7 @@
 """Packages with kernels of recurrent layers, which Transformers takes where they are installed.
 
-They launch their kernels by the addresses of tensors, and tensors without values have none. So what
-only looks at a model, or records what it allocates, has it compute by the family's torch code. Of a
-recurrence that is not computed by operations of ours (`recurrence_functions`) this keeps more for
-backward: with such a package the prediction is an upper bound."""
+Tensors without values have no addresses to launch them by, so descriptions and recordings use the
+family's torch code: where ours do not compute a recurrence, that keeps more, an upper bound."""
 
 import sys
 

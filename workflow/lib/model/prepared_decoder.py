@@ -1,15 +1,10 @@
-"""A family's decoder, prepared for packed documents: the one way in which training, the checks
-before its first step, calibration and streamed evaluation run decoder layers.
+"""A family's decoder, prepared for packed documents: the one way in which training, its checks,
+calibration and streamed evaluation run decoder layers.
 
-Three things keep the documents of a row apart, and all are settled here: positions or bounds for
-attention (`inputs`), rotary frequencies by a document's own length (`RotaryByDocument`), and
-recurrent layers that take documents one by one.
-
-Linear attention, state spaces and short convolutions run along a whole row, whatever the positions
-say. A module that has a convolution over tokens is such a layer; it is given a subclass of its own
-class (as FSDP2 gives its units) whose forward calls the family's code with one document a row
-(`documents`: all these layers are causal). Which functions that code calls has been settled by then
-(`fuse_layers`)."""
+Documents are kept apart by positions or bounds for attention (`inputs`), rotary frequencies by
+length (`RotaryByDocument`), and recurrent layers that take documents one by one. A module with a
+convolution over tokens is such a layer: it gets a subclass of its class whose forward calls the
+family's code with one document a row (`documents`), after `fuse_layers`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

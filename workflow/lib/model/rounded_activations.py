@@ -1,17 +1,13 @@
-"""Activations that backward needs, rounded to float8 (e4m3) from forward to backward, on the device
-or on their way to host memory and back.
+"""Activations that backward needs, rounded to float8 (e4m3), on the device or on their way to the
+host and back.
 
-Autograd hands what a decoder layer saves to `RoundedActivations`. A tensor x becomes bytes x' with
-a scale a in fp32 for each block of 128 neighbours in memory (64 where rows are no multiple of 128),
-and backward gets x' a in the compute dtype. A block never crosses the innermost dimension, so no
-token changes another's rounding. What several nodes save, in whatever shapes, is rounded once.
+A saved tensor x becomes bytes x' with an fp32 scale for each block of 128 (or 64) neighbours of the
+innermost dimension, so no token changes another's rounding. What nodes share is rounded once.
 
-Not rounded is what would cost more than it saves: other types (indices, statistics in fp32),
-tensors of less than an eighth of the hidden states' elements (low-rank matmuls, log-sum-exp,
-router scores), scores and masks, what all layers are given alike (cosine and sine), and the input
-that a layer is recomputed from, as all that it saves would be made of that. Nor are queries and
-keys (`exact_activations`): backward of attention makes its weights again from them and the
-log-sum-exp, which would no longer belong together. docs/numerics.md has figures."""
+Not rounded is what would cost more than it saves: other types, tensors of less than an eighth of
+the hidden states, scores and masks, what all layers get (cosine and sine), and the input that a
+layer is recomputed from; nor queries and keys (`exact_activations`), whose weights backward makes
+again and compares with the log-sum-exp. docs/numerics.md has figures."""
 
 import math
 from collections.abc import Iterator, Sequence

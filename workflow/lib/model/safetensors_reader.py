@@ -1,9 +1,6 @@
 """Reading safetensors checkpoints tensor by tensor, or slice by slice, by memory map.
 
-Nothing is read but the bytes asked for, so a rank that needs 1/N of every tensor reads 1/N of the
-file.
-Layout: one `model.safetensors`, or shards with `model.safetensors.index.json` (Transformers'
-convention)."""
+Layout: one `model.safetensors`, or shards with `model.safetensors.index.json`."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,11 +1,8 @@
-"""Output head, input embedding and a mixture's routers, which are trained whole beside the adapter
-(PEFT's `modules_to_save`).
+"""Output head, input embedding and routers, trained whole (PEFT's `modules_to_save`).
 
-Their weights are fp32 masters under the names that the family gives them, so PEFT's exported names
-are theirs too. They compute in the type of what they are given, as a cast of the master; gradients
-are summed in fp32. With several processes each holds a slice of the rows of head and embedding
-(`vocabulary`), and `sum_copies_` adds up the gradients of the copies of a slice; routers are
-sharded with their layers."""
+Their weights are fp32 masters under the family's names; they compute in the type of their input,
+with gradients in fp32. Head and embedding are sliced by rows over processes (`vocabulary`), and
+`sum_copies_` adds up the gradients of copies; routers are sharded with their layers."""
 
 from typing import Any
 

@@ -1,9 +1,7 @@
 """The tokens that calibrate each expert of a layer: those that the router sends to it.
 
-Of very few tokens the correlation says little, and errors would be fed back along directions that
-only seem to be free. Then tokens that went to other experts are added, spread evenly over the rows,
-until there are `ENOUGH` times as many as a weight has inputs. llm-compressor sends all tokens to
-all experts instead, and GPTQModel rounds such experts to the nearest codes."""
+Of few tokens the correlation says little, so tokens of other experts are added, spread evenly,
+until there are `ENOUGH` times as many as a weight has inputs (llm-compressor sends all to all)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,11 +1,8 @@
 """A model of any family, run one decoder layer at a time: no more than one layer has weights.
 
-For each layer the family's own forward runs anew, with a stand-in in the place of each one. Those
-before it return what the layer before has returned, it runs with its weights, and the one behind it
-ends the forward. So masks, rotary tables and whatever else goes into a layer are the family's own.
-Between two layers wait hidden states, and what layers hand on beside them (`Batch.beside`). The
-last hidden states are handed to the family's forward in the same way, so what follows the layers
-(norm, head, scaling and capping of logits) is the family's own too."""
+For each layer the family's own forward runs anew, with stand-ins for the others: those before it
+return the last layer's states, the one behind it ends the forward. So masks, rotary tables and what
+follows the layers are the family's own. Between layers wait hidden states and `Batch.beside`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

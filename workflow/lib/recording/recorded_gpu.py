@@ -1,10 +1,7 @@
-"""A GPU that is not there: torch's device for extensions (`PrivateUse1`), with streams that only
-have numbers.
+"""A GPU that is not there: torch's device for extensions (`PrivateUse1`), with numbered streams.
 
-Its tensors are fake ones (`torch._subclasses.FakeTensorMode`), so no operation has anything to
-compute. What the engine, FSDP2 and torch ask of a GPU's module (`torch.cuda`), this one has too.
-A process that has this device keeps it, so recordings are made in a process of their own
-(`recording_process`)."""
+Its tensors are fake (`torch._subclasses.FakeTensorMode`), and it has what engine, FSDP2 and torch
+ask of `torch.cuda`. A process keeps this device, so recordings have one (`recording_process`)."""
 
 import functools
 from collections.abc import Iterator

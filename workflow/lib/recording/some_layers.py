@@ -1,9 +1,7 @@
 """Which of a model's decoder layers are recorded for all of them, and a model of these alone.
 
-The layers of a model are alike or alternate, and so do those that a plan's levers take. What a
-layer asks of the allocator depends on its own kind and on its neighbours. So a stretch in the
-middle is cut out such that every layer, with its neighbours, has one like it among those that are
-left. The first and the last ones stay."""
+What a layer asks of the allocator depends on its kind and its neighbours. So a stretch in the
+middle is cut out such that every layer, with its neighbours, has one like it among the others."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any

@@ -1,10 +1,8 @@
-"""The report as one HTML file that needs no network: text, tables, style, figures and Plotly
-itself.
+"""The report as one HTML file that needs no network: text, tables, style, figures and Plotly.
 
-All text from the artifacts is untrusted. Jinja escapes it (autoescape), `visible` shows characters
-that would act, figure data sits in a JSON island with `<` escaped, and the page's content security
-policy allows two scripts by their SHA-256 and no request at all: text that slipped through could
-not run."""
+All text from the artifacts is untrusted: Jinja escapes it, `visible` shows characters that would
+act, figure data is a JSON island with `<` escaped, and the content security policy allows two
+scripts by SHA-256 and no request."""
 
 import base64
 import hashlib

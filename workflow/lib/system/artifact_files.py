@@ -1,9 +1,5 @@
-"""JSON artifacts: each carries the SHA-256 of its content, and is read only if it still agrees.
-
-A file is an object with the field `sha256` (`files.write_checked_json`); of a file of lines, each
-line is such an object. So a bit that a disk lost is found by whoever reads, and the message says
-which file it is and what makes it anew. Files that other packages define (`config.json`, ...) are
-listed in `SHA256SUMS` of their folder instead."""
+"""JSON artifacts: each object, or line, carries the SHA-256 of its content (`sha256`), and is read
+only if it agrees. Other packages' files are listed in `SHA256SUMS` instead."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,9 +1,7 @@
 """Whether files are still what was written: their SHA-256 against the one recorded with them.
 
-Records are `SHA256SUMS` (base, exported adapter, merged model), `files` in the manifest of the
-tokens, and `source.json` of a download. A disk that loses a bit changes neither size nor time of a
-file, so every stage that reads such a folder hashes it, and no result is kept for the next one. The
-weights are read after that, and are in the page cache then."""
+Records are `SHA256SUMS`, `files` in the tokens' manifest, and `source.json` of a download. A lost
+bit changes neither size nor time, so every stage hashes what it reads (then in the page cache)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,9 +1,8 @@
 """GPUs of this host, leased: who holds a card's lock uses it, nobody else of this workflow.
 
-Snakemake counts GPUs but assigns none, and knows nothing of other commands on the same host. So a
-job locks one file per card, named by the card's UUID, in a folder that all users of the host share.
-The kernel frees a lock with the process that holds it, however that ends: nothing is left to clean
-up. A card on which another program holds memory is waited for too. Who came first is not kept."""
+Snakemake counts GPUs but assigns none. So a job locks a file per card, named by its UUID, in a
+folder of all users; the kernel frees it with the process. A card with another program's memory is
+waited for too. Who came first is not kept."""
 
 import contextlib
 import fcntl

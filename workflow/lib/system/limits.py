@@ -1,10 +1,8 @@
-"""Bounds of processor time and memory around work whose size foreign text decides.
+"""Bounds of processor time and memory around work whose size foreign text decides: templates and
+regular expressions, whose loops and texts no sandbox bounds.
 
-Templates and regular expressions are such text. A sandbox keeps a template from the interpreter,
-but not from a loop within loops or from 100 GB of text. The kernel counts instead: a timer of the
-process stops the first, the limit of its address space the second. Time is processor time, so a
-busy machine changes nothing. Rendering a short conversation took 28 µs, and the bounds 15 more (on
-a busy core, 2026-11-23)."""
+The kernel counts: a timer of processor time, and the limit of the address space. Rendering a short
+conversation took 28 µs, the bounds 15 more (on a busy core, 2026-11-23)."""
 
 import os
 import resource

@@ -1,10 +1,8 @@
 """Passwords and tokens taken out of text that is shown or kept: messages, logs.
 
-Secrets belong into the environment (`HF_TOKEN`), never into settings; but a library's message may
-quote one. What a service's tokens look like is known from `detect-secrets`, which is kept up for
-that; here stands what it does not look for in running text: logins of URLs, what follows a name
-such as `access_token=`, and the tokens of the hub and of Google. Of its list is used what tells a
-token by its own form, not by entropy, which checksums have as well."""
+Secrets belong into the environment (`HF_TOKEN`), but a library's message may quote one. Services'
+tokens are known from `detect-secrets` (by form, not by entropy); here stands what it does not look
+for: logins of URLs, what follows `access_token=` and the like, tokens of the hub and of Google."""
 
 import functools
 import re

@@ -1,10 +1,7 @@
-"""What planning knows of a model: its decoder layers by kind, its tables and its limits; a small
-JSON file.
+"""What planning knows of a model: its decoder layers by kind, its tables and its limits, as JSON.
 
-Made by building the model's own class (`model.describe_model`), and read without torch. A model is
-a list of kinds of decoder layers and the order in which they follow each other: layers of a kind
-have the same tensors and do the same. Nothing here knows how many bytes anything takes (`memory`
-does)."""
+Made by building the model's own class (`model.describe_model`), and read without torch. Layers of a
+kind have the same tensors and do the same. Nothing here knows bytes (`memory` does)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -1,10 +1,8 @@
-"""Names, types and shapes of a safetensors checkpoint, read from the file headers alone: no weight,
-no torch.
+"""Names, types and shapes of a safetensors checkpoint, from the file headers alone, without torch.
 
-A safetensors file is 8 bytes of header length (little-endian), that many bytes of JSON
-`{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data that the offsets count from
-(https://github.com/huggingface/safetensors#format). Every promise of the header is held against
-the file's size, so a truncated download is found here and not an hour later."""
+A file is 8 bytes of header length (little-endian), JSON `{name: {dtype, shape, data_offsets}}`,
+then the data (https://github.com/huggingface/safetensors#format). The file's size is checked
+against the header, so a truncated download is found here."""
 
 import json
 import math

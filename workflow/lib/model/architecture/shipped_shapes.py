@@ -1,10 +1,7 @@
-"""Public models that ship with the workflow, so that a prediction needs neither network nor
-download.
+"""Public models that ship with the workflow, so that a prediction needs no download.
 
-`workflow/resources/models/shapes.json`: by hub id the sizes of the model's config.json and its
-published number of parameters, which a test compares with what the description adds up to; ids of
-the same shape with it. `descriptions.json.gz` beside it: their descriptions, which
-`python -m workflow.scripts.write_model_descriptions` makes from these."""
+`workflow/resources/models/shapes.json`: by hub id sizes, published parameters and ids of the same
+shape. `descriptions.json.gz`: made of these by `workflow.scripts.write_model_descriptions`."""
 
 import difflib
 import gzip

@@ -1,6 +1,5 @@
 """Mixtures of experts in training: the matmuls of tokens with the experts that they go to.
 
-Begin with `fused_experts`. `replace_experts` puts it in the place of a family's own module,
-`lora_stack` is PEFT's adapter layer of it, `expert_matmul` computes frozen weights and adapters,
-and `kernels.experts` multiplies tokens sorted by expert. How the weights lie in memory says
-`layers.nf4_stack`."""
+Begin with `fused_experts`, which `replace_experts` puts in the place of a family's module;
+`lora_stack` is PEFT's adapter layer, `expert_matmul` multiplies, `layers.nf4_stack` holds weights.
+"""

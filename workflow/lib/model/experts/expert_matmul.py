@@ -1,16 +1,11 @@
 """Matmuls of frozen stacks of experts with LoRA adapters on top, and their gradients.
 
-y = W_e x + s B_e A_e x + b_e for a row x that goes to expert e: `lora_matmul` for stacks. The
-frozen weights are decoded slice by slice (`nf4_stack`), and the adapters' part is two matmuls of
-rank r: no update (out, in) of an expert is ever made. A and B are fp32 masters, cast to the compute
-type; their gradients are summed in fp32 (without our kernels a GPU rounds them to 16 bits once
-for each micro-batch, which is what torch's grouped matmuls give).
+y = W_e x + s B_e A_e x + b_e for a row x that goes to expert e: `lora_matmul` for stacks. Weights
+are decoded by slices (`nf4_stack`); no update (out, in) of an expert is ever made. A and B are fp32
+masters with gradients in fp32 (without our kernels a GPU rounds these once a micro-batch).
 
-In float8 an expert's weights have one scale, which brings its largest block scale to the format's
-largest value. A linear has one for each row (`eight_bits.matmul`); but a float keeps its digits
-whatever its size, e4m3 down to 1/28,000 of its largest value, and with one scale for an expert the
-scales need not be multiplied into the gradient before that is rounded. So a token's gradient is
-rounded once, not once for each of its experts."""
+In float8 an expert's weights have one scale: e4m3 keeps its digits down to 1/28,000 of the largest
+value, and a token's gradient is rounded once, not once for each of its experts."""
 
 from typing import NamedTuple
 

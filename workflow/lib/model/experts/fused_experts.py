@@ -1,13 +1,9 @@
 """The experts of a layer in one node: y = sum over a token's experts of p_e down_e(act(up_e(x))).
 
-Takes the place of a family's experts module as Transformers 5 has it: all experts in 3-D
-parameters, the router beside them. Backward keeps x (T, hidden), the routing and up(x)
-(T * k, 2 * intermediate) alone, and no decoded weight. It is two nodes
-(`layers.split_autograd`), so recomputation of a layer makes `down` not a second time. The router's
-weights p get their gradient, which the router's input needs although the router is frozen.
-
-Between the two matmuls a family may have any function, whose gradients autograd makes; those that
-kernels know (`kernels.experts.gates`) are computed by them."""
+It replaces a family's module of 3-D parameters (Transformers 5). Backward keeps x (T, hidden), the
+routing and up(x) (T * k, 2 * intermediate), and no decoded weight; by two nodes (`split_autograd`)
+recomputation does not make `down` again. The router's weights p get their gradient, frozen or not.
+Gates that `kernels.experts.gates` does not know are left to autograd."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,16 +1,12 @@
 """The load-balancing loss of a mixture's routers, over the tokens of all processes.
 
-As `load_balancing_loss_func` of Transformers has it (Switch Transformer, arXiv 2101.03961,
-equations 4 to 6): E sum_e f_e p_e, of E experts. f_e is how often a token has expert e among its k
-most probable ones, p_e its mean probability, both means over tokens and layers. f has no gradient.
+As Transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, equations 4 to
+6): E sum_e f_e p_e. f_e is how often a token has expert e among its k most probable ones (without
+gradient), p_e its mean probability; means over tokens, without padding, and layers.
 
-Both are sums over the tokens of all processes, and over the micro-batches of a step that have run
-until then (arXiv 2501.11873: balance within a micro-batch keeps experts from specializing). So the
-loss of a whole step is exact. Of its gradient f is that of the micro-batches until then: exact in
-the last one, and in the only one. Tokens of the padding are left out.
-
-The gradient of p is made in the backward of the router's weights, from its logits: nothing else is
-kept, and a layer may be recomputed. Nothing waits for the device."""
+Both are sums over all processes and the micro-batches of a step so far (arXiv 2501.11873): exact
+for the step's loss, and in the gradient for the last micro-batch. The gradient of p is made in the
+backward of the router's weights, from its logits: nothing else is kept, nothing waits."""
 
 import inspect
 from collections.abc import Iterator, Mapping

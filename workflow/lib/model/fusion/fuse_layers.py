@@ -1,14 +1,10 @@
-"""Parts of a decoder layer that are replaced by fused operations, found by what they compute, not
-by the family's name.
+"""Parts of a decoder layer that are replaced by fused operations, found by what they compute.
 
-A norm or feed-forward is replaced only if its class, tried on random values of all magnitudes
-(`tried_classes`), gives what the fused one gives. Fused ones keep less for backward: a norm its
-input in the compute dtype (not an fp32 copy), a gated feed-forward two wide tensors less. Attention
-runs by the family's own code: queries, keys and values are made by one node (`shared_input`) and
-rotated by one operation (`rotary_functions`), which keeps nothing less and takes less time. Where
-one linear makes all three it is replaced, too. Recurrent layers compute their recurrence by
-matmuls of chunks (`recurrence_functions`). The parameters keep their names. Only rounding differs.
-"""
+A module is replaced only if its class, tried on random values of all magnitudes (`tried_classes`),
+gives what the fused one gives. A norm keeps its input in the compute dtype, a gated feed-forward
+two wide tensors less. Attention runs by the family's code with one node for queries, keys and
+values (`shared_input`) and one operation to rotate (`rotary_functions`); recurrences are matmuls of
+chunks (`recurrence_functions`). Parameters keep their names; only rounding differs."""
 
 from collections import Counter
 from functools import partial

@@ -1,11 +1,9 @@
-"""Attention one linear of which makes queries, keys and values (Phi-3), so that what backward keeps
-are tensors of their own and not parts of that linear's value, which would be kept as a whole.
+"""Attention one linear of which makes queries, keys and values (Phi-3), so backward keeps these
+and not that linear's whole value.
 
-It takes the place of a family's module that projects, rotates heads or a part of each
-(`kernels.rows.rotary`), calls an attention function and projects again. Found by what the family's
-class does with random values (`fuse_layers`). The arguments that the class hands to the
-attention function (scale, window) are recorded then, and handed on by ours. For training: without a
-cache."""
+It replaces a module that projects, rotates heads or a part of each, calls an attention function and
+projects again, found by random values (`fuse_layers`). Its arguments for the attention function
+(scale, window) are recorded and handed on. For training: without a cache."""
 
 import copy
 import sys

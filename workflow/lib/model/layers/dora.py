@@ -1,13 +1,9 @@
 """The row lengths of DoRA on an NF4 weight (arXiv 2402.09353).
 
-y = f (W x + s B A x) + b with f = m / n, a factor for each row: the trained magnitudes m (out,)
-start as the row norms of W; n, the row norms of W + s B A, is a constant to autograd (sec. 4.3).
-PEFT's own layer would need the weight when adapters are injected, where ours is on meta, and the
-sum W + s B A in memory. Here its norm is expanded:
-n^2 = |W|^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T, row by row, so only a matmul of width r is added.
-
-The gradient of f is the sum over tokens of g u with u = y / f, so the value y is all that backward
-needs. It is summed in fp32: autograd alone would round it to the type of the matmuls."""
+y = f (W x + s B A x) + b with f = m / n by row: trained magnitudes m (out,), at first the row norms
+of W; n, the row norms of W + s B A, is a constant to autograd (sec. 4.3). PEFT would need the sum
+in memory. Here n^2 = |W|^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T by row: one matmul of width r more.
+The gradient of f is the fp32 sum over tokens of g y / f, so backward keeps the value y alone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

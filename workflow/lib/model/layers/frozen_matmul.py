@@ -1,13 +1,8 @@
-"""The one door for matmuls of frozen NF4 weights: decoding, the type of the matmul, the adapter's
-part, the bias.
+"""The one door for matmuls of frozen NF4 weights: decoding, dtype, the adapter's part, the bias.
 
-Forward y = x W^T, and backward the gradient g W of x, are made in the compute dtype or in 8 bits
-(`eight_bits`), as the model's `ProductTypes` say at the moment. Frozen weights need no gradient, so
-no other product of a step is made in 8 bits.
-
-In the compute dtype the matmul is added to the adapter's part, which is rounded once more then. In
-8 bits it is the other way round: a matmul with scales of rows cannot add to what is there. A
-feed-forward adds both adapters' parts where it reads the values (`kernels.rows.low_rank`)."""
+y = x W^T and the gradient g W of x are made in the compute dtype or in 8 bits, as the model's
+`ProductTypes` say. In the compute dtype the matmul is added to the adapter's part, in 8 bits the
+other way round, as row scales cannot add; feed-forwards add both where they read the values."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,9 +1,7 @@
-"""RMS norms and LayerNorms whose output is not kept for backward: what takes it keeps the norm's
-input, which autograd has anyway.
+"""RMS norms and LayerNorms whose output is not kept for backward, but made again from the input.
 
-A norm's output is as large as its input, and making it again reads that once: 0.06 ms for 4,096
-rows of 8,192 on an H200, of 30 for the layer. So a decoder layer keeps two hidden states less, in
-memory or on their way to the host."""
+That takes 0.06 ms for 4,096 rows of 8,192 on an H200, of 30 for the layer, and spares a decoder
+layer two hidden states."""
 
 from typing import Any
 

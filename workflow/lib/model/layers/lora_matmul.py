@@ -1,11 +1,8 @@
-"""Matmuls of frozen NF4 weights with LoRA adapters on top, of linears that share their input, and
-their gradients.
+"""Matmuls of frozen NF4 weights with LoRA adapters, of linears that share their input; gradients.
 
-y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i, where d_i is a dropout (`adapter_dropout`) and f_i the
-row factor of DoRA (`dora`), 1 without it. Without dropout the A of all linears are one matrix, so x
-is read once for all adapters. `frozen_matmul` multiplies W. A and B are fp32 masters, cast to the
-compute dtype; their gradients are made in fp32. Gradients here are those of y / f: who has a factor
-takes it out before (`dora.lengthen_backward`)."""
+y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i with dropout d_i (`adapter_dropout`) and DoRA's factor
+f_i (`dora`, else 1). Without dropout the A of all linears are one matrix. A and B are fp32 masters,
+cast to the compute dtype; gradients are fp32, and those of y / f (`dora.lengthen_backward`)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,14 +1,11 @@
-"""The NF4 linear layer whose packed weight and quantization state are ordinary parameters, so that
-they can be sharded: those of decoder layers by `packed_layers`, others by FSDP2.
-
-Packed weights, 8-bit absmax and nested absmax are frozen 1-D `float32` parameters: views of the
-bytes. float32 because FSDP2 copies bf16 groups through float on CUDA and so rewrites NaN bit
-patterns (pytorch#159333, bitsandbytes#1945), because torch 2.11 refuses frozen uint8 parameters,
-and because every rank then holds 1/N of the state that other integrations replicate (1 GiB per GPU
-at 70B). The `QuantState` of bitsandbytes is rebuilt at each use.
+"""The NF4 linear whose packed weight and quantization state are parameters that can be sharded.
 
 QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absmax2[block2] + offset.
-"""
+
+Packed weights, absmax and nested absmax are frozen 1-D float32 views of the bytes: FSDP2 copies
+bf16 groups through float and rewrites NaN bits (pytorch#159333, bitsandbytes#1945), torch 2.11
+refuses frozen uint8 parameters, and so each rank holds 1/N of the state that other integrations
+replicate (1 GiB per GPU at 70B). bitsandbytes' `QuantState` is rebuilt at each use."""
 
 import dataclasses
 import math

@@ -1,10 +1,8 @@
 """The weights of all experts of a layer as one packed NF4 weight.
 
-A stack (experts, out, in) is packed like a linear of `experts * out` rows, so whatever walks NF4
-linears (loading, sharding, offload, the check of bytes) treats it as one. A layer's stacks are the
-largest weights of a model, so they are never decoded whole where that takes more than
-`DECODED_BYTES`: a matmul decodes some rows, or some columns, of all experts at a time. Slices of
-experts would do as well, but where the tokens of an expert begin is known to the device alone."""
+A stack (experts, out, in) is packed like a linear of `experts * out` rows, so loading, sharding and
+offload treat it as one. A matmul decodes at most `DECODED_BYTES`: some rows, or columns, of all
+experts (where an expert's tokens begin is known to the device alone)."""
 
 from collections.abc import Iterator
 

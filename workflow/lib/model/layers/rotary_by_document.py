@@ -1,16 +1,10 @@
-"""Rotary embeddings whose frequencies depend on lengths: the same for a document whatever it is
-packed with, and without a look at what only the device knows.
+"""Rotary embeddings whose frequencies depend on lengths: of each document, not of its batch.
 
-Transformers' module asks the device for the largest position of a batch at every call
-(`dynamic_rope_update`), which no CUDA graph can hold (5.17). LongRoPE (arXiv 2402.13753) then takes
-its long factors for all positions as soon as one is beyond the original context, so a short
-document would be rotated otherwise beside a long one, or beside a long padding tail, than alone.
-Here copies of the family's own module have fixed frequencies: one is asked for the long documents,
-the other for all else.
-
-Dynamic NTK scaling has frequencies of its own for every length beyond max_position_embeddings.
-Training rows are no longer than that; a held-out document may be. Then a copy is called with each
-token's own frequencies."""
+Transformers' module asks the device for the batch's largest position (`dynamic_rope_update`, 5.17),
+which no CUDA graph can hold, and LongRoPE (arXiv 2402.13753) then takes its long factors for all.
+Here copies of the family's module have fixed frequencies: one for long documents, one for others.
+Dynamic NTK scaling has frequencies for every length beyond max_position_embeddings, which training
+rows never are; for held-out documents a copy is called with each token's own frequencies."""
 
 from collections.abc import Mapping
 from copy import deepcopy

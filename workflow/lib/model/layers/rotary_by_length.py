@@ -1,9 +1,8 @@
 """Which documents a stock model takes together as it takes each alone.
 
-Stock Transformers (5.23) rotates all rows of a batch by the frequencies for its longest one.
-LongRoPE has two sets of them, for rows up to its original context and for longer ones, and takes
-the second for what is generated beyond; dynamic NTK scaling has one for each length beyond
-max_position_embeddings, and keeps the last one for shorter rows that follow."""
+Transformers (5.23) rotates a batch by its longest row: LongRoPE by one of two sets, dynamic NTK
+scaling by one for each length beyond max_position_embeddings, which it keeps for rows that follow.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

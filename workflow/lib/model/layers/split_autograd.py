@@ -1,14 +1,9 @@
 """One value as two autograd nodes: the first has all that its gradient needs, the second computes
-the value itself and saves nothing.
+the value and saves nothing.
 
-Recomputation of a layer (`torch.utils.checkpoint`, non-reentrant) ends as soon as every tensor that
-backward needs is there again. If the last of them is saved by the first node of a layer's last
-linear, recomputation ends between the two nodes, and the matmul, which backward does not need, is
-not computed a second time. One node could not do this: it saves its tensors when its forward has
-ended, so after the matmul.
-
-The nodes are linked by a placeholder: a tensor of the value's shape that takes no memory. The value
-hands its gradient to the placeholder, and so to the first node."""
+Recomputation of a layer (non-reentrant `checkpoint`) ends when all that backward needs is there: if
+the first node of the last linear saves the last of it, its matmul is not made again. One node saves
+after its forward, too late. A placeholder of the value's shape, without memory, links the two."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,9 +1,7 @@
 """A checkpoint read under the names that the modules of its model have in Transformers.
 
-Files of a hub keep the names they were published with (`embed_out` of GPT-NeoX, `language_model` of
-Gemma 3, three convolutions of OLMo Hybrid where the module has one, one tensor a projection and
-expert where the module has a stack of experts). Transformers' own table of conversions says how
-they are loaded; it is asked here for one tensor, or one expert, at a time."""
+Published files have other names, and one tensor a projection or expert where a module has a stack;
+Transformers' own table of conversions is asked here for one tensor, or one expert, at a time."""
 
 import copy
 import re

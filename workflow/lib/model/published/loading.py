@@ -1,9 +1,7 @@
 """A checkpoint compared with Transformers' own loading of it.
 
-The family's `from_pretrained` gets tensors without values, of the names and shapes that are stored,
-and reports what it made of them: what is missing, of another shape, or left over, by its table of
-conversions, its ties and its lists of what it ignores. Tied tensors that are both stored it
-compares by value, which is done here (`differing_ties`)."""
+The family's `from_pretrained` gets tensors without values and reports what is missing, of another
+shape, or left over. Ties it compares by value, which is done here (`differing_ties`)."""
 
 import copy
 import re

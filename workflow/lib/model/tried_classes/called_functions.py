@@ -1,9 +1,5 @@
 """Functions of a family's file that a module's forward calls by their names, and ours in their
-place.
-
-The module is given a subclass of its own class (as FSDP2 gives its units), whose forward is a copy
-of the family's for which those names mean our functions; the family's file and class stay as they
-are."""
+place: the module gets a subclass whose forward is a copy for which those names mean ours."""
 
 import functools
 import inspect

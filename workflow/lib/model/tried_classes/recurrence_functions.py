@@ -1,9 +1,9 @@
-"""Recurrent layers that run by their family's own code, but compute recurrence and short
-convolution by our operations (`kernels.recurrences`).
+"""Recurrent layers that run by their family's code, but compute recurrence and short convolution by
+our operations (`kernels.recurrences`).
 
-Families do so by functions of their file, which the layer's forward calls by their names. Such a
-function is found by what its torch code does with random values, and ours is called in its
-place (`called_functions`), unless a call asks for more: a state to begin with, or the last one."""
+A function of the family's file is found by what its torch code does with random values, and
+replaced (`called_functions`), unless a call asks for more: a state to begin with, or the last one.
+"""
 
 import functools
 import inspect

@@ -1,10 +1,6 @@
-"""A family's attention that runs by its own code, but has its heads rotated by our operation
-(`kernels.rows.rotary`).
-
-Families rotate by a function of their file, which the attention's forward calls by its name. Such a
-function is found by what it does with random values, and ours is called in its place
-(`called_functions`). Whatever else the forward does (norms, gates, scales, windows, keys of other
-layers) need not be known."""
+"""A family's attention that runs by its own code, but rotates heads by our operation
+(`kernels.rows.rotary`): the function of its file that does so is found by random values, and ours
+is called in its place (`called_functions`)."""
 
 import functools
 import inspect

@@ -1,11 +1,9 @@
-"""PyTorch's caching allocator for CUDA, as a model: which bytes it takes from the GPU for given
-requests and releases.
+"""PyTorch's caching allocator for CUDA, as a model: which bytes it takes from the GPU.
 
 Read from c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with `expandable_segments:True`,
-which `launch` sets. Every stream has a pool of small blocks and one of large ones. A request is
-rounded up to 512 bytes and takes the smallest free block that holds it; the rest of that block
-stays free, and free neighbours become one. Where none holds it, the pool's segment grows by whole
-pages, which count as reserved. Pages go back to the GPU only when it has no more."""
+which `launch` sets. A stream has pools of small and large blocks. A request is rounded up to 512
+bytes and takes the smallest free block; the rest stays free, and free neighbours become one. Else
+the pool's segment grows by pages, which go back only when the GPU has no more."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field

@@ -1,12 +1,9 @@
 """Peaks of plans by a few recordings of the engine and straight lines between them.
 
-In every phase of a step what is allocated grows nearly straight with the rows of a micro-batch and
-with the share of layers that keep their activations; what activations on the host spare grows with
-the rows, and what gathered weights take, or layers on the host spare, is the same for all plans. So
+In every phase bytes grow nearly straight with the rows of a micro-batch and with the share of
+layers that keep activations; gathered weights, or layers on the host, add the same to all plans. So
 four recordings (few and more rows, the most and the fewest layers recomputed), and one or two for
-each of the others where a search asks for it, tell of every plan. The largest phase counts.
-
-A line only ranks: the plan that is chosen is recorded itself, and corrects those like it."""
+each other option, tell of every plan. A line only ranks: the chosen plan is recorded itself."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace

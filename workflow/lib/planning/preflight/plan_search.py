@@ -1,12 +1,9 @@
-"""The search for the fastest plan that fits: every micro-batch size with every value of what is
-left open.
+"""The search for the fastest plan that fits: every micro-batch size with every open value of the
+memory options (`step_plan.memory_options`).
 
-What may be left open is in the table of memory options (`step_plan.memory_options`). The bytes of a
-candidate are predicted by lines between recordings (`recorded_peaks`), its seconds by
-`machine_speed`. What saves memory costs time; the memory that it saves allows larger micro-batches,
-which save time. Which of the two wins depends on shapes, memory and links, so all are tried: some
-hundred. What the search would keep on the host is left out where it is no faster than what fits
-without."""
+Bytes are predicted by lines between recordings (`recorded_peaks`), seconds by `machine_speed`. What
+saves memory costs time, but allows larger micro-batches: which wins depends on shapes, memory and
+links, so all are tried, some hundred; offloading only where it would be faster than what fits."""
 
 import math
 from bisect import bisect_left

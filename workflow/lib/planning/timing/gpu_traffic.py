@@ -1,10 +1,8 @@
 """Seconds that traffic between GPUs takes, by how they are connected.
 
-A micro-batch gathers every decoder layer's packed weights for forward and, if they were freed,
-again for backward, sends the hidden states to the slices of the head and their gradients back, and
-reduces the adapters' gradients; with replicas (HSDP) these are summed over the replicas too.
-Collectives are counted as rings: a GPU receives all but its own part, a node all but its own nodes'
-part through its network."""
+A micro-batch gathers packed weights for forward and, if freed, for backward, sends hidden states to
+the head's slices and gradients back, and reduces adapters' gradients, with replicas (HSDP) twice.
+Collectives are rings: a GPU receives all but its own part, a node by its network."""
 
 import math
 from dataclasses import dataclass

@@ -1,10 +1,8 @@
 """Seconds of a step from shapes and a table of GPUs: a roofline over the phases of a micro-batch.
 
-A GPU's work is matmuls + attention + dequantization + elementwise traffic, each at a share of what
-the data sheet promises. Three things run beside it, and count only for what they take longer:
-Python, which launches the kernels; traffic between GPUs; and activations on their way to the host
-and back. On PCIe the last two share the slot. Constants come from measurements.
-Units: FLOP, bytes, seconds."""
+A GPU's work is matmuls + attention + dequantization + elementwise traffic, each at a fitted share
+of the data sheet. Python's launches, traffic between GPUs and activations to and from the host run
+beside it, and count for what they take longer. Units: FLOP, bytes, seconds."""
 
 from dataclasses import dataclass, replace
 
