@@ -91,7 +91,8 @@ def test_run_without_trained_modules_is_the_run_that_it_was_before_there_were_su
         ("lora", {"modules_to_save": []}, set()),
         ("lora", {"target_modules": ["q_proj"]}, {"fingerprint"}),
         ("train", {"router_aux_loss_coef": None}, set()),
-        ("train", {"objective": "dpo"}, {"fingerprint"}),
+        ("train", {"objective": "dpo"}, {"tokens", "fingerprint"}),
+        ("train", {"objective": "distill"}, {"fingerprint"}),
         ("hardware", {"gpus": 0, "cpu_processes": 3}, set()),
         ("hardware", {"offload_layers": 2}, set()),
         ("tracking", {"wandb_project": "mine"}, set()),
@@ -107,6 +108,8 @@ def test_setting_changes_exactly_the_keys_of_what_depends_on_it(section, change,
 def changed_value(section: Section, key: str) -> Any:
     """Return another value of a setting, which need not be a valid one."""
     default = getattr(section, key)
+    if key == "objective":
+        return "dpo"
     if isinstance(default, bool):
         return not default
     if isinstance(default, int | float):
@@ -162,6 +165,25 @@ def test_every_setting_says_what_it_affects_and_who_reads_it():
     assert {place for place, effect in said.items() if effect == "plan"} == OF_THE_PLAN
 
 
+@pytest.mark.parametrize(
+    ("objective", "examples"),
+    [("sft", None), ("distill", None), ("dpo", "pairs"), ("orpo", "pairs"), ("kto", "rated")],
+)
+def test_tokens_are_told_which_examples_an_objective_needs(objective, examples):
+    run = run_with("train", objective=objective)
+    for settings in (
+        stage_settings("tokenize_dataset", run),
+        json.loads(recorded_json("tokenize_dataset", run)),
+    ):
+        assert settings.get("examples") == examples
+
+
+def test_objectives_of_the_same_examples_share_tokens():
+    keys = {o: tokens_key(run_with("train", objective=o)) for o in ("sft", "dpo", "ipo", "kto")}
+    assert keys["dpo"] == keys["ipo"]
+    assert len({*keys.values()}) == 3
+
+
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_editing_a_setting_reruns_exactly_the_stages_that_it_names():
     wrong = []
@@ -173,6 +195,8 @@ def test_editing_a_setting_reruns_exactly_the_stages_that_it_names():
         named = {s for s in STAGES if affects.reruns(s) and s in (affects.read_by or ())}
         reruns = {s for s in STAGES if recorded_json(s, before) != recorded_json(s, after)}
         received = {s for s in STAGES if stage_json(s, before) != stage_json(s, after)}
+        if key == "objective":  # the tokens have what follows from it: which examples there are
+            reruns, received = reruns - {"tokenize_dataset"}, received - {"tokenize_dataset"}
         if reruns != named or received != {s for s in STAGES if affects.received_by(s)}:
             wrong.append((f"{name}.{key}", named, reruns, received))
     assert wrong == []

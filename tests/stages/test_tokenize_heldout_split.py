@@ -212,5 +212,5 @@ def test_row_without_a_group_is_dropped(stage):
 def test_one_group_cannot_be_two_splits(stage):
     stage.heldout = None
     save_rows(stage.train, grouped_rows(9, per_group=100))
-    with pytest.raises(UserError, match=r"data\.group_by: all rows .* have the same value"):
+    with pytest.raises(UserError, match=r"data\.group_by: all rows .* are of one group"):
         stage.run(group_by="chat")

@@ -47,13 +47,15 @@ class Stage:
         self.output = folder / "tokens"
         self.rejects = folder / "tokens.rejects.jsonl"
         self.processes = 1
+        self.examples = "texts"
         self.dataset = Path()
 
     def config(self, **settings: Any) -> dict[str, Any]:
         heldout = None if self.heldout is None else str(self.heldout)
         names = {"train": str(self.train), "heldout": heldout, "seq_len": SEQ_LEN}
         names["near_duplicates"] = "keep"  # these rows are all alike
-        return {"data": DataConfig.model_validate(names | settings).model_dump(mode="json")}
+        data = DataConfig.model_validate(names | settings).model_dump(mode="json")
+        return {"data": data, "examples": self.examples}
 
     def run(self, **settings: Any) -> TokenStore:
         parser = stage_parser("")

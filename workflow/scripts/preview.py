@@ -38,6 +38,8 @@ def show_samples(facts: Manifest, console: Console) -> None:
         title = f"row {origin['row']} of {origin['file']}"
         if origin["source"] != origin["file"]:
             title = f"{origin['source']}: {title}"
+        if "answer" in origin:
+            title += f" ({origin['answer']})"
         _print(console, Text(f"\n{printable(title)}", style="bold"))
         for text, trained in segments:
             _print(console, _segment(text, trained, coloured=console.is_terminal), end="")

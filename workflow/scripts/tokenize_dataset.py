@@ -44,6 +44,7 @@ from workflow.lib.data.tokens.heldout_drops import (
 )
 from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
 from workflow.lib.data.tokens.manifest_log import log_facts
+from workflow.lib.data.tokens.neighbours import with_neighbours
 from workflow.lib.data.tokens.process_pool import available_processes
 from workflow.lib.data.tokens.repetition.near_duplicates import (
     NearDuplicates,
@@ -54,6 +55,7 @@ from workflow.lib.data.tokens.repetition.near_duplicates import (
 from workflow.lib.data.tokens.repetition.shingles import Pieces, pieces_of
 from workflow.lib.data.tokens.splits import (
     Split,
+    check_both_judgements,
     check_not_empty,
     divide,
     weighted,
@@ -70,6 +72,7 @@ from workflow.lib.data.tokens.token_writer import (
 from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import package_versions, short_hash, write_checked_json
@@ -78,10 +81,11 @@ from workflow.scripts.command import run, stage_parser
 
 def main(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
+    examples: Examples = args.config.get("examples", "texts")
     check_downloads(args)
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
-    encodings = find_encodings(tokenizer, sources, settings)
+    encodings = find_encodings(tokenizer, sources, settings, examples)
     tokenizer_facts = manifest.tokenizer_facts(
         tokenizer, args.tokenizer, chat_template=encodings["train"].chat_template
     )
@@ -96,6 +100,7 @@ def main(args: argparse.Namespace) -> None:
             settings,
             listing,
             tokenizer,
+            examples=examples,
             work=work,
             output=args.output,
             processes=args.processes,
@@ -135,9 +140,10 @@ def find_encodings(
     tokenizer: PreTrainedTokenizerBase,
     splits: dict[str, list[Source]],
     settings: DataConfig,
+    examples: Examples,
 ) -> dict[str, Encoding]:
     """Return how the rows of each split become tokens, once the template is known to serve."""
-    formats = {split: find_formats(split, sources) for split, sources in splits.items()}
+    formats = {split: find_formats(split, sources, examples) for split, sources in splits.items()}
     chats = any(name not in WITHOUT_TEMPLATE for some in formats.values() for name, _ in some)
     template = tool_template = None
     if chats:
@@ -161,12 +167,15 @@ def find_encodings(
             columns=tuple(columns for _, columns in formats[split]),
             group_by=tuple(source.group_by for source in splits[split]),
             settings=settings,
+            examples=examples,
         )
         for split in splits
     }
 
 
-def find_formats(split: str, sources: list[Source]) -> list[tuple[Format, DataColumns]]:
+def find_formats(
+    split: str, sources: list[Source], examples: Examples
+) -> list[tuple[Format, DataColumns]]:
     """Return what a row of each source is, and which column holds what."""
     formats = []
     for source in sources:
@@ -175,7 +184,13 @@ def find_formats(split: str, sources: list[Source]) -> list[tuple[Format, DataCo
         named = setting if len(sources) == 1 else f"{setting} ({source.name})"
         check_group_by(source.group_by, names, setting=named)
         formats.append(
-            choose_format(names, format=source.format, columns=source.columns, setting=named)
+            choose_format(
+                names,
+                format=source.format,
+                columns=source.columns,
+                setting=named,
+                examples=examples,
+            )
         )
     return formats
 
@@ -198,7 +213,8 @@ def work_key(
     """Return what the encoded rows depend on, as one short hash."""
     files = {split: [file.sha256 for file in corpus.files] for split, corpus in corpora.items()}
     formats = {split: encoding.formats for split, encoding in encodings.items()}
-    settings = encodings["train"].settings.model_dump(mode="json")
+    encoding = encodings["train"]
+    settings = [encoding.settings.model_dump(mode="json"), encoding.examples]
     return short_hash(
         [SHARD_VERSION, files, formats, settings, tokenizer_facts, package_versions()]
     )
@@ -220,6 +236,7 @@ def prepare_splits(
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    examples: Examples,
     work: Path,
     output: Path,
     processes: int,
@@ -230,6 +247,8 @@ def prepare_splits(
     """
     rejects = rejects_beside(output)
     train, heldout = make_splits(corpora, settings, listing, work=work)
+    if examples == "pairs":
+        train, heldout = (replace(split, examples=examples) for split in (train, heldout))
     check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
     check_not_empty(train, heldout, rejects=rejects)
     heldout = drop_overlap(train, heldout, listing, tokenizer)
@@ -250,6 +269,12 @@ def prepare_splits(
         treatment=settings.near_duplicates,
     )
     check_heldout_left(heldout, listing, rejects=rejects)
+    if examples == "rated":
+        check_both_judgements(train)
+        train, heldout = (
+            with_neighbours(split, seq_len=settings.seq_len, work=work)
+            for split in (train, heldout)
+        )
     return weighted(train, seed=settings.seed), heldout, near
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
 from workflow.lib.data.encoding.chat_messages import Conversation
-from workflow.lib.data.encoding.row_columns import REQUIRED
+from workflow.lib.data.encoding.row_columns import FORMATS
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.token_rows import TokenRow
 
@@ -297,7 +297,9 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), st.sampled_from(list(REQUIRED)))
+@given(
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), st.sampled_from(FORMATS["texts"])
+)
 def test_no_row_fails_otherwise_than_by_a_row_error(value, format):
     with contextlib.suppress(RowError):
         assert isinstance(sample(value, format), Conversation | TokenRow | str)

@@ -21,6 +21,7 @@ from workflow.lib.settings.config import (
 )
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
+from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.files import canonical_json, short_hash
 
 RESULTS = PurePosixPath("results")
@@ -105,7 +106,13 @@ def tokens_key(run: RunConfig) -> str:
     identity.
     """
     data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
-    return short_hash([data, run.model.source, run.model.revision])
+    return short_hash([data, run.model.source, run.model.revision, *_examples(run).values()])
+
+
+def _examples(run: RunConfig) -> dict[str, str]:
+    """Return which examples a run's objective is trained on, if they are not texts."""
+    examples = needs_of(run.train.objective).examples
+    return {} if examples == "texts" else {"examples": examples}
 
 
 def base_key(run: RunConfig) -> str:
@@ -293,7 +300,8 @@ def checkpoint_dir(name: str, run: RunConfig) -> str:
 
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
     """Return the settings that a stage receives: of each section exactly those that it reads."""
-    return _received(stage, run, tracked=False)
+    examples = _examples(run) if stage == "tokenize_dataset" else {}
+    return _received(stage, run, tracked=False) | examples
 
 
 def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:

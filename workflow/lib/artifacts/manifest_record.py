@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from workflow.lib.artifacts.records import Provenance, Record
-from workflow.lib.settings.data import Examples
+from workflow.lib.settings.objectives import Examples
 
 
 class Source(Record):
@@ -76,6 +76,7 @@ class Split(Record):
     near_duplicates: int | None = None  # rows that resemble an earlier one and do not equal it
     length_histogram: Histogram | None = None  # rows by length before any cut
     longest: list[LongRow] = Field(default=[])  # the longest rows
+    good_answers: int | None = None  # examples whose answer is rated as good
 
 
 class TokenWeights(Record):
@@ -125,6 +126,7 @@ class SampleOrigin(Record):
     source: str  # name of the source
     file: str  # path of the file, as the settings name it
     row: int  # its number in the file, from 1
+    answer: str | None = None  # which answer to the prompt it has, of the two of an example
 
 
 class TokenFiles(Record):

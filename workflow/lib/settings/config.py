@@ -164,6 +164,22 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _answers_are_documents(self) -> "RunConfig":
+        objective, data = self.train.objective, self.data
+        examples = needs_of(objective).examples
+        if examples != "texts" and data.loss_on == "all":
+            raise ValueError(
+                f"data.loss_on = all: train.objective = {objective} compares answers, and prompts "
+                "are none. Set completions"
+            )
+        if examples != "texts" and data.overlong == "split":
+            raise ValueError(
+                f"data.overlong = split: train.objective = {objective} is trained on {examples}, "
+                "which cannot be divided. Set truncate or drop"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapter_is_one_for_gguf(self) -> "RunConfig":
         unknown = [
             f"lora.{key}" for key in ("use_dora", "modules_to_save") if getattr(self.lora, key)
@@ -189,6 +205,10 @@ class Config(RunConfig):
     @model_validator(mode="after")
     def _what_is_served_is_measured(self) -> "Config":
         return self  # runs are held to it: one may export what the shared settings name
+
+    @model_validator(mode="after")
+    def _answers_are_documents(self) -> "Config":
+        return self  # likewise
 
     @model_validator(mode="after")
     def _adapter_is_one_for_gguf(self) -> "Config":

@@ -8,9 +8,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Name, Section, Share
 
-Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text"]
-# What a document of a run is: a text, one answer of a pair, or an answer that was rated.
-Examples = Literal["texts", "pairs", "rated"]
+Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text", "pairs", "ranked"]
 FileType = Literal[
     "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
 ]
@@ -59,6 +57,21 @@ class DataColumns(Section):
     weight: Annotated[str, Affects(later=True)] = "weight"
     """Column with a row's weight in the loss, at least 0; turns may have one. Loss = sum(w (-log
     p)) / sum(w)."""
+    chosen: Annotated[str, Affects(later=True)] = "chosen"
+    """Column with the preferred answer, or the conversation that ends with it (format pairs)."""
+    rejected: Annotated[str, Affects(later=True)] = "rejected"
+    """Column with the other answer, or its conversation (format pairs)."""
+    score_chosen: Annotated[str, Affects(later=True)] = "score_chosen"
+    """Column with the optional score of the preferred answer (format pairs)."""
+    score_rejected: Annotated[str, Affects(later=True)] = "score_rejected"
+    """Column with the optional score of the other answer (format pairs); equal scores are a tie."""
+    answers: Annotated[str, Affects(later=True)] = "answers"
+    """Column with a list of answers, each with its score; the best and the worst are a pair (format
+    ranked)."""
+    score: Annotated[str, Affects(later=True)] = "score"
+    """Key of an answer's score, the higher the better, or `rank`: the lower (format ranked)."""
+    label: Annotated[str, Affects(later=True)] = "label"
+    """Column that says whether an answer is a good one, true or false (objective kto)."""
 
     @model_validator(mode="after")
     def _roles_have_columns_of_their_own(self) -> "DataColumns":
@@ -81,6 +94,11 @@ ROLES_OF_A_ROW = (
     ("messages", "system", "tools", "weight"),
     ("input_ids", "labels", "loss_mask", "weight"),
     ("text", "weight"),
+    (
+        *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
+        *("system", "history", "tools"),
+    ),
+    ("prompt", "answers", "system", "history", "tools"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Which of five formats the columns of a source mean, and which column holds what.
+"""Which format the columns of a source mean, of those that a run can use, and what each holds.
 
 The names that a dataset uses are taken from `data.columns`; where that says nothing, from a table
 of the names that public datasets use.
@@ -10,7 +10,8 @@ from typing import Any
 
 from workflow.lib.data.reading.row import printable
 from workflow.lib.settings.data import DataColumns, Format
-from workflow.lib.system.errors import UserError
+from workflow.lib.settings.objectives import Examples
+from workflow.lib.system.errors import UserError, setting_error
 
 DEFAULTS = DataColumns()
 # Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first
@@ -21,6 +22,15 @@ REQUIRED: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "tokens": ("input_ids",),
     "text": ("text",),
+    "pairs": ("chosen", "rejected"),
+    "ranked": ("prompt", "answers"),
+}
+PAIRS: tuple[Format, ...] = ("pairs", "ranked")
+# Formats by what a run trains on. A pair is two rated answers; other rows need a label to be one.
+FORMATS: dict[Examples, tuple[Format, ...]] = {
+    "texts": ("messages", "prompt_completion", "alpaca", "tokens", "text"),
+    "pairs": PAIRS,
+    "rated": ("messages", "prompt_completion", "alpaca", *PAIRS),
 }
 # `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the
 # text beside them.
@@ -39,6 +49,27 @@ OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
     ("alpaca", {"instruction": "question", "input": "context", "output": "response"}),
     ("alpaca", {"instruction": "problem", "input": "context", "output": "solution"}),
 )
+# Other names of columns that a format of preferences reads, each tuple as a whole.
+PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
+    ("prompt",): tuple(
+        (name,)
+        for name in (
+            *("question", "instruction", "input"),
+            *("messages", "conversations", "conversation"),
+        )
+    ),
+    ("chosen", "rejected"): (
+        ("preferred_output", "non_preferred_output"),
+        ("chosen_response", "rejected_response"),
+    ),
+    ("score_chosen", "score_rejected"): (
+        ("chosen_score", "rejected_score"),
+        ("chosen_rating", "rejected_rating"),
+        ("chosen_avg_rating", "rejected_avg_rating"),
+    ),
+    ("answers",): (("completions",),),
+}
+LABEL_NAMES = {("label",): (("desirable",), ("is_desirable",))}
 # Columns that several publishers name otherwise; the first that is there, unless the user names
 # one.
 SYSTEM_NAMES = ("system", "system_prompt", "system_message")
@@ -49,34 +80,72 @@ ROLE_COLUMN = "role"
 
 
 def choose_format(
-    present: Collection[str], *, format: str, columns: DataColumns, setting: str
+    present: Collection[str],
+    *,
+    format: str,
+    columns: DataColumns,
+    setting: str,
+    examples: Examples = "texts",
 ) -> tuple[Format, DataColumns]:
     """Return the format of rows with these columns, the one set or the first that fits; and names.
 
-    present: the columns; `auto` means the first format that fits them. Raises `UserError` that
-    lists the columns present and expected if none fits; `setting` names the source. Without any
-    column there is not one object in it: any format will do to reject its rows, each with its own
-    reason.
+    present: the columns; `auto` means the first format that fits them. examples: what the run
+    trains on. Raises `UserError` that lists the columns present and expected if none fits;
+    `setting` names the source. Without any column there is not one object in it: any format will do
+    to reject its rows, each with its own reason.
     """
-    candidates = [name for name in REQUIRED if format in ("auto", name)]
+    candidates = [name for name in FORMATS[examples] if format in ("auto", name)]
+    if not candidates:
+        raise setting_error(
+            "data.format",
+            format,
+            f"train.objective asks for {examples}, which it does not give",
+            f"Set auto, or {' or '.join(FORMATS[examples])}",
+        )
     if not present:
         return candidates[0], columns
     for candidate in candidates:
-        if _fits(candidate, present, columns, is_set=format != "auto"):
+        names = _preference_names(candidate, present, columns, examples)
+        if _fits(candidate, present, names, examples, is_set=format != "auto"):
             if format == "auto" and candidate in ("prompt_completion", "text"):
                 _check_whole_rows(present, columns, setting)
-            return candidate, columns
-        if candidate == "messages" and (named := _named_otherwise(present, ["messages"], columns)):
+            return candidate, names
+        if candidate == "messages" and (
+            named := _named_otherwise(present, ["messages"], names, examples)
+        ):
             return named
-    if named := _named_otherwise(present, candidates, columns):
+    names = _preference_names("messages", present, columns, examples)
+    if named := _named_otherwise(present, candidates, names, examples):
         return named
     _check_whole_rows(present, columns, setting)
-    wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
+    wanted = [f"{name} ({_wanted(name, columns, examples)})" for name in candidates]
     raise UserError(
         f"data.format = {format!r}: {setting} has the columns {_listed(present)}, but expected are "
-        f"those of {' or '.join(wanted)}. {_misspelt(present, columns)}{_advice(present)}Give the "
-        "names that the file uses under data.columns, or set data.format."
+        f"those of {' or '.join(wanted)}. {_misspelt(present, columns)}"
+        f"{_advice(present, examples)}Give the names that the file uses under data.columns, or set "
+        "data.format."
     )
+
+
+def _preference_names(
+    format: Format, present: Collection[str], columns: DataColumns, examples: Examples
+) -> DataColumns:
+    """Return the names by which a format of preferences finds its columns among those present."""
+    groups = PAIR_NAMES if format in PAIRS else LABEL_NAMES if examples == "rated" else {}
+    update: dict[str, str] = {}
+    for keys, others in groups.items():
+        names = [getattr(columns, key) for key in keys]
+        is_free = names == [getattr(DEFAULTS, key) for key in keys]
+        if is_free and not any(name in present for name in names):
+            found = next((some for some in others if all(name in present for name in some)), names)
+            update |= dict(zip(keys, found, strict=True))
+    return columns.model_copy(update=update)
+
+
+def _needed(format: Format, examples: Examples) -> tuple[str, ...]:
+    """Return the columns that rows cannot do without, by their keys."""
+    labelled = examples == "rated" and format not in PAIRS
+    return (*REQUIRED[format], "label") if labelled else REQUIRED[format]
 
 
 def _check_whole_rows(present: Collection[str], columns: DataColumns, setting: str) -> None:
@@ -93,12 +162,15 @@ def _check_whole_rows(present: Collection[str], columns: DataColumns, setting: s
 
 
 def _named_otherwise(
-    present: Collection[str], candidates: Collection[str], columns: DataColumns
+    present: Collection[str],
+    candidates: Collection[str],
+    columns: DataColumns,
+    examples: Examples,
 ) -> tuple[Format, DataColumns] | None:
     """Return the first format that fits by names that public datasets use. Only names that the user
     did not choose are tried."""
     for format, names in OTHER_NAMES:
-        needed = [names[key] for key in REQUIRED[format]]
+        needed = [names.get(key, getattr(columns, key)) for key in _needed(format, examples)]
         is_free = all(getattr(columns, key) == getattr(DEFAULTS, key) for key in names)
         if format in candidates and is_free and all(name in present for name in needed):
             return format, columns.model_copy(update=dict(names))
@@ -130,8 +202,11 @@ def _misspelt(present: Collection[str], columns: DataColumns) -> str:
     return "".join(parts)
 
 
-def _advice(present: Collection[str]) -> str:
+def _advice(present: Collection[str], examples: Examples) -> str:
     """Say what to set for columns of public datasets that mean no format by themselves."""
+    if examples != "texts":
+        label = "data.columns.label names the column that says which answers are good"
+        return f"{label}. " if examples == "rated" else ""
     advice: list[tuple[set[str], dict[str, Any], str]] = [
         ({"prompt", "chosen", "rejected"}, {"completion": "chosen"}, "trains the chosen answers"),
         ({"chosen", "rejected"}, {"messages": "chosen"}, "trains the chosen conversations"),
@@ -140,17 +215,25 @@ def _advice(present: Collection[str]) -> str:
     for names, setting, effect in advice:
         if names <= set(present):
             (pair,) = setting.items()
-            return f"data.columns: {{{pair[0]}: {pair[1]}}} {effect}. "
+            both = "" if "chat" in names else "train.objective: dpo, for one, trains on both. "
+            return f"data.columns: {{{pair[0]}: {pair[1]}}} {effect}. {both}"
     return ""
 
 
-def _fits(name: Format, present: Collection[str], columns: DataColumns, *, is_set: bool) -> bool:
+def _fits(
+    name: Format,
+    present: Collection[str],
+    columns: DataColumns,
+    examples: Examples,
+    *,
+    is_set: bool,
+) -> bool:
     has_targets = any(getattr(columns, key) in present for key in TARGETS)
-    needed = all(getattr(columns, key) in present for key in REQUIRED[name])
+    needed = all(getattr(columns, key) in present for key in _needed(name, examples))
     return needed and (name != "tokens" or has_targets or is_set)
 
 
-def _wanted(name: Format, columns: DataColumns) -> str:
-    wanted = ", ".join(getattr(columns, key) for key in REQUIRED[name])
+def _wanted(name: Format, columns: DataColumns, examples: Examples) -> str:
+    wanted = ", ".join(getattr(columns, key) for key in _needed(name, examples))
     targets = " or ".join(getattr(columns, key) for key in TARGETS)
     return f"{wanted} with {targets}" if name == "tokens" else wanted

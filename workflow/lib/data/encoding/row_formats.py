@@ -12,7 +12,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import ROLE_KEYS, Conversation, Message, read_messages
-from workflow.lib.data.encoding.keys_read import REASONING_KEYS, KeyAccount, Place, row_weight
+from workflow.lib.data.encoding.keys_read import (
+    REASONING_KEYS,
+    KeyAccount,
+    Place,
+    check_label,
+    row_weight,
+)
 from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
@@ -26,7 +32,7 @@ from workflow.lib.data.encoding.row_values import (
 )
 from workflow.lib.data.encoding.token_rows import TokenRow, read_tokens
 from workflow.lib.data.encoding.tool_calls import read_calls, read_tools
-from workflow.lib.data.encoding.turn_flags import FLAGS
+from workflow.lib.data.encoding.turn_flags import FLAGS, LABEL
 from workflow.lib.data.reading.row import Values
 from workflow.lib.settings.data import DataColumns, Format
 
@@ -43,7 +49,10 @@ READ_COLUMNS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "input", "output"),
     "tokens": ("input_ids", "labels", "loss_mask"),
     "text": ("text",),
+    "pairs": ("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
+    "ranked": ("prompt", "answers"),
 }
+WITHOUT_REASONING: tuple[Format, ...] = ("text", "pairs", "ranked")  # whose it is, nothing says
 
 
 Unweighted = Conversation | TokenRow | str
@@ -78,7 +87,8 @@ def row_place(format: Format, columns: DataColumns) -> Place:
     else:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
         optional |= {ARGUMENTS_COLUMN, *SWITCHES}
-        optional |= set() if format == "text" else REASONING_KEYS
+        optional |= set() if format in WITHOUT_REASONING else REASONING_KEYS
+    names |= {columns.label} - {LABEL}  # which is not read where it is no judgement
     flags = frozenset({*FLAGS, columns.weight})
     return Place("", frozenset(names | optional), frozenset(optional), flags=flags)
 
@@ -93,6 +103,7 @@ def to_sample(
     """
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
+    check_label(value, column=columns.label)
     weight = row_weight(shape, value, column=columns.weight)
     optional = value if shape.has_optional else NOTHING
     sample = READ[format](RowParts(value, optional, columns, keys))
@@ -108,7 +119,7 @@ def _messages(row: RowParts) -> Unweighted:
         raise _no_place(row.columns.history, "messages", "put it into the messages")
     prompt = row.value.get(row.columns.prompt)
     if prompt not in EMPTY:
-        _check_prompt_is_in(messages, prompt, row.columns)
+        check_prompt_is_in(messages, prompt, row.columns)
     return _conversation(messages, weights, row)
 
 
@@ -119,7 +130,7 @@ def _no_place(name: str, format: str, change: str) -> RowError:
     )
 
 
-def _check_prompt_is_in(messages: list[Message], prompt: object, columns: DataColumns) -> None:
+def check_prompt_is_in(messages: list[Message], prompt: object, columns: DataColumns) -> None:
     items = prompt if isinstance(prompt, list) else [prompt]
     texts = [item.get("content") if isinstance(item, dict) else item for item in items]
     said = [message["content"] for message in messages]
@@ -133,13 +144,25 @@ def _check_prompt_is_in(messages: list[Message], prompt: object, columns: DataCo
 
 
 def _conversation(messages: list[Message], weights: list[float], row: RowParts) -> Conversation:
+    check_has_answer(messages, weights)
+    if row.optional:
+        _add_reasoning(messages, row)
+    return whole_conversation(messages, weights, row)
+
+
+def check_has_answer(messages: list[Message], weights: list[float]) -> None:
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     if not any(weights):
         raise UnwantedRowError("no trained token: no assistant turn may be trained, as flags say")
+
+
+def whole_conversation(
+    messages: list[Message], weights: list[float], row: RowParts
+) -> Conversation:
+    """Return messages with what the row has of a system text, tools and template arguments."""
     if not row.optional:
         return _weighted_conversation(messages, weights)
-    _add_reasoning(messages, row)
     system = _one_column(row, system_columns(row.columns), "system text")
     if system is not None and text_of(system, "the system text", may_be_blank=True).strip():
         messages, weights = _with_system(messages, weights, system)
@@ -224,7 +247,7 @@ def _template_kwargs(value: Values) -> dict[str, object]:
 
 
 def _prompt_completion(row: RowParts) -> Unweighted:
-    before, _ = _history(row)
+    before, _ = read_history(row)
     prompt, _ = _turns(row, row.columns.prompt, role="user")
     completion, weights = _turns(row, row.columns.completion, role="assistant")
     weights = [0.0] * (len(before) + len(prompt)) + weights
@@ -232,27 +255,31 @@ def _prompt_completion(row: RowParts) -> Unweighted:
 
 
 def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[float]]:
-    """Return a column's messages; a text is one message of `role`.
+    return read_turns(row, _given(row.value, name), f"column {name!r}", role=role)
+
+
+def read_turns(
+    row: RowParts, given: Any, what: str, *, role: str
+) -> tuple[list[Message], list[float]]:
+    """Return the messages of a value; a text is one message of `role`.
 
     JSON text is read as messages if it holds objects with roles, and as calls of tools if there are
     tools and it holds objects with names; else it is text.
     """
-    value, keys = row.value, row.keys
-    given = value.get(name)
     items = objects_in(given) if isinstance(given, str) else given
     if isinstance(items, dict):
         items = [items]
     if isinstance(items, list) and items:
-        _check_is_no_tree(items, name)
+        _check_is_no_tree(items, what)
         if all(isinstance(item, dict) and _names_role(item) for item in items):
-            return read_messages(items, keys, what=f"column {name!r}")
+            return read_messages(items, row.keys, what=what)
         may_call = role == "assistant" and (given is items or _raw_tools(row) is not None)
         if may_call and _are_calls(items):
-            calls = read_calls(given, f"column {name!r}", keys)
+            calls = read_calls(given, what, row.keys)
             return [{"role": role, "content": "", "tool_calls": calls}], [1.0]
     if isinstance(given, list):
-        return read_messages(given, keys, what=f"column {name!r}")
-    return [{"role": role, "content": _column(value, name)}], [float(role == "assistant")]
+        return read_messages(given, row.keys, what=what)
+    return [{"role": role, "content": text_of(given, what)}], [float(role == "assistant")]
 
 
 def _names_role(item: dict[str, Any]) -> bool:
@@ -266,15 +293,15 @@ def _are_calls(items: list[Any]) -> bool:
     )
 
 
-def _check_is_no_tree(items: list[Any], name: str) -> None:
+def _check_is_no_tree(items: list[Any], what: str) -> None:
     if any(isinstance(item, dict) and item.get("replies") for item in items):
         raise RowError(
-            f"a tree of messages: column {name!r} holds replies; write one row for each path from "
+            f"a tree of messages: {what} holds replies; write one row for each path from "
             "the first message to a last one"
         )
 
 
-def _history(row: RowParts) -> tuple[list[Message], list[float]]:
+def read_history(row: RowParts) -> tuple[list[Message], list[float]]:
     name = row.columns.history
     if row.optional.get(name) in EMPTY:
         return [], []
@@ -283,7 +310,7 @@ def _history(row: RowParts) -> tuple[list[Message], list[float]]:
 
 def _alpaca(row: RowParts) -> Unweighted:
     value, columns = row.value, row.columns
-    before, weights = _history(row)
+    before, weights = read_history(row)
     question = _column(value, columns.instruction)
     if value.get(columns.input) not in (None, ""):
         question += "\n\n" + _column(value, columns.input)
@@ -308,9 +335,13 @@ def _tokens(row: RowParts) -> Unweighted:
 
 
 def _column(value: Values, name: str) -> str:
+    return text_of(_given(value, name), f"column {name!r}")
+
+
+def _given(value: Values, name: str) -> Any:
     if name not in value:
         raise RowError(f"missing column: {name!r}")
-    return text_of(value[name], f"column {name!r}")
+    return value[name]
 
 
 READ: dict[Format, Callable[[RowParts], Unweighted]] = {

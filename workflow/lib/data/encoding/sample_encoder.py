@@ -50,6 +50,8 @@ class Encoded:
     """Of the tokens in the loss, (length,), 0 where the mask is False; None = the mask itself."""
     begins_untrained: bool = False
     """The conversation begins with a turn to be trained, which has no prompt."""
+    desirable: bool = True
+    """Whether the answer is a good one, where it is rated."""
 
     def weighted(self, weight: float) -> "Encoded":
         """Return the same with each weight times `weight`."""

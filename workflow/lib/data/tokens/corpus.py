@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
 from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk
@@ -41,6 +42,7 @@ from workflow.lib.data.tokens.process_pool import map_in_order
 from workflow.lib.data.tokens.special_texts import ENOUGH_ROWS, check_special_texts
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import file_sha256
 
@@ -63,6 +65,7 @@ class Encoding:
     columns: tuple[DataColumns, ...]
     group_by: tuple[str | None, ...]
     settings: DataConfig
+    examples: Examples = "texts"
 
 
 @dataclass(frozen=True)
@@ -201,9 +204,12 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
     ]
 
     def begin(source: int, row: Row) -> Callable[[], list[Encoded]]:
-        format, columns = encoding.formats[source], encoding.columns[source]
-        sample = to_sample(row.value, format=format, columns=columns, keys=accounts[source])
-        return encoder.begin(sample)
+        format, columns, keys = encoding.formats[source], encoding.columns[source], accounts[source]
+        if encoding.examples == "texts":
+            return encoder.begin(to_sample(row.value, format=format, columns=columns, keys=keys))
+        rated = encoding.examples == "rated"
+        judged = to_judged(row.value, format=format, columns=columns, keys=keys, rated=rated)
+        return begin_judged(encoder, judged)
 
     def encode(task: ChunkTask) -> Path:
         if task.chunk is not None:
@@ -214,6 +220,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
                 group_by=encoding.group_by[task.source],
                 seq_len=settings.seq_len,
                 overlong=settings.overlong,
+                examples=encoding.examples,
                 stem=task.stem,
             )
         return task.stem

@@ -69,7 +69,7 @@ class Documents:
 
     def __getitem__(self, index: int) -> Document:
         """Return document `index`: (token ids uint32, loss mask bool), shape (length,), mapped."""
-        number, position = self._locate(index)
+        number, position = self.locate(index)
         shard = self._opened(number)
         span = shard.span(position)
         return shard.ids[span], shard.mask[span]
@@ -86,13 +86,13 @@ class Documents:
     def ids(self, index: int) -> npt.NDArray[np.uint32]:
         """Return the token ids of document `index`, shape (length,), mapped. The file of masks
         stays closed."""
-        number, position = self._locate(index)
+        number, position = self.locate(index)
         shard = self._opened(number)
         return shard.ids[shard.span(position)]
 
     def origin(self, index: int) -> tuple[int, int]:
         """Return the number of the file, and of the row in it, that document `index` came from."""
-        shard, position = self._locate(index)
+        shard, position = self.locate(index)
         return self.shards[shard].file, int(self.shards[shard].table()["row"][position])
 
     def by_shard(
@@ -103,7 +103,8 @@ class Documents:
         for shard in np.flatnonzero(np.diff(edges)).tolist():
             yield shard, chosen[edges[shard] : edges[shard + 1]]
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the shard of document `index`, and where in it."""
         shard = int(np.searchsorted(self.shard_offsets, index, side="right")) - 1
         return shard, index - int(self.shard_offsets[shard])
 

@@ -19,10 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import BrokenRow, Row, Values
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
+from workflow.lib.data.tokens.overlong import CUT, Overlong, Piece, tokens_needed
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
 SHARD_VERSION = 7  # to be raised when the same chunk and settings give another shard
@@ -31,8 +34,8 @@ ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
 
 # One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the
-# file, `group` a hash of what groups the row (0 = nothing), `desirable` whether a rated answer is
-# a good one.
+# file, `group` a hash of what groups the row (0 = nothing; of preferences it is the prompt, unless
+# a column does), `desirable` whether a rated answer is a good one.
 TABLE = np.dtype(
     [
         ("length", "<u4"),
@@ -45,15 +48,6 @@ TABLE = np.dtype(
         ("desirable", "|b1"),
     ]
 )
-
-Overlong = Literal["truncate", "split", "drop"]
-Weights = npt.NDArray[np.float32] | None
-Piece = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_], Weights]
-"""Token ids, loss mask, and weights as in `Encoded`."""
-
-
-class TooLongError(UnwantedRowError):
-    """A usable row that does not fit into `seq_len`."""
 
 
 @dataclass
@@ -96,8 +90,11 @@ class ShardFacts:
 class ShardBuilder:
     """Collects the documents and facts of one chunk."""
 
-    def __init__(self, *, seq_len: int, overlong: Overlong, group_by: str | None) -> None:
+    def __init__(
+        self, *, seq_len: int, overlong: Overlong, group_by: str | None, examples: Examples
+    ) -> None:
         self._seq_len = seq_len
+        self._examples = examples
         self._group_by = group_by
         self._overlong = overlong
         self._pieces: list[Piece] = []
@@ -116,49 +113,35 @@ class ShardBuilder:
         self.facts.rows_read += 1
 
     def _keep(self, number: int, examples: list[Encoded], group: int) -> None:
-        full = max(len(encoded.ids) for encoded in examples)
-        pieces = self._pieces_of(examples)
+        full = tokens_needed(examples, self._examples)
+        pieces = CUT[self._examples](examples, seq_len=self._seq_len, overlong=self._overlong)
+        if self._examples != "texts" and not group:
+            group = max(1, digest(prompt_of(pieces[0].ids, pieces[0].mask).tobytes()))
         for piece in pieces:
-            ids, mask, _ = piece
-            trained = int(np.count_nonzero(mask))
             self._pieces.append(piece)
             self._table.append(
                 (
-                    len(ids),
+                    len(piece.ids),
                     full,
-                    trained,
+                    int(np.count_nonzero(piece.mask)),
                     self.facts.rows_read,
                     number,
-                    _digest(ids.tobytes()),
+                    digest(piece.ids.tobytes()),
                     group,
-                    True,
+                    piece.desirable,
                 )
             )
         if full > self._seq_len:
             tokens = sum(len(encoded.ids) for encoded in examples)
-            kept_tokens = sum(len(ids) for ids, *_ in pieces)
+            kept_tokens = sum(len(piece.ids) for piece in pieces)
             self.facts.cuts.append(
                 {"row": number, "tokens": tokens, "documents": len(pieces), "kept": kept_tokens}
             )
         self.facts.special_texts += any(encoded.held_special_text for encoded in examples)
-        self.facts.rows_by_turns += len(examples) > 1
+        self.facts.rows_by_turns += self._examples == "texts" and len(examples) > 1
         self.facts.begin_untrained += examples[0].begins_untrained
         for text in examples[0].unrendered:
             self.facts.unrendered[text] = self.facts.unrendered.get(text, 0) + 1
-
-    def _pieces_of(self, examples: list[Encoded]) -> list[Piece]:
-        """Return the documents of a row's examples. Raises `TooLongError` if none is left, or one
-        must be dropped."""
-        pieces: list[Piece] = []
-        failure: TooLongError | None = None
-        for encoded in examples:
-            try:
-                pieces += cut_to_length(encoded, seq_len=self._seq_len, overlong=self._overlong)
-            except TooLongError as error:
-                failure = error
-        if failure is not None and (not pieces or self._overlong == "drop"):
-            raise failure
-        return pieces
 
     def _drop(self, row: Row | BrokenRow, error: RowError) -> None:
         self.facts.dropped.append(self.facts.rows_read)
@@ -169,15 +152,18 @@ class ShardBuilder:
         """Write the shard's files; `stem` is their common path."""
         table = np.array(self._table, dtype=TABLE)
         self.facts.documents, self.facts.tokens = len(table), int(table["length"].sum())
-        ids = [ids for ids, *_ in self._pieces] or [np.empty(0, dtype=np.uint32)]
-        mask = [mask for _, mask, _ in self._pieces] or [np.empty(0, dtype=np.bool_)]
+        ids = [piece.ids for piece in self._pieces] or [np.empty(0, dtype=np.uint32)]
+        mask = [piece.mask for piece in self._pieces] or [np.empty(0, dtype=np.bool_)]
         arrays = {
             "ids": np.concatenate(ids).astype("<u4", copy=False),
             "mask": np.concatenate(mask),
             "table": table,
         }
-        if any(weights is not None for *_, weights in self._pieces):
-            each = [m.astype("<f4") if w is None else w for _, m, w in self._pieces]
+        if any(piece.weights is not None for piece in self._pieces):
+            each = [
+                piece.mask.astype("<f4") if piece.weights is None else piece.weights
+                for piece in self._pieces
+            ]
             arrays["weights"] = np.concatenate(each).astype("<f4", copy=False)
         for name, array in arrays.items():
             save_array(stem, name, array)
@@ -185,7 +171,8 @@ class ShardBuilder:
         write_checked_json(Path(f"{stem}.facts.json"), asdict(self.facts))
 
 
-def _digest(content: bytes) -> int:
+def digest(content: bytes) -> int:
+    """Return a hash of `DIGEST_BYTES` bytes."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest(), "little")
 
 
@@ -197,34 +184,7 @@ def group_of(value: Values, group_by: str | None) -> int:
     group = value.get(group_by)
     if group is None or group == "" or isinstance(group, list | dict):
         raise RowError(f"no group: column {group_by!r} (data.group_by) is {kind(group)}")
-    return max(1, _digest(str(group).encode(errors="surrogatepass")))
-
-
-def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
-    """Return a row's documents of at most `seq_len` tokens.
-
-    It is one document, or for `split` as many as train something. The first token of a document is
-    no target: nothing stands before it. Raises `TooLongError` if nothing is left.
-    """
-    ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
-    if len(ids) <= seq_len:
-        return [(ids, mask, weights)]
-    if overlong == "drop":
-        raise TooLongError(f"overlong: {len(ids)} tokens, seq_len is {seq_len}")
-    starts = range(0, len(ids), seq_len) if overlong == "split" else range(1)
-    parts = [slice(start, start + seq_len) for start in starts]
-    pieces: list[Piece] = [
-        (ids[part], mask[part].copy(), None if weights is None else weights[part].copy())
-        for part in parts
-    ]
-    for _, piece_mask, piece_weights in pieces:
-        piece_mask[0] = False
-        if piece_weights is not None:
-            piece_weights[0] = 0.0
-    trained_pieces = [piece for piece in pieces if piece[1].any()]
-    if not trained_pieces:
-        raise TooLongError(f"no trained token within seq_len: {len(ids)} tokens in all")
-    return trained_pieces
+    return max(1, digest(str(group).encode(errors="surrogatepass")))
 
 
 def encode_rows(
@@ -236,10 +196,11 @@ def encode_rows(
     overlong: Overlong,
     stem: Path,
     group_by: str | None = None,
+    examples: Examples = "texts",
 ) -> None:
     """Write the shard of a chunk's rows to `stem`. All rows of a block are begun, then ended
     (`SampleEncoder.begin`). keys: what `begin` accounts for."""
-    builder = ShardBuilder(seq_len=seq_len, overlong=overlong, group_by=group_by)
+    builder = ShardBuilder(seq_len=seq_len, overlong=overlong, group_by=group_by, examples=examples)
     for start in range(0, len(rows), ROWS_BEGUN):
         block = rows[start : start + ROWS_BEGUN]
         for row, begun in zip(block, [_begun(row, begin) for row in block], strict=True):

@@ -200,7 +200,7 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> SplitFac
     """Return the facts on a split; lengths are those of the rows before any cut."""
     counts, longest = _count_lengths(split)
     files = _counts_by_file(split)
-    return {
+    facts: SplitFacts = {
         "rows_read": split.rows_read,
         "rows_kept": split.rows_read - split.rows_dropped,
         "rows_dropped": split.rows_dropped,
@@ -214,6 +214,9 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> SplitFac
         "duplicates": len(split.first_of_row) - split.distinct_rows(),
         "near_duplicates": near_duplicates,
     }
+    if split.examples == "rated":
+        facts["good_answers"] = split.good_answers()
+    return facts
 
 
 def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
@@ -272,20 +275,35 @@ def file_checksums(folder: Path) -> dict[str, str]:
 
 
 def sampled(train: Split) -> list[int]:
-    """Return where the first, middle and last training document of each source stand in train."""
-    positions, first = [], 0
+    """Return where the documents of the first, middle and last training example of each source
+    stand in train."""
+    positions: list[int] = []
+    first = 0
     for count in documents_by_source(train):
-        some = {first, first + count // 2, first + count - 1} if count else set[int]()
-        positions += sorted(some)
+        examples = count // train.unit
+        some = {0, examples // 2, examples - 1} if count else set[int]()
+        for example in sorted(some):
+            begin = first + train.unit * example
+            positions += range(begin, begin + train.unit)
         first += count
     return positions
 
 
 def _sample_origin(train: Split, position: int) -> SampleOrigin:
     number = int(train.chosen[position])
-    file, row = train.documents.origin(number)
-    known = train.corpus.files[file]
-    return {"source": train.corpus.sources[known.source].name, "file": known.file, "row": row}
+    shard, row_of_shard = train.documents.locate(number)
+    entry = train.documents.shards[shard].table()[row_of_shard]
+    known = train.corpus.files[train.documents.shards[shard].file]
+    origin: SampleOrigin = {
+        "source": train.corpus.sources[known.source].name,
+        "file": known.file,
+        "row": int(entry["row"]),
+    }
+    if train.examples != "texts":
+        rated = ("good answer" if entry["desirable"] else "bad answer", "answer of another row")
+        names = ("chosen", "rejected") if train.examples == "pairs" else rated
+        origin["answer"] = names[position % train.unit]
+    return origin
 
 
 def _segments(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

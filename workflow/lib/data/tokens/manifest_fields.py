@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
 from workflow.lib.data.encoding.probes import ChatProbe, TextProbe
-from workflow.lib.settings.data import Examples
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import Provenance
 
 
@@ -90,6 +90,8 @@ class SampleOrigin(TypedDict):
     source: str
     file: str
     row: int
+    answer: NotRequired[str]
+    """What the document is of its example, where that is two."""
 
 
 class SourceDocuments(TypedDict):
@@ -110,7 +112,7 @@ class WeightFacts(TypedDict):
 
 class SplitFacts(TypedDict):
     """A split; lengths are those of the rows before any cut. weights: of the training split, only
-    where some are not 1.
+    where some are not 1. good_answers: of rated ones, examples.
     """
 
     rows_read: int
@@ -126,6 +128,7 @@ class SplitFacts(TypedDict):
     duplicates: int
     near_duplicates: int
     weights: NotRequired[WeightFacts]
+    good_answers: NotRequired[int]
 
 
 class TrainFacts(SplitFacts):

@@ -31,6 +31,8 @@ def log_facts(
         seq_len,
         100 * train["fill"],
     )
+    if facts["examples"] != "texts":
+        _log_examples(facts)
     if weights := train.get("weights"):
         logger.info(
             "%d trained tokens have another weight than 1 (%g to %g, mean %g): the loss of a step "
@@ -51,6 +53,20 @@ def log_facts(
     log_special_texts(special, setting=special_tokens)
     if facts["pad_token_origin"] == "eos_token":
         logger.info("no pad token: rows are filled with eos, which is never trained there")
+
+
+def _log_examples(facts: Manifest) -> None:
+    for name, split in (
+        ("train", facts["splits"]["train"]),
+        ("heldout", facts["splits"]["heldout"]),
+    ):
+        count = split["documents"] // 2
+        if facts["examples"] == "pairs":
+            logger.info("%s: %d pairs of a chosen and a rejected answer", name, count)
+        else:
+            good = split["good_answers"]
+            message = "%s: %d rated answers, %d good and %d bad, each with that of another row"
+            logger.info(message, name, count, good, count - good)
 
 
 def _log_split(name: str, split: SplitFacts, *, seq_len: int) -> None:

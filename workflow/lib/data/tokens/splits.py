@@ -14,7 +14,7 @@ from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import Documents
 from workflow.lib.data.tokens.seeded_draws import Numbers, drawn, times_taken
 from workflow.lib.data.tokens.token_store import Document
-from workflow.lib.settings.data import Examples
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError
 
 BLOCK = 2**20  # documents that are looked up at a time
@@ -74,6 +74,13 @@ class Split(Sequence[Document]):
         file, row = self.documents.origin(number)
         return self.corpus.files[file].file, row
 
+    def good_answers(self) -> int:
+        """Return how many examples are rated as good, repetitions by weight included."""
+        shards = self.documents.by_shard(self.chosen)
+        offsets = self.documents.shard_offsets
+        tables = ((self.documents.shards[n].table(), chosen - offsets[n]) for n, chosen in shards)
+        return sum(int(table["desirable"][at].sum()) for table, at in tables) // self.unit
+
     def distinct_rows(self) -> int:
         """Return how many rows differ in their tokens, by digest. Those whose digests end alike are
         in memory at a time."""
@@ -84,7 +91,10 @@ class Split(Sequence[Document]):
         """Return the digests whose remainder by `ranges` is `part`."""
         firsts, parts = self.first_of_row, [np.empty(0, dtype=np.uint64)]
         for start in range(0, len(firsts), BLOCK):
-            digests = self.documents.digests[firsts[start : start + BLOCK]]
+            numbers = firsts[start : start + BLOCK]
+            digests = self.documents.digests[numbers]
+            if self.examples == "pairs":
+                digests = np.uint64(3) * digests + self.documents.digests[numbers + 1]
             parts.append(digests[digests % np.uint64(ranges) == part])
         return np.concatenate(parts)
 
@@ -138,8 +148,9 @@ def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray
     _, numbers, sizes = np.unique(numbers, return_inverse=True, return_counts=True)
     if len(sizes) == 1:
         raise UserError(
-            "data.group_by: all rows of the training data have the same value in this column, so "
-            "none can be held out. Name a column that tells groups apart, or give data.heldout."
+            "data.group_by: all rows of the training data are of one group (the same value in this "
+            "column; of preferences without it, the same prompt), so none can be held out. Name a "
+            "column that tells groups apart, or give data.heldout."
         )
     order = drawn(len(sizes), total=len(sizes), seed=seed)
     chosen, room = np.zeros(len(sizes), dtype=np.bool_), count
@@ -247,6 +258,18 @@ def shared_groups(heldout: Split, train: Split) -> Iterator[tuple[int, int]]:
     partners = first[np.searchsorted(known, groups)]
     for number in np.flatnonzero(partners >= 0).tolist():
         yield int(heldout.chosen[number]), int(partners[number])
+
+
+def check_both_judgements(train: Split) -> None:
+    """Raise `UserError` if all rated answers of the training split are good, or all are bad."""
+    good, count = train.good_answers(), len(train) // train.unit
+    if good in (0, count):
+        files = ", ".join(file.file for file in train.corpus.files[:3])
+        raise UserError(
+            f"data.train: all {count} answers of {files} are {'good' if good else 'bad'} ones, and "
+            "KTO learns from the difference. Add the others, name the column that says it in "
+            "data.columns.label, or train good answers alone by train.objective: sft."
+        )
 
 
 def check_not_empty(*splits: Split, rejects: Path) -> None:

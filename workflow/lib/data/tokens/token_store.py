@@ -21,7 +21,7 @@ from typing import Any, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.settings.data import Examples
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import is_passing, read_checked_json

@@ -1,0 +1,42 @@
+"""The other answer beside each rated one."""
+
+import numpy as np
+import pytest
+
+from tests.support.token_splits import Words, split_of
+from workflow.lib.data.tokens.neighbours import next_others, with_neighbours
+
+
+@pytest.mark.parametrize(
+    ("rows", "answers", "others"),
+    [
+        ("0123", "abcd", [1, 2, 3, 0]),  # the next, and around the end
+        ("0123", "aabb", [2, 2, 0, 0]),  # never an equal one
+        ("001122", "abcdef", [2, 2, 4, 4, 0, 0]),  # never one of the same row
+        ("0011", "abab", [3, 2, 1, 0]),
+        ("00112", "abaab", [4, 2, 4, 4, 0]),
+        ("0123", "aaaa", [-1] * 4),
+        ("00", "ab", [-1, -1]),
+        ("001", "aba", [-1, 2, 1]),
+    ],
+)
+def test_neighbour_is_the_next_answer_of_another_row_that_differs(rows, answers, others):
+    ordinals = np.array([int(row) for row in rows], dtype=np.uint64)
+    digests = np.array([ord(answer) for answer in answers], dtype=np.uint64)
+    assert next_others(ordinals, digests).tolist() == others
+
+
+def test_neighbours_answer_is_cut_to_the_room_that_is_left_in_a_row(tmp_path):
+    words = Words()
+    split = split_of(
+        tmp_path,
+        "train",
+        [words.conversation(("a b", "c")), words.conversation(("d", "e f g h i j k"))],
+    )
+    paired = with_neighbours(split, seq_len=12, work=tmp_path)
+    documents = [(ids.tolist(), mask.astype(int).tolist()) for ids, mask in paired]
+    # 0 begins and ends every turn; words are numbered from 1
+    assert documents[:2] == [
+        ([0, 1, 2, 0, 3, 0], [0, 0, 0, 0, 1, 1]),
+        ([0, 1, 2, 0, 5, 6], [0, 0, 0, 0, 1, 1]),
+    ]

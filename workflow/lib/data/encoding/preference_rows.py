@@ -1,0 +1,330 @@
+"""Rows of preferences: two answers to one prompt, or an answer that was judged.
+
+Of a pair, prompt and answer are put together to two conversations. What they share from the first
+message on is the prompt, whether it stands in a column of its own or in both; behind it the answers
+of the assistant are trained. Transcripts as those of HH-RLHF are divided into turns first. Two
+texts without a prompt are refused: where one would end, nothing in them says.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.keys_read import KeyAccount, Place, row_weight
+from workflow.lib.data.encoding.row_columns import PAIRS
+from workflow.lib.data.encoding.row_formats import (
+    NOTHING,
+    READ,
+    RowParts,
+    check_has_answer,
+    check_prompt_is_in,
+    read_history,
+    read_turns,
+    row_place,
+    whole_conversation,
+)
+from workflow.lib.data.encoding.row_values import (
+    EMPTY,
+    RowError,
+    UnwantedRowError,
+    json_value,
+    kind,
+)
+from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
+from workflow.lib.data.reading.row import Values
+from workflow.lib.settings.data import DataColumns, Format
+
+# A transcript, its turns, and what divides them.
+TRANSCRIPT = re.compile(r"\s*Human:.*\n\nAssistant:", re.DOTALL)
+SPEAKER = re.compile(r"(?:^\s*|\n\n)(Human|Assistant):")
+ROLE_OF = {"Human": "user", "Assistant": "assistant"}
+# A prompt that holds its tools too, as OpenAI's preference format has it.
+PROMPT = Place("prompt", frozenset({"messages", "tools"}))
+ANSWER_KEYS = ("response", "answer", "completion", "text", "content", "messages")
+# Of an answer's score, tried in this order; a rank is the better the lower.
+SCORE_KEYS = ("score", "rating", "fine-grained_score", "overall_score")
+RANK = "rank"
+TRUE_AND_FALSE = {
+    **dict.fromkeys(("true", "1", "1.0"), True),
+    **dict.fromkeys(("false", "0", "0.0"), False),
+}
+
+Turns = tuple[list[Message], list[float]]
+"""Messages, and the weight of each in the loss."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Conversations that end with an answer each: of a pair the chosen one and the rejected one.
+    desirable: of rated answers, whether each is a good one; None = they are a pair."""
+
+    answers: list[Conversation]
+    desirable: list[bool] | None = None
+
+
+@cache
+def judged_place(format: Format, columns: DataColumns) -> Place:
+    place = row_place(format, columns)
+    more = {columns.label}
+    if format in PAIRS:
+        more = {columns.input} if columns.prompt == columns.instruction else set[str]()
+    return replace(place, read=place.read | more)
+
+
+def to_judged(
+    value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount, rated: bool
+) -> Judged:
+    """Return a row's pair of answers, or its rated answer; a pair as two if `rated`.
+
+    Raises `RowError` as `to_sample` does, and where there is nothing to prefer: one side is
+    missing, both are equal, or their scores are.
+    """
+    value, shape = keys.take(judged_place(format, columns), value, "the row")
+    weight = row_weight(shape, value, column=columns.weight)
+    row = RowParts(value, value if shape.has_optional else NOTHING, columns, keys)
+    if format in PAIRS:
+        answers = _pair(row, *READ_PAIR[format](row))
+        judged = Judged(answers, [True, False] if rated else None)
+    else:
+        desirable = _label(value, columns.label)
+        judged = Judged([_judged_answer(row, format)], [desirable])
+    if weight != 1 or any(answer.weights is not None for answer in judged.answers):
+        raise RowError(
+            "weights of preferences: a row or a turn has a weight, and no objective of preferences "
+            f"reads one; leave it out (data.leave_out: [{columns.weight}])"
+        )
+    return judged
+
+
+def _judged_answer(row: RowParts, format: Format) -> Conversation:
+    """Return a conversation of which what the assistant says behind the last user's turn is
+    trained; of a prompt and its completion, the whole completion."""
+    conversation = READ[format](row)
+    assert isinstance(conversation, Conversation), "rated rows are conversations"
+    if format == "prompt_completion":
+        return conversation
+    users = [n for n, m in enumerate(conversation.messages) if m["role"] == "user"]
+    first = max(users, default=-1)
+    trained = [is_trained and n > first for n, is_trained in enumerate(conversation.trained)]
+    if not any(trained):
+        raise RowError("no answer: a user's turn is the last, or the one behind it is not trained")
+    return replace(conversation, trained=trained)
+
+
+def _label(value: Values, name: str) -> bool:
+    given = value.get(name)
+    known = TRUE_AND_FALSE.get(str(given).strip().lower()) if name in value else None
+    if known is None:
+        has = f"is {given!r}" if name in value else "is missing"
+        raise RowError(f"no judgement: column {name!r} {has}, known are true and false (or 1, 0)")
+    return known
+
+
+def _sides(row: RowParts) -> tuple[Turns, Turns]:
+    columns, value = row.columns, row.value
+    chosen, rejected = (
+        _side(row, value.get(name), f"column {name!r}")
+        for name in (columns.chosen, columns.rejected)
+    )
+    names = columns.score_chosen, columns.score_rejected
+    if any(value.get(name) is not None for name in names):
+        better, worse = (_number(value.get(name), f"column {name!r}") for name in names)
+        if better < worse:
+            raise RowError(
+                f"contradiction: the chosen answer has the score {better:g}, the rejected one "
+                f"{worse:g}; leave the scores out (data.leave_out: [{', '.join(names)}])"
+            )
+        _check_no_tie(better, worse)
+    return chosen, rejected
+
+
+def _ranked(row: RowParts) -> tuple[Turns, Turns]:
+    """Return the answers of the best and the worst score, the first of each."""
+    what = f"column {row.columns.answers!r}"
+    given = row.value.get(row.columns.answers)
+    items = json_value(given, what) if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise RowError(f"not a list of answers: {what} is {kind(items)}")
+    if len(items) < 2:
+        raise RowError(f"no pair: {what} holds {len(items)} answers, and a pair needs two")
+    is_named = row.columns.score != DataColumns().score
+    known = (row.columns.score,) if is_named else (*SCORE_KEYS, RANK)
+    score = _first_key(items[0], known)
+    answers, scores = [], []
+    for number, item in enumerate(items, 1):
+        where, text = f"answer {number} of {what}", _first_key(item, ANSWER_KEYS)
+        item, _ = row.keys.take(_answer_place(text, score), item, where)
+        answers.append((item.get(text), where))
+        scores.append(_number(item.get(score), f"{score} (data.columns.score) of {where}"))
+    _check_no_tie(max(scores), min(scores))
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    if score == RANK:
+        best, worst = worst, best
+    return _side(row, *answers[best]), _side(row, *answers[worst])
+
+
+def _first_key(item: Values, known: tuple[str, ...]) -> str:
+    """Return the first known key that holds a value; the first of all if none does."""
+    return next((key for key in known if item.get(key) is not None), known[0])
+
+
+@cache
+def _answer_place(text: str, score: str) -> Place:
+    return Place("answer", frozenset({text, score}))
+
+
+READ_PAIR: dict[Format, Callable[[RowParts], tuple[Turns, Turns]]] = {
+    "pairs": _sides,
+    "ranked": _ranked,
+}
+
+
+def _number(given: Any, what: str) -> float:
+    try:
+        number = math.nan if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RowError(f"no number: {what} is {given!r}")
+    return number
+
+
+def _check_no_tie(better: float, worse: float) -> None:
+    if better == worse:
+        raise UnwantedRowError(f"tie: both answers have the score {better:g}")
+
+
+def _side(row: RowParts, given: Any, what: str) -> Turns:
+    if given in EMPTY:
+        raise RowError(f"no pair: {what} is empty, and a pair needs both answers")
+    if isinstance(given, str) and TRANSCRIPT.match(given):
+        return _transcript(given, what)
+    return read_turns(row, given, what, role="assistant")
+
+
+def _transcript(text: str, what: str) -> Turns:
+    """Divide a transcript into its turns."""
+    start, *parts = SPEAKER.split(text)
+    assert not start.strip(), "a transcript begins with a speaker"
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    for number, (_, said) in enumerate(pairs, 1):
+        if not said.strip():
+            raise RowError(f"empty: turn {number} of the transcript in {what}")
+    messages = [{"role": ROLE_OF[speaker], "content": said.strip()} for speaker, said in pairs]
+    return messages, [float(message["role"] == "assistant") for message in messages]
+
+
+def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
+    """Return the messages of the prompt's column, none if it is empty; and the row with the tools
+    that the prompt offers."""
+    columns, keys = row.columns, row.keys
+    given, what = row.value.get(columns.prompt), f"column {columns.prompt!r}"
+    if given in EMPTY:
+        return [], row
+    if isinstance(given, dict) and "messages" in given:
+        given, _ = keys.take(PROMPT, given, what)
+        if given.get("tools") not in EMPTY:
+            if row.optional.get(columns.tools) not in EMPTY:
+                raise RowError(f"two lists of tools: {what} and column {columns.tools!r}")
+            row = row._replace(optional={**row.optional, columns.tools: given["tools"]})
+        given = given["messages"]
+    if isinstance(given, str) and TRANSCRIPT.match(given):
+        return _transcript(re.sub(r"\s*Assistant:\s*$", "", given), what)[0], row
+    if columns.prompt == columns.instruction and isinstance(given, str):
+        more = row.value.get(columns.input)
+        given = given if more in EMPTY else f"{given}\n\n{more}"
+    return read_turns(row, given, what, role="user")[0], row
+
+
+def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
+    """Return both conversations, of which what follows the prompt that they share is trained."""
+    given, row = _prompt(row)
+    history, _ = read_history(row)
+    prompt = [*history, *given]
+    sides = [_with_prompt(prompt, side) for side in (chosen, rejected)]
+    both = [messages for messages, _ in sides]
+    shared = _shared(*both)
+    check_prompt_is_in(both[0][:shared], prompt, row.columns)
+    conversations = []
+    for messages, weights in sides:
+        weights = [0.0] * shared + weights[shared:]
+        check_has_answer(messages[shared:], weights)
+        conversations.append(whole_conversation(messages, weights, row))
+    return conversations
+
+
+def _with_prompt(prompt: list[Message], side: Turns) -> Turns:
+    """Return an answer behind its prompt, or a whole conversation as it is."""
+    messages, weights = side
+    is_whole = messages[0]["role"] != "assistant" or (
+        not prompt and any(message["role"] == "user" for message in messages)
+    )
+    if is_whole:
+        return side
+    if not prompt:
+        raise RowError(
+            "no prompt: chosen and rejected are answers, and the row has no prompt; name its "
+            "column in data.columns.prompt, or write both as whole conversations (lists of "
+            "messages). A prompt that is the beginning of two texts is not guessed"
+        )
+    return [*prompt, *messages], [0.0] * len(prompt) + weights
+
+
+def _shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """Return how many messages both begin with. Raises `RowError` if an answer of each does not
+    follow."""
+    if chosen == rejected:
+        raise RowError("equal answers: chosen and rejected are the same")
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shared = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if shared in (len(chosen), len(rejected)):
+        raise RowError("no pair: one conversation is the beginning of the other")
+    roles = chosen[shared]["role"], rejected[shared]["role"]
+    if not shared or roles != ("assistant", "assistant"):
+        raise RowError(
+            f"no common prompt: chosen and rejected differ first in message {shared + 1}, which is "
+            "not an answer of both"
+        )
+    return shared
+
+
+def begin_judged(encoder: SampleEncoder, judged: Judged) -> Callable[[], list[Encoded]]:
+    """Return what encodes a row's answers, a document each (`SampleEncoder.begin`). It raises
+    `RowError` too if answers are equal, or have unlike prompts, as the template writes them."""
+    return partial(_encoded, [encoder.begin(answer) for answer in judged.answers], judged.desirable)
+
+
+def _encoded(
+    begun: list[Callable[[], list[Encoded]]], desirable: list[bool] | None
+) -> list[Encoded]:
+    examples = [end() for end in begun]
+    if any(len(documents) > 1 for documents in examples):
+        raise RowError(
+            "several examples: the chat template shows a turn of the answer otherwise once others "
+            "follow; give one that does not in data.chat_template, or end each conversation with "
+            "that turn"
+        )
+    documents = [document for (document,) in examples]
+    prompts = [prompt_of(document.ids, document.mask).tolist() for document in documents]
+    if any(prompt != prompts[0] for prompt in prompts):
+        raise RowError(
+            "unlike prompts: chosen and rejected have other tokens before what is trained, by the "
+            "chat template, or as a first turn of one is not trained (flags of turns, data.loss_on)"
+        )
+    if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
+        raise RowError("equal answers: the chat template writes chosen and rejected the same")
+    if desirable is None:
+        return documents
+    return [replace(d, desirable=good) for d, good in zip(documents, desirable, strict=True)]
+
+
+def prompt_of(ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
+    """Return the tokens before the first trained one."""
+    return ids[: int(mask.argmax())]

@@ -1,0 +1,117 @@
+"""Examples that do not fit into `seq_len`: cut, divided or dropped, as `data.overlong` says.
+
+A pair has to fit into one row, so the longer answer is cut first. A rated answer takes half a row
+at most: the other half is for the same prompt with the answer of another row (`neighbours`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.encoding.row_values import UnwantedRowError
+from workflow.lib.data.encoding.sample_encoder import Encoded
+from workflow.lib.settings.objectives import Examples
+
+Overlong = Literal["truncate", "split", "drop"]
+
+
+class Piece(NamedTuple):
+    """A document: token ids, loss mask, and weights and judgement as in `Encoded`."""
+
+    ids: npt.NDArray[np.uint32]
+    mask: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float32] | None = None
+    desirable: bool = True
+
+
+class TooLongError(UnwantedRowError):
+    """A usable row that does not fit into `seq_len`."""
+
+
+def tokens_needed(examples: Sequence[Encoded], kind: Examples) -> int:
+    """Return how many tokens of a packed row the largest example of a row of data takes, uncut."""
+    lengths = [len(encoded.ids) for encoded in examples]
+    return {"texts": max(lengths), "pairs": sum(lengths), "rated": 2 * max(lengths)}[kind]
+
+
+def _texts(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Piece]:
+    """Cut each by itself. Raises `TooLongError` if none is left, or one must be dropped."""
+    pieces: list[Piece] = []
+    failure: TooLongError | None = None
+    for encoded in examples:
+        try:
+            pieces += cut_to_length(encoded, seq_len=seq_len, overlong=overlong)
+        except TooLongError as error:
+            failure = error
+    if failure is not None and (not pieces or overlong == "drop"):
+        raise failure
+    return pieces
+
+
+def _pair(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Piece]:
+    lengths = [len(encoded.ids) for encoded in examples]
+    if sum(lengths) > seq_len and overlong == "drop":
+        raise TooLongError(
+            f"overlong: chosen and rejected have {lengths[0]} and {lengths[1]} tokens, and one row "
+            f"(seq_len = {seq_len}) holds both"
+        )
+    longest = max(seq_len // 2, seq_len - min(lengths))
+    chosen, rejected = (
+        piece
+        for encoded in examples
+        for piece in cut_to_length(encoded, seq_len=longest, overlong="truncate")
+    )
+    if np.array_equal(chosen.ids, rejected.ids):
+        raise TooLongError(f"equal within seq_len: both answers begin alike for {longest} tokens")
+    return [chosen, rejected]
+
+
+def _rated(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Piece]:
+    half, longest = seq_len // 2, max(len(encoded.ids) for encoded in examples)
+    if longest > half and overlong == "drop":
+        raise TooLongError(
+            f"overlong: {longest} tokens, and a rated answer may take half a row (seq_len = "
+            f"{seq_len})"
+        )
+    return [
+        piece
+        for encoded in examples
+        for piece in cut_to_length(encoded, seq_len=half, overlong="truncate")
+    ]
+
+
+CUT: dict[Examples, Callable[..., list[Piece]]] = {"texts": _texts, "pairs": _pair, "rated": _rated}
+
+
+def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
+    """Return a row's documents of at most `seq_len` tokens.
+
+    It is one document, or for `split` as many as train something. The first token of a document is
+    no target: nothing stands before it. Raises `TooLongError` if nothing is left.
+    """
+    ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
+    if len(ids) <= seq_len:
+        return [Piece(ids, mask, weights, encoded.desirable)]
+    if overlong == "drop":
+        raise TooLongError(f"overlong: {len(ids)} tokens, seq_len is {seq_len}")
+    starts = range(0, len(ids), seq_len) if overlong == "split" else range(1)
+    parts = [slice(start, start + seq_len) for start in starts]
+    pieces = [
+        Piece(
+            ids[part],
+            mask[part].copy(),
+            None if weights is None else weights[part].copy(),
+            encoded.desirable,
+        )
+        for part in parts
+    ]
+    for piece in pieces:
+        piece.mask[0] = False
+        if piece.weights is not None:
+            piece.weights[0] = 0.0
+    trained_pieces = [piece for piece in pieces if piece.mask.any()]
+    if not trained_pieces:
+        raise TooLongError(f"no trained token within seq_len: {len(ids)} tokens in all")
+    return trained_pieces
