@@ -64,8 +64,8 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
             "data",
             "heldout",
             ["a", {"path": "a", "format": "x"}],
-            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca', 'tokens' "
-            "or 'text'",
+            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca', "
+            "'tokens', 'text', 'pairs' or 'ranked'",
         ),
     ],
 )

@@ -174,7 +174,7 @@ def test_answers_that_are_all_the_same_are_refused(stage):
     def make(count, start=0):
         return [row | {"completion": "Same."} for row in rated(count, start=start)]
 
-    with pytest.raises(UserError, match="row 1 of .* finds no other answer in its split"):
+    with pytest.raises(UserError, match=r"row 1 of .* finds no other answer in its split"):
         prepared(stage, make, "rated")
 
 

@@ -8,7 +8,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.tiny import tiny_tokenizer
+from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
+from workflow.lib.data.encoding.row_columns import FORMATS
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
@@ -27,7 +30,6 @@ from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import DataColumns
-from workflow.lib.settings.data import Format
 from workflow.lib.system.errors import UserError
 
 FUZZED = settings(
@@ -121,8 +123,7 @@ def use(path: Path, encoder: SampleEncoder) -> None:
             assert (row.reason + row.preview).encode()
             continue
         assert row.preview.encode()
-        for format in get_args(Format):
-            encode(row, format, encoder)
+        encode(row, encoder)
 
 
 def rows(path: Path) -> Iterator[Row | BrokenRow]:
@@ -134,13 +135,22 @@ def rows(path: Path) -> Iterator[Row | BrokenRow]:
     assert refusal == refusal.encode().decode()
 
 
-def encode(row: Row, format: Any, encoder: SampleEncoder) -> None:
-    reason = ""
-    try:
-        encoder.encode(to_sample(row.value, format=format, columns=DataColumns()))
-    except RowError as error:
-        reason = str(error)
-    assert reason == reason.encode().decode()
+def encode(row: Row, encoder: SampleEncoder) -> None:
+    """Encode a row by every format, as a text, as a pair and as rated."""
+    for format, rated in [(f, None) for f in FORMATS["texts"]] + [
+        (f, examples == "rated") for examples in ("pairs", "rated") for f in FORMATS[examples]
+    ]:
+        reason = ""
+        given = {"format": format, "columns": DataColumns()}
+        try:
+            if rated is None:
+                encoder.encode(to_sample(row.value, **given))
+            else:
+                judged = to_judged(row.value, **given, keys=KeyAccount(), rated=rated)
+                begin_judged(encoder, judged)()
+        except RowError as error:
+            reason = str(error)
+        assert reason == reason.encode().decode()
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -185,14 +195,13 @@ VALUES = st.recursive(
 
 
 COLUMNS = ["messages", "prompt", "completion", "text", "instruction", "output", "conversations"]
-COLUMNS += ["tools", "input_ids", "labels", "loss_mask"]
+COLUMNS += ["tools", "input_ids", "labels", "loss_mask", "chosen", "rejected", "answers", "label"]
 
 
 @FUZZED
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4))
 def test_no_values_of_a_row_end_in_a_traceback(encoder, row):
-    for format in get_args(Format):
-        encode(Row(1, row), format, encoder)
+    encode(Row(1, row), encoder)
     assert Row(1, row).preview.encode()
 
 
