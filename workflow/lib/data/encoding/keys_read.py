@@ -150,20 +150,17 @@ def _label(place: str, key: str) -> str:
     return printable(key[:MAX_NAME_CHARS]) + (f" ({place})" if place else "")
 
 
-def check_label(value: Values, *, column: str) -> None:
-    """Raise `UnwantedRowError` if a row says that its answer is a bad one."""
-    if value.get(column) is False:
-        raise UnwantedRowError(
-            f"not trained: column {column!r} is False, so the answer is a bad one"
-        )
-
-
-def row_weight(shape: Shape, value: Values, *, column: str) -> float:
-    """Return the weight of a row, not 0; `column`: beside those that are known by name.
+def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = None) -> float:
+    """Return the weight of a row, not 0; `column`: beside those that are known by name. label: the
+    column that is false for a bad answer, which is not trained.
 
     Of the flags inside of objects, which are about anything, only true and false count. Raises
     `RowError` if a flag says that the row is not trained, or cannot be read.
     """
+    if label is not None and value.get(label) is False:
+        raise UnwantedRowError(
+            f"not trained: column {label!r} is False, so the answer is a bad one"
+        )
     flags = flags_of(value, shape.flags, ())
     flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f.value, bool)]
     product = 1.0

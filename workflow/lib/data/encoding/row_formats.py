@@ -12,13 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import ROLE_KEYS, Conversation, Message, read_messages
-from workflow.lib.data.encoding.keys_read import (
-    REASONING_KEYS,
-    KeyAccount,
-    Place,
-    check_label,
-    row_weight,
-)
+from workflow.lib.data.encoding.keys_read import REASONING_KEYS, KeyAccount, Place, row_weight
 from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
@@ -103,8 +97,7 @@ def to_sample(
     """
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
-    check_label(value, column=columns.label)
-    weight = row_weight(shape, value, column=columns.weight)
+    weight = row_weight(shape, value, column=columns.weight, label=columns.label)
     optional = value if shape.has_optional else NOTHING
     sample = READ[format](RowParts(value, optional, columns, keys))
     return sample if weight == 1 else Weighted(sample, weight)
