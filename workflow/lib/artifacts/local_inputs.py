@@ -50,8 +50,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
 
 
 def check_path(key: str, value: str, *, run: str) -> None:
-    """Raise `UserError` if a file or folder that a setting names cannot be read, or has a name that
-    no rule can have as input."""
+    """Raise `UserError` if a file or folder of a setting is unreadable, or no rule's input."""
     _check_name(key, value)
     if value.startswith("-"):
         reason = "it begins like an option of a command"

@@ -19,10 +19,9 @@ BEGUN, ENDED = "the stage has begun", "the stage has ended"
 
 
 def failure_causes(folder: Path, *, since: float) -> list[str]:
-    """Return one line per log below `folder` that was written after `since` (Unix seconds) and ends
-    in trouble, or in the middle. Of a message of several lines (a table, a traceback) the first and
-    the last are kept. A log that is from the future is not of this invocation: the clock has
-    jumped."""
+    """Return a line per log below `folder` that was written after `since` (Unix seconds) and ends
+    in trouble, or in the middle: a message's first and last line. Logs from the future are not of
+    this invocation."""
     until = time.time() + CLOCKS_DIFFER_S
     logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
     causes = ((path, _cause(list(_records(path)))) for path in logs)
@@ -61,8 +60,7 @@ def _cause(records: list[tuple[str, list[str]]]) -> str | None:
 
 def _first_hand(records: list[tuple[str, list[str]]]) -> list[str]:
     """Return the last error since the stage began that is not another machine's consequence, or
-    else what comes last. The launchers of several machines share a log: that of the machine that
-    failed may not be the last to write there, and the others may be told to stop because of it."""
+    what comes last: launchers of several machines share a log, and stop because of each other."""
     begins = [n for n, (_, lines) in enumerate(records) if lines[0] == BEGUN]
     since = records[begins[-1] :] if begins else records[-1:]
     errors = [lines for level, lines in since if level in ("ERROR", "CRITICAL")]

@@ -36,9 +36,8 @@ DISTINCT_EXPERTS = 8  # of a stack: the others are the same ones again
 def write_random_base(
     folder: Path, config: dict[str, Any], settings: QuantizeConfig, *, float_storage: bool = False
 ) -> None:
-    """Write an NF4 checkpoint of the shape of `config` (a config.json) to `folder`, which appears
-    as a whole. float_storage: packed weights as bf16 views (`bnb_4bit_quant_storage`), which other
-    software needs to shard them."""
+    """Write an NF4 checkpoint of the shape of `config` to `folder`, which appears as a whole.
+    float_storage: packed weights as bf16 views, which other software needs to shard them."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -57,10 +57,9 @@ def shard_(
     reshard_after_forward: bool,
     ignored: set[nn.Parameter] | None = None,
 ) -> list[FSDPModule]:
-    """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a
-    meta-device model. `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or
-    keep them to backward. ignored: parameters of decoder layers to leave as they are
-    (`packed_layers`)."""
+    """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; on a meta
+    model. `reshard_after_forward`: free weights after forward (FULL_SHARD). ignored: parameters to
+    leave (`packed_layers`)."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     training.adapters.sharded = True
     if training.router_balance is not None:
@@ -120,9 +119,8 @@ def _keep_gradients_float32_(layer: nn.Module) -> None:
 
 
 def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a whole Transformers model over `mesh`, adapters in it too; weights are freed after
-    each unit's forward. Collective; call on a meta-device model. Every forward gathers all weights
-    once, unit by unit."""
+    """Shard a whole Transformers model with its adapters; each forward gathers unit by unit.
+    Collective; on a meta model."""
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -135,8 +133,7 @@ def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 @contextmanager
 def forward_only(training: CausalLMForTraining) -> Iterator[None]:
     """Within the block forward keeps nothing for backward; after it a process holds its shards
-    alone. FSDP2 leaves it to backward to free the root, and with `reshard_after_forward=False` all
-    layers."""
+    alone, which FSDP2 leaves to backward."""
     with torch.no_grad():
         yield
     for module in training.modules():
@@ -147,13 +144,10 @@ def forward_only(training: CausalLMForTraining) -> Iterator[None]:
 
 
 def abandon_micro_batch_(training: CausalLMForTraining) -> None:
-    """Put all units of a model back to where they are between two micro-batches, shards alone,
-    after one that broke off while it was captured. Its gradients must have been there before.
-
-    FSDP2 finishes what a forward has begun in the backward that follows. Where none follows, the
-    next forward takes up weights that were never gathered, and waits for events of the capture,
-    which is an error. torch 2.13 can begin anew after any error, but it waits for these events,
-    too. Here nothing has run on the device, so there is nothing to wait for."""
+    """Put all units back to where they are between two micro-batches, after one that broke off
+    while it was captured; gradients were there before. FSDP2 would finish in a backward that never
+    comes, and waits for events of the capture, an error (also torch 2.13's reset). Nothing has run
+    here."""
     for module in training.modules():
         if isinstance(module, FSDPModule):
             _abandon_(module._get_fsdp_state())

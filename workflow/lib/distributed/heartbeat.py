@@ -34,10 +34,9 @@ ENDED = frozenset("ZX")  # states of a process that has ended (proc(5))
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process tells of itself. The last three only once its phase has not moved for a while.
-    number: of phases begun; moves: in all phases; limit_s: how long the phase may go without a
-    move, silent_s: the process without a beat; at: the line of Python; waits: for others;
-    collective: number and name of the newest one."""
+    """What a process tells of itself. number: of phases begun; moves: in all; limit_s: a phase's
+    without a move, silent_s: without a beat; once it lasts, at: the line of Python; waits: for
+    others; collective: number and name of the newest."""
 
     rank: int
     pid: int
@@ -57,9 +56,8 @@ class Pulse:
     def __init__(
         self, *, rank: int, start_s: float, step_s: float, quiet_s: float = QUIET_S
     ) -> None:
-        """Take the least bounds: start_s of the start (all must have joined) and of the first step,
-        which may compile; step_s of a later step; quiet_s of all else, and of a process without any
-        sign of life."""
+        """Take the least bounds: start_s of the start and the first step, which may compile; step_s
+        of a later step; quiet_s of all else, and without any sign of life."""
         folder = os.environ.get(FOLDER_VARIABLE)
         self._path = Path(folder) / f"rank-{rank}.json" if folder else None
         self._rank, self._start_s, self._step_s, self._quiet_s = rank, start_s, step_s, quiet_s
@@ -83,9 +81,8 @@ class Pulse:
             self._path.unlink(missing_ok=True)  # who has ended holds up nobody
 
     def phase(self, name: str, *, num_bytes: int = 0, least_s: float = 0.0) -> None:
-        """Say what begins now, outside steps (`saving`), and what may pass there between two moves.
-        num_bytes: read or written, on a slow disk; least_s: a bound that is longer anyway. A
-        forward pass always fits."""
+        """Say what begins outside steps (`saving`), and what may pass there between moves:
+        num_bytes on a slow disk, least_s anyway, a forward pass always."""
         self._end_step()
         pass_s = WARM_UP * max(self._steps_s, default=0.0)
         disk_s = self._quiet_s + num_bytes / SLOWEST_BYTES_PER_S

@@ -192,10 +192,9 @@ def _aligned(num_bytes: int) -> int:
 
 
 class PackedLayers:
-    """Decoder layers of a model, by number, whose packed weights are gathered for their use alone.
-    Made of a meta-device model before it is sharded (FSDP2 must ignore `parameters`), and filled by
-    `load_`. Follows the model's forward and backward by hooks: at most the layer in use and the
-    next one have their weights."""
+    """Decoder layers of a model, by number, whose packed weights are gathered for their use. Made
+    of a meta model before sharding (FSDP2 ignores `parameters`), filled by `load_`. Hooks gather
+    the layer in use and the next one."""
 
     def __init__(
         self,

@@ -53,11 +53,9 @@ def mismatched_tensors(
     *,
     moved: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the
-    tensors that differ. Unit i is compared on rank i mod world size, and each process's slices of
-    the vocabulary by itself, so the checkpoint is read about once in total. Calls `moved` after
-    each. Collective; FSDP must have run a forward. Without units (one process) the whole model is
-    compared."""
+    """Gather every unit through FSDP and compare it bit by bit with the checkpoint, on one rank
+    each, and slices of the vocabulary by themselves; return differing tensors. `moved` after each.
+    Collective, after a forward. One process: the whole model."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     if not units:
         return _differences(model, reader)
@@ -91,9 +89,8 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
 
 
 def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> list[str]:
-    """Compare the packed parameters of a linear that are whole at this moment with the checkpoint;
-    return those that differ. Ones without elements are not gathered now (`packed_layers`) and are
-    left out. path: of the linear in the checkpoint."""
+    """Compare the packed parameters of a linear (`path` in the checkpoint) that are whole now;
+    return differing ones. Empty ones are not gathered (`packed_layers`)."""
     wrong = []
     for part, size in linear.spec.sizes.items():
         packed = linear.get_parameter(part)

@@ -46,12 +46,10 @@ def divide(
     folders: Sequence[Path],
     gpu_bytes: Sequence[int],
 ) -> Division:
-    """Return how an evaluation is divided; `processes` and `shard` are the settings of these names.
-    `auto` is one process a GPU, sharded only if the models do not fit on one; on the CPU one, as
-    all cores work for one process already. folders: the models, in safetensors files; gpu_bytes:
-    the memory of each GPU, none for the CPU. Raises `UserError` if a number asks for more than the
-    GPUs or for copies that do not fit on one, and if there is nothing to shard over, or too
-    little."""
+    """Return how an evaluation is divided by `processes` and `shard`. `auto`: a process a GPU,
+    sharded only if models do not fit on one; one on the CPU. folders: safetensors; gpu_bytes: of
+    each GPU. Raises `UserError` for more than the GPUs, copies that do not fit, or nothing to shard
+    over."""
     largest = max(sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in folders)
     fits = all(largest <= WEIGHTS_SHARE * total for total in gpu_bytes)
     alone = processes == 1 or len(gpu_bytes) == 1
@@ -107,9 +105,8 @@ def shared_out(
     world: World | None,
     model: nn.Module | None = None,
 ) -> list[ResultT]:
-    """Return `compute(items)`, one result an item, each process computing its share. Collective;
-    None = alone. `compute` gets a list (it may be empty) and must not depend on which items come
-    together. model: what it calls, if that may be sharded."""
+    """Return `compute(items)`, one result an item, each process its share (perhaps none), whatever
+    comes together. Collective; None = alone. model: what it calls, if that may be sharded."""
     if world is None or world.size == 1:
         return list(compute(list(items)))
     with in_step(model, world=world):
@@ -127,9 +124,8 @@ def is_sharded(model: nn.Module | None) -> bool:
 
 @contextmanager
 def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
-    """Let processes run different numbers of forwards of a sharded model within the block.
-    Collective. A process leaves when all have done theirs. Nothing happens for a model that is not
-    sharded."""
+    """Let processes run different numbers of forwards of a sharded model in the block, and leave
+    together. Collective; nothing for other models."""
     if model is None or world is None or not is_sharded(model):
         yield
         return
@@ -172,9 +168,8 @@ def check_recorded(
     world: World | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """Hash files, each on one process; raise `UserError` on all if one is damaged. Collective.
-    world None: this process alone. Each hashes with as many threads as torch has there, and calls
-    `moved` after every MiB."""
+    """Hash files, each on one process, by its torch threads; raise `UserError` on all if one is
+    damaged. Collective (None: alone). `moved` after every MiB."""
     ordered = agreed(largest_first(files), world=world)
     look = partial(findings, threads=torch.get_num_threads(), moved=moved)
     refuse_damaged(ordered, shared_out(ordered, look, world=world))
@@ -182,9 +177,8 @@ def check_recorded(
 
 @contextmanager
 def main_first(world: World | None) -> Iterator[None]:
-    """Let the main process go through the block before all others: files that it makes are there
-    for them. Where it fails, the others raise `UserError` without going through the block.
-    Collective; None = alone."""
+    """Let the main process go through the block first: its files are there for others, which raise
+    `UserError` if it fails. Collective; None = alone."""
     if world is not None and not world.is_main:
         if not agreed(True, world=world):
             raise UserError("The main process failed; its message tells why.")

@@ -56,11 +56,10 @@ class World:
 def process_group(
     device_type: str, *, timeout_s: float, shard_size: int | None = None
 ) -> Iterator[World]:
-    """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...);
-    leave it at the end. After an error it is not left: NCCL would wait there for processes that
-    know nothing of the error. The process has to end then. device_type: `cuda` (NCCL) or `cpu`
-    (gloo); shard_size: processes that share a copy of the model, all if None. Neighbouring ranks,
-    so those of one node, share one. The process dies with its launcher. Collective."""
+    """Join the process group of torchrun's environment and leave it at the end; not after an error
+    (NCCL would wait), when the process has to end. device_type: `cuda` (NCCL) or `cpu` (gloo);
+    shard_size: neighbours that share a copy, None: all. The process dies with its launcher.
+    Collective."""
     die_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(device_type)
@@ -92,9 +91,8 @@ def process_mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
 
 
 def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return all processes of a mesh of `process_mesh` with the axis along which they share the
-    vocabulary, and that axis: `shard`, or where fewer are enough (`vocabulary_slices`) one of its
-    own, `vocabulary`."""
+    """Return the mesh of all processes with the axis along which they share the vocabulary:
+    `shard`, or where fewer are enough (`vocabulary_slices`) its own, `vocabulary`."""
     shards = mesh["shard"].size()
     slices = vocabulary_slices(shards)
     if slices == shards:
@@ -106,9 +104,8 @@ def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions
-    of their own. If the launcher has died before, while this process was importing, nobody is left
-    to die: then it ends here."""
+    """Ask the kernel to kill this process when its parent dies (torchrun's workers have sessions of
+    their own); end here if it has died before."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)

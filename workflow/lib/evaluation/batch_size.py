@@ -25,9 +25,8 @@ USABLE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; on a CPU other proc
 def fitting_batch_size(
     setting: int | str, *, config: Any, device: torch.device, tokens: int, keeps_cache: bool = False
 ) -> int:
-    """Return how many sequences of `tokens` tokens to try first: `setting` itself, or for `auto`
-    what should fit. config: the model's. `keeps_cache`: generation, which keeps keys and values of
-    every layer. A power of two."""
+    """Return how many sequences of `tokens` tokens to try first: `setting`, or for `auto` the power
+    of two that should fit. `keeps_cache`: generation, which keeps keys and values."""
     if setting != "auto":
         return int(setting)
     of_one = tokens * token_bytes(config, keeps_cache=keeps_cache)
@@ -36,10 +35,9 @@ def fitting_batch_size(
 
 
 def token_bytes(config: Any, *, keeps_cache: bool) -> int:
-    """Return about how many bytes one token needs in an evaluation forward, weights left out. 4
-    bytes a value: six vectors of the hidden size and three of the MLP's live at once in a layer;
-    logits, their log-softmax and one temporary (a task scores every position); keys and values of
-    all layers where they are kept."""
+    """Return about the bytes of one token in an evaluation forward, without weights. 4 bytes a
+    value: six vectors of the hidden size, three of the MLP's; logits three times; keys and
+    values."""
     text = config.get_text_config()
     layer = 6 * text.hidden_size + 3 * (text.intermediate_size or 4 * text.hidden_size)
     cache = 2 * text.num_hidden_layers * text.hidden_size if keeps_cache else 0
@@ -58,10 +56,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def halving(compute: Callable[[int], T], *, start: int, what: str, collective: bool = False) -> T:
-    """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that does not run out
-    of memory. what: the part of the evaluation, for the log. collective: forwards are, so that the
-    others wait within the one that failed here: `BatchMemoryError` asks `restarting` for a new
-    start. Raises `UserError` if one sequence does not fit."""
+    """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that fits in memory.
+    what: for the log. collective: `BatchMemoryError` asks `restarting` for a new start, as the
+    others wait within a forward. Raises `UserError` if one sequence does not fit."""
     size = start
     while True:
         try:

@@ -25,10 +25,9 @@ class Estimate:
 def estimate_ratio(
     numerators: npt.ArrayLike, denominators: npt.ArrayLike, *, resamples: int, seed: int
 ) -> Estimate:
-    """Estimate sum(numerators) / sum(denominators) over independent units (documents, items). Both
-    of shape (units,), at least two units, denominators positive. The p-value is twice the smaller
-    share of resamples on either side of 0, counting the sample itself: never below 2 / (resamples +
-    1)."""
+    """Estimate sum(numerators) / sum(denominators) over independent units, at least two, with
+    positive denominators. p: twice the smaller share of resamples on a side of 0, counting the
+    sample itself."""
     tops = np.asarray(numerators, dtype=np.float64)
     bottoms = np.asarray(denominators, dtype=np.float64)
     assert tops.shape == bottoms.shape, f"{tops.shape} against {bottoms.shape}"

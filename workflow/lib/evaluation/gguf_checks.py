@@ -86,9 +86,8 @@ def reference(
 def check_prompts(
     server: LlamaCppServer, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
 ) -> int:
-    """Return how many conversations and texts have the same token ids in both. Raises `UserError`
-    at one that has not. Conversations with tools, or with content that is no text, are left out:
-    how a server is given them differs."""
+    """Return how many conversations and texts have the same token ids in both; raises `UserError`
+    at another. Left out: tools, and content that is no text."""
     checked = 0
     for probe in probes:
         if probe.text is not None:

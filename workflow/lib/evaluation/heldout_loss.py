@@ -31,10 +31,9 @@ def heldout_losses(
     device: torch.device,
     description: str = "held-out loss",
 ) -> list[tuple[float, int]]:
-    """Return (summed -log p in nats, predicted tokens) of each document, in order. `model` is a
-    causal LM in evaluation mode whose inputs belong on `device`. `batch_size` (documents, or
-    `auto`) bounds memory and changes results by rounding only; it is halved where memory runs out.
-    Every document has trained tokens."""
+    """Return (summed -log p in nats, predicted tokens) of each document, in order. `batch_size`
+    (documents, or `auto`) bounds memory and changes results by rounding only. All have trained
+    tokens."""
     if not documents:
         return []
     longest = max(len(ids) for ids, _ in documents)

@@ -46,10 +46,9 @@ def load_tasks(
     tokenizer: PreTrainedTokenizerBase,
     trained_template_sha256: str | None,
 ) -> dict[str, LoadedTasks]:
-    """Load every task of `evaluate.tasks` with its data; a group's or tag's members come under its
-    name. `trained_template_sha256`: digest of the chat template that made the tokens; None for
-    plain text. Raises `UserError` for an unknown task, one whose file or data cannot be loaded, and
-    one that cannot run as the settings say."""
+    """Load every task of `evaluate.tasks` with its data; members come under the name of a group or
+    tag. `trained_template_sha256`: None for plain text. Raises `UserError` for a task that is
+    unknown, cannot be loaded, or cannot run as the settings say."""
     check_interfaces("lm_eval")
     sandbox_task_templates()
     if settings.tasks_dir and not settings.task_code:
@@ -74,9 +73,8 @@ def load_tasks(
 def task_facts(
     tasks: LoadedTasks, *, settings: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return what the scores of loaded tasks depend on besides the model: a JSON value for
-    `archive`. Definitions and items count by content, so a task file or its data edited in place is
-    run again; so do Python files of `evaluate.tasks_dir`, whose functions a definition may call."""
+    """Return what the scores of loaded tasks depend on besides the model, as JSON: definitions,
+    items and Python files of `evaluate.tasks_dir` by content."""
     folder = settings.tasks_dir
     code = sorted(Path(folder).rglob("*.py")) if folder else []
     template = tokenizer.chat_template if settings.apply_chat_template else None

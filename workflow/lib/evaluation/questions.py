@@ -39,9 +39,8 @@ Model = PeftModel | PreTrainedModel
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be asked: its name in the artifacts, its content's key, and how to get it (perhaps
-    loading it). `streamed`: it is a `StreamedModel`, of which the held-out loss alone is measured.
-    """
+    """A model to be asked: its name, its content's key, and how to get it. `streamed`: it is a
+    `StreamedModel`, of which the held-out loss alone is measured."""
 
     name: SubjectName
     key: str
@@ -86,9 +85,8 @@ class Measurement:
 def prepare(
     store: TokenStore, *, tokenizer: PreTrainedTokenizerBase, settings: EvaluateConfig
 ) -> Questions:
-    """Choose documents and prompts and load the tasks. Raises `UserError` if a task cannot run
-    (`lm_eval_tasks.load_tasks`), or if the held-out loss is asked for and fewer than two documents
-    have trained tokens: there would be no interval."""
+    """Choose documents and prompts and load the tasks. Raises `UserError` as `load_tasks`, or for a
+    held-out loss with fewer than two documents: there would be no interval."""
     documents = store.heldout_documents()
     chosen = choose_documents(documents, at_most=settings.max_documents, seed=settings.seed)
     if settings.heldout and len(chosen) < 2:
@@ -217,10 +215,9 @@ def measure(
     machine: dict[str, Any],
     world: World | None = None,
 ) -> tuple[Measurement, list[str]]:
-    """Return what the subject answers, and the names of the parts that were measured now. machine:
-    what the numbers depend on besides subject and part (types, attention, package versions). The
-    subject is opened only if a part is not archived. Collective over `world`: only the main process
-    reads and writes files."""
+    """Return what the subject answers, and which parts were measured now: it is opened only if one
+    is not archived. machine: types, attention, versions. Collective: the main process has the
+    files."""
     is_main = world is None or world.is_main
     asked = [part for part in asked if part.name == HELDOUT or not subject.streamed]
     values = agreed(

@@ -59,9 +59,8 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     model: PeftModel | PreTrainedModel,
 ) -> list[int]:
-    """Return the tokens that end an answer. The end tokens of tokenizer and model, and the special
-    tokens that end the references: a chat template may close a turn with another token than the
-    tokenizer's `eos_token`."""
+    """Return the tokens that end an answer: of tokenizer and model, and special tokens that end the
+    references, as a chat template may close turns by another than `eos_token`."""
     config: GenerationConfig | None = model.generation_config
     named = [tokenizer.eos_token_id, None if config is None else config.eos_token_id]
     ids = {i for value in named for i in (value if isinstance(value, list) else [value])}

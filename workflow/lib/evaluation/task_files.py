@@ -117,9 +117,8 @@ def _code_error(file: Path, code: str, tasks_dir: str) -> UserError:
 
 
 def check_tasks(settings: EvaluateConfig) -> None:
-    """Raise `UserError` for a task that does not exist or cannot run, and for a requirement that no
-    task measures, before anything is trained. Reads definitions alone: neither the network nor
-    data. Where every task is local, without code and as it is defined, there is nothing to ask the
+    """Raise `UserError` before anything is trained for a task that does not exist or cannot run,
+    and a requirement that none measures. Reads definitions alone; local tasks without code need no
     harness, whose import takes seconds."""
     required = [name for name in settings.require if name != HELDOUT_LOSS]
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
@@ -188,9 +187,8 @@ def refuse_unrunnable(
 
 
 def known_tasks(settings: EvaluateConfig) -> "TaskManager":
-    """Return the harness' index of tasks: those of the folder, and where `evaluate.tasks` names
-    others, those of the harness, whose thousands of files take seconds to read. Raises `UserError`
-    for a task of `evaluate.tasks` that is in neither."""
+    """Return the harness' index of tasks: of the folder, and its own thousands where
+    `evaluate.tasks` names others. Raises `UserError` for a task in neither."""
     with importing():
         from lm_eval import __version__
         from lm_eval.tasks import TaskManager

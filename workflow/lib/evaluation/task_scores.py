@@ -18,9 +18,8 @@ MetricItems = dict[tuple[str, str], dict[Item, float]]
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What one subject scored. `scores`: the artifact's `tasks`. `items`: by (task, metric), the
-    values whose mean the metric is; metrics that are no mean over items (corpus-level ones, groups)
-    are not in it."""
+    """What one subject scored: the artifact's `tasks`, and by (task, metric) the `items` whose mean
+    the metric is (none of corpus-level ones and groups)."""
 
     scores: dict[str, Task]
     items: MetricItems

@@ -46,9 +46,8 @@ NO_TEMPLATE = "{{ raise_exception('The model was trained without a chat template
 
 
 def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Needs no process
-    group. Raises `UserError` if the folder is damaged, or the adapter has no effect (every B is
-    zero) or is not finite."""
+    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Local. Raises
+    `UserError` if it is damaged, without effect (every B zero) or not finite."""
     try:
         tensors = read_whole(folder)
     except (OSError, DamagedError) as error:
@@ -89,9 +88,8 @@ def with_corrections(
     model: PreTrainedModel,
     base: CheckpointReader,
 ) -> dict[str, torch.Tensor]:
-    """Return an adapter with all that PEFT keeps of modules that are trained whole: a router's
-    correction, which no gradient reaches, is the base's. config: of the training; model: the
-    original on meta; base: its NF4 checkpoint."""
+    """Return an adapter with all that PEFT keeps of whole modules: a router's correction, without
+    gradient, is the base's. model: the original on meta; base: its NF4 checkpoint."""
     kept = dict(adapter)
     names = tuple(f".{name}" for name in config.get("modules_to_save") or ())
     for path, module in model.named_modules():

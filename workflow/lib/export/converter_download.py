@@ -22,9 +22,8 @@ SHOWN_LINES = 4
 
 
 def download_converters(folder: Path, *, release: str, sha256: str) -> None:
-    """Fill `folder`, which appears whole, with llama.cpp's converters (2 MB). release: version of
-    `xllamacpp`; sha256: of its source distribution. Raises `UserError` with pip's last lines if the
-    index cannot be reached, and if the download has another SHA-256."""
+    """Fill `folder`, which appears whole, with llama.cpp's converters (2 MB) of a release of
+    `xllamacpp`. Raises `UserError` if the index cannot be reached, or the SHA-256 is another."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converters-") as temporary:
         archive = _downloaded(Path(temporary), release)

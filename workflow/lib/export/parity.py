@@ -103,10 +103,8 @@ def compare_logits(
     device: torch.device,
     trained_name: Callable[[str], str] = str,
 ) -> Parity:
-    """Compare a stock PEFT model with the record at `path`. exported: the file that PEFT has read;
-    the values in it are to be the trained ones, and PEFT is to hold them (whole modules in their
-    compute dtype). A difference of logits far below the `adapter_effect` cannot be the base
-    model's."""
+    """Compare a stock PEFT model with the record at `path`; exported: PEFT's file, whose values are
+    to be the trained ones. A difference far below `adapter_effect` cannot be the base's."""
     model.eval()
     with safe_open(path, framework="pt") as file:
         digest = file.get_tensor("digest")

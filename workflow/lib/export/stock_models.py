@@ -51,10 +51,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 def load_base(
     base_dir: Path, *, device: torch.device, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Load an NF4 checkpoint folder in evaluation mode, its 4-bit linears computing in
-    `compute_dtype`. `cuda` without an index fills the visible GPUs one after the other, so a model
-    larger than one GPU still loads; an index pins it to that one. Raises `UserError` if the folder
-    does not hold every tensor of the model in its shape, or if the GPUs cannot hold it."""
+    """Load an NF4 checkpoint in evaluation mode, computing in `compute_dtype`. `cuda` without an
+    index fills visible GPUs one after the other. Raises `UserError` if tensors are missing or have
+    another shape, or GPUs cannot hold it."""
     if not (base_dir / "config.json").is_file():
         raise UserError(f"{base_dir} holds no model (config.json is not there).")
     check_interfaces(*OF_MODELS)
@@ -87,9 +86,8 @@ def load_base(
 
 
 def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """Return how a packed original is loaded: decoded, as it was read for the training. Its own
-    kernels would compute something else, and need a newer GPU. Settings of quantization over
-    weights that are not packed are left out."""
+    """Return how a packed original is loaded: decoded, as for the training (its own kernels compute
+    otherwise). Settings of quantization over plain weights are left out."""
     quantization: Any = getattr(model.config, QUANTIZATION, None)
     if not quantization:
         said = QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8")
@@ -136,9 +134,8 @@ def _from_pretrained(
 
 
 def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast what is not quantized (embeddings, norms, head, biases); see the module's first trap.
-    What the architecture insists on keeping in float32 stays, and so do buffers (rotary
-    frequencies)."""
+    """Cast what is not quantized; see the module's first trap. Float32 of the architecture, and
+    buffers (rotary frequencies), stay."""
     fp32_modules = set(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
         quantized = isinstance(parameter, Params4bit)
@@ -179,9 +176,8 @@ def decode_partial_rows_(model: nn.Module) -> None:
 
 
 def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
-    """Put the exported adapter on `model` (changed in place) for inference. Raises `UserError` if
-    files are missing, or if a tensor of the adapter has no place in the model, a place has no
-    tensor, or their shapes differ: stock PEFT only warns, or says nothing."""
+    """Put the exported adapter on `model`, in place. Raises `UserError` if files are missing, or
+    tensors and places do not correspond, which stock PEFT only warns of."""
     for name in ("adapter_config.json", ADAPTER_WEIGHTS):
         if not (adapter_dir / name).is_file():
             raise UserError(f"{adapter_dir} holds no exported adapter ({name} is not there).")

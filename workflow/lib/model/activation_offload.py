@@ -141,8 +141,7 @@ class ActivationOffload:
 
     def _send(self, tensor: torch.Tensor) -> _Saved:
         """Start the copy of a tensor without gaps to the host. `values` holds its memory until
-        `_make_room` has waited for the copy. So the allocator gives it to nobody while it is read,
-        without `record_stream`, which would return it late."""
+        `_make_room` has waited, which `record_stream` would return late."""
         values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         saved = _Saved(
             len(self._saved), self._buffer(values.numel()), values=values, version=values._version
@@ -191,9 +190,8 @@ class ActivationOffload:
         return tensor
 
     def join(self) -> None:
-        """Have the computing stream wait for all copies of the pass, also those that nobody has
-        waited for: a capture ends on the stream that it began on. Call it when backward has ended.
-        """
+        """Have the computing stream wait for all copies of the pass when backward has ended: a
+        capture ends on the stream that it began on."""
         # Without copies the stream is in no capture, and a capture may not wait for it.
         if self._stream is not None and self._saved:
             self._gpu.current_stream(self.device).wait_stream(self._stream)

@@ -40,9 +40,8 @@ def read_attention_needs(folder: Path) -> AttentionNeeds:
 def resolve_training_attention(
     name: str, device: torch.device, needs: AttentionNeeds, *, compute_dtype: torch.dtype
 ) -> AttentionChoice:
-    """Return the implementation that `model.attention` means for training, and why. needs: of the
-    model (`attention_needs`). Raises `UserError` if an implementation asked for by name cannot
-    run."""
+    """Return what `model.attention` means for training, and why; needs: the model's. Raises
+    `UserError` if a named one cannot run."""
     if name == "auto":
         return _automatic(device, compute_dtype, needs, training=True)
     if name not in (VARLEN, FLEX):
@@ -97,9 +96,7 @@ def choose_device() -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the type that `model.compute_dtype` means: `auto` is bfloat16 on GPUs that have it,
-    else float16, and float32 on CPUs. Raises `UserError` for float16 on a CPU, or bfloat16 on a GPU
-    without it."""
+    """Return the type of `model.compute_dtype`; raises as `compute_choice.choose_dtype` does."""
     choice = choose_dtype(name, cuda=device.type == "cuda", bfloat16=has_bfloat16(device))
     dtype: torch.dtype = getattr(torch, choice)
     return dtype
@@ -133,9 +130,8 @@ def resolve_attention(
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Return the attention implementation that `model.attention` means for a stock model. varlen
-    and flex are for training: for them it is what `auto` means here. Raises `UserError` if an
-    implementation asked for by name cannot run."""
+    """Return what `model.attention` means for a stock model (varlen, flex: `auto`). Raises
+    `UserError` if a named one cannot run."""
     if name in ("auto", VARLEN, FLEX):
         return _automatic(device, compute_dtype, needs, training=False).name
     lack = _lack(name, device, compute_dtype, needs)

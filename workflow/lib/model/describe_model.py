@@ -119,10 +119,9 @@ def describe_folder(folder: Path) -> ModelShape:
 
 
 def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
-    """Describe the model that a config.json alone promises, stored in bf16 unless it says
-    otherwise. `origin` names the document in messages. Raises `UserError` for what is no causal
-    language model, cannot be built, or has parts whose memory is not known. From then on this
-    process computes recurrent layers by their torch code (`compute_by_torch_code`)."""
+    """Describe the model of a config.json (bf16 unless it says otherwise), which `origin` names.
+    Raises `UserError` for what is no causal LM, cannot be built, or has unknown parts. This process
+    computes recurrent layers by torch code from then on."""
     compute_by_torch_code()
     config = without_quantization(config, origin)
     part = text_part(config)

@@ -20,10 +20,9 @@ Numbers = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class Documents:
     """Where the tokens of packed rows are when each document is a row of its own. tokens: T, of all
-    rows. shapes: for each group of documents, how many it has and their (filled up) length; P is
-    the number of its places in all groups. places: (P,) int64, the token at each of them. order:
-    (T,) int64, the place of each token. Both are None where the documents are of one length, and
-    lie there as rows already."""
+    rows. shapes: documents and filled length by group, P places in all. places: (P,) int64, the
+    token at each; order: (T,) int64, each token's place; both None where documents are rows
+    already."""
 
     tokens: int
     shapes: tuple[tuple[int, int], ...]
@@ -105,9 +104,8 @@ def places_in(room: Room, *, longest: int) -> int:
 def documents_of(
     lengths: Sequence[int], *, room: Room = (), longest: int | None = None
 ) -> Documents:
-    """Return the documents of these lengths, which lie one behind the other, in host memory. room:
-    its groups and no others, each document in the shortest that is left when longer ones have
-    theirs; longest: that any document may have then."""
+    """Return the documents of these lengths, one behind the other, on the host. room: its groups
+    alone, each document in the shortest that is left by longer ones; longest: that any may have."""
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = int(sizes.sum())
     if not room and (sizes == sizes[0]).all():

@@ -58,9 +58,8 @@ class Form(NamedTuple):
 
 
 class FusedFeedForward(nn.Module):
-    """Takes the place of a family's module; its linears keep their names. Where one node cannot
-    compute an adapter (switched off, DoRA with dropout or biases) the linears compute one by one,
-    as in the family."""
+    """Takes the place of a family's module; its linears keep their names, and compute one by one
+    where one node cannot (adapter off, DoRA with dropout or biases)."""
 
     def __init__(self, original: nn.Module, *, form: Form) -> None:
         """form: what `original` computes."""
@@ -195,10 +194,9 @@ def _adapted(ctx: Any) -> tuple[list[Adapted], list[Adapted]]:
 def _through_product(
     linears: Sequence[Adapted], grad: torch.Tensor, of_low: torch.Tensor, kept: _Kept, form: Form
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
-    """Return the gradients of what was made for that of `down`, the product, and the gradients of
-    DoRA's factors. of_low: the gradient of what `down`'s adapter makes of the product. The gradient
-    of the product comes first, so that one kernel can make the product and both gradients from it.
-    They overwrite gate and up, which nobody else needs."""
+    """Return the gradients of what was made for that of `down` (of_low: of `down`'s adapter), the
+    product, and the gradients of DoRA's factors. The product's gradient comes first, so that one
+    kernel makes all; they overwrite gate and up."""
     *into, down = linears
     gates = _halves(kept.made)
     if kept.factors:

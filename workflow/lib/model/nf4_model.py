@@ -102,10 +102,9 @@ def build_config_on_meta(
 def build_nf4_on_meta(
     folder: Path, *, compute_dtype: torch.dtype, attention: str, attention_dropout: bool = True
 ) -> PreTrainedModel:
-    """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything
-    frozen. attention, attention_dropout: as in `build_on_meta`. Raises `UserError` if the
-    checkpoint's quantized tensors and the model's linears do not correspond, or the installed
-    packages lack what is used of them."""
+    """Build an NF4 checkpoint's model on meta (as `build_on_meta`): `NF4Linear`s, everything
+    frozen. Raises `UserError` if quantized tensors and linears do not correspond, or packages lack
+    what is used."""
     check_interfaces(*OF_MODELS)
     model = build_on_meta(
         folder, dtype=compute_dtype, attention=attention, attention_dropout=attention_dropout
@@ -131,10 +130,9 @@ def keep_in_float32_(model: PreTrainedModel) -> None:
 def replace_linears_(
     model: PreTrainedModel, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Put an `NF4Linear` in the place of every linear of a meta-device model that has a spec, by
-    path, and `FusedExperts` in that of experts; freeze everything; return the model. Raises
-    `UserError` for a path at which there are no weights of the spec's shape, or experts that are
-    not supported."""
+    """Put an `NF4Linear` in the place of every linear of a meta model with a spec, by path, and
+    `FusedExperts` in that of experts; freeze all. Raises `UserError` for other shapes or
+    unsupported experts."""
     experts: dict[str, dict[str, NF4Spec]] = {}
     for path, spec in specs.items():
         if spec.experts > 1:
@@ -176,9 +174,8 @@ def _linear_at(model: nn.Module, path: str, shape: tuple[int, int]) -> nn.Linear
 def materialize_(
     model: nn.Module, *, transformers_model: PreTrainedModel, device: torch.device
 ) -> None:
-    """Allocate all parameters (sharded ones: the local shard) and compute the buffers that no
-    checkpoint stores. Raises `UserError` if the model family has a buffer that its `_init_weights`
-    does not compute."""
+    """Allocate all parameters (local shards) and compute buffers that no checkpoint stores; raises
+    `UserError` for one that `_init_weights` leaves out."""
     allocate_(model, device=device)
     compute_buffers_(transformers_model, transformers_model)
 
@@ -203,11 +200,9 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> None:
-    """Let the model family compute the non-persistent buffers of a part of its model, twice: one
-    that it does not compute keeps what was there. A family computes them with the module that has
-    them, or with one around it (Falcon-H1's decoder does it for all of its layers). The family is
-    that of the innermost model around the module: the text part of a multimodal model has its own
-    (PaliGemma)."""
+    """Let the family compute non-persistent buffers, twice: one that it leaves out keeps what was
+    there. It does so with the module that has them or one around it (Falcon-H1's decoder); the
+    family is that of the innermost model (PaliGemma's text part)."""
     for module in part.modules():
         missing = {
             name: buffer
@@ -281,10 +276,9 @@ def load_weights_(
     moved: Callable[[], None] = lambda: None,
     reader: CheckpointReader | None = None,
 ) -> int:
-    """Fill every frozen parameter's local slice, and every stored buffer, from the NF4 checkpoint.
-    Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises
-    `UserError` if the checkpoint lacks a tensor. `model` is the Transformers model inside any PEFT
-    wrapper; adapters are left alone. reader: of the folder, if its names are not the model's."""
+    """Fill every frozen parameter's slice, and every stored buffer, from the NF4 checkpoint;
+    `moved` after each. Return the bytes read. Raises `UserError` for a missing tensor. `model`:
+    inside any PEFT wrapper. reader: if names are not the model's."""
     read = 0
     with reader or CheckpointReader(folder) as reader:
         for path, linear in nf4_linears(model):

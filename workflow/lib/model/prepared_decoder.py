@@ -122,20 +122,18 @@ class PreparedDecoder:
         bounds: tuple[torch.Tensor, int] | None = None,
         documents: Documents | None = None,
     ) -> dict[str, Any]:
-        """Return what decoder or causal LM is called with next for packed rows; recurrent layers
-        are told their documents. input_ids, position_ids: (rows, seq_len) int64, a position 0
-        starts a document. bounds, documents: as in `MicroBatch`; None: found from the positions,
-        for which the host waits."""
+        """Return what decoder or causal LM is called with next, for ids and positions (rows,
+        seq_len) int64, 0 at documents' starts; recurrent layers are told. bounds, documents: as in
+        `MicroBatch`; None: found, for which the host waits."""
         if self._recurrent:
             tell_documents_(self._recurrent, documents or documents_in(position_ids))
         inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
         return inputs | {"position_ids": self._by_axis(inputs["position_ids"])}
 
     def _by_axis(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return positions (rows, seq_len) as a decoder takes them whose rotary embedding has
-        several axes (M-RoPE, arXiv 2409.12191): (1 + axes, rows, seq_len), the text's own first.
-        Text has the same position on every axis. Transformers makes the axes itself, but then the
-        masks of eager and sdpa attention know of no documents in some families (Qwen2.5-VL)."""
+        """Return positions (rows, seq_len) for several rotary axes (M-RoPE, arXiv 2409.12191): (1 +
+        axes, rows, seq_len), all alike. By Transformers' own axes masks of some families ignore
+        documents (Qwen2.5-VL)."""
         rope: Any = getattr(self._causal_lm.get_decoder().config, "rope_parameters", None) or {}
         masked = self.attention not in (FLEX, *FLATTENED)
         axes = len(rope.get("mrope_section") or ()) if masked else 0

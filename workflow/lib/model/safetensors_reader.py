@@ -22,9 +22,8 @@ QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
 
 
 def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
-    """Return the file name that holds each tensor of a checkpoint folder: of `single` if there is
-    such a file, as Transformers takes it before an index. Raises `UserError` if the folder has no
-    safetensors checkpoint, or its index is broken or names missing files."""
+    """Return the file of each tensor of a folder: `single` before an index, as in Transformers.
+    Raises `UserError` without safetensors, or for a broken index."""
     if (folder / single).is_file():
         with open_whole(folder / single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -79,10 +78,9 @@ def open_whole(path: Path, *, made_here: bool = False) -> Any:
 
 
 class CheckpointReader:
-    """Random access to the tensors of a safetensors checkpoint; a context manager. It holds the
-    files open. shards: the file of each tensor, if it is not to be looked for. recorded: files that
-    are hashed when they are opened, just before they are read; raises `UserError` if one is
-    damaged."""
+    """Random access to a safetensors checkpoint's tensors; a context manager with open files.
+    shards: the file of each tensor, if known. recorded: files that are hashed when opened; raises
+    `UserError` if damaged."""
 
     def __init__(
         self,

@@ -57,9 +57,8 @@ class _Cast(nn.Module):
 
 
 def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model. Raises
-    `UserError` if one is neither head, embedding nor router, head and embedding share a table, or
-    PEFT would find another module by the name."""
+    """Make the modules of `lora.modules_to_save` trainable in a frozen meta model. Raises
+    `UserError` for other modules, a tied table, or a name that PEFT would misread."""
     if not settings.modules_to_save:
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

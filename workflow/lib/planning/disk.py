@@ -15,11 +15,9 @@ def disk_bytes(
     keep_checkpoints: int,
     keep_best: bool,
 ) -> dict[str, int]:
-    """Return the bytes of every artifact of a run (headers and JSON are not counted). Checkpoints:
-    one more than are kept, because the new one is written before the oldest goes; each is the fp32
-    adapter with modules that are trained whole, and the optimizer's states. The adapter lies there
-    twice: sharded, and as PEFT's file. The best adapters are counted with it: one for every
-    checkpoint that a run may continue from, and the newest."""
+    """Return the bytes of every artifact of a run. Checkpoints (fp32 adapter, whole modules,
+    optimizer's states): one more than are kept, as the new one comes before the oldest goes. The
+    adapter lies there twice, with the best ones: one for every checkpoint, and the newest."""
     base = shape.total(lambda layer: packed_bytes(layer.linears, plan))
     base += packed_bytes(shape.other_linears, plan)
     trained, of_adapter = trainable_parameters(shape, plan), adapter_elements(shape, plan)

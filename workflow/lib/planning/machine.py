@@ -63,8 +63,7 @@ def asked_machine(device: str, count: int, nodes: int) -> Machine:
 
 def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
     """Return the device type (`cuda` or `cpu`) and how many processes a run starts on a node,
-    without asking whether they can. The machine that plans a run need not be the one that trains
-    it. `auto` is what is visible here."""
+    without asking whether they can; `auto` is what is visible here."""
     count = len(visible_gpus()) if hardware.gpus == "auto" else hardware.gpus
     return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
 

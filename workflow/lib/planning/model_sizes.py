@@ -74,9 +74,8 @@ def norms(layer: DecoderLayer) -> int:
 
 
 def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
-    """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if
-    none are offloaded. Two inputs of layers where all that are offloaded are recomputed, else about
-    what a layer keeps."""
+    """Bytes of offloaded activations on the device at a time, or None: two inputs of layers where
+    all of them are recomputed, else about what a layer keeps."""
     away = plan.layers(shape.num_layers).activations_on_host
     if not away:
         return None

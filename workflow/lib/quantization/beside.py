@@ -68,9 +68,8 @@ class Watched:
         self._before = {name: dict(mapping) for name, mapping in _mappings(given)}
 
     def handed_on(self, output: Any, before: Beside, next_given: Given | None) -> Beside:
-        """Return what goes beside hidden states into the layer behind, which the family gives
-        `next_given` (None: there is none): of the output what is given to it, in host memory.
-        before: what went into this layer."""
+        """Return what goes beside hidden states into the layer behind, which gets `next_given`
+        (None: no layer), on the host. before: what went into this layer."""
         shared = {name: dict(mapping) for name, mapping in before.shared.items()}
         for name, mapping in _mappings(self._given):
             for key, value in mapping.items():

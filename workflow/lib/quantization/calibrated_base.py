@@ -138,10 +138,9 @@ def _write_files(
 
 
 def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:
-    """Bytes on the GPU while a decoder layer is calibrated. scores: those that eager attention
-    makes at once. On one H200 (torch 2.11, 2026-11-25) this was 15 to 29% above what was allocated
-    for dense layers and a mixture, and 54% above where eager attention takes most
-    (docs/results.md)."""
+    """Bytes on the GPU while a decoder layer is calibrated; scores: of eager attention. 15 to 29%
+    above what one H200 allocated, 54% where eager attention takes most (torch 2.11, 2026-11-25,
+    docs/results.md)."""
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     stacks = [x for _, experts in experts_modules(layer) for x in loaded_stacks(experts).values()]
     shapes = [(x.out_features, x.in_features) for x in linears] + [x.shape[1:] for x in stacks]

@@ -73,9 +73,8 @@ def loaded_stacks(experts: nn.Module) -> dict[str, LoadedStack]:
 def quantize_experts(
     experts: nn.Module, tokens: ExpertTokens, settings: QuantizeConfig, *, path: str
 ) -> Iterator[tuple[str, PackedStack, StackErrors]]:
-    """Yield name, codes and errors of both stacks of an experts module, and put the decoded weights
-    in the place of the original ones. path: names the module in errors. Raises `UserError` if a
-    weight is not finite."""
+    """Yield name, codes and errors of both stacks of an experts module (`path`, for errors), and
+    put decoded weights in their place. Raises `UserError` if a weight is not finite."""
     device = next(experts.parameters()).device
     (up, first), (down, second) = loaded_stacks(experts).items()
 

@@ -34,10 +34,9 @@ def calibration_batches(
     device: torch.device,
     eager_heads: int = 0,
 ) -> list[Batch]:
-    """Return batches of `calibration_tokens` tokens: of training rows, half of them of
-    `calibration_text` if there is one. Never held-out tokens. eager_heads: heads of a layer that
-    make all scores of a row. Raises `UserError` if there are no training rows, or too few tokens of
-    the text."""
+    """Return batches of `calibration_tokens` training tokens, half of them of `calibration_text` if
+    given. eager_heads: that make all scores of a row. Raises `UserError` for too few rows or
+    tokens."""
     wanted = settings.calibration_tokens
     size = rows_at_once(store.seq_len, eager_heads=eager_heads)
     general: list[Batch] = []
@@ -114,9 +113,8 @@ def _batches(
 def measured_batches(
     store: TokenStore, *, device: torch.device, eager_heads: int = 0
 ) -> list[Batch]:
-    """Return held-out documents, a batch each, drawn by `SEED`, about `MEASURED_TOKENS` in all.
-    eager_heads: as in `calibration_batches`; a document is cut where they would make more than
-    `SCORES`."""
+    """Return held-out documents, a batch each, drawn by `SEED`, about `MEASURED_TOKENS` in all, cut
+    where `eager_heads` would make more than `SCORES`."""
     documents = store.heldout_documents()
     chosen = choose_documents(documents, at_most=MEASURED_DOCUMENTS, seed=SEED)
     longest = max(1, MEASURED_TOKENS // max(1, len(chosen)))

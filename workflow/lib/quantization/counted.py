@@ -9,9 +9,8 @@ from workflow.lib.model.documents import Documents
 
 @dataclass(frozen=True)
 class Counted:
-    """Masks of rows that count, bool. whole: (tokens,), of a module that gets the packed rows;
-    None: all count. apart: of each call of one in a recurrent layer, which gets documents by
-    group."""
+    """Masks of rows that count. whole: (tokens,) of packed rows, None: all; apart: by call of a
+    module in a recurrent layer, which gets documents by group."""
 
     whole: torch.Tensor | None = None
     apart: tuple[torch.Tensor, ...] = ()

@@ -31,9 +31,8 @@ def groups_by_input(parts: dict[str, nn.Module], run: Run) -> list[list[str]]:
 def input_correlation(
     path: str, linear: nn.Linear, runs: Iterable[tuple[Run, Counted]]
 ) -> torch.Tensor:
-    """Return the mean of x x^T over all inputs x of a linear in these runs, fp32, shape (in, in).
-    runs: with which of their tokens count. Zeros if no input reaches it. Raises `UserError` if one
-    is not finite."""
+    """Return the mean of x x^T (in, in) fp32 over all counted inputs of a linear in these runs;
+    zeros without any. Raises `UserError` if one is not finite."""
     total = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
     inputs = 0
     for run, counted in runs:

@@ -114,9 +114,8 @@ class _StandIn(nn.Module):
 
 
 class LayerStream:
-    """A checkpoint's causal LM whose decoder layers get their weights one after the other.
-    Attributes: `layers`, on the meta device but for the one in `loaded`; `prefixes`, the names that
-    the checkpoint gives their tensors."""
+    """A checkpoint's causal LM whose decoder layers (`layers`, on meta but the one in `loaded`;
+    names by `prefixes`) get their weights one after the other."""
 
     def __init__(
         self,
@@ -197,9 +196,8 @@ class LayerStream:
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what a loaded layer makes of the hidden states of a batch. The layers before it
-        have run, each last with what was to come out of it. Raises `UserError` if the family gives
-        a layer more of those before it than what the last of them returns."""
+        """Return what a loaded layer makes of a batch's states, after those before it. Raises
+        `UserError` if the family hands it more of them than the last one returns."""
         before = batch.beside[number]
         turn = self._take(_Turn(number, hidden, before, runs=True), batch)
         assert turn.watched is not None, "a family's forward calls each of its layers"

@@ -130,9 +130,8 @@ def quantized_tensors(
     names: Iterable[str] | None = None,
     stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the name of every source tensor (or of `names`), and what replaces it in the NF4
-    checkpoint. linears: of `quantizable_linears`; stacks: of `expert_stacks`, read expert by
-    expert."""
+    """Yield the name of every source tensor (or of `names`), and what replaces it. linears: of
+    `quantizable_linears`; stacks: of `expert_stacks`, by expert."""
     for name in reader.names() if names is None else names:
         if name in stacks:
             parts = quantize_stack(

@@ -47,8 +47,7 @@ def code_table(device: torch.device) -> torch.Tensor:
 
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """Return the codes (int64) whose values times `scale` are nearest to `weight`. edges: (15,)
-    fp32, the middles between neighbours of the table. A scale of 0 decodes everything to 0,
-    whatever the code."""
+    fp32, middles of the table. A scale of 0 decodes to 0."""
     ratio = torch.where(scale == 0, 0.0, weight / scale)
     return torch.bucketize(ratio, edges)
 
@@ -65,9 +64,8 @@ def packed_tensors(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Return the checkpoint tensors of a weight by suffix (`weight`, `weight.absmax`, ...), on the
-    CPU. codes: uint8, (out * in,) in the order of the flattened weight. dtype: of the original
-    weight."""
+    """Return a weight's checkpoint tensors by suffix, on the CPU. codes: uint8 (out * in,); dtype:
+    of the original weight."""
     return stored_tensors(packed_codes(codes), scales, settings, shape=shape, dtype=dtype)
 
 

@@ -72,9 +72,8 @@ def quantize_stack(
     device: torch.device,
     transposed: bool,
 ) -> dict[str, torch.Tensor]:
-    """Quantize the experts (out, in), or (in, out) if `transposed`, one after the other on
-    `device`; return what `stack_tensors` does. out * in is a multiple of the block size
-    (`check_blocks`)."""
+    """Quantize the experts (out, in), or (in, out) if `transposed`, one by one on `device`; return
+    as `stack_tensors`. out * in: whole blocks."""
     quantized = []
     for expert in experts:
         weight = (expert.T if transposed else expert).to(device)

@@ -9,9 +9,8 @@ from workflow.lib.recording.recorded_gpu import RecordedStream, recorded_gpu
 
 
 class RecordedCapture:
-    """Stands for `micro_batch_graphs.CudaCapture`. `torch.cuda.graph` gives free pages back before
-    a capture. What it captures is taken from a pool that nothing else uses, as here from that of a
-    stream that nothing else runs on."""
+    """Stands for `micro_batch_graphs.CudaCapture`: `torch.cuda.graph` gives free pages back and
+    captures in a pool of its own, here that of another stream."""
 
     def __init__(self, tape: LayerTape) -> None:
         self._tape, self._stream = tape, RecordedStream()

@@ -44,9 +44,8 @@ class RecordingProcess:
         checked: bool = True,
         whole: bool = False,
     ) -> Tape:
-        """Return the recording; arguments are those of `engine_run.record`. Raises
-        `NotRecordedError` if the model uses what fake tensors cannot do, and `UserError` as
-        building a model does."""
+        """Return the recording, as `engine_run.record`. Raises `NotRecordedError` if fake tensors
+        cannot do it, and `UserError` as building a model does."""
         return self._executor.submit(
             _recorded, config, as_recorded(plan), checked=checked, whole=whole
         ).result()

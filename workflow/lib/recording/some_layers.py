@@ -18,9 +18,8 @@ TYPES = (bool, int, str, type(None))
 
 
 def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
-    """Return the number of each layer's kind: layers of one kind have the same modules, and the
-    levers do the same with them. No two are alike where layers take something from a certain other
-    one."""
+    """Return the number of each layer's kind, which has the same modules and options; no two are
+    alike where layers take something from a certain other one."""
     taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)
     types = getattr(model.config.get_text_config(), "layer_types", None)
     connected = _connected(model)

@@ -16,9 +16,8 @@ from workflow.lib.system.number_formats import visible
 
 @dataclass(frozen=True)
 class CardInputs:
-    """What a card is written from. `model_id`, `dataset_id`: hub ids, None for local folders and
-    files. `revision`: commit of the base on the hub. `adapter_config`: PEFT's. `nf4_base_id`: where
-    the 4-bit base is on the hub."""
+    """What a card is written from. `model_id`, `dataset_id`: hub ids or None; `revision`: the
+    base's commit; `adapter_config`: PEFT's; `nf4_base_id`: of the 4-bit base."""
 
     model_id: str | None
     revision: str | None

@@ -38,10 +38,9 @@ def gate(settings: EvaluateConfig, measured: Measured) -> Gate:
 def verdicts(
     require: Mapping[str, float], measured: Measured, *, by: RequireBy
 ) -> list[GainVerdict]:
-    """Return the verdict on each requirement. A gain is positive where what is served is better
-    than the reference: a smaller loss, or a metric's change in its own direction. by: `estimate`
-    (the gain) or `interval` (the lower end of its 95% interval). Raises `UserError` for a metric
-    that was not measured, has no direction, or has no interval to judge by."""
+    """Return the verdict on each requirement; a gain is positive where the served model is better.
+    by: `estimate`, or `interval` (its lower end of 95%). Raises `UserError` for a metric that is
+    not measured, or without direction or interval."""
     return [_verdict(name, least, measured, by=by) for name, least in require.items()]
 
 

@@ -38,9 +38,8 @@ class TaskScore:
 
     @property
     def change(self) -> str:
-        """What the paired interval says of what is served against the reference: `better`, `worse`
-        or `without a clear change`. `not judged` where there is no interval, or the task does not
-        say whether more is better."""
+        """What the paired interval says of the served model: `better`, `worse` or `without a clear
+        change`; `not judged` without interval or direction."""
         ends, upwards = self.difference.difference_ci95, self.after.higher_is_better
         if ends is None or upwards is None:
             return "not judged"
@@ -119,9 +118,8 @@ def label(evaluation: Evaluation) -> str:
 
 
 def read_measured(folder: Path, *, run: str) -> Measured:
-    """Read the evaluations in a folder of `evaluate_run`. Raises `UserError` if one is damaged, of
-    another run or subject, or answered other questions, and unless exactly one is served and one is
-    a reference."""
+    """Read the evaluations in a folder of `evaluate_run`. Raises `UserError` if one is damaged,
+    another's or asked otherwise, and unless one is served and one a reference."""
     files = {name: folder / f"{name}.json" for name in SUBJECTS}
     found = {name: read_record(path, Evaluation) for name, path in files.items() if path.is_file()}
     served = [name for name, evaluation in found.items() if evaluation.served]

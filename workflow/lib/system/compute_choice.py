@@ -116,15 +116,10 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
-    """Return the type that `model.compute_dtype` means: `auto` is bfloat16 on GPUs that have it,
-    else float16, and float32 on CPUs.
-
-    bfloat16: whether the GPUs have it (compute capability 8.0 and more). Raises `UserError` for
-    float16 on a CPU, or bfloat16 on a GPU without it.
-
-    float32 on all CPUs, also where bfloat16 is faster: the same settings give the same numbers on
-    any CPU, and the reloaded adapter is compared within 1e-4 in place of 4e-2. preflight says where
-    bfloat16 would save time."""
+    """Return the type of `model.compute_dtype`: `auto` is bfloat16 on GPUs that have it
+    (`bfloat16`: capability 8.0), else float16, and float32 on all CPUs, so that numbers are the
+    same on any and parity holds within 1e-4, not 4e-2. Raises `UserError` for float16 on a CPU, or
+    bfloat16 on a GPU without it."""
     if name == "auto":
         return ("bfloat16" if bfloat16 else "float16") if cuda else "float32"
     if name == "float16" and not cuda:
@@ -148,9 +143,8 @@ class MatmulHardware:
 
 
 def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str) -> str:
-    """Return the type that `train.matmul_dtype` means: `float8` or `compute_dtype`. CPUs emulate
-    float8, and `auto` leaves that out. Raises `UserError` for a type that a GPU lacks, or that its
-    compute dtype cannot stand beside."""
+    """Return the type of `train.matmul_dtype`; `auto` leaves out CPUs, which emulate float8. Raises
+    `UserError` for a type that a GPU lacks, or that does not go with the compute dtype."""
     if name == "auto":
         fits = device.cuda and device.float8 and compute_dtype == "bfloat16"
         return FLOAT8 if fits else COMPUTE_DTYPE
@@ -202,14 +196,11 @@ def automatic_attention(
     training: bool,
     varlen_runs: bool = True,
 ) -> AttentionChoice:
-    """Return the implementation that `model.attention: auto` means. varlen_runs: whether the
-    kernels that varlen would need can be built there.
-
-    On a GPU of compute capability 8.0 (`bfloat16`) in 16 bits it is flash_attention_2 where its
-    package is, else for training varlen, and flex for what these cannot do. Else it is what stock
-    Transformers has: sdpa, or eager for soft-capped scores and sinks, which sdpa ignores. Training
-    takes flex everywhere for sinks, and for a family whose masks would let packed documents see
-    each other."""
+    """Return what `model.attention: auto` means. varlen_runs: whether varlen's kernels can be built
+    there. On a GPU of capability 8.0 (`bfloat16`) in 16 bits: flash_attention_2 where its package
+    is, else for training varlen, and flex for what these cannot do. Else stock Transformers' sdpa,
+    or eager for soft-capped scores and sinks; but training takes flex for sinks, and where masks
+    would let packed documents see each other."""
     if cuda and bfloat16 and compute_dtype != "float32":
         # Transformers hands it the cap, and pads narrow values.
         packs = needs.flash_lack() is None and not (training and needs.masked)

@@ -11,9 +11,8 @@ LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of who has started a worke
 
 
 def use_this_interpreter(root: Path) -> None:
-    """Let `python -m workflow.scripts.<stage>` run by this interpreter, from any folder. root: the
-    folder of the workflow. It holds for this process and what it starts. A conda environment goes
-    before it, as it is activated later."""
+    """Let `python -m workflow.scripts.<stage>` run by this interpreter from any folder (root: the
+    workflow's), in this process and what it starts; a conda environment goes before it."""
     search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     os.environ["PATH"] = os.pathsep.join(search)
     modules = [str(root), os.environ.get("PYTHONPATH", "")]

@@ -34,7 +34,6 @@ class StoppedError(Exception):
 
 
 def setting_error(setting: str, value: object, bound: str, change: str) -> UserError:
-    """Build the standard message `<setting> = <value>: <bound>. <change>.` Args are the key's path
-    in `config.yaml` (or an option of the command line), the offending value, the bound that it
-    broke, and the change that mends it."""
+    """Build the message `<setting> = <value>: <bound>. <change>.`: the key in `config.yaml` or an
+    option, the value, the bound that it broke, and what mends it."""
     return UserError(f"{setting} = {value!r}: {bound.rstrip('.')}. {change.rstrip('.')}.")

@@ -42,9 +42,8 @@ INFINITY = Link("Infinity Fabric", 64e9, 0.8)  # one link between two GPUs; eigh
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One kind of GPU. flops: dense bf16 FLOP/s with fp32 accumulation; bandwidth: memory bytes/s;
-    memory_gib: GiB that a process sees; link: to its neighbours, as most machines have it; aliases:
-    what people call it."""
+    """One kind of GPU. flops: dense bf16 FLOP/s (fp32 accumulation); bandwidth: bytes/s;
+    memory_gib: seen by a process; link: to its neighbours; aliases: other names."""
 
     name: str  # as the driver reports it
     memory_gib: float
@@ -102,8 +101,7 @@ BY_NAME = {model.name: model for model in MODELS}
 
 def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     """Return how many GPUs of which kind `2x4090`, `8 x H100`, `4090:2` or `A100` mean. Raises
-    `UserError`, in the name of `setting`, if the count is 0 or absurd, the kind is not known (the
-    nearest ones are listed), or the text can be read in two ways."""
+    `UserError`, naming `setting`, for an absurd count, an unknown kind or two readings."""
     readings = list(dict.fromkeys(_readings(text.strip())))
     known = _models_by_plain_name()
     right = [(count, kind) for count, kind in readings if _plain(kind) in known]

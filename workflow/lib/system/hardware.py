@@ -103,9 +103,8 @@ def _capability(handle: object) -> tuple[int, int]:
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
-    """Return the GPUs that a run of `count` may get any of. They have no less memory than the
-    count-th largest. What is planned for the smallest of them holds for all. Cards of one kind
-    differ by up to 1%."""
+    """Return the GPUs that a run of `count` may get any of: no less memory than the count-th
+    largest (cards of one kind differ by up to 1%)."""
     sizes = sorted((gpu.total_bytes for gpu in gpus), reverse=True)[:count]
     return [gpu for gpu in gpus if not sizes or gpu.total_bytes >= 0.99 * sizes[-1]]
 

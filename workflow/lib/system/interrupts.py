@@ -21,9 +21,8 @@ _ENDING = list[int]()
 
 
 def end_at_signals() -> None:
-    """End the process at once, while Snakemake reads the Snakefile or builds the graph. An
-    exception within Snakemake's event loop would end in its traceback. Nothing is written by
-    then."""
+    """End the process at once, while Snakemake reads the Snakefile or builds the graph: an
+    exception in its event loop would be a traceback. Nothing is written by then."""
     _catch(_end_at_once)
 
 

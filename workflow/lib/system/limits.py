@@ -24,10 +24,9 @@ class ExcessError(RuntimeError):
 
 
 class BoundedWork:
-    """Stop what happens within at so much processor time, or so many bytes more than now. What
-    counts is the address space that the process has mapped. None stands for `MAX_SECONDS` and
-    `MAX_BYTES`. Raises `ExcessError` there. Not to be nested. Outside of the main thread, to which
-    alone Python gives signals, time has no bound."""
+    """Stop what happens within at so much processor time, or mapped address space more than now
+    (None: `MAX_SECONDS`, `MAX_BYTES`); raises `ExcessError`. Not to be nested; outside of the main
+    thread time has no bound."""
 
     def __init__(self, *, max_seconds: float | None = None, max_bytes: int | None = None) -> None:
         self._seconds = MAX_SECONDS if max_seconds is None else max_seconds

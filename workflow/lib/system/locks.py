@@ -21,10 +21,9 @@ POLL_S = 0.5
 
 @contextmanager
 def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | None]:
-    """Hold the lock file `path`; yield the process id of its last holder if that was killed. The
-    file is there only while it is held, or if its last holder was killed. doing: what the holder
-    does, for the message (`training this run`). wait_s: seconds to wait for another process, which
-    may be about to end. Raises `UserError` that names it if it holds the lock longer."""
+    """Hold the lock file `path`; yield the process id of its last holder if that was killed: only
+    then, or while held, it is there. doing: for the message (`training this run`). Raises
+    `UserError` if another holds it beyond `wait_s` seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, doing=doing, deadline=time.monotonic() + wait_s) as lock:
         lock.seek(0)

@@ -92,9 +92,8 @@ def spoken(name: str) -> str:
 
 
 def thinned(values: list[float], *, limit: int) -> list[int]:
-    """Return the positions of at most `limit` values: the first, the last and every extreme. The
-    curve is cut into `limit // 2 - 1` equal buckets; each gives its lowest and highest value, so
-    that no spike disappears. Short curves come back whole."""
+    """Return the positions of at most `limit` values: both ends, and the lowest and highest of each
+    of `limit // 2 - 1` equal buckets, so that no spike disappears."""
     if len(values) <= limit:
         return list(range(len(values)))
     width = math.ceil(len(values) / (limit // 2 - 1))

@@ -17,9 +17,8 @@ LINE_S = 30.0
 
 
 class Progress:
-    """Counts what is done of `total` things, which a bar or lines show while the block runs. A
-    context manager. total_work: what all of them cost, in any unit, where some cost more than
-    others; the time left follows from it."""
+    """Counts what is done of `total` things, shown by a bar or lines in the block. total_work: cost
+    of all, in any unit, by which the time left is told."""
 
     def __init__(
         self,

@@ -152,9 +152,8 @@ def continued(
     beside: Mapping[str, tuple[object, object]],
 ) -> LoraSettings:
     """Return a run's `lora` settings as those of the adapter that it starts from, with its own
-    dropout. follow: take those that are at their defaults from the adapter. beside: other settings
-    that differ, by name: the run's value and the adapter's. Raises `UserError` with all that
-    differ."""
+    dropout. follow: its defaults follow. beside: other settings, by name: both values. Raises
+    `UserError` with all that differ."""
     default, differing = LoraSettings(), dict(beside)
     for key in COMPARED:
         own, its = getattr(lora, key), getattr(adapter, key)

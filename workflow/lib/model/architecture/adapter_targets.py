@@ -21,11 +21,9 @@ NEGATIVE_LOOKAROUND = re.compile(r"\(\?<?!(?:[^()]|\([^()]*\))*\)")
 def adapter_ranks(
     lora: LoraSettings, *, linears: Iterable[str], stacks: Collection[str] = ()
 ) -> dict[str, int]:
-    """Return the rank of every adapted linear by its path, in the order of `linears`. linears:
-    paths as `model.layers.3.self_attn.q_proj`; stacks: those of them that are the weights of
-    several experts, each of which gets an adapter of this rank. Raises `UserError` if a name or
-    pattern of the settings matches none of them, or takes too long to match, or the settings ask
-    for what experts cannot have."""
+    """Return the rank of every adapted linear by its path, in the order of `linears`. stacks:
+    weights of experts, each with such an adapter. Raises `UserError` if a name or pattern matches
+    none or takes too long, or asks for what experts cannot have."""
     try:
         with BoundedWork():
             ranks = _adapter_ranks(lora, list(linears), [*stacks])
@@ -125,9 +123,8 @@ class WholeModules:
 def modules_to_save(
     lora: LoraSettings, offered: WholeModules, *, others: Iterable[str] = ()
 ) -> set[str]:
-    """Return the paths of the modules that are trained whole. others: paths of other modules.
-    Raises `UserError` for a module that is not offered, for a name that PEFT would take for one of
-    `others` too, or for a tied table, of which PEFT would export a copy for each name."""
+    """Return the paths of the modules that are trained whole. Raises `UserError` for one that is
+    not offered, a name that PEFT would take for one of `others`, or a tied table."""
     chosen = set()
     for name in lora.modules_to_save:
         matches = [path for path in offered.paths if _is_target((name,), path)]

@@ -66,9 +66,8 @@ def of_family(family: str | None) -> dict[str, bool]:
 
 
 def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the widest of queries and keys, and the width of values. Latent attention has keys of
-    two parts, one of them rotated (DeepSeek-V2, arXiv 2405.04434, sec. 2.1; the defaults are its
-    family's)."""
+    """Return the widest of queries and keys, and the width of values; latent attention's keys have
+    two parts (DeepSeek-V2, arXiv 2405.04434, sec. 2.1)."""
     if config.get("kv_lora_rank") is not None:
         keys = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)
         return int(keys), int(config.get("v_head_dim", 128))

@@ -35,10 +35,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_bounded(path: Path) -> dict[str, Any]:
-    """Read any config.json, before a library builds lists of as many entries as it says. `Infinity`
-    and `NaN`, which are no JSON, become what Transformers 5 writes in their place
-    (`with_infinities`). Raises `UserError` if it is no JSON object, or a size in it, or in a model
-    within it, is beyond `LARGEST_SIZES`."""
+    """Read any config.json before a library builds as many entries as it says; `Infinity` and `NaN`
+    become Transformers' (`with_infinities`). Raises `UserError` if it is no JSON object, or beyond
+    `LARGEST_SIZES`."""
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
         check_bounds(content, path)

@@ -52,9 +52,8 @@ def spread(count: int, total: int) -> list[int]:
 def activation_offload_layers(
     wanted: bool | int, *, recomputation: Recomputation, num_layers: int
 ) -> list[int]:
-    """Return the decoder layers whose activations are offloaded to host memory: all (True), none,
-    or up to `wanted` of them. First come those that are not recomputed, spread evenly and the last
-    one last, whose backward follows at once."""
+    """Return the decoder layers whose activations are offloaded: all (True), none, or up to
+    `wanted`; first those not recomputed, spread evenly and the last one last."""
     if wanted is True:
         return [*range(num_layers)]
     recomputed = recomputed_layers(recomputation, num_layers)

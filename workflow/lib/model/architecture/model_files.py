@@ -67,9 +67,8 @@ class Fault(NamedTuple):
 
 
 def fault_of_files(names: Collection[str], *, named_weights: str | None = None) -> Fault | None:
-    """Return what is wrong with the files of a model's folder or repository, as far as their names
-    say; None if nothing is. named_weights: the file that config.json names in place of the usual
-    ones (`transformers_weights`)."""
+    """Return what is wrong with a model's files, by their names, or None. named_weights: the file
+    that config.json names (`transformers_weights`)."""
     if ADAPTER in names:
         return _adapter_fault(names)
     if CONFIG not in names:

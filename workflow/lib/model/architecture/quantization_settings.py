@@ -45,9 +45,8 @@ logger = logging.getLogger("workflow")
 
 
 def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the config.json of the model whose weights are decoded: without what it says of
-    quantization. path: of the file. Raises `UserError` for a format that is not decoded, and as
-    `quantization_of`."""
+    """Return a config.json without what it says of quantization; raises `UserError` for a format
+    that is not decoded, and as `quantization_of`."""
     settings = quantization_of(config, path)
     if settings is not None and settings.get(METHOD) not in DECODED_FORMATS:
         raise UserError(
@@ -66,9 +65,8 @@ def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
-    """Return how the weights of a model are quantized; None if they are not, whatever its
-    config.json says. path: of the file. Without weights beside it the file is believed. Raises
-    `UserError` if it says so in no way that is known, or if there are scales and nothing that they
+    """Return how weights are quantized; None if they are not, whatever config.json says (believed
+    without weights beside it). Raises `UserError` if it is unclear, or scales have nothing to
     scale."""
     settings = said_of_quantization(config)
     if settings is None:

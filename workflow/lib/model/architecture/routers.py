@@ -14,9 +14,8 @@ CORRECTION = "correction_bias"
 def router_paths(
     experts: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """Return the path of the router of each module of experts; none for one without. experts: how
-    many there are, by the module's path (`mlp.experts`); shapes: of all parameters that are not
-    packed, by name."""
+    """Return the path of the router of each module of experts that has one. experts: their number,
+    by path; shapes: of all unpacked parameters."""
     found = {}
     for path, count in experts.items():
         for beside, rows in _rows_of_matrices(path, shapes):

@@ -41,9 +41,8 @@ class TensorInfo:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
-    """Return every tensor of safetensors files by name; of one that several files have, the last.
-    Raises `UserError` if a file is not what its name says, or is shorter than its header
-    promises."""
+    """Return every tensor of safetensors files by name (of several, the last). Raises `UserError`
+    if a file is another thing, or shorter than its header says."""
     return {name: tensor for path in files for name, tensor in _read_file(path).items()}
 
 

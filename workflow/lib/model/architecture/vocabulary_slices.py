@@ -16,9 +16,8 @@ ENOUGH_SLICES = 8
 
 
 def vocabulary_slices(shards: int) -> int:
-    """Return over how many neighbouring processes embedding and head are cut, of `shards` that
-    share a copy of the model. All of up to 8; of more, the smallest divisor of their number that is
-    at least 8."""
+    """Return over how many neighbouring processes embedding and head are cut, of `shards`: all of
+    up to 8, else their smallest divisor from 8 on."""
     enough = min(shards, ENOUGH_SLICES)
     return next(count for count in range(enough, shards + 1) if shards % count == 0)
 

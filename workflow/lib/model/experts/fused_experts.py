@@ -189,10 +189,9 @@ def _down_gradients(
     top_k_weights: torch.Tensor,
     routing: Routing,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the gradients of up(x), of the router's weights (T, k), and of the adapter of the
-    second stack, for that of y (T, hidden). The gradient of p_e y_e by p_e is y_e, which need not
-    be made again: grad y_e is the gradient of the product, before p_e is multiplied, times the
-    product."""
+    """Return the gradients of up(x), of the router's weights (T, k), and of the second stack's
+    adapter, for that of y (T, hidden). The gradient of p_e is grad y_e times y_e: that of the
+    product before p_e, times the product."""
     down = experts.stack(1, up.dtype)
     of_low = low_gradient(down, grad, routing)
     of_product = input_gradient(down, grad, of_low, routing)

@@ -26,9 +26,8 @@ EXPERTS, WIDTH, INTERMEDIATE, TOKENS, TOP_K, BLOCK_SIZE = 3, 16, 8, 7, 2, 64
 def replace_experts_(
     model: nn.Module, path: str, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
 ) -> None:
-    """Put `FusedExperts` in the place of the experts at `path` of a meta-device model, whose stacks
-    are packed as `specs` says by name. Raises `UserError` if there are no such experts, or they
-    compute something else."""
+    """Put `FusedExperts` in the place of the experts at `path` of a meta model, packed as `specs`.
+    Raises `UserError` if there are none, or they compute something else."""
     shapes = {
         name.removeprefix(f"{path}."): stack.shape
         for name, stack in expert_stacks(model).items()

@@ -101,9 +101,8 @@ def as_fused_attention(module: nn.Module) -> FusedAttention | None:
 
 
 def _turned_dims(module: Any) -> list[int]:
-    """Return how many dimensions of each head the model rotates, fewest first. Its class, tried
-    with whole heads alone, might compute what ours does although it rotates parts in another way.
-    The rotary parameters may be nested by the type of a layer (Gemma 3)."""
+    """Return how many dimensions of each head the model may rotate, fewest first: whole heads alone
+    would hide how parts are rotated. Parameters may be nested by layer type (Gemma 3)."""
     config = module.config
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]

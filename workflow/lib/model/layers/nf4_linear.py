@@ -24,9 +24,8 @@ STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 
 @dataclasses.dataclass(frozen=True)
 class NF4Spec:
-    """What a packed weight is: shape (out_features, in_features), weights per scale, double
-    quantization. Weights of several experts are one below the other: `out_features` is that of all
-    together."""
+    """A packed weight: shape (out_features, in_features), weights per scale, double quantization.
+    Experts are one below the other, `out_features` that of all."""
 
     shape: tuple[int, int]
     block_size: int
@@ -71,11 +70,10 @@ IN_COMPUTE_TYPE = ProductTypes()
 
 
 class NF4Linear(nn.Linear):
-    """y = x W^T + b with a frozen NF4 weight. A subclass of `nn.Linear` so that PEFT and
-    Transformers see a linear. Parameters (all frozen, 1-D float32 views of bytes, padded to 4):
-    `weight`, `absmax`, and with double quantization `nested_absmax`. Buffers (replicated, about 1
-    KiB): `quant_map` (16,), `nested_quant_map` (256,), `nested_offset` (). Built on the meta
-    device; filled by `nf4_model.load_weights_`."""
+    """y = x W^T + b with a frozen NF4 weight, as a linear for PEFT and Transformers. Frozen 1-D
+    float32 views of bytes: `weight`, `absmax`, perhaps `nested_absmax`; buffers `quant_map` (16,),
+    `nested_quant_map` (256,), `nested_offset` (). Built on meta; filled by
+    `nf4_model.load_weights_`."""
 
     weight: nn.Parameter
     absmax: nn.Parameter

@@ -26,9 +26,8 @@ from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Return W x + b + s B A d(x) for x (..., in_features), of a `FusedLoraLinear`: dequantization,
-    matmul and adapter in two nodes, for the reason that `split_autograd` gives. With DoRA in one
-    node, as backward needs the value."""
+    """Return W x + b + s B A d(x) for x (..., in_features), of a `FusedLoraLinear`, in two nodes
+    (`split_autograd`); with DoRA in one, as backward needs the value."""
     if layer.has_dora():
         return nf4_lora_matmuls(x, [layer])[0]
     draws = draws_of([layer])
@@ -85,9 +84,8 @@ def _apart(y: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> torch.Tens
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):
-    """Saves x, or what it was normed from, A d(x) of all layers, and with DoRA the values. One node
-    and not two: query, key and value are needed to recompute what follows, so recomputation never
-    ends before them."""
+    """Saves x, or what it was normed from, A d(x) of all layers, and DoRA's values. One node:
+    query, key and value are needed to recompute what follows anyway."""
 
     @staticmethod
     def forward(

@@ -17,10 +17,9 @@ Result = TypeVar("Result")
 
 
 def rotated_alike(config: PretrainedConfig, tokens: int, *, new_tokens: int = 0) -> tuple[int, ...]:
-    """Return what is the same for documents that may share a batch, beside padding up to the
-    longest of them. tokens: of the document; new_tokens: that are generated behind it at most. Only
-    documents of one length share a batch where frequencies change with each token, or on the
-    way."""
+    """Return what is the same for documents that may share a batch, beside padding. tokens: of the
+    document; new_tokens: generated behind it at most. Where frequencies change with each token only
+    equal lengths do."""
     config = config.get_text_config()
     alike = []
     for kind, limit in _limits(config):

@@ -15,9 +15,8 @@ import torch
 def apply_split(
     gradient: type[torch.autograd.Function], *args: Any, value: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Return a value whose gradient is that of the node `gradient`, applied to `args`.
-    `gradient.forward` returns what `first_outputs` returns. `value` gets the intermediates of it
-    and returns the value, in the placeholder's shape or as rows."""
+    """Return a value whose gradient is that of the node `gradient`, applied to `args`. Its forward
+    returns what `first_outputs` does; `value` makes the value of its intermediates."""
     placeholder, *intermediates = gradient.apply(*args)
     make: Callable[..., torch.Tensor] = _Value.apply
     return make(placeholder, partial(value, *intermediates))

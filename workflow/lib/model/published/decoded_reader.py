@@ -42,9 +42,8 @@ def decode_fp8(
     *,
     first_row: int = 0,
 ) -> torch.Tensor:
-    """Return rows of a weight (..., rows, in) in bf16; the product is in fp32. scale: of the whole
-    weight; block_size: rows and columns of a block, None for one scale; first_row: the number of
-    the first row of `weight` in the whole."""
+    """Return rows of a weight (..., rows, in) in bf16, multiplied in fp32. scale: of the whole
+    weight; block_size: None for one scale; first_row: of `weight` in the whole."""
     factors = scale.float()
     if block_size is not None:
         rows = torch.arange(first_row, first_row + weight.shape[-2]) // block_size[0]

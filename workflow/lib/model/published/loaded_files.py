@@ -19,9 +19,8 @@ from workflow.lib.system.undocumented_interfaces import check_interfaces
 
 
 def loaded_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Return every tensor that Transformers reads of a model's folder, by stored name. Raises
-    `UserError` if there are no safetensors weights, or files are missing, broken, or do not belong
-    together."""
+    """Return every tensor that Transformers reads of a folder, by stored name. Raises `UserError`
+    if safetensors are absent, missing, broken, or do not belong together."""
     files = loaded_files(folder)
     tensors = read_headers(files)
     index = folder / (named_weights(folder) or INDEX)

@@ -93,8 +93,7 @@ def _equal(reader: DecodedReader, first: str, second: str) -> bool:
 
 def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
     """Return what Transformers leaves of a checkpoint; raise `UserError` unless it loads every
-    tensor of the model from it, in its shape, of a type that can be quantized. model: of the
-    folder, on meta. Looks at headers alone, so that hours are not in vain."""
+    tensor of the model (on meta) in its shape and a quantizable type. Looks at headers alone."""
     reader.check_parts()
     if reader.packed and not said_of_quantization(read_bounded(reader.folder / "config.json")):
         raise UserError(

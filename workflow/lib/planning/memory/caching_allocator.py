@@ -67,9 +67,8 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Serves requests; counts what is in use and what is taken from the GPU, bytes, and the peaks
-    of both. Where a limit would be passed, free pages are given back first; what is lacking even
-    then is noted, and served."""
+    """Serves requests; counts bytes in use and taken from the GPU, and both peaks. At a limit free
+    pages are given back first; what is lacking then is noted, and served."""
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         """limit_bytes: of what may be taken from the GPU (`set_per_process_memory_fraction`)."""

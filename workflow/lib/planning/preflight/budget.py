@@ -73,10 +73,9 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
 
 
 def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks) -> int:
-    """Return the host memory of all processes of a node together at the peak, for the predicted
-    peaks of each. With GPUs: each process itself, what it page-locks, and all slices of the largest
-    tensor while the weights are loaded; later the pages of an embedding's file take their place,
-    once for all processes, and the rows of a micro-batch on their way."""
+    """Return the host memory of a node's processes at the predicted peaks. With GPUs: each process,
+    what it page-locks, and the largest tensor's slices while loading; later an embedding's pages,
+    once, and rows on their way."""
     if machine.device == "cpu":
         return machine.processes_per_node * peaks.allocated_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes

@@ -84,10 +84,8 @@ def read_tokens(path: Path) -> TokenCounts:
 
 
 def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -> None:
-    """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`,
-    whatever the data, as far as that is known. Nothing is known of a folder that is still to be
-    downloaded. Of a model without a description, or with another one's, config.json alone is looked
-    at; `describe_model` comes first then."""
+    """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`, as
+    far as is known: nothing before a download, config.json alone without its description."""
     path = folder / "config.json"
     if not folder.exists():
         return
@@ -112,10 +110,9 @@ def check_models(checks: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> None:
-    """Raise `UserError` if settings cannot work with this model and with the processes of the run.
-    trains_here: whether this is the machine that will train it, so that `hardware.gpus` can be held
-    against what is visible. Elsewhere a number is believed, and of `auto` nothing is known but that
-    it suits any model."""
+    """Raise `UserError` if settings cannot work with this model and the run's processes.
+    trains_here: compare `hardware.gpus` with what is visible; else a number is believed, and `auto`
+    suits any model."""
     check_context(run.data.seq_len, shape)
     check_gguf(run, shape)
     if run.hardware.gpu_model is not None:
@@ -134,9 +131,8 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
 
 
 def check_gguf(run: RunConfig, shape: ModelShape) -> None:
-    """Raise `UserError` if the adapter is to become a GGUF file and has a part for each expert.
-    PEFT keeps the experts' parts of a stack side by side in one matrix, which llama.cpp's converter
-    does not take apart."""
+    """Raise `UserError` if an adapter with a part for each expert is to become a GGUF file:
+    llama.cpp's converter does not take PEFT's matrix apart."""
     if not run.export.gguf or "adapter" not in run.export.gguf_of:
         return
     stacks = {linear.path for kind in shape.kinds for linear in kind.linears if linear.experts > 1}

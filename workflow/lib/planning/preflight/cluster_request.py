@@ -67,9 +67,8 @@ class Allocation:
 def training(
     run: RunConfig, *, model: str, description: str, manifest: str, recorder: RecorderOf
 ) -> Allocation:
-    """Return what `finetune` needs; reads the description of the model and the manifest of the
-    tokens. Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to
-    be made."""
+    """Return what `finetune` needs, by description and manifest. Raises `UserError` as preflight
+    does, `FileNotFoundError` before there is an input."""
     decision, forecasted = _decide(run, Path(description), manifest, recorder)
     minutes = _training_minutes(forecasted) + START_MIN
     return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes)
@@ -83,9 +82,8 @@ def _training_minutes(forecasted: Forecast) -> float:
 def reading(
     run: RunConfig, *, model: str, description: str, manifest: str, recorder: RecorderOf
 ) -> Allocation:
-    """Return what a stage needs that loads the quantized base and runs it: `consolidate`, and
-    `evaluate_run`, which loads the original too. Weights are read by way of host memory. Held-out
-    documents are fewer than those trained on, and nobody knows how long tasks take."""
+    """Return what `consolidate` and `evaluate_run` need, which load the base, and the original.
+    Weights come by way of the host; nobody knows how long tasks take."""
     decision, forecasted = _decide(run, Path(description), manifest, recorder)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0

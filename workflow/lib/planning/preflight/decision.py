@@ -64,10 +64,9 @@ def decide(
     record: Recorder,
     estimate: bool = False,
 ) -> Decision:
-    """Choose the plan and say whether the run fits GPU (or host) memory and disk. `disk_free_bytes`
-    is None where there is no disk to ask; estimate: by the lines between recordings alone. Raises
-    `UserError` if a setting cannot work with this model or machine, whatever its memory, and of a
-    model that cannot be recorded, if the settings leave a choice."""
+    """Choose the plan and say whether the run fits memory and disk (`disk_free_bytes`: None without
+    one). estimate: by lines alone. Raises `UserError` if a setting cannot work here, or leaves a
+    choice for a model that cannot be recorded."""
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
     plan = replace(

@@ -192,9 +192,8 @@ def _in_all_of_the_host(option: Candidate, limits: Budget) -> Candidate:
 
 
 def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> int | None:
-    """Host memory that a plan may take; None = no bound is known. What nobody has asked to be
-    page-locked leaves half of the host's memory alone; where that is not known, as of a machine
-    that is only imagined, it is taken to be twice the GPUs'."""
+    """Host memory that a plan may take, or None. What nobody asked to be page-locked leaves half of
+    the host's alone, taken to be twice the GPUs' where that is unknown."""
     if not unasked or machine.gpu_bytes is None:
         return limits.host_capacity_bytes
     if limits.host_capacity_bytes is None:

@@ -28,9 +28,8 @@ MOST_ROWS = 10**12
 def find_shape(
     model: str, *, revision: str | None, describe: Callable[[Path], ModelShape]
 ) -> ModelShape:
-    """Return the shape of a local folder, a config.json, a shipped model, or a model of the hub
-    (its config.json alone). describe: describes the model of a folder or a config.json, which takes
-    torch. Raises `UserError` if there is none of that name; the nearest shipped ones are listed."""
+    """Return the shape of a local folder, a config.json, a shipped model, or a hub model's
+    config.json. describe: takes torch. Raises `UserError` with the nearest shipped names."""
     path = Path(model)
     if path.exists():
         return describe(path)
@@ -74,9 +73,8 @@ def _unknown(model: str, why: str) -> UserError:
 def settings_of(
     changes: Sequence[str], *, seq_len: int, rank: int, processes: int, batch: int | None
 ) -> RunConfig:
-    """Return the default settings with those of the command line and `changes` (`train.epochs=1`,
-    values as in YAML). Rows of a step, unless given: the smallest multiple of the processes from 16
-    on. Raises `UserError` as `load_config` does."""
+    """Return the default settings with `changes` (`train.epochs=1`, as in YAML); rows of a step:
+    the smallest multiple of the processes from 16 on. Raises as `load_config`."""
     rows = math.ceil(16 / processes) * processes if batch is None else batch
     document: dict[str, Any] = {
         "data": {"seq_len": seq_len},

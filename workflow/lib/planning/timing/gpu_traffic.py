@@ -51,9 +51,8 @@ def fabric_of(gpu: GpuModel, *, gpus_per_node: int) -> Fabric:
 
 
 def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: int = 1) -> float:
-    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, each `stride`
-    GPUs from the next. stride: 1 = neighbours, which fill node after node; the size of a group =
-    one GPU of each group."""
+    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, `stride` apart:
+    1 = neighbours, node after node; a group's size = one GPU of each group."""
     if processes == 1:
         return 0.0
     local = max(1, min(processes, fabric.gpus_per_node // stride))
