@@ -94,10 +94,13 @@ def through_layers(
     layer_done: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
     """Return what comes out of the last layer for each batch, in host memory; `moved` is called for
-    every batch and layer.
+    every batch before the first layer, and in every layer.
     """
-    stream.record(batches)
-    hidden = [first_hidden(batch) for batch in batches]
+    hidden = []
+    for batch in batches:
+        stream.record([batch])
+        hidden.append(first_hidden(batch))
+        moved()
     for number in range(len(stream.layers)):
         with stream.loaded(number):
             for place, batch in enumerate(batches):
@@ -134,7 +137,7 @@ class StreamedScorer:
                 Batch(row.input_ids.to(self._device), row.position_ids.to(self._device))
                 for row in mine
             ]
-            steps = len(mine) * len(self._stream.layers)
+            steps = len(mine) * (1 + len(self._stream.layers))
             hidden = through_layers(self._stream, batches, moved=lambda: worked(1 / steps))
             return [self._of_row(*of) for of in zip(mine, batches, hidden, strict=True)]
 
