@@ -51,12 +51,17 @@ def test_run_means_its_adapter_on_its_own_base():
 
 def test_start_is_the_adapter_that_the_run_starts_from():
     runs = with_starts(
-        runs_of(sft={}, dpo=DPO | {"train": {"objective": "dpo", "start_from": "sft"}}, new=DPO)
+        runs_of(
+            sft={},
+            dpo={"train": {"objective": "dpo", "start_from": "sft"}},
+            named=reference("sft"),
+            new=DPO,
+        )
     )
     found = scored_models(runs)
     assert found["dpo"].base == base_dir(runs["dpo"])
     assert found["dpo"].model == "results/runs/sft/consolidate/adapter"
-    assert found["dpo"].scores != found["new"].scores
+    assert found["named"].scores == found["dpo"].scores != found["new"].scores
 
 
 def test_folder_is_an_adapter_on_the_base_or_a_model(tmp_path):

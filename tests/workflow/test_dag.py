@@ -215,6 +215,16 @@ def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(fresh, tmp_
     assert sweep.planned("all") == shared | dict.fromkeys(per_run, 3)
 
 
+def test_sweep_of_beta_scores_its_reference_once(fresh, tmp_path):
+    sweep = fresh.copy(tmp_path / "sweep")
+    dpo = {"train": {"objective": "dpo"}}
+    runs = {"sft": {}, "one": dpo, "two": dpo | {"preferences": {"beta": 0.3}}}
+    runs["after"] = {"train": {"objective": "dpo", "start_from": "sft"}}
+    sweep.write_settings(sweep.settings | {"runs": runs})
+    planned = sweep.planned("train")
+    assert (planned["score_tokens"], planned["finetune"]) == (2, 4)
+
+
 def test_new_run_leaves_finished_ones_alone(project):
     project.edit({"runs": {"wide": {"lora": {"r": 8}}}})
     plan = project.plan("all")

@@ -5,6 +5,7 @@ rule finetune:
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
         start=lambda w: layout.start_files(RUNS[w.run]),
+        scores=lambda w: scores_folder(w.run),
     output:
         adapter=directory("results/runs/{run}/finetune/adapter"),
         adapter_config="results/runs/{run}/finetune/adapter_config.json",
@@ -42,6 +43,9 @@ rule finetune:
         description=lambda w, output: layout.description(RUNS[w.run]),
         tracking=lambda w, output: layout.unrecorded_json("finetune", RUNS[w.run]),
         start=lambda w, output: start_options(RUNS[w.run]),
+        scores=lambda w, output: [
+            x for folder in scores_folder(w.run) for x in ("--scores", folder)
+        ],
         # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
         gpus=lambda w, output: gpus(RUNS[w.run]),
         srun=lambda w, output, threads: on_each_node(RUNS[w.run], threads),
@@ -53,6 +57,6 @@ rule finetune:
         " && exec {params.srun:q} python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"
-        " {params.start:q}"
+        " {params.start:q} {params.scores:q}"
         " --checkpoints {params.checkpoints:q} --output {params.folder:q}"
         " --tracking {params.tracking:q} --tracking-folder results --log {log:q}"

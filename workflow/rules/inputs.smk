@@ -7,11 +7,17 @@ def checkpoints(wildcards, input):
     Data or weights edited in place must not continue from what their old content has trained.
     """
     # An input that is still to be made has to be named by the error; then Snakemake asks again later.
-    for path in (input.tokens, input.base, *input.start):
+    scores = scores_folder(wildcards.run)
+    for path in (input.tokens, input.base, *input.start, *scores):
         Path(path).stat()
     folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
     start = layout.start_adapter(RUNS[wildcards.run])
-    content = trained_content(Path(input.tokens), Path(input.base), start and Path(start))
+    content = trained_content(
+        Path(input.tokens),
+        Path(input.base),
+        start=start and Path(start),
+        scores=Path(*scores) if scores else None,
+    )
     return f"{folder}-{content}"
 
 
@@ -19,6 +25,11 @@ def start_options(run):
     """The options of a stage for the adapter that a run starts from, and for what led to it."""
     folder, led = layout.start_adapter(run), json.dumps(layout.lineage(run))
     return ["--start", folder, "--lineage", led] if folder else []
+
+
+def scores_folder(name):
+    """The folder of the scores that a run's training reads, if it reads any."""
+    return [SCORED[name].scores] if name in SCORED else []
 
 
 def several_nodes(run, value):

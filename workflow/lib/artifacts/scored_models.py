@@ -115,10 +115,11 @@ def _kind(name: str, named: str, setting: str, runs: Mapping[str, RunConfig]) ->
 
 
 def _of_start(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
-    base, adapter = layout.base_dir(run), layout.start_adapter(run)
-    before = run.train.start_from, run.start and layout.fingerprint(run.start)
-    identity = [layout.base_key(run), *([before] if adapter else [])]
-    return identity, run.model.name, base, adapter, layout.start_files(run)
+    start, base = run.train.start_from, layout.base_dir(run)
+    if start is not None and start in runs:
+        return _of_run(run, start, runs)
+    identity = [layout.base_key(run), *([start] if start else [])]
+    return identity, run.model.name, base, layout.start_adapter(run), layout.start_files(run)
 
 
 def _of_original(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.scores_record import ScoresManifest
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
 from workflow.lib.system.artifact_files import read_artifact
@@ -9,18 +11,23 @@ from workflow.lib.system.checksums import damaged, listed_files
 from workflow.lib.system.files import file_sha256, short_hash
 
 
-def trained_content(manifest: Path, base: Path, start: Path | None = None) -> str:
-    """Return a short hash of the training tokens, of the base's weights and config, and of the
-    weights in the folder of the adapter that the run starts from. Raises `UserError` if the record
-    of either is damaged."""
+def trained_content(
+    manifest: Path, base: Path, *, start: Path | None = None, scores: Path | None = None
+) -> str:
+    """Return a short hash of the training tokens, of the base's weights and config, and, where a
+    run has them, of the weights of the adapter that it starts from and of the scores that it reads.
+
+    Raises `UserError` if a record is damaged."""
     tokens = read_artifact(manifest).get("files")
     if not isinstance(tokens, dict):
         raise damaged(manifest.parent, manifest.name, "lacks checksums")
+    shards = () if scores is None else read_record(scores / MANIFEST, ScoresManifest).shards
     return short_hash(
         [
             *([name, sha] for name, sha in tokens.items() if name.startswith("train.")),
             *(f"{f.sha256}  {f.name}" for f in listed_files(base) if _is_trained(f.name)),
             *([] if start is None else [file_sha256(start / ADAPTER_WEIGHTS)]),
+            *(shard.files for shard in shards if shard.split == "train"),
         ]
     )
 
