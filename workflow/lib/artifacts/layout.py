@@ -3,8 +3,7 @@
 A shared artifact's folder carries a key: the short hash of everything that it depends on, so two
 runs with equal data settings share one tokenization. A stage receives exactly the settings that
 it reads (`settings.effects`), as one JSON string with sorted keys. Snakemake compares such a string
-too (`recorded_json`); settings that do not rerun the stage are at their defaults in it.
-"""
+too (`recorded_json`); settings that do not rerun the stage are at their defaults in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -34,10 +33,8 @@ CONVERTERS = str(RESULTS / "llama_cpp" / LLAMA_CPP_RELEASE)
 
 def _comparable(run: RunConfig, counts: Callable[[Affects], bool]) -> RunConfig:
     """Return the settings with every one that does not count at its default: equal results have
-    equal ones.
-
-    A default, not nothing: what was made before such a setting existed stays up to date.
-    """
+    equal ones. A default, not nothing: what was made before such a setting existed stays up to
+    date."""
     changed = {}
     for name, section in _sections(run):
         defaults, of = type(section)(), section.affected_by
@@ -103,8 +100,7 @@ def dataset_key(run: RunConfig) -> str:
 
 def tokens_key(run: RunConfig) -> str:
     """Short hash of all that the tokens depend on: the data settings and the tokenizer's
-    identity.
-    """
+    identity."""
     data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
     return short_hash([data, run.model.source, run.model.revision, *_examples(run).values()])
 
@@ -117,8 +113,7 @@ def _examples(run: RunConfig) -> dict[str, str]:
 
 def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on: of the tokens only if they
-    calibrate.
-    """
+    calibrate."""
     settings = run.quantize.model_dump(mode="json")
     if run.quantize.method == "absmax":  # as before there was a choice, so that bases stay
         settings = {key: settings[key] for key in ("block_size", "double_quant")}
@@ -134,8 +129,7 @@ def first_run(run: RunConfig) -> RunConfig:
 
 def calibration_tokens(run: RunConfig) -> list[str]:
     """Return the files of the tokens that calibrate the base, the manifest first: none with
-    absmax.
-    """
+    absmax."""
     if run.quantize.method == "absmax":
         return []
     first = first_run(run)
@@ -156,8 +150,7 @@ def model_dir(run: RunConfig) -> str:
 
 def start_adapter(run: RunConfig) -> str | None:
     """Folder of the adapter that a run starts from: another run's, the user's own, or the
-    downloaded one; None for a new adapter.
-    """
+    downloaded one; None for a new adapter."""
     start = run.train.start_from
     if start is None or run.start is not None:
         return start and f"{stage_dir(start, 'consolidate')}/adapter"
@@ -205,10 +198,7 @@ def dataset_dir(run: RunConfig) -> str | None:
 
 def data_files(run: RunConfig) -> list[str]:
     """Paths of the raw data files, in the order in which they are read; of a hub dataset, its
-    folder.
-
-    Raises `UserError` if a local path names no file.
-    """
+    folder. Raises `UserError` if a local path names no file."""
     folder = dataset_dir(run)
     if folder is not None:
         return [folder]
@@ -219,8 +209,7 @@ def data_files(run: RunConfig) -> list[str]:
 
 def download_dirs(run: RunConfig) -> dict[str, str]:
     """Return the folders that must be downloaded for a run, by kind (`model`, `dataset`,
-    `adapter`).
-    """
+    `adapter`)."""
     start = run.train.start_from
     of_hub = start is not None and run.start is None and is_hub_id(start)
     folders = {
@@ -250,8 +239,7 @@ TASK_PATTERNS = ("*.yaml", "*.yml", "*.json", "*.jsonl", "*.csv", "*.parquet", "
 
 def local_files(folder: str, patterns: Sequence[str]) -> list[str]:
     """Return the files of `folder` that match, sorted; the folder itself if it does not exist yet
-    (a download).
-    """
+    (a download)."""
     path = Path(folder)
     if PurePosixPath(folder).is_relative_to(RESULTS):
         return [folder]
@@ -280,8 +268,7 @@ def stage_dir(name: str, stage: str) -> str:
 
 def fingerprint(run: RunConfig) -> str:
     """Short hash of what defines the training trajectory: a checkpoint of another one is never
-    resumed.
-    """
+    resumed."""
     lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
     numerics = [run.model.compute_dtype, run.model.attention_dropout]
     # none of supervised runs, which are older
@@ -293,8 +280,7 @@ def fingerprint(run: RunConfig) -> str:
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
     """Folder of a run's checkpoints. No rule declares it: Snakemake deletes declared outputs of
-    failed jobs.
-    """
+    failed jobs."""
     return str(RESULTS / "checkpoints" / f"{name}-{fingerprint(run)}")
 
 
@@ -306,8 +292,7 @@ def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
 
 def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:
     """Return what a stage receives of the sections that can change nothing (`tracked`), or of the
-    others.
-    """
+    others."""
     read = {
         name: _plain(section, lambda affects: affects.received_by(stage))
         for name, section in _sections(run)
@@ -328,11 +313,8 @@ def stage_json(stage: str, run: RunConfig) -> str:
 
 def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
     """Return what `describe_model` and `download_source` hold against the model, of all runs that
-    wait for it.
-
-    It changes none of their outputs. Defaults are left out: a command's argument has at most 128
-    KiB.
-    """
+    wait for it. It changes none of their outputs. Defaults are left out: a command's argument has
+    at most 128 KiB."""
     changed = {
         name: run.model_dump(mode="json", exclude={"tracking"}, exclude_defaults=True)
         for name, run in runs.items()
@@ -342,15 +324,13 @@ def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
 
 def recorded_json(stage: str, run: RunConfig) -> str:
     """Return `stage_json` with every setting that does not rerun the stage at its default, which
-    Snakemake compares to decide whether the stage runs again.
-    """
+    Snakemake compares to decide whether the stage runs again."""
     return stage_json(stage, _comparable(run, lambda affects: affects.reruns(stage)))
 
 
 def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
     """Return what `render_report` receives: its section, and of every run the settings that differ
-    from the defaults (but who watches it).
-    """
+    from the defaults (but who watches it)."""
     changed = {
         name: run.model_dump(mode="json", exclude_defaults=True, exclude={"tracking"})
         for name, run in runs.items()

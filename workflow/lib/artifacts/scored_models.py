@@ -4,8 +4,7 @@ scores lie.
 `preferences.reference` and `distill.teacher` name it, as the objective needs: `start` and
 `original` are words, a run's name counts before a folder of this name, and all else is a folder or
 a hub id. The scores' folder has a key of the model's identity, the tokens and k, so all runs of a
-sweep share it.
-"""
+sweep share it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -41,13 +40,10 @@ class ScoredModel:
     named: str
     base: str | None
     model: str | None
-    files: tuple[str, ...]
-    """Those of `model` that are inputs of a rule."""
-    scores: str
-    """Folder of the scores."""
+    files: tuple[str, ...]  # those of `model` that are inputs of a rule
+    scores: str  # folder of the scores
     top_k: int
-    download: dict[str, Any] | None = None
-    """What `download_source` receives for `model`."""
+    download: dict[str, Any] | None = None  # what `download_source` receives for `model`
 
     @property
     def options(self) -> list[str]:

@@ -36,8 +36,7 @@ RELATIVE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 
 def trained_logits(
     training: CausalLMForTraining, store: TokenStore, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return `input_ids.<i>` (length,) int64, `logits.<i>` (positions, vocab) fp32 and `digest`
-    (32,) uint8 on the CPU. Collective."""
+    """Return `input_ids.<i>`, `logits.<i>` (positions, vocab) and `digest`, CPU. Collective."""
     training.eval()
     tensors = {"digest": adapter_digest(trainable_parameters(training))}
     with forward_only(training):

@@ -134,8 +134,7 @@ def _from_pretrained(
 
 
 def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast what is not quantized; see the module's first trap. Float32 of the architecture, and
-    buffers (rotary frequencies), stay."""
+    """Cast what is not quantized (first trap); float32 of the architecture and buffers stay."""
     fp32_modules = set(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
         quantized = isinstance(parameter, Params4bit)

@@ -190,8 +190,7 @@ class ActivationOffload:
         return tensor
 
     def join(self) -> None:
-        """Have the computing stream wait for all copies of the pass when backward has ended: a
-        capture ends on the stream that it began on."""
+        """Have the computing stream wait for all copies, when backward has ended: for a capture."""
         # Without copies the stream is in no capture, and a capture may not wait for it.
         if self._stream is not None and self._saved:
             self._gpu.current_stream(self.device).wait_stream(self._stream)

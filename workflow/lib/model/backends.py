@@ -130,8 +130,7 @@ def resolve_attention(
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Return what `model.attention` means for a stock model (varlen, flex: `auto`). Raises
-    `UserError` if a named one cannot run."""
+    """Return what `model.attention` means for a stock model; raises `UserError` if it cannot."""
     if name in ("auto", VARLEN, FLEX):
         return _automatic(device, compute_dtype, needs, training=False).name
     lack = _lack(name, device, compute_dtype, needs)

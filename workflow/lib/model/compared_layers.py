@@ -129,8 +129,7 @@ class ComparedLayers:
         before: Callable[[int, torch.Tensor], torch.Tensor],
         after: Callable[[int, torch.Tensor], None],
     ) -> Iterator[None]:
-        """Replace the hidden states (1, tokens, hidden) that go into each layer by those of
-        `before`, and hand what comes out to `after`."""
+        """Replace states (1, tokens, hidden) by `before`'s at each layer; give `after` outputs."""
 
         def replaced(number: int) -> Callable[..., Any]:
             def hook(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

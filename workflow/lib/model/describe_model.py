@@ -185,8 +185,7 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
 
 
 def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) -> PretrainedConfig:
-    """Return the configuration of the model, as Transformers completes it. part: of it that
-    describes the decoder."""
+    """Return the model's configuration as Transformers completes it; part: the decoder's."""
     kind = CONFIG_MAPPING[config["model_type"]]
     inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
     aliases = getattr(inner, "attribute_map", {})

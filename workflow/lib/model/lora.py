@@ -2,8 +2,7 @@
 nodes.
 
 `lora_linear.FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module
-dispatch).
-"""
+dispatch)."""
 
 import math
 import re
@@ -46,12 +45,9 @@ IN_16_BITS = "llm_int8_skip_modules"  # so Transformers calls what is not quanti
 
 def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:
     """Translate our settings to PEFT's, for a model whose quantized linears have the paths
-    `linears`.
-
-    A regular expression becomes the paths that it means: PEFT would try it on every module, and
-    fail at an activation.
-    Raises `UserError` if a name or pattern of the settings matches no linear layer.
-    """
+    `linears`. A regular expression becomes the paths that it means: PEFT would try it on every
+    module, and fail at an activation. Raises `UserError` if a name or pattern of the settings
+    matches no linear layer."""
     targets = settings.target_modules
     paths = list(adapter_ranks(settings, linears=linears))
     if isinstance(targets, str) and targets != "all-linear":
@@ -71,12 +67,10 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
 
 
 def takes_adapter(model: PreTrainedModel, path: str) -> bool:
-    """Whether PEFT puts an adapter on the linear at `path`, and NF4 holds it.
-
-    It does not on those that a family's fused kernels read by themselves, past the layer's forward
-    (Mamba's `out_proj`). For the same reason they stay in 16 bits, and so do those that
-    Transformers quantizes in no model of the family (the weights of an indexer's heads).
-    """
+    """Whether PEFT puts an adapter on the linear at `path`, and NF4 holds it. It does not on those
+    that a family's fused kernels read by themselves, past the layer's forward (Mamba's `out_proj`).
+    For the same reason they stay in 16 bits, and so do those that Transformers quantizes in no
+    model of the family (the weights of an indexer's heads)."""
     if path.endswith(tuple(model._keep_in_fp32_modules or ())):
         return False
     try:
@@ -88,8 +82,7 @@ def takes_adapter(model: PreTrainedModel, path: str) -> bool:
 
 def excluded_pattern(model: PreTrainedModel) -> str | None:
     """Return PEFT's pattern for what the NF4 checkpoint keeps in 16 bits; None for nothing but the
-    head.
-    """
+    head."""
     quantization: Any = getattr(model.config, "quantization_config", None) or {}
     paths = [re.escape(path) for path in quantization.get(IN_16_BITS) or ()]
     return rf"(.*\.)?({'|'.join(paths)})(\..*)?" if paths else None
@@ -97,11 +90,8 @@ def excluded_pattern(model: PreTrainedModel) -> str | None:
 
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """Wrap a meta-device NF4 model with LoRA; only adapters and `lora.modules_to_save` require
-    gradients, in fp32.
-
-    Raises `UserError` if a name or pattern of the settings matches no linear layer, or no module
-    that can be trained whole.
-    """
+    gradients, in fp32. Raises `UserError` if a name or pattern of the settings matches no linear
+    layer, or no module that can be trained whole."""
     linears = dict(nf4_linears(model))
     stacks = [path for path, linear in linears.items() if isinstance(linear, NF4Stack)]
     ranks = adapter_ranks(settings, linears=linears, stacks=stacks)
@@ -121,8 +111,7 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
 
 def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Wrap a meta-device NF4 model with the adapter that `config` describes, on `FusedLoraLinear`
-    layers.
-    """
+    layers."""
     # the first that fits is taken, and a stack is a linear
     config._register_custom_module({NF4Stack: FusedLoraStack, NF4Linear: FusedLoraLinear})
     with torch.device("meta"), _of_no_family(model):
@@ -132,12 +121,10 @@ def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 @contextmanager
 def _of_no_family(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block a model has no `model_type`.
-
-    Of a mixture of experts PEFT (0.21) takes the names of targets for those that Transformers 4
-    had: `down_proj` would mean the experts' parameter and no linear, `all-linear` the router too,
-    and the rank of `gate_up_proj` would be doubled.
-    """
+    """Within the block a model has no `model_type`. Of a mixture of experts PEFT (0.21) takes the
+    names of targets for those that Transformers 4 had: `down_proj` would mean the experts'
+    parameter and no linear, `all-linear` the router too, and the rank of `gate_up_proj` would be
+    doubled."""
     config: Any = model.config
     config.model_type = ""
     try:
@@ -160,11 +147,9 @@ def _check_ranks(model: PreTrainedModel, expected: Mapping[str, int]) -> None:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what is trained by the name in PEFT's exported file, in the model's order.
-
-    Of a sharded model they are its shards. What FSDP has gathered is another object without a
-    gradient, which no optimizer knows.
-    """
+    """Return what is trained by the name in PEFT's exported file, in the model's order. Of a
+    sharded model they are its shards. What FSDP has gathered is another object without a gradient,
+    which no optimizer knows."""
     params = {
         peft_name(name): param for name, param in model.named_parameters() if param.requires_grad
     }
@@ -176,8 +161,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def adapter_matrices(model: nn.Module) -> dict[str, int]:
     """Return how many matrices A and B of each adapter hold, by the name in PEFT's exported file:
-    of a mixture's stack one per expert, else one.
-    """
+    of a mixture's stack one per expert, else one."""
     counts: dict[str, int] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, FusedLoraLinear):
@@ -200,12 +184,9 @@ def peft_name(name: str) -> str:
 @torch.no_grad()
 def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
     """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number
-    of processes.
-
-    Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full
-    draw. DoRA's magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that
-    are trained whole keep the base's values.
-    """
+    of processes. Every A has its own generator, seeded by (seed, name); each process keeps its
+    slice of the full draw. DoRA's magnitudes are the row norms of the NF4 weights in the folder
+    `base`. Modules that are trained whole keep the base's values."""
     _init_magnitudes_(model, base)
     for name, param in trainable_parameters(model).items():
         if name.endswith(".lora_magnitude_vector") or not is_adapter(name):

@@ -1,6 +1,4 @@
-"""Whether a model means the same tokens as the model that is trained: by vocabulary, and by what
-both tokenizers make of probes.
-"""
+"""Whether a model means the same tokens: by vocabulary, and both tokenizers' probes."""
 
 from pathlib import Path
 

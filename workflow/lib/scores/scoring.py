@@ -2,8 +2,7 @@
 
 A row is what goes through a model at once: neighbouring packed rows or documents, each without what
 follows its last trained token (nothing sees it), one behind the other. Positions begin again with
-each document, which is all that keeps documents apart, as in training.
-"""
+each document, which is all that keeps documents apart, as in training."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -23,10 +22,8 @@ FLAT_TOKENS = 8192  # of a row where attention takes documents one by one, whate
 class Row(NamedTuple):
     """One row of n tokens with t trained ones, in host memory."""
 
-    input_ids: torch.Tensor
-    """(1, n) int64"""
-    position_ids: torch.Tensor
-    """(1, n) int64, 0 where a document begins"""
+    input_ids: torch.Tensor  # (1, n) int64
+    position_ids: torch.Tensor  # (1, n) int64, 0 where a document begins
     trained: torch.Tensor
     """(t,) int64, places of the trained tokens, each predicted one place before"""
 
@@ -86,10 +83,8 @@ def scores_of(
     logits: torch.Tensor, targets: torch.Tensor, *, top_k: int, vocabulary: int
 ) -> Scores:
     """Return the scores of targets (n,) by logits (n, vocabulary or more), in fp32 by chunks.
-
     vocabulary: ids of the likeliest tokens are below it. A teacher may have more logits, of no
-    token of the student; they have their share in `rest`.
-    """
+    token of the student; they have their share in `rest`."""
     parts = [
         _chunk_scores(some.float(), wanted, top_k, vocabulary)
         for some, wanted in zip(

@@ -4,8 +4,7 @@ Scores are of the trained tokens of packed rows, in the order of (row, position)
 the held-out documents one after the other. log_probs: log p of each token. Of a teacher also
 top_ids and top_log_probs (tokens, k), its likeliest tokens, and rest, the log of the mass of all
 others (-inf where there is none). A shard has a file for each array,
-`<split>-<number>.<array>.npy`.
-"""
+`<split>-<number>.<array>.npy`."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,14 +30,10 @@ Array = npt.NDArray[Any]
 class Scores(NamedTuple):
     """Of n tokens in order; the last three are a teacher's, None of any other model."""
 
-    log_probs: npt.NDArray[np.float32]
-    """(n,)"""
-    top_ids: npt.NDArray[np.uint32] | None = None
-    """(n, k), the likeliest first."""
-    top_log_probs: npt.NDArray[np.float32] | None = None
-    """(n, k)"""
-    rest: npt.NDArray[np.float32] | None = None
-    """(n,)"""
+    log_probs: npt.NDArray[np.float32]  # (n,)
+    top_ids: npt.NDArray[np.uint32] | None = None  # (n, k), the likeliest first
+    top_log_probs: npt.NDArray[np.float32] | None = None  # (n, k)
+    rest: npt.NDArray[np.float32] | None = None  # (n,)
 
     def between(self, start: int, stop: int) -> "Scores":
         arrays: list[Any] = [None if array is None else array[start:stop] for array in self]
@@ -98,10 +93,8 @@ class ScoreStore:
     @classmethod
     def open(cls, folder: Path, *, tokens: TokenStore, top_k: int = 0) -> "ScoreStore":
         """Map the scores in `folder`, of these tokens, after checks of types, shapes and sizes.
-
         Raises `UserError` if they are of other tokens or have another k, or if the folder is not
-        finished or damaged.
-        """
+        finished or damaged."""
         manifest = read_manifest(folder)
         if manifest.tokens != tokens_hash(tokens.manifest):
             raise UserError(
@@ -125,9 +118,7 @@ class ScoreStore:
 
 
 def read_manifest(folder: Path) -> ScoresManifest:
-    """Read the manifest of a scores folder; raises `UserError` if there is none, or it is damaged
-    or of another version.
-    """
+    """Read a scores folder's manifest; raises `UserError` if it is absent, damaged or old."""
     if not (folder / MANIFEST).is_file():
         raise UserError(
             f"{folder} holds no {MANIFEST}: it is no finished folder of scores. Delete it if it "
@@ -143,9 +134,7 @@ def read_manifest(folder: Path) -> ScoresManifest:
 
 
 def recorded_scores(folder: Path) -> list[RecordedFile]:
-    """Return the files of a scores folder, with the SHA-256 in its manifest; raises `UserError` as
-    `read_manifest`.
-    """
+    """Return a scores folder's files with their SHA-256; raises as `read_manifest`."""
     numbers = dict.fromkeys(SPLITS, 0)
     recorded = []
     for shard in read_manifest(folder).shards:
@@ -166,8 +155,7 @@ class _ScoredSplit:
         shards: list[Scores],
         nothing: Scores,
     ) -> None:
-        """starts: (items + 1,), the token at which each begins; firsts: the first item of each of
-        the shards."""
+        """starts: (items + 1,), each one's first token; firsts: each shard's first item."""
         self._starts, self._firsts, self._shards = starts, firsts, shards
         self._nothing = nothing
 

@@ -1,6 +1,4 @@
-"""Scores by a model that is whole in memory, or sharded over processes: stock modules, called with
-packed rows as training calls its own.
-"""
+"""Scores by a whole or sharded stock model, called with packed rows as in training."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Writing scores, shard by shard, so that a stage that was killed goes on at the shard.
 
 Shards lie in a folder beside the output until all are there; a shard's record, written behind its
-files, says that it is finished. The manifest is written last, and the folder gets its name.
-"""
+files, says that it is finished. The manifest is written last, and the folder gets its name."""
 
 import itertools
 import shutil
@@ -44,12 +43,10 @@ BEGUN_WITH = "begun_with.txt"
 
 @dataclass(frozen=True)
 class Part:
-    """What one shard holds: `count` rows or documents from `first` on, with so many trained
-    tokens."""
+    """What a shard holds: `count` items from `first` on, and their trained tokens."""
 
     split: Split
-    number: int
-    """Among the shards of the split."""
+    number: int  # among the shards of the split
     first: int
     count: int
     tokens: int
@@ -74,8 +71,7 @@ def parts_of(tokens: TokenStore, *, shard_tokens: int) -> list[Part]:
 
 
 class ScoreWriter:
-    """Writes the folder `output`; of an earlier start with equal `facts` the finished shards
-    stay."""
+    """Writes the folder `output`; finished shards of an equal start (`facts`) stay."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """The record of a run: a line per step while it trains, a summary when it is done.
 
 Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the checkpoint on
-resuming, so without gaps or doubles) and `history.jsonl` (one line per start, never rewound).
-"""
+resuming, so without gaps or doubles) and `history.jsonl` (one line per start, never rewound)."""
 
 import logging
 import time
@@ -120,8 +119,7 @@ class TrainingRun:
     """A run on this process: what it is called, what it is to do, and what was opened for it."""
 
     name: str
-    identity: str
-    """Names settings, data and base, whatever the run is called."""
+    identity: str  # names settings, data and base, whatever the run is called
     config: RunConfig
     plan: StepPlan
     world: World
@@ -189,8 +187,7 @@ def _sizes(run: TrainingRun) -> dict[str, Any]:
 
 
 def _losses(journal: Journal) -> dict[str, float]:
-    """Return the first loss, and the mean of the last tenth; of the routers' balance too, where it
-    was trained."""
+    """Return the first loss, and the mean of the last tenth; of routers' balance too."""
     found: dict[str, float] = {}
     for name in ("loss", "router_aux_loss"):
         if values := [row[name] for row in journal.rows if name in row]:

@@ -114,8 +114,7 @@ class ChatTemplate:
 
     @cached_property
     def searched_texts(self) -> set[str]:
-        """Texts that the template searches for in a message, and what they close. The end of the
-        reasoning is one."""
+        """Texts that the template searches for in a message, reasoning's end among them."""
         searched: list[nodes.Node] = []
         for comparison in self._tree.find_all(nodes.Compare):
             if any(operand.op in ("in", "notin") for operand in comparison.ops):

@@ -2,8 +2,7 @@
 
 Readers declare which keys they take at a place: the columns of a row, the keys of a message, of a
 part of its content, of a call, of a tool. The rest follows, once for each set of keys that occurs:
-nearly all rows of a source have one of few.
-"""
+nearly all rows of a source have one of few."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -36,12 +35,10 @@ MEDIA = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where keys stand, and which of them are read there.
-
-    name: as listings show it; "" for the columns of a row. optional: of the keys that are read,
-    those that few items have. passed: all others go to the chat template, and those that it reads
-    count as read. flags: those of training, which are read too.
-    """
+    """Where keys stand, and which of them are read there. name: as listings show it; "" for the
+    columns of a row. optional: of the keys that are read, those that few items have. passed: all
+    others go to the chat template, and those that it reads count as read. flags: those of training,
+    which are read too."""
 
     name: str
     read: frozenset[str]
@@ -52,9 +49,7 @@ class Place:
 
 class Shape(NamedTuple):
     """What becomes of a set of keys: which are not read, which are flags, which are passed on.
-
-    has_optional: whether any of the optional ones is among them.
-    """
+    has_optional: whether any of the optional ones is among them."""
 
     unread: tuple[str, ...]
     flags: tuple[str, ...]
@@ -63,12 +58,10 @@ class Shape(NamedTuple):
 
 
 class KeyAccount:
-    """Counts the keys of a source that are not read.
-
-    template_keys: those of a message that the chat template reads. leave_out: keys that the user
-    wants to be left out, whatever they say. omit_media: pictures and sounds are left out too.
-    group_by: the column that groups rows, which is read beside what becomes tokens.
-    """
+    """Counts the keys of a source that are not read. template_keys: those of a message that the
+    chat template reads. leave_out: keys that the user wants to be left out, whatever they say.
+    omit_media: pictures and sounds are left out too. group_by: the column that groups rows, which
+    is read beside what becomes tokens."""
 
     def __init__(
         self,
@@ -88,9 +81,7 @@ class KeyAccount:
 
     def take(self, place: Place, item: Values, where: str) -> tuple[Values, Shape]:
         """Account for the keys of an item; return it without those to be left out, and its shape.
-
-        Raises `RowError` at a key that is not read, and changes what should be trained.
-        """
+        Raises `RowError` at a key that is not read, and changes what should be trained."""
         shape = self._shapes.get((place.name, *item)) or self._learn(place, item)
         for key in shape.unread:
             value = item[key]
@@ -152,11 +143,9 @@ def _label(place: str, key: str) -> str:
 
 def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = None) -> float:
     """Return the weight of a row, not 0; `column`: beside those that are known by name. label: the
-    column that is false for a bad answer, which is not trained.
-
-    Of the flags inside of objects, which are about anything, only true and false count. Raises
-    `RowError` if a flag says that the row is not trained, or cannot be read.
-    """
+    column that is false for a bad answer, which is not trained. Of the flags inside of objects,
+    which are about anything, only true and false count. Raises `RowError` if a flag says that the
+    row is not trained, or cannot be read."""
     if label is not None and value.get(label) is False:
         raise UnwantedRowError(
             f"not trained: column {label!r} is False, so the answer is a bad one"

@@ -3,8 +3,7 @@
 Of a pair, prompt and answer are put together to two conversations. What they share from the first
 message on is the prompt, whether it stands in a column of its own or in both; behind it the answers
 of the assistant are trained. Transcripts as those of HH-RLHF are divided into turns first. Two
-texts without a prompt are refused: where one would end, nothing in them says.
-"""
+texts without a prompt are refused: where one would end, nothing in them says."""
 
 import math
 import re
@@ -81,11 +80,9 @@ def judged_place(format: Format, columns: DataColumns) -> Place:
 def to_judged(
     value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount, rated: bool
 ) -> Judged:
-    """Return a row's pair of answers, or its rated answer; a pair as two if `rated`.
-
-    Raises `RowError` as `to_sample` does, and where there is nothing to prefer: one side is
-    missing, both are equal, or their scores are.
-    """
+    """Return a row's pair of answers, or its rated answer; a pair as two if `rated`. Raises
+    `RowError` as `to_sample` does, and where there is nothing to prefer: one side is missing, both
+    are equal, or their scores are."""
     value, shape = keys.take(judged_place(format, columns), value, "the row")
     weight = row_weight(shape, value, column=columns.weight)
     row = RowParts(value, value if shape.has_optional else NOTHING, columns, keys)
@@ -222,8 +219,7 @@ def _transcript(text: str, what: str) -> Turns:
 
 
 def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
-    """Return the messages of the prompt's column, none if it is empty; and the row with the tools
-    that the prompt offers."""
+    """Return the messages of the prompt's column, if any; and the row with its tools."""
     columns, keys = row.columns, row.keys
     given, what = row.value.get(columns.prompt), f"column {columns.prompt!r}"
     if given in EMPTY:
@@ -278,8 +274,7 @@ def _with_prompt(prompt: list[Message], side: Turns) -> Turns:
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Return how many messages both begin with. Raises `RowError` if an answer of each does not
-    follow."""
+    """Return how many messages both begin with; raises `RowError` unless answers follow."""
     if chosen == rejected:
         raise RowError("equal answers: chosen and rejected are the same")
     pairs = enumerate(zip(chosen, rejected, strict=False))

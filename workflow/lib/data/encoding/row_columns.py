@@ -1,8 +1,7 @@
 """Which format the columns of a source mean, of those that a run can use, and what each holds.
 
 The names that a dataset uses are taken from `data.columns`; where that says nothing, from a table
-of the names that public datasets use.
-"""
+of the names that public datasets use."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -88,12 +87,10 @@ def choose_format(
     examples: Examples = "texts",
 ) -> tuple[Format, DataColumns]:
     """Return the format of rows with these columns, the one set or the first that fits; and names.
-
     present: the columns; `auto` means the first format that fits them. examples: what the run
     trains on. Raises `UserError` that lists the columns present and expected if none fits;
     `setting` names the source. Without any column there is not one object in it: any format will do
-    to reject its rows, each with its own reason.
-    """
+    to reject its rows, each with its own reason."""
     candidates = [name for name in FORMATS[examples] if format in ("auto", name)]
     if not candidates:
         raise setting_error(
@@ -167,8 +164,7 @@ def _named_otherwise(
     columns: DataColumns,
     examples: Examples,
 ) -> tuple[Format, DataColumns] | None:
-    """Return the first format that fits by names that public datasets use. Only names that the user
-    did not choose are tried."""
+    """Return the first format that fits by names of public datasets, not the user's."""
     for format, names in OTHER_NAMES:
         needed = [names.get(key, getattr(columns, key)) for key in _needed(format, examples)]
         is_free = all(getattr(columns, key) == getattr(DEFAULTS, key) for key in names)

@@ -3,8 +3,7 @@
 `messages` is a conversation, `prompt_completion` one whose completion alone is trained (both texts,
 or lists of messages), `alpaca` a question and its answer, `tokens` ids with labels or a mask,
 `text` stays text. A row that does not fit raises `RowError`; its message is the reason in
-`rejects.jsonl`, and what stands before the colon is counted.
-"""
+`rejects.jsonl`, and what stands before the colon is counted."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,11 +89,9 @@ def row_place(format: Format, columns: DataColumns) -> Place:
 def to_sample(
     value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount | None = None
 ) -> Sample:
-    """Return a row's conversation, token ids, or text, with its weight where that is not 1.
-
-    keys: takes account of what is read. Raises `RowError` if a column is missing, empty, or of the
-    wrong type, or a key that is not read changes what should be trained.
-    """
+    """Return a row's conversation, token ids, or text, with its weight where that is not 1. keys:
+    takes account of what is read. Raises `RowError` if a column is missing, empty, or of the wrong
+    type, or a key that is not read changes what should be trained."""
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
     weight = row_weight(shape, value, column=columns.weight, label=columns.label)
@@ -254,11 +251,9 @@ def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[
 def read_turns(
     row: RowParts, given: Any, what: str, *, role: str
 ) -> tuple[list[Message], list[float]]:
-    """Return the messages of a value; a text is one message of `role`.
-
-    JSON text is read as messages if it holds objects with roles, and as calls of tools if there are
-    tools and it holds objects with names; else it is text.
-    """
+    """Return the messages of a value; a text is one message of `role`. JSON text is read as
+    messages if it holds objects with roles, and as calls of tools if there are tools and it holds
+    objects with names; else it is text."""
     items = objects_in(given) if isinstance(given, str) else given
     if isinstance(items, dict):
         items = [items]

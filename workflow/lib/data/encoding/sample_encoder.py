@@ -3,8 +3,7 @@
 What an assistant says is trained, its end-of-turn token included; `trained_turns` finds where it
 stands in the rendered text. A turn whose prompt has other tokens there than inference gives it
 becomes an example of its own: the prompt and the turn as inference has them. Masks say which token
-is a prediction target, so the first token of a document is never one.
-"""
+is a prediction target, so the first token of a document is never one."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,21 +36,18 @@ from workflow.lib.system.errors import UserError, setting_error
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document: token ids uint32 and loss mask bool, both of shape (length,). The mask is False
-    at position 0."""
+    """A document: token ids uint32 and loss mask bool, (length,); position 0 is False."""
 
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.bool_]
-    held_special_text: bool
-    """The data spelled a special token that a template writes."""
+    held_special_text: bool  # the data spelled a special token that a template writes
     unrendered: frozenset[TextKind] = frozenset()
     """What the template left out of the conversation, and may."""
     weights: npt.NDArray[np.float32] | None = None
     """Of the tokens in the loss, (length,), 0 where the mask is False; None = the mask itself."""
     begins_untrained: bool = False
     """The conversation begins with a turn to be trained, which has no prompt."""
-    desirable: bool = True
-    """Whether the answer is a good one, where it is rated."""
+    desirable: bool = True  # whether the answer is a good one, where it is rated
 
     def weighted(self, weight: float) -> "Encoded":
         """Return the same with each weight times `weight`."""
@@ -60,12 +56,10 @@ class Encoded:
 
 
 class SampleEncoder:
-    """Encodes samples; `chat_template` may be None if no sample is a conversation.
-
-    tool_template: the template of rows that offer tools; None = the same. template_kwargs:
-    arguments of the template for every row that does not say otherwise. allow_unrendered: what a
-    template may leave out. special_tokens: what special tokens are that the data spell.
-    """
+    """Encodes samples; `chat_template` may be None if no sample is a conversation. tool_template:
+    the template of rows that offer tools; None = the same. template_kwargs: arguments of the
+    template for every row that does not say otherwise. allow_unrendered: what a template may leave
+    out. special_tokens: what special tokens are that the data spell."""
 
     def __init__(
         self,
@@ -110,12 +104,10 @@ class SampleEncoder:
         return self.begin(sample)()
 
     def begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
-        """Return what encodes the sample; a conversation is rendered now.
-
-        Both raise `RowError` as `encode` does. To begin many samples and then end them takes four
-        fifths of the time of one after the other: template and tokenizer do not put each other out
-        of the processor's caches.
-        """
+        """Return what encodes the sample; a conversation is rendered now. Both raise `RowError` as
+        `encode` does. To begin many samples and then end them takes four fifths of the time of one
+        after the other: template and tokenizer do not put each other out of the processor's
+        caches."""
         if isinstance(sample, Weighted):
             return partial(_weighted, self.begin(sample.sample), sample.weight)
         if isinstance(sample, Conversation):
@@ -152,8 +144,7 @@ class SampleEncoder:
         return sorted(ends & self._encoder.special_ids)
 
     def _answered_probes(self) -> Iterator[tuple[Conversation, list[int], list[int]]]:
-        """Yield each probe in the form that the template takes, its ids, its turns' last tokens.
-        Only trained turns count."""
+        """Yield each probe in the template's form, its ids, its trained turns' last tokens."""
         for probe in PROBES if self._renderers else ():
             try:
                 adapted = _chosen(self._probers, probe).template.adapted(probe)
@@ -235,10 +226,8 @@ class SampleEncoder:
     def _examples(
         self, text: TurnText, guarded: bool, weights: list[float] | None
     ) -> list[Encoded]:
-        """Return the text's example; `weights`: by message.
-
-        A turn whose prompt has other tokens in it has one of its own before.
-        """
+        """Return the text's example; `weights`: by message. A turn whose prompt has other tokens in
+        it has one of its own before."""
         encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
         ids = encoding.ids  # a list made anew at each look
         examples, spans, of_spans = [], [], []

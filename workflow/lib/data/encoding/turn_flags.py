@@ -109,8 +109,7 @@ def check_not_trained_by_role(flags: Iterable[Flag], where: str) -> None:
 
 
 def weight_said(flag: Flag, where: str, *, weights: Collection[str] = WEIGHTS) -> float:
-    """Return the weight that one flag says, 0 for not trained. Raises `RowError`. weights: keys of
-    weights; all others know 0 and 1 alone."""
+    """Return the weight of one flag, 0: not trained; weights: keys of more than 0 and 1."""
     key, value, inside = flag
     has = f"{where} has {key} = {repr(value)[:PREVIEW_CHARS]}"
     if key in UNCLEAR:

@@ -183,8 +183,7 @@ def _where(root: Path) -> str:
 
 
 def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return the data files of a folder, relative to it. They are those of a saved dataset, or all
-    of the one type that the folder holds."""
+    """Return a folder's data files: those of a saved dataset, or all of its one type."""
     if (folder / SAVED_SPLITS).is_file():
         splits = _read_record(folder / SAVED_SPLITS, setting).get("splits", [])
         raise setting_error(

@@ -4,8 +4,7 @@ One process reads the files and hands out chunks of bytes, all others parse and 
 shards of the work folder. A chunk whose shard is finished there is passed over, so a killed run
 loses what was in work and no more. A row is *unusable* if it is broken, empty or of a wrong type;
 too many of them stop the run. A row that is only too long is dropped or cut as `data.overlong`
-says, and stops nothing.
-"""
+says, and stops nothing."""
 
 import logging
 import sys
@@ -91,15 +90,12 @@ class FileRows:
     not_read: Counter[str] = field(default_factory=Counter)
     """Columns and keys that were not, with how often they hold a value."""
     dropped_by_reason: Counter[str] = field(default_factory=Counter)
-    blank_lines: int = 0
-    """Lines that hold no row, of files in which a line is one."""
+    blank_lines: int = 0  # lines that hold no row, of files in which a line is one
     special_texts: int = 0
     """Rows whose text spells a special token, which was encoded as ordinary text."""
     rows_by_turns: int = 0
-    """Rows that became several examples, as the template shows a turn otherwise once others
-    follow."""
-    begin_untrained: int = 0
-    """Rows whose first turn is not trained, as nothing stands before it."""
+    """Rows that became several examples, as turns look otherwise once others follow."""
+    begin_untrained: int = 0  # rows whose first turn is not trained, as nothing stands before it
     unrendered: Counter[str] = field(default_factory=Counter)
     """Rows of which the template left a text out that it may, by the kind of the text."""
 
@@ -229,8 +225,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
 
 
 class Progress:
-    """Shows how many rows are done. It is a bar on a terminal, and a line each `log_seconds` in the
-    log. A context manager."""
+    """Shows how many rows are done: a bar on a terminal, a line each `log_seconds` elsewhere."""
 
     def __init__(self, name: str, *, log_seconds: float = LOG_SECONDS) -> None:
         self._name, self._log_seconds = name, log_seconds
@@ -268,8 +263,7 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
 
 
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
-    """Raise `UserError` if more than the share `largest` of a file's rows is unusable. `rejects`
-    lists them."""
+    """Raise `UserError` if more than the share `largest` of rows is unusable (`rejects`)."""
     for file in (file for corpus in corpora for file in corpus.files):
         share = file.unusable / max(1, file.rows_read)
         if share > largest:

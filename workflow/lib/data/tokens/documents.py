@@ -1,8 +1,7 @@
 """The documents of a corpus: a few numbers of each on disk, their tokens in the shards.
 
 Nothing here grows with the tokens; what grows with the documents is mapped from files, so the
-system may take its memory back at any time.
-"""
+system may take its memory back at any time."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,12 +42,10 @@ class _OpenShard:
 
 
 class Documents:
-    """All documents of a corpus.
-
-    Attributes, each of shape (documents,): `lengths` tokens as kept, `full_lengths` of the whole
-    row, `trained` tokens, `ordinals` number of the row among all rows read, `digests` of the token
-    ids, `groups` what groups the rows (0 = nothing). `stem` begins the names of its files.
-    """
+    """All documents of a corpus. Attributes, each of shape (documents,): `lengths` tokens as kept,
+    `full_lengths` of the whole row, `trained` tokens, `ordinals` number of the row among all rows
+    read, `digests` of the token ids, `groups` what groups the rows (0 = nothing). `stem` begins the
+    names of its files."""
 
     def __init__(
         self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]], stem: Path
@@ -84,8 +81,7 @@ class Documents:
         return np.concatenate(ids), np.concatenate(masks), lengths
 
     def ids(self, index: int) -> npt.NDArray[np.uint32]:
-        """Return the token ids of document `index`, shape (length,), mapped. The file of masks
-        stays closed."""
+        """Return the token ids of document `index`, (length,), mapped; masks stay closed."""
         number, position = self.locate(index)
         shard = self._opened(number)
         return shard.ids[shard.span(position)]

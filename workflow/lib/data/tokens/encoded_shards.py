@@ -5,8 +5,7 @@ have weights `.weights.npy`, and `.facts.json`, the last written last: with it, 
 checksums in it, the shard is finished, and a run that takes up the work again reads it instead of
 encoding the chunk anew. Its content depends on the chunk and the settings alone. Nothing is synced,
 which would stop every process some times for each chunk: what a power cut leaves half written fails
-its checksum, and is encoded once more.
-"""
+its checksum, and is encoded once more."""
 
 import hashlib
 import zlib
@@ -68,8 +67,7 @@ class ShardFacts:
 
     columns, not_read: `KeyAccount.report`.
 
-    checksums: CRC-32 of each array.
-    """
+    checksums: CRC-32 of each array."""
 
     rows_read: int = 0
     documents: int = 0
@@ -177,8 +175,7 @@ def digest(content: bytes) -> int:
 
 
 def group_of(value: Values, group_by: str | None) -> int:
-    """Return a hash of what groups a row: of the text of column `group_by`, 0 without one. Raises
-    `RowError` if the row has no value there."""
+    """Return a hash of the column `group_by`, 0 without one; raises `RowError` without value."""
     if group_by is None:
         return 0
     group = value.get(group_by)

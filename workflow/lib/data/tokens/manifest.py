@@ -243,8 +243,7 @@ def _percentiles(counts: npt.NDArray[np.int64]) -> Percentiles:
 
 
 def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> Histogram:
-    """Count rows by length in `HISTOGRAM_BINS` bins up to `seq_len`, and one for all beyond. The
-    last bin is left out if no row is longer."""
+    """Count rows by length in `HISTOGRAM_BINS` bins up to `seq_len`, and one beyond if any."""
     edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
     if len(counts) > seq_len + 1:
         edges = np.append(edges, len(counts))
@@ -275,8 +274,7 @@ def file_checksums(folder: Path) -> dict[str, str]:
 
 
 def sampled(train: Split) -> list[int]:
-    """Return where the documents of the first, middle and last training example of each source
-    stand in train."""
+    """Return where documents of the first, middle and last example of each source stand."""
     positions: list[int] = []
     first = 0
     for count in documents_by_source(train):

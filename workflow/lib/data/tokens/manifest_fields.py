@@ -1,7 +1,6 @@
 """The fields of a tokens folder's manifest, as `manifest` collects them and JSON holds them.
 
-What each one means says `artifacts.manifest_record`.
-"""
+What each one means says `artifacts.manifest_record`."""
 
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
@@ -15,8 +14,7 @@ class TokenizerFacts(TypedDict):
     """The tokenizer: its size, special token ids and digests."""
 
     vocab_size: int
-    pad_token_id: int
-    """Rows are filled with it."""
+    pad_token_id: int  # rows are filled with it
     pad_token_origin: str
     eos_token_id: int
     bos_token_id: int | None
@@ -38,8 +36,7 @@ class FileCounts(TypedDict):
     documents: int
     tokens: int
     trained_tokens: int
-    token_share: float
-    """Of the split's tokens, 0 to 1."""
+    token_share: float  # of the split's tokens, 0 to 1
 
 
 class SourceFacts(FileCounts):
@@ -90,8 +87,7 @@ class SampleOrigin(TypedDict):
     source: str
     file: str
     row: int
-    answer: NotRequired[str]
-    """What the document is of its example, where that is two."""
+    answer: NotRequired[str]  # what the document is of its example, where that is two
 
 
 class SourceDocuments(TypedDict):
@@ -112,8 +108,7 @@ class WeightFacts(TypedDict):
 
 class SplitFacts(TypedDict):
     """A split; lengths are those of the rows before any cut. weights: of the training split, only
-    where some are not 1. good_answers: of rated ones, examples.
-    """
+    where some are not 1. good_answers: of rated ones, examples."""
 
     rows_read: int
     rows_kept: int

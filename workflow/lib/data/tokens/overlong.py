@@ -1,8 +1,7 @@
 """Examples that do not fit into `seq_len`: cut, divided or dropped, as `data.overlong` says.
 
 A pair has to fit into one row, so the longer answer is cut first. A rated answer takes half a row
-at most: the other half is for the same prompt with the answer of another row (`neighbours`).
-"""
+at most: the other half is for the same prompt with the answer of another row (`neighbours`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -86,11 +85,9 @@ CUT: dict[Examples, Callable[..., list[Piece]]] = {"texts": _texts, "pairs": _pa
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
-    """Return a row's documents of at most `seq_len` tokens.
-
-    It is one document, or for `split` as many as train something. The first token of a document is
-    no target: nothing stands before it. Raises `TooLongError` if nothing is left.
-    """
+    """Return a row's documents of at most `seq_len` tokens. It is one document, or for `split` as
+    many as train something. The first token of a document is no target: nothing stands before it.
+    Raises `TooLongError` if nothing is left."""
     ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
     if len(ids) <= seq_len:
         return [Piece(ids, mask, weights, encoded.desirable)]

@@ -24,10 +24,8 @@ BLOCK = 2**20  # documents that are looked up at a time
 class Split(Sequence[Document]):
     """The documents of one split, and how many rows it read and dropped. `chosen` numbers them in
     their corpus. A document of a weighted source may be chosen more than once, or not at all.
-    `chosen` is ascending, but for what is repeated: that is whole units.
-
-    examples: of `pairs` and `rated`, a unit is two documents behind each other.
-    """
+    `chosen` is ascending, but for what is repeated: that is whole units. examples: of `pairs` and
+    `rated`, a unit is two documents behind each other."""
 
     name: str
     corpus: Corpus
@@ -82,8 +80,7 @@ class Split(Sequence[Document]):
         return sum(int(table["desirable"][at].sum()) for table, at in tables) // self.unit
 
     def distinct_rows(self) -> int:
-        """Return how many rows differ in their tokens, by digest. Those whose digests end alike are
-        in memory at a time."""
+        """Return how many rows differ in their tokens, by digest, some digests at a time."""
         ranges = math.ceil(len(self.first_of_row) / BLOCK)
         return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
 
@@ -118,13 +115,10 @@ def whole_corpus(
 def divide(
     corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64], *, share: float, seed: int
 ) -> tuple[Split, Split]:
-    """Divide a corpus' rows into train and held-out.
-
-    `share` of all rows (rounded, at least one) is held out. Which rows is a pure function of their
-    number and `seed`, whatever their content. Rows that are grouped (`Documents.groups`) are held
-    out by the group, as many groups as the share has room for. Raises `UserError` if there is one
-    group alone.
-    """
+    """Divide a corpus' rows into train and held-out. `share` of all rows (rounded, at least one) is
+    held out. Which rows is a pure function of their number and `seed`, whatever their content. Rows
+    that are grouped (`Documents.groups`) are held out by the group, as many groups as the share has
+    room for. Raises `UserError` if there is one group alone."""
     count = max(1, round(corpus.rows_read * share))
     held = np.zeros(corpus.rows_read, dtype=np.bool_)
     if documents.groups.any():
@@ -138,8 +132,7 @@ def divide(
 
 
 def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray[np.uint64]:
-    """Return the rows of groups drawn by `seed`, `count` rows at most, or one group. A row without
-    a group is one by itself."""
+    """Return the rows of groups drawn by `seed`, at most `count` or one group."""
     ordinals, firsts = np.unique(documents.ordinals, return_index=True)
     groups = documents.groups[firsts]
     _, numbers = np.unique(groups, return_inverse=True)
@@ -220,8 +213,7 @@ def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64
 
 
 def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
-    """Return parts of `total` entries behind each other. `np.concatenate` would hold all of them
-    twice."""
+    """Return parts of `total` entries behind each other, not twice as `np.concatenate`."""
     joined, end = np.empty(total, dtype=np.uint32), 0
     for part in parts:
         joined[end : end + len(part)] = part

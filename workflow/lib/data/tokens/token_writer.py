@@ -95,8 +95,7 @@ def write_train(
     pad_token_id: int,
     more: Collection[str] = (),
 ) -> int:
-    """Write the training arrays into `folder`, window by window; return the number of rows. more:
-    the optional arrays that the windows have."""
+    """Write the training arrays into `folder` by windows; return the rows. more: optional ones."""
     with ExitStack() as stack:
         writers = [
             stack.enter_context(ArrayWriter(folder / name, row_shape=(seq_len,)))
@@ -114,8 +113,7 @@ def write_train(
 
 
 def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tuple[Array, ...]]:
-    """Yield (input ids, loss mask, position ids), and what more the window has, each of shape
-    (rows, seq_len), of some rows at a time."""
+    """Yield (ids, mask, positions), and what more the window has, (rows, seq_len) each."""
     packing, step = window.packing, max(1, BLOCK_TOKENS // seq_len)
     for first in range(0, packing.num_rows, step):
         offsets = packing.offsets[first : first + step + 1]

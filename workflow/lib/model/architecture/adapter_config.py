@@ -110,8 +110,7 @@ def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
 
 
 def _targets(config: Mapping[str, Any]) -> list[str] | str:
-    """Return the adapted linears as `lora.target_modules`: names as they are, all else as one
-    expression for whole paths."""
+    """Return the adapted linears as `lora.target_modules`: names, or one expression."""
     modules, layers = config.get("target_modules") or [], config.get("layers_to_transform")
     excluded = config.get("exclude_modules") or []
     # a weight of a linear, or of all experts
@@ -173,8 +172,7 @@ def continued(
 
 
 def check_continued(checks: Mapping[str, Any], folder: Path, start: str) -> None:
-    """Raise `UserError` unless the runs that `layout.checks_json` names have the `lora` settings of
-    the adapter in `folder`, a download."""
+    """Raise `UserError` unless `layout.checks_json`'s runs have the adapter's `lora` settings."""
     settings = adapter_settings(read_adapter_config(folder), start)
     for name, run in checks.get("runs", {}).items():
         lora = RunConfig.model_validate(run).lora

@@ -235,8 +235,7 @@ def _sizes(linear: Linear) -> list[int]:
 
 
 def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
-    """Return what `ModelShape.document` wrote; raises `KeyError`, `TypeError` or `AttributeError`
-    for anything else."""
+    """Return what `ModelShape.document` wrote, or raise `KeyError` or its like."""
     known = {entry.name for entry in fields(DecoderLayer)}
     kinds = tuple(
         DecoderLayer(

@@ -12,8 +12,7 @@ PREFIX = "base_model.model."  # PEFT's, of every name
 
 
 class StackNames:
-    """The names of an adapter's tensors in training and in PEFT's files. stacks: paths of the
-    adapted stacks, in the model's order."""
+    """The names of an adapter's tensors in training and PEFT; stacks: adapted, in order."""
 
     def __init__(self, stacks: Iterable[str]) -> None:
         wrappers = _wrappers(stacks)

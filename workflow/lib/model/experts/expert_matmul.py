@@ -173,8 +173,7 @@ def adapter_gradients(
     lows: tuple[torch.Tensor | None, torch.Tensor | None],
     routing: Routing,
 ) -> list[torch.Tensor]:
-    """Return the gradients of the masters A and B, fp32 in their layout; none without adapter.
-    lows: A x, and the gradient of it."""
+    """Return the gradients of A and B, fp32, none without adapter; lows: A x, its gradient."""
     low, of_low = lows
     if stack.adapter is None or low is None or of_low is None:
         return []

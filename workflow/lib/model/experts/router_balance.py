@@ -81,8 +81,7 @@ class RouterBalance:
         self._group = group
 
     def begin_step_(self, *, divisor: float, tokens: int, device: torch.device) -> None:
-        """Begin a step of so many tokens without padding, over all processes. divisor: of the sum
-        of its micro-batches' losses."""
+        """Begin a step of `tokens` without padding, everywhere; divisor: of the summed losses."""
         experts = self._settings.num_experts
         if self._made is None:
             own = torch.zeros(2 * experts + 1, dtype=torch.float64, device=device)

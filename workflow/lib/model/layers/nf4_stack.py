@@ -41,8 +41,7 @@ class NF4Stack(NF4Linear):
         yield from _slices(self.expert_rows, self._unit(self.in_features), self._most(dtype))
 
     def column_slices(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of columns of all experts that are decoded at a time. All of them
-        where rows do not begin at blocks."""
+        """Yield (start, stop) of columns decoded at a time: all, unless rows begin at blocks."""
         whole = bool(self.in_features % self.spec.block_size)
         unit = self.in_features if whole else self.spec.block_size
         yield from _slices(self.in_features, unit, self._most(dtype))

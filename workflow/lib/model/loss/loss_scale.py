@@ -4,8 +4,7 @@ section 3.2).
 A step whose gradients overflow is made once more with half the factor, so no step and no row is
 lost, and what is trained does not depend on the factor. All processes see the same gradient norm
 and so decide alike. The factor is a power of two: where nothing overflows or vanishes, it changes
-no bit.
-"""
+no bit."""
 
 import math
 

@@ -75,8 +75,7 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values that a
 
 
 class DecodedReader(CheckpointReader):
-    """`CheckpointReader` that decodes packed weights. finite: raise `UserError` for a value read
-    that is not a finite number."""
+    """`CheckpointReader` that decodes packed weights; finite: `UserError` for other values."""
 
     def __init__(
         self, folder: Path, *, recorded: Iterable[RecordedFile] = (), finite: bool = False

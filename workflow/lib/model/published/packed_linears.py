@@ -38,8 +38,7 @@ class PackedLinears(Protocol):
 
 
 def packed_linears(tensors: Tensors, settings: Mapping[str, Any]) -> PackedLinears | None:
-    """Return the linears that are packed as `quantization_config` says; None if it names another
-    format."""
+    """Return the packed linears of `quantization_config`; None: another format."""
     kinds: dict[str, type[_GPTQ] | type[_CompressedTensors]] = {
         "gptq": _GPTQ,
         "awq": _AWQ,
