@@ -144,3 +144,17 @@ def test_download_is_compared_and_not_followed():
         runs({"b": start("owner/name")})
     same = {"r": 64, "alpha": 16, "target_modules": ["v_proj", "q_proj"]}
     assert runs({"b": start("owner/name", lora=same)})["b"].lora.r == 64
+
+
+def test_adapter_of_the_run_before_is_measured_too():
+    found = runs(
+        {"a": {}, "b": start("a"), "c": start("a", evaluate={"subjects": ["base", "tuned"]})}
+    )
+    assert found["a"].subjects == ("original", "base", "tuned")
+    assert found["b"].subjects == ("original", "base", "start", "tuned")
+    assert found["c"].subjects == ("base", "tuned")
+
+
+def test_start_that_no_run_has_trained_is_no_subject():
+    with pytest.raises(UserError, match=r"evaluate\.subjects \(run a\) = 'start': .*is no run"):
+        runs({"a": {"evaluate": {"subjects": ["base", "start", "tuned"]}}})

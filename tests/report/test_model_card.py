@@ -151,6 +151,16 @@ def test_card_states_the_runs_facts(run, line):
     assert line in model_card(read(run)).splitlines()
 
 
+def test_card_tells_what_the_adapter_continues(run):
+    before = [{"adapter": "acme/chat"}, {"run": "sft", "data": "chats", "objective": "sft"}]
+    assert "| Continues |" not in model_card(read(run))
+    edit(run / "finetune" / "summary.json", lambda d: d.update(lineage=before))
+    assert (
+        "| Continues | <code>acme/chat</code> → <code>sft (sft on chats)</code> → this adapter, "
+        "on the same base |" in model_card(read(run)).splitlines()
+    )
+
+
 @pytest.mark.parametrize(
     ("ends", "words"),
     [

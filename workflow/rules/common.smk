@@ -151,7 +151,8 @@ def merged_model(name):
 def model_options(run, input):
     """The options of a stage for the original and the merged model, if it has them as inputs."""
     model = ["--model", layout.model_dir(run)] if input.model else []
-    return [*model, *(["--merged", input.merged] if input.merged else [])]
+    start = start_options(run)[:2] if input.get("start") else []
+    return [*model, *(["--merged", input.merged] if input.merged else []), *start]
 
 
 def evaluations():

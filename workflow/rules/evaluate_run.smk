@@ -4,6 +4,7 @@ rule evaluate_run:
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         model=lambda w: original_files(RUNS[w.run]),
+        start=lambda w: layout.start_files(RUNS[w.run]) if "start" in RUNS[w.run].subjects else [],
         merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].subjects else [],
         tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),

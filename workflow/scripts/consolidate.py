@@ -35,12 +35,12 @@ from workflow.lib.export.adapter_files import (
 from workflow.lib.export.packed_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import (
-    StackNames,
     exported_config,
     exported_names,
     without_stacks,
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.backends import (
     choose_device,
     read_attention_needs,

@@ -77,6 +77,7 @@ if __name__ == "__main__":
         "--adapter", type=Path, required=True, help="folder of the exported adapter"
     )
     parser.add_argument("--model", type=Path, help="folder of the original; default: not measured")
+    parser.add_argument("--start", type=Path, help="folder of the adapter of the run before")
     parser.add_argument("--merged", type=Path, help="folder of the merged model; default: none")
     parser.add_argument(
         "--subjects", nargs="+", choices=SUBJECTS, required=True, help="models to measure"

@@ -82,7 +82,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
 
 def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:
     return evaluated_models.ModelFolders(
-        base=args.base, adapter=args.adapter, model=args.model, merged=args.merged
+        base=args.base, adapter=args.adapter, model=args.model, merged=args.merged, start=args.start
     )
 
 

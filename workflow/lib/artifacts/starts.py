@@ -31,6 +31,12 @@ def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
         done[name] = _started(name, runs, done)
+        if "start" in done[name].subjects and done[name].start is None:
+            bound = (
+                f"{SETTING} = {runs[name].train.start_from!r} is no run whose adapter is measured"
+            )
+            change = "Remove start, or name a run in train.start_from"
+            raise setting_error(f"evaluate.subjects (run {name})", "start", bound, change)
     return {name: done[name] for name in runs}
 
 

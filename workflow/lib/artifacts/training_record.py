@@ -71,6 +71,11 @@ class Ancestor(Record):
     objective: str | None = None  # its objective
     adapter: str | None = None  # folder or hub id of an adapter from elsewhere
 
+    @property
+    def told(self) -> str:
+        """What people read of it."""
+        return f"{self.run} ({self.objective} on {self.data})" if self.run else f"{self.adapter}"
+
 
 class Summary(Record):
     """`finetune/summary.json`."""

@@ -66,10 +66,12 @@ class ModelFolders:
     adapter: Path
     model: Path | None = None  # the original
     merged: Path | None = None
+    start: Path | None = None
+    """The adapter of another run."""
 
     def made_here(self) -> list[Path]:
         """Return the folders that stages have made, which hold `SHA256SUMS`."""
-        return [folder for folder in (self.base, self.adapter, self.merged) if folder]
+        return [folder for folder in (self.base, self.adapter, self.merged, self.start) if folder]
 
     def all(self) -> list[Path]:
         return [*self.made_here(), *([self.model] if self.model else [])]
@@ -124,6 +126,9 @@ def subjects(
         "base": (content_key(base), partial(on_base, adapter=False)),
         "tuned": (content_key(base, adapter), on_base),
     }
+    if folders.start is not None:
+        on_start = memory.opener(partial(loading.tuned, folders.base, folders.start))
+        known["start"] = (content_key(base, listed_files(folders.start)), on_start)
     if folders.merged is not None:
         merged = memory.opener(partial(loading.plain, folders.merged))
         known["merged"] = (content_key(listed_files(folders.merged)), merged)

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from workflow.lib.export.stack_names import PREFIX
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
+from workflow.lib.model.architecture.stack_names import PREFIX
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks
 from workflow.lib.model.layers.nf4_linear import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
 from workflow.lib.model.published.converted_reader import ConvertedReader

@@ -18,8 +18,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
-from workflow.lib.export.stack_names import StackNames, stored_names, trained_targets
+from workflow.lib.export.stack_names import stored_names, trained_targets
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, is_nf4, refuse_unmatched
+from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.lora import adapted, trainable_parameters

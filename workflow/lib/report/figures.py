@@ -214,6 +214,7 @@ MARKS: dict[SubjectName, tuple[str, str]] = {
     "original": ("muted", "diamond-open"),
     "base": ("muted", "circle-open"),
     "tuned": ("series-1", "circle"),
+    "start": ("series-4", "star"),
     "tuned_on_original": ("series-2", "square"),
     "merged": ("series-3", "diamond"),
 }

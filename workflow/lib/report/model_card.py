@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.card_results import gguf_section, results_section, verdict_sentence
 from workflow.lib.report.card_use import serving_section, use_section
@@ -110,6 +111,7 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
     named = "all linear layers" if targets == "all-linear" else ", ".join(map(code, targets))
     return [
         ("Base model", f"{code(inputs.base_name)}, NF4 with bitsandbytes"),
+        *_lineage(summary),
         (
             "Adapter",
             f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets "
@@ -154,6 +156,12 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
             ),
         ),
     ]
+
+
+def _lineage(summary: Summary) -> list[tuple[str, str]]:
+    """Return what was trained before, from the first, as a line; nothing of a new adapter."""
+    before = " → ".join(code(ancestor.told) for ancestor in summary.lineage)
+    return [("Continues", f"{before} → this adapter, on the same base")] if before else []
 
 
 def _whole(modules: Sequence[str]) -> str:

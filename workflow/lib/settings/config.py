@@ -133,6 +133,7 @@ class RunConfig(Section):
         if self.evaluate.subjects == "auto":
             chosen = {"original", "base", "tuned", self.served}
             chosen |= {"merged"} if self.export.merged else set()
+            chosen |= {"start"} if self.start is not None else set()
         return tuple(name for name in SUBJECTS if name in chosen)
 
     @model_validator(mode="after")

@@ -105,8 +105,8 @@ class EvaluateConfig(Section):
     affects: ClassVar = Affects("result", read_by=("evaluate_run",))
 
     subjects: Annotated[tuple[SubjectName, ...] | Literal["auto"], TOLD] = "auto"
-    """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, an
-    exported merged model, the served one."""
+    """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, that of
+    the run it started from, an exported merged model, the served one."""
     served: Annotated[Served | Literal["auto"], TOLD] = "auto"
     """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
     `auto`: `merged` if exported, else `tuned`."""

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-SubjectName = Literal["original", "base", "tuned", "tuned_on_original", "merged"]
+SubjectName = Literal["original", "base", "start", "tuned", "tuned_on_original", "merged"]
 Served = Literal["tuned", "tuned_on_original", "merged"]
 # In the order in which they are shown; each is compared with those before it.
 SUBJECTS: tuple[SubjectName, ...] = get_args(SubjectName)
@@ -10,6 +10,7 @@ SUBJECTS: tuple[SubjectName, ...] = get_args(SubjectName)
 SUBJECT_LABELS: dict[SubjectName, str] = {
     "original": "original",
     "base": "NF4 base",
+    "start": "start",
     "tuned": "tuned",
     "tuned_on_original": "tuned on original",
     "merged": "merged",
@@ -17,6 +18,7 @@ SUBJECT_LABELS: dict[SubjectName, str] = {
 SUBJECT_MEANINGS: dict[SubjectName, str] = {
     "original": "the model before quantization, in 16 bits",
     "base": "the same in 4 bits (NF4), as it was trained on",
+    "start": "the adapter of the run that training started from, on the NF4 base",
     "tuned": "the adapter on the NF4 base",
     "tuned_on_original": "the adapter on the original",
     "merged": "one model with the adapter in its weights, in 16 bits",
