@@ -156,7 +156,7 @@ def test_card_tells_what_the_adapter_continues(run):
     assert "| Continues |" not in model_card(read(run))
     edit(run / "finetune" / "summary.json", lambda d: d.update(lineage=before))
     assert (
-        "| Continues | <code>acme/chat</code> → <code>sft (sft on chats)</code> → this adapter, "
+        "| Continues | <code>acme/chat</code> → <code>run sft: sft on chats</code> → this adapter, "
         "on the same base |" in model_card(read(run)).splitlines()
     )
 

@@ -74,7 +74,7 @@ class Ancestor(Record):
     @property
     def told(self) -> str:
         """What people read of it."""
-        return f"{self.run} ({self.objective} on {self.data})" if self.run else f"{self.adapter}"
+        return f"run {self.run}: {self.objective} on {self.data}" if self.run else f"{self.adapter}"
 
 
 class Summary(Record):
