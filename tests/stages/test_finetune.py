@@ -1,13 +1,17 @@
 """The stage reads no base and no tokens that were damaged, and says that it looked."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.finished import arguments, finetune, prepare
+from tests.support.finished import CONFIG, arguments, finetune, finished, prepare
 from tests.system.test_checksums import flip, flip_tensor
+from workflow.lib.distributed.sharded_files import read_whole
+from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 
@@ -79,3 +83,29 @@ def test_summary_tells_that_the_files_were_compared_with_their_record(prepared):
         "detail": f"{len(files)} files, {sum(p.stat().st_size for p in files):,} bytes",
     }
     assert any("gathered bytes equal checkpoint bytes" in check["name"] for check in others)
+
+
+def test_continued_run_that_resumes_is_bit_equal(prepared, shared_folder):
+    """It begins with the values of the adapter that it starts from, and goes on from its own."""
+    before = finished(shared_folder) / "finetune"
+    adapter = read_sharded_adapter(before / "adapter")
+    save_adapter(adapter, read_checked_json(before / "adapter_config.json"), prepared / "start")
+    config = CONFIG.model_copy(
+        update={"train": CONFIG.train.model_copy(update={"start_from": "start"})}
+    )
+    args = arguments(prepared)
+    args.start, args.lineage = prepared / "start", [{"adapter": "start"}]
+    run_distributed(finetune, args, config, world_size=2)
+    summary = read_checked_json(args.output / "summary.json")
+    assert summary["lineage"] == args.lineage
+    earlier = read_checked_json(before / "summary.json")
+    assert summary["first_loss"] < earlier["first_loss"]  # the same rows, seen before
+    whole = read_whole(args.output / "adapter")
+    steps = sorted(args.checkpoints.glob("step-*"))
+    assert len(steps) == 2
+    shutil.rmtree(steps[-1])
+    shutil.rmtree(args.output)
+    run_distributed(finetune, args, config, world_size=2)
+    assert read_checked_json(args.output / "summary.json")["resumed_from_steps"] == [4]
+    resumed = read_whole(args.output / "adapter")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())

@@ -20,7 +20,13 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
-from workflow.lib.training.checkpoint import CheckpointWriter, save_adapter, saved_steps, step_dir
+from workflow.lib.training.checkpoint import (
+    CheckpointWriter,
+    save_adapter,
+    saved_steps,
+    step_dir,
+    trained_otherwise,
+)
 
 
 def adapter_of(checkpoints: Path) -> Path:
@@ -196,3 +202,17 @@ def test_pickles_among_the_checkpoints_are_never_read(elastic):
     assert len([*step_dir(elastic["checkpoints"], 1).glob("*.pkl")]) == 1, "they are still there"
     assert saved_steps(elastic["checkpoints"]) == [1, 2, ELASTIC_STEPS]
     assert not elastic["mark"].exists()
+
+
+def test_run_that_begins_anew_tells_of_its_other_checkpoints(tmp_path):
+    folder = tmp_path / "demo-0123456789ab-111111111111"
+    (tmp_path / "demo-2-0123456789ab-111111111111" / "step-00000007").mkdir(parents=True)
+    assert trained_otherwise(folder) is None  # another run's
+    other = tmp_path / "demo-ba9876543210-111111111111"
+    (other / "step-00000007").mkdir(parents=True)
+    said = trained_otherwise(folder)
+    assert said is not None
+    assert other.name in said
+    assert "train.start_from: demo" in said
+    (folder / "step-00000001").mkdir(parents=True)
+    assert trained_otherwise(folder) is None

@@ -41,6 +41,7 @@ from workflow.lib.training.checkpoint import (
     left_by,
     resume_,
     save_adapter,
+    trained_otherwise,
 )
 from workflow.lib.training.expert_load import expert_load
 from workflow.lib.training.failure_causes import explained
@@ -114,6 +115,8 @@ def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> N
     killed_process = stack.enter_context(lock)
     if killed_process is not None:
         logger.info("%s", left_by(killed_process, checkpoints))
+    if (others := trained_otherwise(checkpoints)) is not None:
+        logger.info("%s", others)
 
 
 @dataclass(frozen=True)

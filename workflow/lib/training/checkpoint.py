@@ -409,6 +409,22 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
+def trained_otherwise(folder: Path) -> str | None:
+    """Say which other checkpoints a run has that has none in `folder`; None if there are none.
+
+    folder: `<run>-<key of settings>-<key of content>`."""
+    run = folder.name.rsplit("-", 2)[0]
+    beside = [p for p in folder.parent.glob("*-*-*") if p.name.rsplit("-", 2)[0] == run]
+    others = sorted(p.name for p in beside if p != folder and saved_steps(p))
+    if not others or saved_steps(folder):
+        return None
+    return (
+        f"training begins anew: {others[-1]} holds checkpoints of other settings, data or base. To "
+        "train a finished adapter further, leave its run as it was, and add a run with "
+        f"train.start_from: {run}"
+    )
+
+
 def left_by(killed: str, folder: Path) -> str:
     """Say how far process `killed` had come with these checkpoints, and what it has left."""
     reached = max((row["step"] for row in whole_rows(folder / METRICS)), default=0)
