@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.evaluation.test_four_bits import facts as calibration_facts
+from tests.evaluation.test_results import facts as calibration_facts
 from tests.support.report_examples import add_original, add_subject, edit, write_run
 from tests.support.report_pages import Page, change_evaluations, read, rendered
-from workflow.lib.evaluation.four_bits import summarize
+from workflow.lib.evaluation.results import summarize
 from workflow.lib.report.html_page import render_page
 from workflow.lib.settings.config import ReportConfig
 

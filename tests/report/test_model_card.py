@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from markdown_it import MarkdownIt
 
-from tests.evaluation.test_four_bits import facts as calibration_facts
+from tests.evaluation.test_results import facts as calibration_facts
 from tests.support.families import FAMILIES, tiny_model
 from tests.support.forked_stage import forked_stage
 from tests.support.hub_server import start_hub
@@ -28,7 +28,7 @@ from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.evaluation.four_bits import summarize
+from workflow.lib.evaluation.results import summarize
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.report.card_inputs import CardInputs
 from workflow.lib.report.model_card import model_card

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.settings_examples import message
 from workflow.lib.settings.config import RunConfig, load_config
-from workflow.lib.settings.renamed import RENAMED_KEYS, REPLACED_VALUES
+from workflow.lib.settings.errors_in_words import RENAMED_KEYS, REPLACED_VALUES
 from workflow.lib.system.errors import UserError
 
 

@@ -20,7 +20,6 @@ from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.joining import Process, join
 from workflow.lib.distributed.work_sharing import check_recorded, main_first
 from workflow.lib.evaluation import evaluated_models
-from workflow.lib.evaluation.four_bits import four_bits_of, method_of
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import (
     Measurement,
@@ -30,7 +29,7 @@ from workflow.lib.evaluation.questions import (
     parts,
     prepare,
 )
-from workflow.lib.evaluation.results import evaluations, summary_lines
+from workflow.lib.evaluation.results import evaluations, four_bits_of, method_of, summary_lines
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files

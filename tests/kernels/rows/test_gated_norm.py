@@ -11,7 +11,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormG
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from workflow.lib.kernels.rows.gated_norm import GatedNorm
-from workflow.lib.model.tried_classes.gated_norm_forms import as_gated_norm
+from workflow.lib.model.fusion.fuse_layers import as_gated_norm
 
 WIDTH = 24
 CLASSES = {

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workflow.lib.planning.memory.caching_allocator import LARGE_PAGE, SMALL_PAGE, CachingAllocator
+from workflow.lib.planning.memory.replay import LARGE_PAGE, SMALL_PAGE, CachingAllocator
 
 MIB = 2**20
 requests = st.lists(

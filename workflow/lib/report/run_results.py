@@ -2,7 +2,7 @@
 
 Everything shown is in the artifacts; this module only refuses what does not belong together (a file
 of another run). What the evaluations say is in `verdict`, drawing in `figures`,
-the table over runs in `comparison`, the page in `sections` and `html_page`."""
+the table over runs in `comparison`, the page in `html_page`."""
 
 from dataclasses import dataclass
 from pathlib import Path

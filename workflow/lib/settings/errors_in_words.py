@@ -11,7 +11,19 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from workflow.lib.settings.renamed import RENAMED_KEYS, REPLACED_VALUES
+# Of earlier versions: what to write instead.
+RENAMED_KEYS = {
+    "lora.rank": "lora.r",
+    "train.products": "train.matmul_dtype",
+    "train.products_in": "train.matmul_passes",
+    "train.max_products_loss_rise": "train.max_matmul_loss_rise",
+}
+REPLACED_VALUES = {
+    ("train.matmul_dtype", "int8"): "float8",
+    ("train.optimizer", "paged_adamw"): "adamw",
+    ("train.optimizer", "paged_adamw_8bit"): "adamw_8bit",
+}
+
 
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."

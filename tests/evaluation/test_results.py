@@ -10,7 +10,7 @@ from workflow.lib.artifacts.quantization_record import (
     LinearErrors,
     StackErrors,
 )
-from workflow.lib.evaluation.four_bits import WORST, four_bits_of, method_of, summarize
+from workflow.lib.evaluation.results import WORST, four_bits_of, method_of, summarize
 from workflow.lib.system.files import provenance, write_checked_json
 
 TOKENS = [10, 30, 20, 40]

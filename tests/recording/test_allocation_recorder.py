@@ -8,7 +8,7 @@ import torch
 from tests.recording.test_engine_run import LLAMA
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.recording.kernel_workspaces import DOCUMENT_PADDING, workspaces
+from workflow.lib.recording.allocation_recorder import DOCUMENT_PADDING, workspaces
 
 
 def test_backward_of_attention_takes_what_an_h200_allocated():
