@@ -17,10 +17,8 @@ def keeping_inputs(
     *tensors: torch.Tensor | None,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Return forward(*tensors). backward: of the result's gradient and the tensors, returns the
-    gradients of the first of them; None: autograd's, of `forward` computed again. exact: the
-    tensors are never rounded between forward and backward, since what is computed from them must be
-    the same again."""
+    """Return forward(*tensors). backward: gradients of the first of them by the result's gradient
+    and the tensors; None: autograd's, computed again. exact: they are never rounded between."""
     if exact:
         keep_exact(*(x for x in tensors if x is not None))
     apply: Forward = _KeepingInputs.apply

@@ -82,9 +82,8 @@ def _row(items: Sequence[Item]) -> Row:
 def scores_of(
     logits: torch.Tensor, targets: torch.Tensor, *, top_k: int, vocabulary: int
 ) -> Scores:
-    """Return the scores of targets (n,) by logits (n, vocabulary or more), in fp32 by chunks.
-    vocabulary: ids of the likeliest tokens are below it. A teacher may have more logits, of no
-    token of the student; they have their share in `rest`."""
+    """Return the scores of targets (n,) by logits (n, vocabulary or more), in fp32 by chunks. A
+    teacher's logits beyond the vocabulary have their share in `rest`."""
     parts = [
         _chunk_scores(some.float(), wanted, top_k, vocabulary)
         for some, wanted in zip(

@@ -29,10 +29,7 @@ LOGITS_AT_ONCE = 1024  # positions
 
 
 class StreamedModel:
-    """A model that is read layer by layer, as often as `losses` is called.
-
-    moved: called for every document and layer.
-    """
+    """A model that is read layer by layer at each `losses`; moved: called by document and layer."""
 
     def __init__(
         self,

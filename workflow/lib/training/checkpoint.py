@@ -76,10 +76,8 @@ class Cadence:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, one at a time, and removes old ones. All processes call
-    all methods. The background thread has a process group to itself: on a group that the main
-    thread uses too (to agree on a stop, say), the collectives of both would meet in another order
-    on another process."""
+    """Writes checkpoints in the background, one at a time, and removes old ones. Collective. The
+    thread has its own process group: in a shared one collectives could meet in another order."""
 
     def __init__(
         self, folder: Path, *, keep: int, identity: str, world: World, newest: int = 0
@@ -395,11 +393,9 @@ def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list
 
 
 def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of lines up to the first that is cut or damaged; none of no file. A
-    process that is killed while it appends leaves its last line cut, and this line is ignored.
-    Where lines follow a cut one, a disk has lost what was written there, or a later process has
-    appended without reading. They need not continue the rows before them, so they are ignored
-    too."""
+    """Yield the rows of a file of lines up to the first that is cut or damaged: by a kill while it
+    was appended, or by a disk. Lines behind need not continue the rows before, and are ignored; no
+    file, no rows."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

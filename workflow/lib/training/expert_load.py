@@ -10,9 +10,8 @@ from workflow.lib.model.experts.fused_experts import FusedExperts
 
 
 def routed_rows(model: nn.Module, world: World) -> list[torch.Tensor]:
-    """Return the rows (experts,) int64 on the CPU that each expert got in training since the run
-    began, over all processes, for each layer with experts. Collective. Recomputed layers count
-    every row twice, so the numbers are right within a layer alone."""
+    """Return the rows (experts,) int64 on the CPU that each expert got in training, over all
+    processes, by layer. Collective. Recomputed layers count twice: right within a layer."""
     counts = []
     for experts in _experts(model):
         routed = experts.routed if experts.routed_before is None else experts.routed_before

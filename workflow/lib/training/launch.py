@@ -50,9 +50,8 @@ DEFAULTS = {  # unless the user has set them
 
 @dataclass(frozen=True)
 class Workers:
-    """`python -m module arguments` in `processes` torchrun workers. place: which share of them this
-    machine starts, and where all meet. grace_s: how long they may go on after a signal, to save a
-    checkpoint. what: their work, for the message."""
+    """`python -m module arguments` in `processes` torchrun workers; place: this machine's share;
+    grace_s: after a signal, to save; what: for the message."""
 
     module: str
     arguments: Sequence[str]
@@ -69,11 +68,9 @@ class Workers:
 
 
 def launch_workers(workers: Workers, *, inspect_inputs: Callable[[], list[str]] = list) -> None:
-    """Run workers; return when all have ended well. Every node of the run calls this.
-    inspect_inputs: called after a worker was killed; tells what is wrong with the files that it
-    read. Raises `UserError` with the cause of the process that failed first, `BatchMemoryError` if
-    that is it, `PeerLostError` if that process is on another node, and `StoppedError` if stopped by
-    a signal, which the workers get too."""
+    """Run workers on every node; return when all have ended well. inspect_inputs: tells what is
+    wrong with files if one was killed. Raises `UserError` with the first cause, `BatchMemoryError`,
+    `PeerLostError` for another node's, `StoppedError` after a signal."""
     stop_on_signals()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
     memory_kills_before = memory_kills()
@@ -136,10 +133,9 @@ def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> E
 
 
 def stop_on_signals() -> None:
-    """Have `stop_signals.SIGNALS` end the workers by SIGTERM, as torchrun does for those that it
-    knows; an ignored one stays ignored. The terminal and Snakemake both tell a launcher. What comes
-    within `TWICE_S` is the same request: torchrun would take it for a second one, which cuts short
-    how the workers save."""
+    """Have `stop_signals.SIGNALS` end the workers by SIGTERM; an ignored one stays ignored.
+    Terminal and Snakemake both tell a launcher: within `TWICE_S` it is one request, as a second
+    would cut short how workers save."""
     last = -math.inf
 
     def stop(number: int, frame: FrameType | None) -> None:

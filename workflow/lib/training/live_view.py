@@ -63,10 +63,9 @@ def live_view(
     rows: Sequence[Row],
     config: Mapping[str, Any],
 ) -> Iterator[View]:
-    """Show `rows`, those of the journal so far, and then every row that the yielded function is
-    given. folder: holds `tensorboard/<run>/` and `wandb/`; identity: of the trajectory, the same
-    after resuming; config: the settings to show beside the curves; what `check_tracking` asks for
-    is there. Raises `UserError` if Weights & Biases refuses the run."""
+    """Show `rows`, those of the journal so far, and every row that the yielded function is given.
+    folder: of `tensorboard/<run>/` and `wandb/`; identity: of the trajectory; config: settings
+    shown. Raises `UserError` if Weights & Biases refuses."""
     with ExitStack() as stack:
         views: list[View] = []
         if settings.tensorboard:

@@ -72,10 +72,9 @@ PART = Place("part", frozenset({"type", "text"}))
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the template gets them, which of them may be trained, the tools, and arguments.
-    weights: of each message in the loss, 0 if it is not trained; None = that of all is 1.
-    template_kwargs: what the row gives the template besides, such as `enable_thinking`. They come
-    before those of `data.template_kwargs`, which stand among the template's variables."""
+    """Messages as the template gets them, with tools and arguments (`template_kwargs`, which come
+    before `data.template_kwargs`). weights: of each message in the loss, 0: not trained; None: all
+    are 1."""
 
     messages: list[Message]
     trained: list[bool]

@@ -79,9 +79,8 @@ def with_fixed_date(template: str) -> str:
 
 
 def without_generation_tags(template: str) -> str:
-    """Return a template that writes the same, and which an engine can read that knows no `{%
-    generation %}` blocks. They become blocks without a condition, so that white space around them
-    is trimmed as before."""
+    """Return a template that writes the same without `{% generation %}` blocks, which some engines
+    do not know: blocks without a condition, for the same white space."""
 
     def plain(tag: re.Match[str]) -> str:
         word = "endif" if "endgeneration" in tag[0] else "if true"

@@ -35,10 +35,8 @@ MEDIA = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where keys stand, and which of them are read there. name: as listings show it; "" for the
-    columns of a row. optional: of the keys that are read, those that few items have. passed: all
-    others go to the chat template, and those that it reads count as read. flags: those of training,
-    which are read too."""
+    """Where keys stand, and which are read there. name: in listings, "" for columns; optional: keys
+    that few items have; passed: others go to the chat template; flags: those of training."""
 
     name: str
     read: frozenset[str]
@@ -58,10 +56,9 @@ class Shape(NamedTuple):
 
 
 class KeyAccount:
-    """Counts the keys of a source that are not read. template_keys: those of a message that the
-    chat template reads. leave_out: keys that the user wants to be left out, whatever they say.
-    omit_media: pictures and sounds are left out too. group_by: the column that groups rows, which
-    is read beside what becomes tokens."""
+    """Counts the keys of a source that are not read. template_keys: of a message, read by the
+    template; leave_out: by the user's wish; omit_media: pictures and sounds, too; group_by: is
+    read."""
 
     def __init__(
         self,
@@ -142,10 +139,9 @@ def _label(place: str, key: str) -> str:
 
 
 def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = None) -> float:
-    """Return the weight of a row, not 0; `column`: beside those that are known by name. label: the
-    column that is false for a bad answer, which is not trained. Of the flags inside of objects,
-    which are about anything, only true and false count. Raises `RowError` if a flag says that the
-    row is not trained, or cannot be read."""
+    """Return the weight of a row, not 0; `column`: beside known names; label: false for a bad
+    answer. In objects about anything only true and false count. Raises `RowError` if it is not
+    trained, or unreadable."""
     if label is not None and value.get(label) is False:
         raise UnwantedRowError(
             f"not trained: column {label!r} is False, so the answer is a bad one"

@@ -81,8 +81,7 @@ def to_judged(
     value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount, rated: bool
 ) -> Judged:
     """Return a row's pair of answers, or its rated answer; a pair as two if `rated`. Raises
-    `RowError` as `to_sample` does, and where there is nothing to prefer: one side is missing, both
-    are equal, or their scores are."""
+    `RowError` as `to_sample`, and where there is nothing to prefer."""
     value, shape = keys.take(judged_place(format, columns), value, "the row")
     weight = row_weight(shape, value, column=columns.weight)
     row = RowParts(value, value if shape.has_optional else NOTHING, columns, keys)

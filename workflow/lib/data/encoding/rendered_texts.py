@@ -93,9 +93,8 @@ class RenderedTexts:
 def _missing(
     texts: Sequence[Text], documents: Sequence[TurnText], *, trained_only: bool = False
 ) -> Iterator[Text]:
-    """Yield the texts that a document should hold and does not. What a trained turn says matters
-    where it is trained: templates leave reasoning, and some whole answers, out of later prompts.
-    trained_only: it must stand where the document is trained."""
+    """Yield the texts that a document should hold and does not. A trained turn matters where it is
+    trained (`trained_only`): templates leave reasoning and answers out of later prompts."""
     trained = {turn.index for document in documents for turn in document.turns}
     for document in documents:
         own = {turn.index: document.text for turn in document.turns}

@@ -86,11 +86,9 @@ def choose_format(
     setting: str,
     examples: Examples = "texts",
 ) -> tuple[Format, DataColumns]:
-    """Return the format of rows with these columns, the one set or the first that fits; and names.
-    present: the columns; `auto` means the first format that fits them. examples: what the run
-    trains on. Raises `UserError` that lists the columns present and expected if none fits;
-    `setting` names the source. Without any column there is not one object in it: any format will do
-    to reject its rows, each with its own reason."""
+    """Return the format of rows with the columns `present`, the one set or the first that fits
+    `examples`; and names. Raises `UserError` with columns present and expected; `setting` names the
+    source. Without columns any format rejects the rows by their own reasons."""
     candidates = [name for name in FORMATS[examples] if format in ("auto", name)]
     if not candidates:
         raise setting_error(

@@ -251,9 +251,8 @@ def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[
 def read_turns(
     row: RowParts, given: Any, what: str, *, role: str
 ) -> tuple[list[Message], list[float]]:
-    """Return the messages of a value; a text is one message of `role`. JSON text is read as
-    messages if it holds objects with roles, and as calls of tools if there are tools and it holds
-    objects with names; else it is text."""
+    """Return the messages of a value; a text is one message of `role`, but JSON text of objects
+    with roles is messages, and with names, where there are tools, calls."""
     items = objects_in(given) if isinstance(given, str) else given
     if isinstance(items, dict):
         items = [items]

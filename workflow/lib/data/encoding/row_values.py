@@ -72,9 +72,8 @@ def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of objects. A table gives every struct of a column all fields that any
-    of them has, and so do the JSON Lines that are exported from one. What stands as JSON text in a
-    row is not changed: its nulls were written."""
+    """Drop the null fields of objects, which a table gives to every struct, as exported JSON Lines
+    do. JSON text in a row keeps its nulls."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

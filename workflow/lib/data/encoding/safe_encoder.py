@@ -106,9 +106,8 @@ class SafeEncoder:
     def is_prompt(
         self, encoding: Encoding, ids: list[int], text: str, end: int, *, guarded: bool
     ) -> bool:
-        """Tell whether the prompt `text[:end]` has the tokens that the whole text has there.
-        encoding, ids: of the whole text. Special tokens stand for themselves whatever is beside
-        them, so only what follows the last one is compared."""
+        """Tell whether the prompt `text[:end]` has the tokens that the whole text (encoding, ids)
+        has there; compared behind the last special token, as these stand alone."""
         stop = _first_from(encoding, end)
         first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
         span = encoding.token_to_chars(first)
@@ -151,9 +150,8 @@ def _first_from(encoding: Encoding, start: int) -> int:
 
 
 def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
-    """Return the tokens [first, stop) that touch the characters [start, end); (0, 0) if none does.
-    Tokens follow the text, so both of their ends ascend and can be bisected: a list of all offsets
-    takes ten times as long."""
+    """Return the tokens [first, stop) that touch the characters [start, end), or (0, 0), by
+    bisection: a list of all offsets takes ten times as long."""
 
     def characters(token: int) -> tuple[int, int]:
         span = encoding.token_to_chars(token)

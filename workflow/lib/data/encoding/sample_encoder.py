@@ -56,10 +56,9 @@ class Encoded:
 
 
 class SampleEncoder:
-    """Encodes samples; `chat_template` may be None if no sample is a conversation. tool_template:
-    the template of rows that offer tools; None = the same. template_kwargs: arguments of the
-    template for every row that does not say otherwise. allow_unrendered: what a template may leave
-    out. special_tokens: what special tokens are that the data spell."""
+    """Encodes samples; `chat_template`: None without conversations; tool_template: of rows with
+    tools, None = the same; template_kwargs: defaults; allow_unrendered: what may be left out;
+    special_tokens: what spelled ones are."""
 
     def __init__(
         self,
@@ -105,9 +104,8 @@ class SampleEncoder:
 
     def begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
         """Return what encodes the sample; a conversation is rendered now. Both raise `RowError` as
-        `encode` does. To begin many samples and then end them takes four fifths of the time of one
-        after the other: template and tokenizer do not put each other out of the processor's
-        caches."""
+        `encode`. Beginning many before ending them takes four fifths of the time, by the
+        processor's caches."""
         if isinstance(sample, Weighted):
             return partial(_weighted, self.begin(sample.sample), sample.weight)
         if isinstance(sample, Conversation):

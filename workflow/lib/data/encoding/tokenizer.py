@@ -28,10 +28,9 @@ NAMED_TEMPLATES = "additional_chat_templates"  # their folder
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder; no network access, and no code of it is run. Raises
-    `UserError` if there is none, if it is not backed by the `tokenizers` library, or has no eos
-    token; and if a config.json beside it has absurd sizes, of which Transformers would make
-    lists."""
+    """Load the tokenizer of a model folder, without network or its code. Raises `UserError` if
+    there is none, none of `tokenizers`, no eos token, or a config.json of absurd sizes beside
+    it."""
     if (folder / "config.json").is_file():
         read_bounded(folder / "config.json")
     try:

@@ -27,9 +27,8 @@ LossOn = Literal["completions", "last_turn", "all"]
 
 @dataclass(frozen=True)
 class Rendered:
-    """The texts of a conversation. guarded: the data spell special tokens, which are spelled
-    otherwise here. held: special tokens that the data spell. unrendered: what the template leaves
-    out and may."""
+    """The texts of a conversation. guarded: spelled special tokens are others here (held);
+    unrendered: what the template leaves out and may."""
 
     texts: list[TurnText]
     guarded: bool
@@ -214,9 +213,8 @@ class TurnRenderer:
         return "" if longer.startswith(whole) else whole[stop:]
 
     def _next_token(self, message: Message, text: str, start: int) -> str:
-        """Return the special token that the role behind a turn begins with. That is a tool's where
-        the turn calls one. It is empty where the next role begins with none and `text` ends with a
-        special token. Raises `RowError` if there is none at all."""
+        """Return the special token that the next role begins with (a tool's behind a call); empty
+        where it has none and `text` ends with one. Raises `RowError` if there is none at all."""
         calls = "tool_calls" in message
         token = self._next_tokens.get(calls)
         if token is None:

@@ -112,9 +112,8 @@ class TurnOpenings:
         self._known: dict[object, Opening] = {}
 
     def answer(self, prompt: str, text: str, conversation: Conversation, index: int) -> str:
-        """Return what the model has to write behind `prompt`, and what follows it in `text`. text:
-        the conversation up to and with the message `index`. Raises `RowError` if it does not go on
-        as the prompt does."""
+        """Return what the model has to write behind `prompt`, and what follows it in `text`, which
+        ends with the message `index`. Raises `RowError` if it goes on otherwise."""
         message = conversation.messages[index]
         opening = self._opening(prompt, conversation, index)
         begun = prompt[: len(prompt) - opening.tail]

@@ -279,9 +279,8 @@ def explained_errors(source: Source) -> Iterator[None]:
 
 
 def explain(source: Source, error: Exception) -> UserError | None:
-    """Say what an exception means for the user. None if it concerns neither hub, network nor a full
-    disk. The order matters: huggingface_hub derives "gated" from "not found", and both from its
-    general HTTP error."""
+    """Say what an exception means for the user; None beyond hub, network and disk. In this order:
+    huggingface_hub derives "gated" from "not found", both from HTTP errors."""
     local = LOCAL[source.kind]
     # a mistyped folder name looks like an id of the hub
     taken = f"no folder {source.repo_id} is here, so it was taken as a hub id"

@@ -23,9 +23,8 @@ MAX_BLANK_LINES = 1_000_000
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield each line with its number. Of one beyond `MAX_ROW_BYTES` it is the beginning and one
-    byte more. Raises `UnreadableError` at a line beyond `MAX_SKIPPED_BYTES`, or more than
-    `MAX_BLANK_LINES` behind each other."""
+    """Yield each line, up to `MAX_ROW_BYTES` + 1, with its number. Raises `UnreadableError` beyond
+    `MAX_SKIPPED_BYTES`, or `MAX_BLANK_LINES` in a row."""
     number = blank = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1

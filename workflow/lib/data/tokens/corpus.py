@@ -54,9 +54,8 @@ LOG_SECONDS = 60  # between two lines of progress in the log
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a process needs to encode rows; formats and columns by number of the source. The encoder
-    is made once: processes are forked and share it, as a tokenizer of 128,000 tokens takes a second
-    to build. chat_template: as it is exported (`with_arguments`)."""
+    """What a process needs to encode rows, by number of the source. The encoder is made once and
+    shared by forks (a second for 128,000 tokens). chat_template: as exported."""
 
     encoder: SampleEncoder
     chat_template: str | None

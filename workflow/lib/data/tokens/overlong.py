@@ -85,9 +85,8 @@ CUT: dict[Examples, Callable[..., list[Piece]]] = {"texts": _texts, "pairs": _pa
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
-    """Return a row's documents of at most `seq_len` tokens. It is one document, or for `split` as
-    many as train something. The first token of a document is no target: nothing stands before it.
-    Raises `TooLongError` if nothing is left."""
+    """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train
+    something (no first token is a target). Raises `TooLongError` for nothing."""
     ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
     if len(ids) <= seq_len:
         return [Piece(ids, mask, weights, encoded.desirable)]

@@ -47,11 +47,9 @@ def map_in_order(
     processes: int,
     alone: int,
 ) -> Iterator[Result]:
-    """Yield `prepare()(task)` for each task, in order. At most `AHEAD` tasks per process are in
-    memory. Tasks and results must be picklable. With one process, or no more than `alone` tasks,
-    which take less time than processes to start, all of it happens in this one. An exception of a
-    task is raised here. Raises `UserError` without shared memory, and `KilledError` if a process is
-    killed, as it is when memory runs out."""
+    """Yield `prepare()(task)` for each task, in order, at most `AHEAD` per process in memory; all
+    picklable. One process, or up to `alone` tasks, run here. An exception of a task is raised here;
+    `UserError` without shared memory, `KilledError` if a process is killed."""
     tasks = iter(tasks)
     first = list(islice(tasks, alone + 1))
     if processes == 1 or len(first) <= alone:

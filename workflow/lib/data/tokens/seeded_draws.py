@@ -18,10 +18,9 @@ def drawn(count: int, *, total: int, seed: int | Sequence[int]) -> Numbers:
 
 
 def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Return how often an epoch takes each document of a source, shape (documents,). A weight w
-    takes every document floor(w) times, and a share of w - floor(w) of them (rounded, but at least
-    one of a source that would lose all) once more, drawn by `seed` from the source alone: the other
-    sources change nothing."""
+    """Return how often an epoch takes each document of a source, shape (documents,). Weight w:
+    floor(w) times, and a share of w - floor(w) (rounded, at least one of a source that would lose
+    all) once more, drawn by `seed` whatever other sources are."""
     whole, share = int(weight), weight - int(weight)
     more = round(share * documents)
     if whole == 0 and documents:

@@ -115,10 +115,9 @@ def whole_corpus(
 def divide(
     corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64], *, share: float, seed: int
 ) -> tuple[Split, Split]:
-    """Divide a corpus' rows into train and held-out. `share` of all rows (rounded, at least one) is
-    held out. Which rows is a pure function of their number and `seed`, whatever their content. Rows
-    that are grouped (`Documents.groups`) are held out by the group, as many groups as the share has
-    room for. Raises `UserError` if there is one group alone."""
+    """Divide a corpus' rows into train and held-out: `share` of all (rounded, at least one), by
+    number and `seed` alone. Groups (`Documents.groups`) go together, as many as the share has room
+    for; raises `UserError` if there is one alone."""
     count = max(1, round(corpus.rows_read * share))
     held = np.zeros(corpus.rows_read, dtype=np.bool_)
     if documents.groups.any():

@@ -20,9 +20,8 @@ logger = logging.getLogger("workflow")
 
 @contextmanager
 def work_folder(output: Path, *, key: str) -> Iterator[Path]:
-    """Yield the folder of finished parts for the work of `key`; other parts are removed. It stays
-    when the work is interrupted, and goes when that is complete or the data or settings are at
-    fault."""
+    """Yield the folder of finished parts for `key`; others are removed. It stays at an
+    interruption, and goes when the work is complete or data or settings are at fault."""
     parent = output.with_name(f".{output.name}.work")
     work = parent / key
     tell_of_others(parent)

@@ -93,11 +93,9 @@ def flex_attention(
 
 @functools.cache
 def _compiled() -> Attend:
-    """Return `blockwise`, compiled: a failure to compile is an error, never a slow way around it.
-    The stages switch the compilers of packages off by a variable that torch reads here. A kernel
-    serves one shape of rows and heads, with or without gradients (from the second shape on any
-    number of rows). torch gives up at 8 kernels, and held-out rows of another length may need
-    more."""
+    """Return `blockwise`, compiled, or an error, never a slow way (the stages' variable that
+    switches compilers off is read here). A kernel serves one shape of rows and heads; torch gives
+    up at 8 kernels, and held-out rows may need more."""
     compiler.recompile_limit = MOST_KERNELS
     switched_off = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     try:

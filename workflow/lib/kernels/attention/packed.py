@@ -124,11 +124,10 @@ def _equal_lengths_attention(
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim), and
-    faster than FlashAttention 2. It does from Hopper on: forward and backward of 4,096 tokens take
-    0.6 times as long on an H200 (64 heads, 8 of keys). Its packed form makes a plan at every call,
-    which takes 40 ms (torch 2.11, cuDNN 9.19, November 2026). Deterministic runs do without it: it
-    promises no equal bits."""
+    """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim),
+    faster than FlashAttention 2: from Hopper on 0.6 times as long (4,096 tokens, 64 heads, 8 of
+    keys, H200). Its packed form plans for 40 ms at every call (torch 2.11, cuDNN 9.19, November
+    2026). Not in deterministic runs."""
     if torch.are_deterministic_algorithms_enabled():
         return False
     if q.device.type != "cuda" or torch.version.hip:

@@ -44,9 +44,8 @@ def _with_tiles(routing: Routing) -> Routing:
 def summed_by_token(
     rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum (T, width) of the rows (T * k, width) of each token, times `weights` (T, k) if
-    there are any; in fp32, rounded once. One choice after the other: the sum does not depend on the
-    order in which a GPU adds, and no copy of all rows is made."""
+    """Return the sum (T, width) of each token's rows (T * k, width), times `weights` (T, k) if any,
+    in fp32, rounded once, in the order of choices: no copy of all rows."""
     return sum_by_token(rows, routing.places, weights)
 
 
@@ -99,9 +98,8 @@ def rows_product(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x W^T (R, out) of each row x (in,) of `rows`, with W of the row's expert; and + the
-    update and + the bias (experts, out). out: where it is written, if not to a new tensor of the
-    rows' type; its columns are contiguous."""
+    """Return x W^T (R, out) of each row x (in,) with its expert's W, + update, + bias (experts,
+    out). out: where it is written, columns contiguous, or a new tensor."""
     if out is None:
         out = rows.values.new_empty(len(routing.order), weights.values.shape[1])
     return _rows_product(out, rows, weights, routing, update, bias)

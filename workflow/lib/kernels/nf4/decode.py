@@ -157,10 +157,9 @@ def decode(data: NF4Data, *, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 
 def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
-    """Return the weights, of `state.shape` in `state.dtype`, that the bytes `packed` (n, 1) encode.
-    bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization lets
-    blocks run on from row to row. So rows that are not whole blocks are decoded as rows of one
-    block each, or, where the last block is not full, as one long row (which one thread does)."""
+    """Return the weights, of `state.shape` in `state.dtype`, that `packed` (n, 1) encodes.
+    bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization does not:
+    rows that are no whole blocks are decoded as rows of one block each, or as one long row."""
     shape, size = state.shape, state.blocksize
     if shape[-1] % size == 0:
         return dequantize_4bit(packed, state)

@@ -128,9 +128,8 @@ def _with_one_distance(angles: torch.Tensor) -> torch.Tensor:
 
 
 def _token_distance(x: torch.Tensor) -> int | None:
-    """Return how many elements lie between the starts of two tokens of x (rows, seq_len, heads,
-    head_dim), if this is one number and the heads of a token lie side by side, as in a contiguous
-    tensor and in parts of its heads; None otherwise."""
+    """Return the elements between two tokens' starts of x (rows, seq_len, heads, head_dim), if that
+    is one number and heads lie side by side; else None."""
     rows, seq_len, heads, head_dim = x.shape
     of_row, of_token, of_head, of_dim = x.stride()
     distance = of_token if seq_len > 1 else of_row
