@@ -99,8 +99,7 @@ def dataset_key(run: RunConfig) -> str:
 
 
 def tokens_key(run: RunConfig) -> str:
-    """Short hash of all that the tokens depend on: the data settings and the tokenizer's
-    identity."""
+    """Short hash of all that the tokens depend on: data settings and the tokenizer's identity."""
     data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
     return short_hash([data, run.model.source, run.model.revision, *_examples(run).values()])
 
@@ -112,8 +111,7 @@ def _examples(run: RunConfig) -> dict[str, str]:
 
 
 def base_key(run: RunConfig) -> str:
-    """Short hash of all that the quantized base depends on: of the tokens only if they
-    calibrate."""
+    """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
     settings = run.quantize.model_dump(mode="json")
     if run.quantize.method == "absmax":  # as before there was a choice, so that bases stay
         settings = {key: settings[key] for key in ("block_size", "double_quant")}
@@ -128,8 +126,7 @@ def first_run(run: RunConfig) -> RunConfig:
 
 
 def calibration_tokens(run: RunConfig) -> list[str]:
-    """Return the files of the tokens that calibrate the base, the manifest first: none with
-    absmax."""
+    """Return the files of the tokens that calibrate the base, the manifest first, or none."""
     if run.quantize.method == "absmax":
         return []
     first = first_run(run)
@@ -208,8 +205,7 @@ def data_files(run: RunConfig) -> list[str]:
 
 
 def download_dirs(run: RunConfig) -> dict[str, str]:
-    """Return the folders that must be downloaded for a run, by kind (`model`, `dataset`,
-    `adapter`)."""
+    """Return the folders to download for a run, by kind (`model`, `dataset`, `adapter`)."""
     start = run.train.start_from
     of_hub = start is not None and run.start is None and is_hub_id(start)
     folders = {
@@ -238,8 +234,7 @@ TASK_PATTERNS = ("*.yaml", "*.yml", "*.json", "*.jsonl", "*.csv", "*.parquet", "
 
 
 def local_files(folder: str, patterns: Sequence[str]) -> list[str]:
-    """Return the files of `folder` that match, sorted; the folder itself if it does not exist yet
-    (a download)."""
+    """Return the files of `folder` that match, sorted; the folder itself before a download."""
     path = Path(folder)
     if PurePosixPath(folder).is_relative_to(RESULTS):
         return [folder]
@@ -267,8 +262,7 @@ def stage_dir(name: str, stage: str) -> str:
 
 
 def fingerprint(run: RunConfig) -> str:
-    """Short hash of what defines the training trajectory: a checkpoint of another one is never
-    resumed."""
+    """Short hash of what defines the training trajectory; checkpoints of others never resume."""
     lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
     numerics = [run.model.compute_dtype, run.model.attention_dropout]
     # none of supervised runs, which are older
@@ -279,8 +273,7 @@ def fingerprint(run: RunConfig) -> str:
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
-    """Folder of a run's checkpoints. No rule declares it: Snakemake deletes declared outputs of
-    failed jobs."""
+    """Folder of a run's checkpoints, no rule's output: Snakemake would delete it at failures."""
     return str(RESULTS / "checkpoints" / f"{name}-{fingerprint(run)}")
 
 
@@ -291,8 +284,7 @@ def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
 
 
 def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:
-    """Return what a stage receives of the sections that can change nothing (`tracked`), or of the
-    others."""
+    """Return what a stage receives of sections that change nothing (`tracked`), or of others."""
     read = {
         name: _plain(section, lambda affects: affects.received_by(stage))
         for name, section in _sections(run)

@@ -92,8 +92,7 @@ def _refuse_gguf(source: str) -> None:
 
 
 def _refuse_other_folders(source: str) -> None:
-    """Raise `UserError` for a folder as base model whose files say that it is none: an adapter, a
-    folder without configuration or weights, a tokenizer in Mistral's own format."""
+    """Raise `UserError` for a folder that is no base: an adapter, no weights, Tekken alone."""
     folder = Path(source)
     if is_hub_id(source) or not path_exists(source) or not folder.is_dir():
         return

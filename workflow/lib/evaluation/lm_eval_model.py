@@ -96,8 +96,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         )
 
     def _scored_alike(self, request: tuple[Any, list[int], list[int]]) -> tuple[int, ...]:
-        """Return what is the same for requests that a batch takes as each alone; the last token is
-        predicted only."""
+        """Return what is alike in requests that may share a batch; the last token is a target."""
         _, context, answer = request
         tokens = min(len(context) + len(answer) - 1, self.max_length)
         return rotated_alike(self.model.config, tokens)

@@ -50,8 +50,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Questions:
-    """What all subjects are asked. `losses_of`: documents whose loss is measured, by number; may be
-    none. `sources`: where each of these is from."""
+    """What subjects are asked. `losses_of`: documents by number, `sources`: where they are from."""
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase

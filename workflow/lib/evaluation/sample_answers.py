@@ -38,8 +38,7 @@ class Prompt:
 def choose_prompts(
     documents: Sequence[Document], numbers: Sequence[int], *, count: int, seed: int
 ) -> list[Prompt]:
-    """Return at most `count` prompts, drawn by `seed` from the documents of these numbers, in
-    order. Each of these documents has trained tokens."""
+    """Return at most `count` prompts, drawn by `seed` from these documents, in order."""
     generator = np.random.default_rng(seed)
     drawn = generator.choice(len(numbers), size=min(count, len(numbers)), replace=False)
     return [_cut(documents[number], number) for number in sorted(numbers[i] for i in drawn)]

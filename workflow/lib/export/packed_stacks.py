@@ -127,8 +127,7 @@ def stored_stack(reader: CheckpointReader, path: str, stack: ExpertStack) -> NF4
 
 
 def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of a model, but with a linear (experts * out, in) in place of each stack. To
-    load by `from_pretrained`; model: on the meta device."""
+    """Return a model's class with a linear (experts * out, in) for each stack (model: on meta)."""
     family = type(model)
     stacks = expert_stacks(model)
 

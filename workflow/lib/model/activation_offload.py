@@ -114,8 +114,7 @@ class ActivationOffload:
         self._present = sum(saved.num_bytes for saved in self._leaving)
 
     def _begin(self) -> None:
-        """Take back the buffers of the pass before. Its last copies from them may not have run yet.
-        New ones into them come behind, on the same stream."""
+        """Take back the buffers of the pass before; new copies come behind on the same stream."""
         for saved in self._saved:
             self._free.setdefault(saved.num_bytes, []).append(saved.host)
         self._saved, self._known = [], {}

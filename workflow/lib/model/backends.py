@@ -40,8 +40,7 @@ def read_attention_needs(folder: Path) -> AttentionNeeds:
 def resolve_training_attention(
     name: str, device: torch.device, needs: AttentionNeeds, *, compute_dtype: torch.dtype
 ) -> AttentionChoice:
-    """Return what `model.attention` means for training, and why; needs: the model's. Raises
-    `UserError` if a named one cannot run."""
+    """Return what `model.attention` means for training, and why, or raise `UserError`."""
     if name == "auto":
         return _automatic(device, compute_dtype, needs, training=True)
     if name not in (VARLEN, FLEX):

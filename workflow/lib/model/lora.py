@@ -81,8 +81,7 @@ def takes_adapter(model: PreTrainedModel, path: str) -> bool:
 
 
 def excluded_pattern(model: PreTrainedModel) -> str | None:
-    """Return PEFT's pattern for what the NF4 checkpoint keeps in 16 bits; None for nothing but the
-    head."""
+    """Return PEFT's pattern for what stays in 16 bits in NF4; None for the head alone."""
     quantization: Any = getattr(model.config, "quantization_config", None) or {}
     paths = [re.escape(path) for path in quantization.get(IN_16_BITS) or ()]
     return rf"(.*\.)?({'|'.join(paths)})(\..*)?" if paths else None
@@ -110,8 +109,7 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
 
 
 def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Wrap a meta-device NF4 model with the adapter that `config` describes, on `FusedLoraLinear`
-    layers."""
+    """Wrap a meta NF4 model with the adapter of `config`, on `FusedLoraLinear` layers."""
     # the first that fits is taken, and a stack is a linear
     config._register_custom_module({NF4Stack: FusedLoraStack, NF4Linear: FusedLoraLinear})
     with torch.device("meta"), _of_no_family(model):
@@ -160,8 +158,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adapter_matrices(model: nn.Module) -> dict[str, int]:
-    """Return how many matrices A and B of each adapter hold, by the name in PEFT's exported file:
-    of a mixture's stack one per expert, else one."""
+    """Return the matrices A and B of each adapter, by PEFT's name: one per expert of a stack."""
     counts: dict[str, int] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, FusedLoraLinear):

@@ -132,8 +132,7 @@ def _blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
 def codes_with_feedback(
     weight: torch.Tensor, feedback: ErrorFeedback, scales: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Return codes (out, in) uint8: nearest ones, column by column, errors fed to later columns.
-    weight: (out, in) fp32; scales: decoded ones, (blocks,)."""
+    """Return codes (out, in) uint8, nearest with errors fed on; scales: decoded (blocks,)."""
     order, factor = feedback.order, feedback.factor
     remaining, codes = weight[:, order], torch.empty_like(weight, dtype=torch.uint8)
     for first in range(0, len(order), COLUMNS):

@@ -216,8 +216,7 @@ def document_losses(
 def quantized_modules(
     layer: nn.Module, linears: Collection[str], *, prefix: str
 ) -> dict[str, nn.Module]:
-    """Return the linears among `linears` (paths in the model) and the experts of a decoder layer,
-    by path in the layer, whose path in the model is `prefix`."""
+    """Return linears (of `linears`) and experts of a layer at `prefix`, by path in the layer."""
     found: dict[str, nn.Module] = {
         path: module
         for path, module in layer.named_modules()

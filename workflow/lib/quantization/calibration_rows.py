@@ -75,8 +75,7 @@ def _training_batches(
 
 
 def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:
-    """Return rows (rows, width) of token ids of a UTF-8 text file, `tokens` in all. Raises
-    `UserError` if it cannot be read, or has fewer tokens than one row."""
+    """Return rows (rows, width) of a UTF-8 file's tokens, `tokens` in all, or raise `UserError`."""
     try:
         text = read_input(Path(path), most_bytes=MOST_BYTES)
     except UserError as error:

@@ -46,8 +46,7 @@ COMPANION_PATTERNS = ("generation_config.json", PROCESSOR_PATTERN, *TOKENIZER_PA
 
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return path and shape (out_features, in_features) of every linear of the decoder that may
-    have an adapter. Args: a Transformers causal LM (the meta device is enough)."""
+    """Return path and shape (out_features, in_features) of a causal LM's adaptable linears."""
     head, others = model.get_output_embeddings(), tuple(f"{path}." for path in other_parts(model))
     choosing = routers(model)
     return {
@@ -109,8 +108,7 @@ def check_model(model: PreTrainedModel, linears: dict[str, tuple[int, int]]) -> 
 
 
 def _unknown_stacks(model: PreTrainedModel) -> list[str]:
-    """Return the names of the decoder's weights (experts, out, in) that are no linear's, nor a
-    convolution's, nor in a module that `expert_stacks` knows."""
+    """Return the decoder's (experts, out, in) weights of no known linear, convolution or stack."""
     known, others = expert_stacks(model), tuple(f"{path}." for path in other_parts(model))
     return [
         f"{path}.{name}"
@@ -224,8 +222,7 @@ def only_here(method: str, settings: QuantizeConfig, *, stacks: bool, packed: bo
 def nf4_config(
     original: dict[str, Any], settings: QuantizeConfig, *, in_16_bits: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return `config.json` of the NF4 checkpoint: the original (`read_model_config`) plus
-    Transformers' `quantization_config`. in_16_bits: of `modules_in_16_bits`."""
+    """Return the NF4 checkpoint's `config.json`: the original's plus `quantization_config`."""
     quantization = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,

@@ -85,8 +85,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
-    """Return the `lora` settings of an adapter, without its dropout. source: names it in messages.
-    Raises `UserError` for what cannot be continued."""
+    """Return an adapter's `lora` settings but dropout, or raise `UserError` naming `source`."""
     for key, value in config.items():
         if key in PLAIN:
             refused = value not in PLAIN[key]

@@ -89,8 +89,7 @@ def _naming_of_experts(stacks: list[str]) -> str:
 
 
 def adapter_scale(lora: Mapping[str, Any], path: str) -> float:
-    """Return the factor of B A of the linear at `path`: alpha / r, or alpha / sqrt(r) for
-    rank-stabilized LoRA. lora: the content of PEFT's `adapter_config.json`."""
+    """Return the factor of B A at `path`: alpha / r, or alpha / sqrt(r) (rsLoRA); lora: PEFT's."""
     patterns = {key: lora.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     assert all(isinstance(pattern, Mapping) for pattern in patterns.values())
     rank = _by_pattern(patterns["rank_pattern"], path, lora["r"])

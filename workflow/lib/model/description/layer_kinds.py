@@ -58,8 +58,7 @@ NOTHING = Attended("", query=(0, 0), key=(0, 0), value=(0, 0), arguments={})
 
 
 def described_layers(model: PreTrainedModel, layers: Sequence[LayerCalls]) -> list[DecoderLayer]:
-    """Return the description of every decoder layer of a model on the meta device, by what it
-    called; raises `UserError` for what cannot be trained."""
+    """Describe every layer on meta by what it called; raises `UserError` for untrainable ones."""
     return [_described(calls, tuple(linears_of(model, calls))) for calls in layers]
 
 

@@ -63,8 +63,7 @@ class Gate:
 
 
 def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
-    """Return what the kernels compute for the function, by trying; None for any other. The
-    constants of a clamped gate are those of the module whose method the function is."""
+    """Return what kernels compute for the function, by trying, or None; with a gate's constants."""
     forms = [GateForm(name) for name in ACTIVATIONS]
     module = getattr(function, "__self__", None)
     alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
@@ -94,8 +93,7 @@ class FusedExperts(nn.Module):
         biases: Mapping[str, nn.Parameter],
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """stacks: the first matmul's and the second's, by name; biases: (experts, out) of these
-        names; activation: what is computed between the matmuls, with the family's gate."""
+        """stacks: of both matmuls, by name; biases: (experts, out); activation: between matmuls."""
         super().__init__()
         self._names = tuple(stacks)
         for name in self._names:

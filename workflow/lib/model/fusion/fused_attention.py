@@ -170,8 +170,7 @@ def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
 
 
 def _sizes(module: Any) -> list[tuple[str, int, int]]:
-    """Return name, in_features and out_features of each projection of a stand-in. It has as many
-    heads as the model has: its class counts them, to tell queries from keys."""
+    """Return name, in_features and out_features of a stand-in's projections, heads as they are."""
     queries, keys, values = _head_counts(module)
     inner, outer = (module.head_dim * heads for heads in (queries, queries + keys + values))
     return [(INTO, WIDTH, outer), (OUTPUT, inner, WIDTH)]

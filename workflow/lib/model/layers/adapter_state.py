@@ -46,8 +46,7 @@ class AdapterState:
 
     @contextmanager
     def rows_as(self, places: torch.Tensor, *, tokens: int) -> Iterator[None]:
-        """Within the block the rows that are computed are parts of the micro-batch's `tokens`
-        tokens, which begin at these places (n,): each has a key of its own."""
+        """Within the block rows begin at places (n,) of `tokens` tokens, each with its own key."""
         row_keys = self.row_keys
         if row_keys is not None:
             row_tokens = tokens // len(row_keys)

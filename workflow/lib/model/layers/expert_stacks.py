@@ -12,8 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The weights of one projection of all experts of a layer. `shape` is always (experts, out,
-    in); `transposed`: the module's own is (experts, in, out)."""
+    """One projection's weights of all experts, `shape` (experts, out, in); `transposed`: stored."""
 
     shape: tuple[int, int, int]
     transposed: bool

@@ -225,8 +225,7 @@ def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch
 
 
 def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return left @ right in fp32, on a GPU without rounding to the inputs' type in between. For
-    the gradients of adapters, which are sums over all tokens."""
+    """Return left @ right in fp32, on a GPU without rounding to the inputs' type in between."""
     if left.device.type in GPUS and left.dtype != torch.float32 and FLOAT32_PRODUCTS:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

@@ -109,8 +109,7 @@ class NF4Linear(nn.Linear):
         return self.spec.shape
 
     def nf4_data(self) -> NF4Data:
-        """Return the weight as it is stored, gathered. The parameters are handed over as they are:
-        views of their bytes would take the host's time at every use."""
+        """Return the weight as stored, gathered; no views of bytes, which cost the host time."""
         # by attribute each would be looked for anew
         stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():

@@ -40,8 +40,7 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
 
 
 class NF4LoraMatMul(torch.autograd.Function):
-    """The gradient of `nf4_lora_matmul`. Its intermediate is A d(x). Saves x (..., in), or what it
-    was normed from, and A d(x) (..., r) alone."""
+    """The gradient of `nf4_lora_matmul`; saves x or its norm's input, and A d(x) (..., r)."""
 
     @staticmethod
     def forward(

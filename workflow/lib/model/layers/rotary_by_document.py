@@ -30,8 +30,7 @@ class RotaryByDocument(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, *layer_type: str, **named: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine (rows, seq_len, width) in the type of x. position_ids: (rows,
-        seq_len), from 0 in each document; layer_type: as the family has it."""
+        """Return cosine and sine (rows, seq_len, width) in x's type, for positions from 0."""
         short, long = self.copies(x.device)
         tables: tuple[torch.Tensor, torch.Tensor] = short(x, position_ids, *layer_type, **named)
         of_type = next(iter((*layer_type, *named.values())), None)
@@ -129,8 +128,7 @@ def _frequencies_of(layer_type: str | None) -> str:
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the tokens (rows, seq_len) of each token's document. position_ids: (rows, seq_len); a
-    0 starts a document, and every row starts with one."""
+    """Return the tokens (rows, seq_len) of each one's document; a position 0 starts one."""
     length = position_ids.shape[1]
     places = torch.arange(length, device=position_ids.device)
     starts = torch.where(position_ids == 0, places, length)

@@ -21,8 +21,7 @@ LARGEST = 2.0**24
 
 
 class LossScale:
-    """`values` (3,) float64 on the CPU, the state for a checkpoint: the factor, steps since it
-    changed, repeated steps."""
+    """`values` (3,) float64 on the CPU: the factor, steps since it changed, repeated steps."""
 
     def __init__(self) -> None:
         self.values = torch.tensor([INITIAL, 0.0, 0.0], dtype=torch.float64)
@@ -42,8 +41,7 @@ class LossScale:
         torch._foreach_mul_(gradients, 1.0 / self.factor)
 
     def must_repeat(self, norm: float) -> bool:
-        """Learn from a step's gradient norm: halve the factor and return True if it overflowed,
-        else False. Also False where a smaller factor would not help."""
+        """Learn from a step's gradient norm: True if it overflowed and half the factor may help."""
         if math.isfinite(norm):
             self._note_success()
             return False

@@ -147,8 +147,7 @@ class ConvertedReader(DecodedReader):
         return self.tensor(name)[start : max(start, stop)]
 
     def experts(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Yield the part (., .) of each expert in a tensor (experts, ., .), on the CPU; reads no
-        more than that part at a time, unless the conversion mixes experts."""
+        """Yield each expert's part of (experts, ., .), on the CPU, one at a time if unmixed."""
         if self._only_stored(name) is not None:
             yield from super().experts(name, start, stop)
             return
@@ -227,8 +226,7 @@ class ConvertedReader(DecodedReader):
         return parts
 
     def _only_stored(self, name: str) -> str | None:
-        """Return the stored name of a tensor that is loaded as it is; None for one that is made of
-        others. A name that is not there is returned for the error of whoever reads it."""
+        """Return the stored name of a tensor loaded as it is, or absent; None: made of others."""
         if name not in self._stored:
             return name
         ((stored, pattern), *others) = self._stored[name]

@@ -195,8 +195,7 @@ class DecodedReader(CheckpointReader):
         return state
 
     def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return what a weight in NF4 is stored as by the end of the name (`weight.absmax`, ...),
-        bytes unchanged, the codes as uint8 (bytes, 1); None for another."""
+        """Return an NF4 weight's tensors by suffix, bytes unchanged, codes (bytes, 1), or None."""
         if name not in self._nf4:
             return None
         stored = {suffix: f"{name}{suffix}" for suffix in NF4_PARTS}

@@ -151,8 +151,7 @@ class _CompressedTensors:
 def _unpacked(
     packed: torch.Tensor, bits: int, *, places: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Return the codes (rows, columns * 32 / bits) int32 of an int32 matrix (rows, columns), the
-    lowest bits first; places: of each code in its int32."""
+    """Return the codes (rows, columns * 32 / bits) of int32, lowest bits first; places: order."""
     order = torch.tensor(places or range(32 // bits), dtype=torch.int32)
     codes: torch.Tensor = (packed.unsqueeze(-1) >> (order * bits)) & (2**bits - 1)
     return codes.flatten(-2)

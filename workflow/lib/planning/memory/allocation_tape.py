@@ -13,8 +13,7 @@ STEPS = 2
 
 
 class Tape:
-    """Events in their order: a tensor's number where it is made, its complement where it is
-    released, a phase's name where it begins, `EMPTY_CACHE`."""
+    """Events in order: a tensor's number, its complement at release, a phase, `EMPTY_CACHE`."""
 
     def __init__(self) -> None:
         self.events: list[int | str] = []

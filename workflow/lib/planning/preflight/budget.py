@@ -49,8 +49,7 @@ class Budget:
 
 
 def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
-    """Return what a process may take. Raises `UserError` if `hardware.gpu_memory_gib` is more than
-    the GPUs have."""
+    """Return what a process may take, or raise `UserError` for more than the GPUs have."""
     host = machine.host_bytes
     if hardware.host_memory_gib != "auto":
         allowed = int(hardware.host_memory_gib * GIB)

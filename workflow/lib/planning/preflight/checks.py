@@ -148,8 +148,7 @@ def check_gguf(run: RunConfig, shape: ModelShape) -> None:
 
 
 def check_context(seq_len: int, shape: ModelShape) -> None:
-    """Raise `UserError` if rows are longer than the model can read. Rows up to
-    max_position_embeddings are those that dynamic NTK scaling leaves alone, too."""
+    """Raise `UserError` if rows are longer than the model reads (and dynamic NTK leaves alone)."""
     if seq_len > shape.max_position_embeddings:
         raise setting_error(
             "data.seq_len",
