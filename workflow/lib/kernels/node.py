@@ -12,10 +12,7 @@ Backward = Callable[..., Iterable[torch.Tensor]]
 
 
 def keeping_inputs(
-    forward: Forward,
-    backward: Backward | None,
-    *tensors: torch.Tensor | None,
-    exact: bool = False,
+    forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None, exact: bool = False
 ) -> torch.Tensor:
     """Return forward(*tensors). backward: gradients of the first of them by the result's gradient
     and the tensors; None: autograd's, computed again. exact: they are never rounded between."""

@@ -104,8 +104,5 @@ def _chunk_scores(
     # the mass of the others is summed: 1 less that of the likeliest would be lost in rounding
     rest = log_probs.scatter(1, ids, float("-inf")).logsumexp(-1)
     return Scores(
-        of_targets,
-        ids.cpu().numpy().astype(np.uint32),
-        top.cpu().numpy(),
-        rest.cpu().numpy(),
+        of_targets, ids.cpu().numpy().astype(np.uint32), top.cpu().numpy(), rest.cpu().numpy()
     )

@@ -27,12 +27,7 @@ from pydantic import (
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
 from workflow.lib.settings.evaluate import EvaluateConfig, ExportConfig, ReportConfig
-from workflow.lib.settings.objectives import (
-    DistillConfig,
-    PreferencesConfig,
-    needs_of,
-    readers_of,
-)
+from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig, needs_of, readers_of
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
 from workflow.lib.settings.tracking import TrackingConfig

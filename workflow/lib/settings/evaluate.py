@@ -32,10 +32,7 @@ class ExportConfig(Section):
 
     merged: Annotated[
         bool,
-        Affects(
-            read_by=("consolidate", "convert_gguf", "publish_run"),
-            told=("evaluate_run",),
-        ),
+        Affects(read_by=("consolidate", "convert_gguf", "publish_run"), told=("evaluate_run",)),
     ] = False
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
     merge_onto: Literal["dequantized", "original"] = "original"

@@ -251,12 +251,7 @@ class Resumed:
 
 
 def resume_(
-    folder: Path,
-    training: nn.Module,
-    optimizer: ShardwiseOptimizer,
-    *,
-    identity: str,
-    world: World,
+    folder: Path, training: nn.Module, optimizer: ShardwiseOptimizer, *, identity: str, world: World
 ) -> Resumed:
     """Load the newest whole checkpoint into `training` and `optimizer`. Collective. A damaged one
     is set aside and the one before it taken. Raises `UserError` for a checkpoint of another run."""

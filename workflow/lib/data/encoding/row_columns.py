@@ -157,10 +157,7 @@ def _check_whole_rows(present: Collection[str], columns: DataColumns, setting: s
 
 
 def _named_otherwise(
-    present: Collection[str],
-    candidates: Collection[str],
-    columns: DataColumns,
-    examples: Examples,
+    present: Collection[str], candidates: Collection[str], columns: DataColumns, examples: Examples
 ) -> tuple[Format, DataColumns] | None:
     """Return the first format that fits by names of public datasets, not the user's."""
     for format, names in OTHER_NAMES:

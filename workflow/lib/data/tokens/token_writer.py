@@ -19,13 +19,7 @@ from workflow.lib.data.tokens.documents import Documents, offsets_of
 from workflow.lib.data.tokens.encoded_shards import Shard
 from workflow.lib.data.tokens.packing import Packing, one_per_row, pack
 from workflow.lib.data.tokens.splits import Split
-from workflow.lib.data.tokens.token_store import (
-    ARRAYS,
-    DESIRABLE,
-    OPTIONAL_ARRAYS,
-    WEIGHTS,
-    Array,
-)
+from workflow.lib.data.tokens.token_store import ARRAYS, DESIRABLE, OPTIONAL_ARRAYS, WEIGHTS, Array
 
 BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a time
 WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks, 144 with weights; at a seq_len of 4096, 4096 rows

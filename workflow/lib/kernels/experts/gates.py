@@ -81,21 +81,13 @@ def gradients_by_torch_(
 
 
 def _gradients_by_torch_(
-    grad: torch.Tensor,
-    up: torch.Tensor,
-    weights: torch.Tensor,
-    order: torch.Tensor,
-    form: GateForm,
+    grad: torch.Tensor, up: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, form: GateForm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return gradients_by_torch_(grad, up, weights, order, lambda x: by_torch(x, form))
 
 
 def _gradients_by_kernel_(
-    grad: torch.Tensor,
-    up: torch.Tensor,
-    weights: torch.Tensor,
-    order: torch.Tensor,
-    form: GateForm,
+    grad: torch.Tensor, up: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, form: GateForm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows, width = grad.shape
     of_weights = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
