@@ -264,27 +264,6 @@ def test_finished_results_of_earlier_versions_stay_valid(preset, name):
     assert (*keys, compared) == RECORDED[preset, name]
 
 
-@pytest.mark.parametrize(
-    ("section", "change", "stages"),
-    [
-        ("data", {"max_rejected_share": 0.5}, set()),
-        ("train", {"log_every_steps": 7, "grace_seconds": 5.0}, set()),
-        ("train", {"micro_batch_size": 1}, {"preflight_run"}),
-        ("evaluate", {"batch_size": 3, "processes": 2, "shard": False}, set()),
-        ("evaluate", {"samples": 3, "max_documents": 7}, {"evaluate_run"}),
-        ("export", {"merged": True}, {"consolidate", "convert_gguf", "publish_run"}),
-        ("train", {"learning_rate": 1e-3}, {"preflight_run", "finetune"}),
-    ],
-)
-def test_setting_that_changes_no_result_reaches_its_stage_and_runs_none_again(
-    section, change, stages
-):
-    before, after = run_with(), run_with(section, **change)
-    changed = {s for s in STAGES if recorded_json(s, before) != recorded_json(s, after)}
-    assert changed == stages
-    assert any(stage_json(s, before) != stage_json(s, after) for s in STAGES)
-
-
 def test_what_is_recorded_of_defaults_is_what_stages_receive():
     """So that results from before a key was recorded as its default stay up to date."""
     for stage in STAGES:

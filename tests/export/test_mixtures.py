@@ -1,7 +1,6 @@
 """Mixtures of experts on their way out: a stock model with 4-bit stacks, the adapter in PEFT's
 files, and the merged model in the layout that the family publishes, each against plain weights."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
-from workflow.lib.export.adapter_files import merged_tensors, save_adapter, write_merged
-from workflow.lib.export.packed_stacks import NF4Tensor, merged_stacks, stored_weight
+from workflow.lib.export.adapter_files import merged_tensors, save_adapter
+from workflow.lib.export.packed_stacks import NF4Tensor, stored_weight
 from workflow.lib.export.stack_names import (
     PREFIX,
     exported_config,
@@ -29,10 +28,8 @@ from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
-from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import read_json
 
 CPU = torch.device("cpu")
@@ -217,38 +214,6 @@ def test_adapter_on_one_stack_of_a_layer_has_the_outermost_wrapper(folder):
     assert exported_names(model, [name]).exported(name) == (
         f"{PREFIX}{path.removesuffix('.gate_up_proj')}.lora_A.weight"
     )
-
-
-@pytest.mark.parametrize("onto", ["dequantized", "original"])
-def test_merged_model_is_published_as_the_original_and_computes_the_sum(folder, tmp_path, onto):
-    model, adapter = meta(folder), trained_adapter(meta(folder))
-    stacks = expert_stacks(model)
-    source = folder / "model"
-    with (
-        CheckpointReader(source) as original,
-        ConvertedReader(source, model) as converted,
-        CheckpointReader(folder / "nf4") as nf4,
-    ):
-        linears = merged_tensors(
-            without_stacks(adapter, stacks), CONFIG, original=original, nf4=nf4, onto=onto,
-            module_name=ModuleNames(model).of,
-        )  # fmt: skip
-        experts = merged_stacks(
-            adapter, CONFIG, original=converted, nf4=nf4, onto=onto, stacks=stacks
-        )
-        settings = ExportConfig(shard_gib=0.0001)
-        write_merged(chain(linears, experts), source, tmp_path / "merged", settings=settings)
-        with CheckpointReader(tmp_path / "merged") as merged:
-            assert {*merged.names()} == {*original.names()}
-            for name in merged.names():
-                assert merged.shape(name) == original.shape(name)
-                assert merged.dtype(name) == "BF16"
-    reference = plain(folder, onto=onto, adapted=True)
-    for tensor in reference.state_dict().values():  # buffers that are not stored keep their digits
-        tensor.copy_(tensor.to(torch.bfloat16))
-    # of two equally near values in bf16, a sum in another order may be rounded to the other
-    found, expected = logits(stock(tmp_path / "merged")), logits(reference)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
 
 
 def test_wrapped_model_is_stock_pefts_own(folder, tmp_path):

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.report_examples import HOSTILE, edit, write_run
-from tests.support.report_pages import Page, change_evaluations, read, rendered
-from workflow.lib.report.html_page import TEMPLATES, render_page
-from workflow.lib.settings.config import ReportConfig
+from tests.support.report_pages import Page, rendered
+from workflow.lib.report.html_page import TEMPLATES
 from workflow.lib.system.number_formats import visible
 
 ADDRESSES = {"src", "href", "srcset", "action", "poster", "data", "formaction", "background"}
@@ -41,28 +40,6 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> str:
         lambda d: d.update(dropped_by_reason={HOSTILE: 3}),
     )
     return rendered(root, "demo", "hostile", title=f"Report {HOSTILE}")
-
-
-UNLABELLED_BASE = re.compile(r"(?<!NF4 )(?<!disk: )\bbase\b(?! model)(?!-8b)", re.IGNORECASE)
-
-
-def test_every_mention_of_the_base_says_that_it_is_the_quantized_one(tmp_path):
-    for name in ("demo", "other"):
-        folder = write_run(tmp_path, name, num_steps=13)
-        sources = {"qa": {"loss": 1.5, "loss_ci95": None, "perplexity": 4.5, "documents": 1}}
-        sources["qa"]["trained_tokens"] = 47
-        edits = {"sources": sources | {"other": sources["qa"]}}
-        change_evaluations(folder, lambda d, edits=edits: d["heldout"].update(edits))
-        change_evaluations(folder, lambda d: d["samples"][0].update(drawn="Drawn."))
-    settings = {
-        name: {"evaluate": {"require": {"heldout_loss": 2.0}}} for name in ("demo", "other")
-    }
-    runs = read(tmp_path, "demo", "other")
-    page = Page(render_page(runs, report=ReportConfig(), settings=settings))
-    text = " ".join(" ".join(page.text).split())
-    assert text.count("NF4 base") > 10
-    assert [text[m.start() - 40 : m.end() + 40] for m in UNLABELLED_BASE.finditer(text)] == []
-    assert "The model before its quantization was not measured" in text
 
 
 def test_every_element_is_closed_in_order(two_runs):

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from tests.support.finished import CONFIG, finished, write_manifest
 from tests.support.forked_stage import forked_stage
@@ -134,16 +133,6 @@ def test_exported_adapter_is_the_sharded_one(run, output):
     trained = read_sharded_adapter(run / "finetune" / "adapter")
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
-
-
-@torch.no_grad()
-def test_merged_model_predicts_as_the_adapter_on_the_original(run, output):
-    merged = AutoModelForCausalLM.from_pretrained(output / "merged", dtype=torch.float32)
-    original = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
-    tuned = PeftModel.from_pretrained(original, str(output / "adapter"))
-    ids = torch.tensor([[5, 3, 7, 100, 2]])
-    ours, theirs = merged(ids).logits, tuned(ids).logits
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))  # bf16
 
 
 def test_one_value_altered_after_training_exports_nothing(run, tmp_path):

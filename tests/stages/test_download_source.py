@@ -311,27 +311,6 @@ def test_unreachable_hub_says_check_the_network(tmp_path):
     assert "check the network, HF_ENDPOINT if you set it, and repeat the command" in message
 
 
-@pytest.mark.parametrize(
-    ("kind", "setting", "change"),
-    [
-        ("model", "model.source", "set model.source to a folder that exists"),
-        ("dataset", "data.source", "set data.source to null and data.train to a file or folder"),
-    ],
-)
-def test_mistyped_folder_is_told_to_be_none_before_the_network_is_blamed(
-    tmp_path, kind, setting, change
-):
-    with reserved_ports(1) as (port,):
-        endpoint = f"http://127.0.0.1:{port}"
-        message = refusal(endpoint, tmp_path / "out", repo_id="models/my-model", kind=kind)
-    assert message.startswith(
-        f"{setting} = 'models/my-model': no folder models/my-model is here, so it was taken as a "
-        "hub id, "
-        "and the download broke off ("
-    )
-    assert f"if it is a folder of yours, {change}" in message
-
-
 def test_existing_output_is_not_touched(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")

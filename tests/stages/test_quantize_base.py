@@ -12,7 +12,6 @@ from tests.support.forked_stage import forked_stage
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.system.test_checksums import flip, recorded_as_download
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import file_sha256, read_checked_json, read_json
 
@@ -47,13 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert "quantized 21 linears" in done.stderr
     return folder
-
-
-def test_base_loads_with_stock_transformers(folder):
-    model = load_base(
-        folder / "base", device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
-    )
-    assert model(torch.tensor([[5, 3, 7]])).logits.isfinite().all()
 
 
 def test_base_brings_tokenizer_and_checksums_and_nothing_stale(folder):

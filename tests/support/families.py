@@ -56,6 +56,12 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+MULTIPLIERS = {
+    "logits_scaling": 3.0,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}
 GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
 GEMMA4 = GEMMA | {
     "sliding_window": WINDOW,
@@ -76,14 +82,13 @@ NEMOTRON_H = {
 }
 
 
-VISION = {
+TOWER = {
     "hidden_size": 24,
     "intermediate_size": 40,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
 }
+VISION = TOWER | {"image_size": 28, "patch_size": 14}
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 
 
@@ -140,14 +145,7 @@ FAMILIES: dict[str, FamilyCase] = {
         "a vision tower, which is left as it is",
         {
             "text_config": SIZES | GEMMA | ALTERNATING,
-            "vision_config": {
-                "hidden_size": 24,
-                "intermediate_size": 40,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-            },
+            "vision_config": VISION,
             "mm_tokens_per_image": 4,
             "pad_token_id": 0,
             "tie_word_embeddings": True,
@@ -161,11 +159,8 @@ FAMILIES: dict[str, FamilyCase] = {
         "a vision tower, which is left as it is",
         {
             "text_config": SIZES | GEMMA4,
-            "vision_config": {
-                "hidden_size": 24,
-                "intermediate_size": 40,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
+            "vision_config": TOWER
+            | {
                 "num_key_value_heads": 2,
                 "head_dim": 12,
                 "patch_size": 14,
@@ -204,12 +199,7 @@ FAMILIES: dict[str, FamilyCase] = {
         "ears in place of eyes",
         {
             "text_config": SIZES | {"model_type": "llama"},
-            "audio_config": {
-                "hidden_size": 24,
-                "intermediate_size": 40,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            },
+            "audio_config": TOWER,
             "audio_token_id": 1,
             "tie_word_embeddings": False,
         },
@@ -217,15 +207,7 @@ FAMILIES: dict[str, FamilyCase] = {
     "olmo2": FamilyCase("norms after attention and feed-forward"),
     "olmo3": FamilyCase("sliding layers with norms after them", ALTERNATING),
     "smollm3": FamilyCase("layers without positions", {"no_rope_layer_interval": 2}),
-    "granite": FamilyCase(
-        "four multipliers",
-        {
-            "logits_scaling": 3.0,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.3,
-        },
-    ),
+    "granite": FamilyCase("four multipliers", MULTIPLIERS),
     "exaone4": FamilyCase("positions in sliding layers only", ALTERNATING),
     "seed_oss": FamilyCase(
         "biases, dropout of residuals", {"attention_dropout": 0.0, "residual_dropout": 0.0}
@@ -320,14 +302,7 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
     "granitemoe": FamilyCase(
         "experts with four multipliers",
-        {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "logits_scaling": 3.0,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.3,
-        },
+        MULTIPLIERS | {"num_local_experts": 5, "num_experts_per_tok": 2},
     ),
     "afmoe": FamilyCase(
         "masks that leave out where documents begin, gated attention",

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.support.preloaded_python import ROOT, SETTLED, VARIABLE, preloaded_python
+from tests.support.preloaded_python import SETTLED, VARIABLE, preloaded_python
 
 pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason="with GPUs nothing is forked")
 
@@ -130,21 +130,6 @@ def test_stage_is_forked_unless_its_environment_changes_what_it_imports(
     (tmp_path / "results").mkdir()
     said = run(tmp_path / "results", preloaded_python(), variables=variables)[1]
     assert f'"preloaded": {forked}' in said
-
-
-def test_forks_of_this_checkout_share_its_library(checkout):
-    code = (
-        "from multiprocessing.spawn import sys; print('workflow.lib.training.loop' in sys.modules)"
-    )
-    for folder, shared in ((ROOT, "True\n"), (checkout, "False\n")):
-        done = subprocess.run(
-            [preloaded_python(), "-c", code],
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout == shared, done.stderr
 
 
 def test_what_is_no_stage_is_run_by_the_interpreter():

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,49 +12,6 @@ from tests.support.shared import made_once, reserved_ports
 from workflow.lib.distributed.world import process_group
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITE = """
-import pytest
-
-@pytest.fixture(scope="session")
-def made():
-    print("tried")
-    raise OSError("the cause")
-
-@pytest.fixture(scope="module")
-def on_top(made):
-    return made
-
-@pytest.mark.parametrize("number", range(3))
-def test_needs_it(made, number): ...
-
-def test_needs_it_by_another_fixture(on_top): ...
-"""
-
-
-def test_shared_fixture_that_fails_shows_its_cause_once(tmp_path):
-    """The other tests that need it name the first, in a line."""
-    (tmp_path / "test_it.py").write_text(SUITE)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.conftest",
-            "-p",
-            "no:cacheprovider",
-            "test_it.py",
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert "4 errors" in done.stdout
-    assert done.stdout.count("E       OSError: the cause") == 1
-    assert done.stdout.count("\ntried\n") == 1
-    later = "\nthe fixture made has failed, as test_it.py::test_needs_it[0] shows\n"
-    assert done.stdout.count(later) == 3
 
 
 def test_what_could_not_be_made_is_not_tried_again(tmp_path):
@@ -72,11 +27,6 @@ def test_what_could_not_be_made_is_not_tried_again(tmp_path):
     with pytest.raises(pytest.fail.Exception, match=r"^it could not be made, as .*::test_what"):
         made_once(tmp_path / "it", fail)
     assert tried == [tmp_path / "it"]
-
-
-def test_what_is_made_is_made_once(tmp_path):
-    for _ in range(2):
-        assert made_once(tmp_path / "it", Path.mkdir).is_dir()  # which refuses a second time
 
 
 def test_reserved_port_is_free_for_its_server_alone():

@@ -175,23 +175,15 @@ def generated(name: str, text: str) -> str:
 @pytest.mark.parametrize("name", SPECIALS)
 def test_every_turn_is_trained_as_inference_must_generate_it(name, kind):
     system = None if name == "gemma2" else "Be brief."
-    talk = chat("What?", "Forty-two.", "Why?\n", "Because.\n\nx ", "So?", "Hm.", system=system)
-    expected = [generated(name, text) for text in ["Forty-two.", "Because.\n\nx ", "Hm."]]
-    assert answers(name, talk, kind) == expected
+    texts = ["  Forty-two.", "Because.\n\nx ", " \t五 "]
+    talk = chat("What?", texts[0], "Why?\n", texts[1], "So?", texts[2], system=system)
+    assert answers(name, talk, kind) == [generated(name, text) for text in texts]
 
 
 @pytest.mark.parametrize("name", SPECIALS)
 def test_only_templates_that_change_turns_give_several_examples(name):
     examples = encode(name, chat("What?", "Forty-two.", "Why?", "Because."))
     assert len(examples) == (2 if name in BY_TURNS else 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SPECIALS)
-def test_answers_that_begin_and_end_with_blanks_are_trained(name, kind):
-    texts = ["  x  ", " \t五 ", "    x\n"]
-    talk = chat("What?", texts[0], "Why?", texts[1], "So?", texts[2])
-    assert answers(name, talk, kind) == [generated(name, text) for text in texts]
 
 
 BLANKS = st.sampled_from(["", " ", "  ", "x", "\n", "\t", "é", "五", "The", "<|im_end|", "a b"])
