@@ -4,9 +4,8 @@ python -m tests.support.faults --faults 100 --flips 100 --seed 1
 
 A small project is run to its end once. Each fault gets a copy of it: a file is deleted, cut or
 emptied, a part of it reads as zeros, or one bit is flipped, in each file in turn and without a
-change of its time; then the stage that reads the file is run. Or the stage is killed at a random
-moment, or its disk is full (a small tmpfs) or read-only, as far as this user may mount one. What
-happens is counted:
+change of its time; then the stage that reads the file is run. What hits stages at work is
+`tests.support.chaos`. What happens is counted:
 
     refused   one message that names the file or its folder, and no traceback
     healed    the stage ends well, and all results are those of the undisturbed run
@@ -23,19 +22,16 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.chaos import MOST_REPEATS, differences
-from tests.support.workflow_project import Finished, Project, kill_all, make_project
+from tests.support.workflow_project import Project, make_project
 
 TRAIN = {"max_steps": 6, "checkpoint_every_steps": 2}
 # The stage that reads the files of a pattern; the first pattern counts.
@@ -56,10 +52,8 @@ READERS = {
     "runs/demo/consolidate/**/*": "evaluate_run",
     "runs/demo/evaluate_run/*": "render_report",
 }
-STAGES = sorted({stage for stage in READERS.values() if stage})
 TOLD = re.compile(r"[Dd]elete (?:the folder )?(results/[\w./-]+?)[ .,;]")
 OUTCOMES = ("refused", "healed", "silent", "broken", "lost")
-SPARE_BYTES = 2**24  # of a small disk, until it is filled
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,6 @@ AT_REST: dict[str, Callable[[bytes, random.Random], bytes] | None] = {
     "a page reads as zeros": zeroed,
 }
 FLIP = "one bit flipped"
-KILLED, FULL, READ_ONLY = "killed", "disk full", "disk read-only"
 
 
 def artifacts(project: Project) -> dict[str, str]:
@@ -108,31 +101,15 @@ def artifacts(project: Project) -> dict[str, str]:
 
 
 def planned(project: Project, *, faults: int, flips: int, seed: int) -> list[Fault]:
-    """Return the faults: of a quarter the stage is hit at work, of the others a file at rest."""
     read, chance = artifacts(project), random.Random(seed)
-    at_work = [KILLED, FULL, KILLED, READ_ONLY] if may_mount() else [KILLED]
-    plan = []
-    for kind, names in ((FLIP, flips), (None, faults - faults // 4)):
+    kinds, plan = list(AT_REST), []
+    for kind, count in ((FLIP, flips), (None, faults)):
         files = sorted(read)
         chance.shuffle(files)
-        for number in range(names):
+        for number in range(count):
             file = files[number % len(files)]
-            kinds = list(AT_REST)
             plan.append(Fault(kind or kinds[number % len(kinds)], file, read[file], number))
-    for number in range(faults // 4):
-        stage = STAGES[number % len(STAGES)]
-        plan.append(Fault(at_work[number % len(at_work)], "", stage, number))
     return plan
-
-
-def may_mount() -> bool:
-    """Tell whether this user may mount a small disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
-        if subprocess.run(mount, capture_output=True).returncode:
-            return False
-        subprocess.run(["umount", folder], check=True)
-    return True
 
 
 def harm(path: Path, fault: Fault) -> None:
@@ -145,74 +122,21 @@ def harm(path: Path, fault: Fault) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@contextmanager
-def disk(project: Project, fault: Fault) -> Iterator[None]:
-    folder, copy = project.root / "results", project.root / "copy"
-    folder.rename(copy)
-    folder.mkdir()
-    size = sum(-(-p.stat().st_size // 4096) * 4096 + 4096 for p in copy.rglob("*")) + SPARE_BYTES
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    subprocess.run(mount, check=True)
-    try:
-        shutil.copytree(copy, folder, dirs_exist_ok=True, symlinks=True)
-        if fault.kind == READ_ONLY:
-            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        yield
-    finally:
-        if fault.kind == READ_ONLY:
-            subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-        (folder / "ballast").unlink(missing_ok=True)
-        shutil.rmtree(copy)
-        shutil.copytree(folder, copy, symlinks=True)
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-        folder.rmdir()
-        copy.rename(folder)
-
-
-def left(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
-def run_stage(project: Project, fault: Fault) -> Finished:
-    """Run the stage that reads the damaged file, or the stage that is hit."""
-    command = ["--forcerun", fault.stage, "--until", fault.stage, "--", "all"]
-    if fault.kind not in (KILLED, FULL):
-        return project.snakemake(*command)
-    process = project.start(*command, forks_stages=True)
-    time.sleep(random.Random(fault.seed).uniform(0.5, 8.0))
-    if fault.kind == KILLED:
-        kill_all(process)
-        return Finished(-9, "")
-    ballast = project.root / "results" / "ballast"
-    ballast.write_bytes(bytes(max(0, left(ballast.parent) - 4096)))
-    output, _ = process.communicate()
-    return Finished(process.returncode, output)
-
-
 def met(project: Project, undisturbed: Project, fault: Fault) -> tuple[str, str, str]:
     """Let a fault happen; return how it was met, what was said last, and all that was said."""
-    if fault.file:
-        harm(project.root / fault.file, fault)
-        done = run_stage(project, fault)
-    elif fault.kind == KILLED:
-        done = run_stage(project, fault)
-    else:
-        with disk(project, fault):
-            done = run_stage(project, fault)
+    harm(project.root / fault.file, fault)
+    done = project.snakemake("--forcerun", fault.stage, "--until", fault.stage, "--", "all")
     said = last_words(done.output)
     if done.status == 0:
         found = differences(project, undisturbed)
         return ("silent" if found else "healed"), "; ".join(found), done.output
-    if fault.kind == KILLED:
-        return "refused", said, done.output
-    names = {Path(fault.file).name, str(Path(fault.file).parent), "disk"} - {""}
+    names = {Path(fault.file).name, str(Path(fault.file).parent)}
     told = "Traceback" not in done.output and any(name in done.output for name in names)
     return ("refused" if told else "broken"), said if told else done.output[-3000:], done.output
 
 
 def last_words(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if "results/" in line or "disk" in line]
+    lines = [line.strip() for line in output.splitlines() if "results/" in line]
     return lines[-1][:300] if lines else ""
 
 
@@ -238,9 +162,9 @@ def remove(path: Path) -> None:
 def main() -> None:
     """Let all faults happen, some at a time; fail if one was silent, broken or lost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=100, help="files lost, kills, full disks")
+    parser.add_argument("--faults", type=int, default=100, help="files lost")
     parser.add_argument("--flips", type=int, default=100, help="flipped bits")
-    parser.add_argument("--seed", type=int, default=1, help="of files, places and moments")
+    parser.add_argument("--seed", type=int, default=1, help="of files and places")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--folder", type=Path, help="of the undisturbed run; default: a new one")
     args = parser.parse_args()
@@ -256,7 +180,7 @@ def main() -> None:
             project = undisturbed.copy(Path(temporary) / str(number))
             outcome, said, output = met(project, undisturbed, fault)
             way = (fault.kind, str(Path(fault.file).parent))
-            if outcome == "refused" and (not fault.file or way not in obeyed):
+            if outcome == "refused" and way not in obeyed:
                 obeyed.add(way)
                 if found := repaired(project, undisturbed, output):
                     outcome, said = "lost", "; ".join(found)

@@ -71,7 +71,7 @@ def resume_elsewhere(base: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[(1, 1), (2, 2), (4, 2)],
+    params=[(1, 1), (4, 2)],
     ids=["1 process", "2 processes", "2 replicas on 2 processes each"],
 )
 def run(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:

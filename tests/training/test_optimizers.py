@@ -182,7 +182,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, dict[str, Any]]:
-    return {n: run_distributed(survey, folder / "nf4", folder, world_size=n)[0] for n in (1, 2, 3)}
+    return {n: run_distributed(survey, folder / "nf4", folder, world_size=n)[0] for n in (1, 3)}
 
 
 def test_every_kind_has_a_builder():
@@ -190,7 +190,7 @@ def test_every_kind_has_a_builder():
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_updates_of_shards_equal_those_of_the_stock_optimizer(found, processes, kind):
     train = train_settings(kind)
     expected = reference(train, cuts=processes)
@@ -200,7 +200,7 @@ def test_updates_of_shards_equal_those_of_the_stock_optimizer(found, processes, 
 
 
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_muon_rounds_no_more_than_torch_does(found, processes, adjust):
     """Both iterate in bfloat16; against the same in float64."""
     train = train_settings("muon", muon_adjust_lr=adjust)
@@ -233,9 +233,7 @@ def exact_muon(name: str, train: TrainConfig) -> torch.Tensor:
 
 def test_updates_of_muon_do_not_depend_on_the_number_of_processes(found):
     for name in MATRICES:
-        one, two, three = (found[n]["updates"]["muon"][name] for n in (1, 2, 3))
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
+        assert torch.equal(*(found[n]["updates"]["muon"][name] for n in (1, 3)))
 
 
 def test_adapters_of_a_stack_are_one_matrix_for_each_expert():

@@ -33,9 +33,7 @@ HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.emb
 GRADIENT_TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 
-@pytest.fixture(
-    scope="module", params=[(1, 8), (2, 8), (3, 8), (4, 2)], ids=lambda p: f"{p[0]} processes"
-)
+@pytest.fixture(scope="module", params=[(1, 8), (3, 8), (4, 2)], ids=lambda p: f"{p[0]} processes")
 def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     """Four processes have two copies of two slices, as sixteen have of eight."""
     processes, enough = request.param
@@ -102,12 +100,11 @@ def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_peft(
-    capped, references, processes
+    capped, references
 ):
-    arguments = (capped / "nf4", capped / f"of-{processes}", 8, ["both"])
-    for ours in run_distributed(train_kinds, *arguments, world_size=processes):
+    arguments = (capped / "nf4", capped / "run", 8, ["both"])
+    for ours in run_distributed(train_kinds, *arguments, world_size=2):
         initial = ours["both"]["initial"]
         theirs = references.get("capped") or references.setdefault(
             "capped", stock(capped / "nf4", config("both"), initial, rows=ROWS, seq_len=SEQ_LEN)

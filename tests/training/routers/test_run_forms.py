@@ -87,7 +87,6 @@ def alone(of_one: dict[str, dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("processes", "plan"),
     [
-        (2, {}),
         (3, {"activation_checkpointing": 2}),
         (2, {"replicas": 2, "activation_checkpointing": True}),
     ],
