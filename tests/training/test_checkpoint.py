@@ -72,7 +72,7 @@ def resume_elsewhere(base: Path, folder: Path) -> dict[str, Any]:
 @pytest.fixture(
     scope="module",
     params=[(1, 1), (4, 2)],
-    ids=["1 process", "2 processes", "2 replicas on 2 processes each"],
+    ids=["1 process", "2 replicas on 2 processes each"],
 )
 def run(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     processes, shard_size = request.param
