@@ -56,7 +56,7 @@ KEYS = {
 HUB_DATA = {"source": "owner/data", "train": "train.jsonl", "heldout": None}
 
 
-def run_with(section: str | None = None, **changes: Any) -> RunConfig:
+def run_with(section=None, **changes):
     document: dict[str, Any] = {"model": {"source": "owner/name"}, "data": HUB_DATA}
     (run,) = load_config(merge(document, {section: changes} if section else {}))[1].values()
     return run
@@ -105,7 +105,7 @@ def test_setting_changes_exactly_the_keys_of_what_depends_on_it(section, change,
     assert {name for name, key in KEYS.items() if key(before) != key(after)} == changed
 
 
-def changed_value(section: Section, key: str) -> Any:
+def changed_value(section, key):
     """Return another value of a setting, which need not be a valid one."""
     default = getattr(section, key)
     if key == "objective":
@@ -120,7 +120,7 @@ def changed_value(section: Section, key: str) -> Any:
     return {"other": 1.0} if isinstance(default, dict) else ("other",)
 
 
-def edited(name: str, key: str) -> tuple[RunConfig, RunConfig]:
+def edited(name, key):
     """Return a run before and after an edit of one setting; what it needs is there in both."""
     section = getattr(RunConfig(), name)
     if needs := section.affected_by(key).needs:
@@ -272,7 +272,7 @@ def test_what_is_recorded_of_defaults_is_what_stages_receive():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stage_json_does_not_depend_on_the_order_of_keys(stage):
-    def reordered(value: Any) -> Any:
+    def reordered(value):
         if not isinstance(value, dict):
             return value
         return {key: reordered(value[key]) for key in reversed(value)}

@@ -1,18 +1,16 @@
 """Local paths in settings: each exists, is written out, and is no id of the hub."""
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.settings_examples import only
 from workflow.lib.artifacts.local_inputs import check_local_paths
-from workflow.lib.settings.config import RunConfig, merge
+from workflow.lib.settings.config import merge
 from workflow.lib.system.errors import UserError
 
 
-def local_run(folder: Path, **changes: dict[str, Any]) -> RunConfig:
+def local_run(folder, **changes):
     """Return a run whose local paths lie in `folder`, which gets all of them."""
     for name in ("base", "tasks"):
         (folder / name).mkdir(exist_ok=True)
@@ -60,12 +58,7 @@ def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path):
 @pytest.mark.parametrize("path", ["~/missing", "$HOME/missing", "${HOME}/missing", "a/$X/b"])
 @pytest.mark.parametrize(
     ("section", "key"),
-    [
-        ("model", "source"),
-        ("data", "train"),
-        ("data", "chat_template"),
-        ("evaluate", "tasks_dir"),
-    ],
+    [("model", "source"), ("data", "train"), ("data", "chat_template"), ("evaluate", "tasks_dir")],
 )
 def test_path_that_a_shell_would_expand_is_to_be_written_out(tmp_path, section, key, path):
     run = local_run(tmp_path, **{section: {key: path}})
@@ -185,7 +178,7 @@ def test_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path, name, section,
         check_local_paths("demo", changed)
 
 
-def local_document(run: RunConfig, section: str, key: str, value: Any) -> RunConfig:
+def local_document(run, section, key, value):
     part = getattr(run, section).model_copy(update={key: value})
     return run.model_copy(update={section: part})
 

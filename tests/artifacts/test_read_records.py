@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from tests.support.report_examples import edit, write_run
@@ -13,7 +11,7 @@ from workflow.lib.system.files import write_checked_json, write_text
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write_run(tmp_path, "demo", num_steps=13)
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import time
-from pathlib import Path
 
 from workflow.lib.artifacts.stage_logs import BEGUN, ENDED, failure_causes, from_the_future
 from workflow.lib.system.errors import PeerLostError
@@ -11,7 +10,7 @@ from workflow.lib.system.errors import PeerLostError
 STAMP = "2026-11-21 10:11:55,585"
 
 
-def log(folder: Path, *lines: str, name: str = "finetune/demo.log") -> Path:
+def log(folder, *lines, name="finetune/demo.log"):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(line + "\n" for line in lines))

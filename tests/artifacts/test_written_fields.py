@@ -2,9 +2,6 @@
 
 import types
 import typing
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import read_checked_json
 
 
-def undeclared(document: Any, annotation: Any) -> Iterator[str]:
+def undeclared(document, annotation):
     arguments = typing.get_args(annotation)
     if isinstance(annotation, types.UnionType):
         for option in arguments:
@@ -37,7 +34,7 @@ def undeclared(document: Any, annotation: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def run(shared_folder: Path) -> Path:
+def run(shared_folder):
     return finished(shared_folder)
 
 

@@ -1,14 +1,12 @@
 """The cases of the benchmark: chosen by name, laid over the settings, each mistake one message."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from workflow.lib.benchmark.cases import (
     BenchmarkConfig,
-    Request,
     load_benchmark,
     model_config,
     read_cases,
@@ -25,7 +23,7 @@ SETTINGS = sorted(
 )
 
 
-def wanted(**changes: Any) -> list[Request]:
+def wanted(**changes):
     """Return the requests of settings that differ from the defaults so."""
     return requests(load_benchmark({"benchmark": changes}), num_gpus=0)
 

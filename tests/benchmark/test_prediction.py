@@ -1,13 +1,12 @@
 """What is predicted for a case on GPUs that are only imagined: what preflight's verdict says."""
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 
 from workflow.lib.benchmark import prediction
-from workflow.lib.benchmark.cases import Request, load_benchmark, requests
-from workflow.lib.benchmark.prediction import Prepared, prepare
+from workflow.lib.benchmark.cases import load_benchmark, requests
+from workflow.lib.benchmark.prediction import prepare
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
@@ -19,25 +18,25 @@ SIZES = {"seq_len": 1024, "micro_batch_size": 4, "check_bytes": False, "processe
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[recordings.RecordingProcess]:
+def process():
     with recordings.recording_process() as started:
         yield started
 
 
 @pytest.fixture(autouse=True)
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_gpus(monkeypatch):
     machine = imagined_machine(2, parse_gpu("H200", setting="gpus"))
     monkeypatch.setattr(prediction, "read_machine", lambda _: machine)
 
 
-def request_of(case: str, **sizes: Any) -> Request:
+def request_of(case, **sizes):
     (found,) = requests(
         load_benchmark({"benchmark": SIZES | {"cases": [case]} | sizes}), num_gpus=2
     )
     return found
 
 
-def prepared(process: recordings.RecordingProcess, case: str, **sizes: Any) -> Prepared:
+def prepared(process, case, **sizes):
     return prepare(request_of(case, **sizes), num_gpus=2, recordings=process)
 
 

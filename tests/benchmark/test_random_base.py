@@ -22,7 +22,7 @@ from workflow.lib.system.files import read_json
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bases(tmp_path_factory):
     """Both forms of the random base of a tiny shape."""
     folder = tmp_path_factory.mktemp("bases")
     config = read_json(tiny_llama(folder / "model") / "config.json")
@@ -31,7 +31,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("model", "ours", "peers")}
 
 
-def stock_logits(base: Path) -> torch.Tensor:
+def stock_logits(base):
     """Return the logits of a few tokens by stock Transformers and bitsandbytes."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for module in model.modules():

@@ -2,7 +2,6 @@
 or altered."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.architecture.layer_choice import recomputed_layers
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import nf4_linears
@@ -26,7 +25,6 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.startup_checks import startup_checks
 
 PROCESSES = 3
@@ -43,7 +41,7 @@ ALTERED = {
 }
 
 
-def survey(base: Path, altered_base: Path) -> dict[str, Any]:
+def survey(base, altered_base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = built_model(base, CONFIG, make_plan(), world)
         params = dict(model.training.named_parameters())
@@ -71,7 +69,7 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
     return report
 
 
-def held_bytes(model: TrainingModel, world: World) -> tuple[int, int]:
+def held_bytes(model, world):
     """Return the bytes that this process holds, and those of the whole model, with the slices of
     packed weights."""
     assert model.packed_layers is not None
@@ -80,7 +78,7 @@ def held_bytes(model: TrainingModel, world: World) -> tuple[int, int]:
     return held + sliced, total + sliced * world.size
 
 
-def spare_bytes(model: TrainingModel, world: World) -> int:
+def spare_bytes(model, world):
     """Return by how much the slices of all processes are more than the packed tensors, each rounded
     up to 512 bytes."""
     assert model.packed_layers is not None
@@ -89,7 +87,7 @@ def spare_bytes(model: TrainingModel, world: World) -> int:
     return model.packed_layers.device_bytes * world.size - sum(-(-x // 512) * 512 for x in sizes)
 
 
-def whole(model: TrainingModel, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def whole(model, params):
     """Return the values of all parameters, gathered."""
     assert model.packed_layers is not None
     found = {n: p.full_tensor().detach() for n, p in params.items() if isinstance(p, DTensor)}
@@ -100,13 +98,13 @@ def whole(model: TrainingModel, params: dict[str, torch.Tensor]) -> dict[str, to
     return found
 
 
-def mismatches(model: TrainingModel, reader: CheckpointReader, world: World) -> list[str]:
+def mismatches(model, reader, world):
     assert model.packed_layers is not None
     units = mismatched_tensors(model.training, model.units, reader, world)
     return units + model.packed_layers.mismatched(reader)
 
 
-def alter(model: TrainingModel, name: str, reader: CheckpointReader, world: World) -> list[str]:
+def alter(model, name, reader, world):
     """Flip a bit of the first byte that the last process with a part of `name` holds; return what
     is found."""
     held = last_part(model, name, world)
@@ -118,7 +116,7 @@ def alter(model: TrainingModel, name: str, reader: CheckpointReader, world: Worl
     return found
 
 
-def last_part(model: TrainingModel, name: str, world: World) -> torch.Tensor | None:
+def last_part(model, name, world):
     """Return the bytes of `name` that the last process with a part of it holds; None on others."""
     plain = model.training.peft_model.get_base_model()
     names = {n.replace(".base_layer", ""): p for n, p in plain.named_parameters()}
@@ -130,9 +128,7 @@ def last_part(model: TrainingModel, name: str, world: World) -> torch.Tensor | N
     return last_part_of_slices(model, param, world)
 
 
-def last_part_of_slices(
-    model: TrainingModel, param: torch.Tensor, world: World
-) -> torch.Tensor | None:
+def last_part_of_slices(model, param, world):
     """The same of a packed parameter: its layer's slices lie one behind the other in the buffer."""
     packed = model.packed_layers
     assert packed is not None
@@ -147,7 +143,7 @@ def last_part_of_slices(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     quantized(tiny_llama(folder / "original"), folder / "nf4")
     shutil.copytree(folder / "nf4", folder / "altered")
@@ -160,7 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(folder: Path) -> list[dict[str, Any]]:
+def reports(folder):
     return run_distributed(survey, folder / "nf4", folder / "altered", world_size=PROCESSES)
 
 
@@ -221,7 +217,7 @@ def test_one_bit_of_the_checkpoint_is_found_by_all(reports):
     assert [report["on_disk"] for report in reports] == [[f"{LAYER}.weight"]] * PROCESSES
 
 
-def keep_gathered(base: Path) -> dict[str, Any]:
+def keep_gathered(base):
     """Run a forward without backward where layers stay gathered, first as FSDP leaves it."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         plan = make_plan(reshard_after_forward=False)

@@ -1,7 +1,6 @@
 """Adapters that decoder layers gather in the compute dtype: what is computed of them, and the
 float32 gradients of their masters."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from tests.distributed.test_vocabulary_parallel import batch_of, fill_
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.micro_batch_graphs import forward_backward
@@ -19,7 +18,7 @@ from workflow.lib.training.micro_batch_graphs import forward_backward
 LORA = {"r": 3, "alpha": 1}  # a scale of a third: no matmul with it is one of bfloat16
 
 
-def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
+def step(base, world, lora):
     """Two micro-batches in bfloat16, of whose rows the first process trains one and the others
     none: the gradients of the second, and the types in which layers see their adapters."""
     plan = make_plan(activation_checkpointing=2)
@@ -41,26 +40,26 @@ def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
     }
 
 
-def watched(training: Any) -> set[torch.dtype]:
+def watched(training):
     """Note the types of all trainable parameters of a layer while it computes."""
     seen: set[torch.dtype] = set()
     for layer in training.peft_model.get_base_model().get_decoder().layers:
 
-        def note(_: Any, __: Any, layer: Any = layer) -> None:
+        def note(_, __, layer=layer):
             seen.update(p.dtype for p in layer.parameters() if p.requires_grad)
 
         layer.mlp.register_forward_pre_hook(note)
     return seen
 
 
-def survey(base: Path) -> dict[str, Any]:
+def survey(base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         kinds = {"lora": LoraSettings(**LORA), "dora": LoraSettings(**LORA, use_dora=True)}
         return {name: step(base, world, lora) for name, lora in kinds.items()}
 
 
 @pytest.fixture(scope="module")
-def found(tiny_base: Path) -> list[dict[str, Any]]:
+def found(tiny_base):
     return run_distributed(survey, tiny_base, world_size=2)
 
 

@@ -5,9 +5,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -34,7 +32,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(heartbeat, "time", made)
     return made
@@ -43,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 BEATS = itertools.count(1)
 
 
-def beat(folder: Path, rank: int, **changes: Any) -> None:
+def beat(folder, rank, **changes):
     facts = {
         "rank": rank,
         "pid": os.getpid(),
@@ -58,9 +56,7 @@ def beat(folder: Path, rank: int, **changes: Any) -> None:
     os.utime(path, ns=(0, next(BEATS)))  # two writes may be too near for the disk's clock
 
 
-def looks(
-    watch: Watch, folder: Path, clock: Clock, *, beats: dict[int, dict[str, Any]]
-) -> str | None:
+def looks(watch, folder, clock, *, beats):
     """Look several times while the processes `beats` go on telling the same."""
     for _ in range(4):
         for rank, changes in beats.items():
@@ -162,7 +158,7 @@ def test_machine_that_slept_has_not_hung(tmp_path, clock):
 def test_bound_of_a_phase_follows_from_its_bytes_and_from_the_steps(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
 
-    def limit_s() -> float:
+    def limit_s():
         found: float = json.loads((tmp_path / "rank-0.json").read_text())["limit_s"]
         return found
 
@@ -180,12 +176,12 @@ def test_evaluation_tells_what_it_loads_and_every_forward_pass(tmp_path, monkeyp
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     told = []
 
-    def facts() -> tuple[str, int]:
+    def facts():
         found = json.loads((tmp_path / "rank-0.json").read_text())
         return found["phase"], found["moves"]
 
     @contextmanager
-    def opened() -> Iterator[Any]:
+    def opened():
         told.append(facts())
         yield torch.nn.Linear(3, 2)
 
@@ -206,7 +202,7 @@ def test_pulse_tells_phase_line_and_limit_of_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "LASTING_S", 0.2)
     limits = []
 
-    def facts() -> dict[str, Any]:
+    def facts():
         found: dict[str, Any] = json.loads((tmp_path / "rank-3.json").read_text())
         return found
 

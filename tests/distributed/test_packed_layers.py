@@ -2,13 +2,10 @@
 and in host memory: the same numbers, and less on the device."""
 
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
 from tests.support.built_models import built_model
@@ -16,13 +13,12 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers, spread
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.micro_batch_graphs import forward_backward
 from workflow.lib.training.startup_checks import startup_checks
 
@@ -35,12 +31,12 @@ CHANGED = [(level, count) for level, counts in CASES.items() for count in counts
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offloaded_layers")
     return quantized(tiny_llama(folder / "original", num_hidden_layers=LAYERS), folder / "nf4")
 
 
-def engine(base: Path, world: World, *, count: int | str, level: bool | int) -> dict[str, Any]:
+def engine(base, world, *, count, level):
     """Two micro-batches of this process by a model with `count` layers on the host: losses,
     gradients, what was there."""
     plan = make_plan(
@@ -77,24 +73,24 @@ def engine(base: Path, world: World, *, count: int | str, level: bool | int) -> 
     }
 
 
-def packed(layer: nn.Module) -> bool:
+def packed(layer):
     return all(
         type(linear.weight.data) is torch.Tensor and linear.weight.numel() > 0
         for _, linear in nf4_linears(layer)
     )
 
 
-def layers_of(model: TrainingModel) -> Any:
+def layers_of(model):
     return model.training.peft_model.get_base_model().get_decoder().layers  # type: ignore[operator]
 
 
-def waiting_layers(model: TrainingModel) -> list[nn.Module]:
+def waiting_layers(model):
     """Return the decoder layers whose packed weights are gathered."""
     numbers = model.packed_layers.slices if model.packed_layers else {}
     return [layers_of(model)[number] for number in numbers]
 
 
-def watched(model: TrainingModel) -> list[int]:
+def watched(model):
     """Note whenever a layer computes, forward or again, how many of those that are gathered have
     their weights there."""
     waiting = waiting_layers(model)
@@ -105,7 +101,7 @@ def watched(model: TrainingModel) -> list[int]:
     return there
 
 
-def corrupted(model: TrainingModel, store: Any, base: Path, world: World) -> str:
+def corrupted(model, store, base, world):
     """Change one byte of this process's slices; return what the checks say."""
     assert model.packed_layers is not None
     for mine in model.packed_layers.slices.values():
@@ -117,14 +113,14 @@ def corrupted(model: TrainingModel, store: Any, base: Path, world: World) -> str
     return ""
 
 
-def survey(base: Path) -> dict[Any, Any]:
+def survey(base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         cases = [(count, level) for level, counts in CASES.items() for count in (*counts, WHOLE)]
         return {(c, level): engine(base, world, count=c, level=level) for c, level in cases}
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n} processes")
-def found(request: pytest.FixtureRequest, base: Path) -> list[dict[Any, Any]]:
+def found(request, base):
     return run_distributed(survey, base, world_size=request.param)
 
 

@@ -14,7 +14,7 @@ from workflow.lib.training.launch import Workers, launch_workers
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     for name in ("OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", *INTERFACE):
         monkeypatch.setenv(name, "")

@@ -6,8 +6,6 @@ import signal
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, finished, prepare
 from tests.support.models import tiny_llama
 from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest, on_any
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.artifact_files import read_lines
@@ -27,12 +25,12 @@ FEW = 4  # steps
 SMALL = partial(tiny_llama, num_hidden_layers=2)
 
 
-def asked_by_each(numbers: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+def asked_by_each(numbers):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {number: asked(number, world) for number in numbers}
 
 
-def asked(number: int, world: World) -> dict[str, Any]:
+def asked(number, world):
     """Process 1 alone gets a signal, between the second and the third question."""
     before = signal.SIG_DFL
     signal.signal(number, before)  # who started the tests may have had SIGHUP ignored
@@ -47,7 +45,7 @@ def asked(number: int, world: World) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def decisions() -> list[dict[int, dict[str, Any]]]:
+def decisions():
     return run_distributed(asked_by_each, SIGNALS, world_size=2)
 
 
@@ -69,13 +67,13 @@ def test_signal_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def stopped_after(folder: Path, first: int) -> int | str | None:
+def stopped_after(folder, first):
     """Be a worker that asks itself to stop in its step `first`; return the exit status."""
     from workflow.lib.training import loop
 
     original = loop.check_step
 
-    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+    def check(loss, norm, *, step, origin):
         original(loss, norm, step=step, origin=origin)
         if step + 1 == first and os.environ["RANK"] == "1":
             signal.raise_signal(signal.SIGTERM)  # to this thread, so at once
@@ -89,7 +87,7 @@ def stopped_after(folder: Path, first: int) -> int | str | None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     prepare(folder)
     assert run_distributed(stopped_after, folder, 3, world_size=2) == [os.EX_TEMPFAIL] * 2
@@ -111,12 +109,12 @@ def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped):
     assert [row["step"] for row in read_lines(stopped / "finetune" / "metrics.jsonl")] == [1, 3, 6]
 
 
-def diverging(folder: Path) -> str:
+def diverging(folder):
     from workflow.lib.training import loop
 
     original = loop.check_step
 
-    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+    def check(loss, norm, *, step, origin):
         original(float("nan") if step + 1 == FEW else loss, norm, step=step, origin=origin)
 
     loop.check_step = check  # this process ends with the call
@@ -137,14 +135,14 @@ def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path):
     assert saved_steps(arguments(tmp_path).checkpoints) == list(range(1, FEW))
 
 
-def reading_cut_tokens(folder: Path) -> str:
+def reading_cut_tokens(folder):
     """Be a worker of a run whose tokens lose their last byte in step 3, so that it reads as zero
     from then on."""
     from workflow.lib.training import loop
 
     original = loop.check_step
 
-    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+    def check(loss, norm, *, step, origin):
         original(loss, norm, step=step, origin=origin)
         if step + 1 == 3 and os.environ["RANK"] == "0":
             path = folder / "tokens" / "train.input_ids.npy"

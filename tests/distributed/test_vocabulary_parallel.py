@@ -3,7 +3,6 @@ tables, and no table is gathered."""
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from workflow.lib.distributed.vocabulary_parallel import (
     SlicedCrossEntropy,
     SlicedHead,
 )
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.architecture.vocabulary_slices import (
     FEWEST_ROWS,
     chunk_rows,
@@ -33,7 +32,6 @@ from workflow.lib.model.architecture.vocabulary_slices import (
 )
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
-from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.batches import make_batch
@@ -54,25 +52,25 @@ HEADS = {
 COUNTS = (3, 0, 257, 256)
 
 
-def whole_head(case: str) -> OutputHead:
+def whole_head(case):
     vocab, softcap, scale, bias = HEADS[case]
     torch.manual_seed(0)
     module = nn.Linear(HIDDEN, vocab, bias=bias).requires_grad_(False)
     return OutputHead(module, scale, softcap)
 
 
-def rows_of(rank: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(rank, vocab):
     generator = torch.Generator().manual_seed(rank)
     hidden = 3 * torch.randn(COUNTS[rank], HIDDEN, generator=generator)
     return hidden, torch.randint(0, vocab, (COUNTS[rank],), generator=generator)
 
 
-def cut(tensor: torch.Tensor, world: World) -> nn.Parameter:
+def cut(tensor, world):
     """Return a whole tensor in slices, as torch itself cuts it."""
     return nn.Parameter(distribute_tensor(tensor, world.mesh, [Shard(0)]), requires_grad=False)
 
 
-def sliced(case: str, world: World) -> dict[str, Any]:
+def sliced(case, world):
     whole = whole_head(case)
     bias = None if whole.module.bias is None else cut(whole.module.bias, world)
     group = world.mesh.get_group()
@@ -98,9 +96,7 @@ def sliced(case: str, world: World) -> dict[str, Any]:
     }
 
 
-def of_slopes(
-    head_loss: SlicedCrossEntropy, hidden: torch.Tensor, targets: torch.Tensor
-) -> dict[str, Any]:
+def of_slopes(head_loss, hidden, targets):
     """Gradients where each row has a slope: known before, and of its log-probability; of a frozen
     head and of a trained one."""
     results: dict[str, Any] = {}
@@ -123,7 +119,7 @@ def of_slopes(
     return results
 
 
-def weights_of(targets: torch.Tensor) -> torch.Tensor:
+def weights_of(targets):
     return 0.25 * (targets % 7)
 
 
@@ -139,7 +135,7 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
-def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, Any]:
+def engine(base, world, *, offload_embedding):
     """Loss and gradients of this process's rows of eight, of which two processes train none, by the
     model of a run."""
     plan = make_plan(offload_embedding=offload_embedding)
@@ -165,7 +161,7 @@ def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, An
     }
 
 
-def fill_(params: dict[str, torch.Tensor]) -> None:
+def fill_(params):
     """Give adapters values that do not depend on how they are sharded."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -174,7 +170,7 @@ def fill_(params: dict[str, torch.Tensor]) -> None:
             local(param).copy_((0.1 * torch.randn(param.shape, generator=generator))[start:stop])
 
 
-def batch_of(rows: slice, *, trained: bool, device: str | torch.device = "cpu") -> MicroBatch:
+def batch_of(rows, *, trained, device="cpu"):
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     return make_batch(
         store.input_ids[rows].astype("int64"),
@@ -184,7 +180,7 @@ def batch_of(rows: slice, *, trained: bool, device: str | torch.device = "cpu") 
     )
 
 
-def survey(base: Path) -> dict[str, Any]:
+def survey(base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
         return {
@@ -196,7 +192,7 @@ def survey(base: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vocabulary")
     return quantized(
         tiny_llama(folder / "original", vocab_size=LARGE, num_hidden_layers=2), folder / "nf4"
@@ -204,12 +200,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(base: Path) -> list[dict[str, Any]]:
+def found(base):
     return run_distributed(survey, base, world_size=PROCESSES)
 
 
 @pytest.fixture(params=HEADS)
-def case(request: pytest.FixtureRequest) -> str:
+def case(request):
     return str(request.param)
 
 
@@ -250,7 +246,7 @@ def test_rows_have_slopes_of_their_own(found, case, trained, known):
         torch.testing.assert_close(of_head, expected, rtol=1e-4, atol=1e-3, check_dtype=False)
 
 
-def exact_logits(head: OutputHead, hidden: torch.Tensor) -> torch.Tensor:
+def exact_logits(head, hidden):
     logits = head.scale * head.module(hidden)
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
@@ -270,12 +266,12 @@ def test_rows_of_a_sliced_embedding_are_the_tables_bit_for_bit(found, case):
 
 
 @pytest.fixture(params=["on the device", "on the host", "two replicas"])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def expected(base: Path) -> dict[str, Any]:
+def expected(base):
     """The same by one process with whole tables, a row pair at a time."""
     training = adapted(base, r=4).train()
     params = trainable_parameters(training)

@@ -1,7 +1,5 @@
 """What processes learn of each other is the same for all of them."""
 
-from typing import Any
-
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
@@ -11,7 +9,7 @@ from workflow.lib.kernels.decision import Decision, Key
 CPU = torch.device("cpu")
 
 
-def learned() -> Any:
+def learned():
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         reason = "no memory" if world.rank == 1 else None
         counts = [10 * world.rank, -world.rank]
@@ -26,11 +24,11 @@ def test_all_processes_learn_the_largest_counts_and_the_first_reason():
     assert run_distributed(learned, world_size=3) == [([20, 0], "no memory", None)] * 3
 
 
-def allowed() -> list[bool]:
+def allowed():
     """A process of which one kernel fails, beside one on which another fails."""
     decision, keys = Decision(), [Key(name, (torch.bfloat16, 64)) for name in "abc"]
 
-    def used() -> list[bool]:
+    def used():
         faults = {0: keys[0], 1: keys[1]}
         with process_group("cpu", timeout_s=TIMEOUT_S) as world:
             at_fault = faults[world.rank]

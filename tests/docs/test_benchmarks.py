@@ -1,7 +1,5 @@
 """The page of benchmarks shows the stored measurements."""
 
-from typing import Any
-
 from tests.support.benchmarks_page import PAGE, newest, written
 from tests.support.measurements import all_lines
 
@@ -22,5 +20,5 @@ def test_case_that_could_not_run_has_no_row():
     assert newest([dated(line, "2026-12-01T00:00:00Z") | {"measured": None}]) == []
 
 
-def dated(line: dict[str, Any], date: str) -> dict[str, Any]:
+def dated(line, date):
     return line | {"versions": line["versions"] | {"created_utc": date}}

@@ -12,7 +12,7 @@ REFUSED = {"glaive_tools", "oasst", "preference"}
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
+def encoder(tmp_path_factory):
     tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return SampleEncoder(tokenizer, chat_template=TEMPLATE, loss_on="completions")
 

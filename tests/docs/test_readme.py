@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,13 +67,13 @@ class Block(NamedTuple):
     not_run: str | None
 
 
-def blocks() -> Iterator[Block]:
+def blocks():
     for fence in re.finditer(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL):
         reason = NOT_RUN.search(README[: fence.start()])
         yield Block(fence[1], fence[2], reason[1] if reason else None)
 
 
-def shrink(path: Path, changes: dict[str, Any], *, runs: int) -> None:
+def shrink(path, changes, *, runs):
     """Shrink a settings file in place: few steps, few documents, its first `runs` runs."""
     document = merge(yaml.safe_load(path.read_text(encoding="utf-8")), changes)
     for run in document["runs"].values():
@@ -83,13 +82,13 @@ def shrink(path: Path, changes: dict[str, Any], *, runs: int) -> None:
     path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
 
 
-def tracked(*folders: str) -> list[str]:
+def tracked(*folders):
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--", *folders]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
 
 
-def copy_project(folder: Path) -> Path:
+def copy_project(folder):
     for name in tracked("."):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def copy_project(folder: Path) -> Path:
     return folder
 
 
-def forked(commands: str, folder: Path) -> str:
+def forked(commands, folder):
     forking = folder / "forking" / "snakemake"
     forking.parent.mkdir(exist_ok=True)
     forking.write_text(f"#!{sys.executable}{FORKING.format(stages=preloaded_python())}")
@@ -108,7 +107,7 @@ def forked(commands: str, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory):
     """A shrunk copy of the project in which all commands and the Python example have run."""
     if not ACTIVATE.exists():
         pytest.skip(
@@ -137,7 +136,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def output_of(project: Path, command: str) -> str:
+def output_of(project, command):
     """Return what a command of the README printed; the shell wrote `+ <command>` before it."""
     after = (project / "commands.log").read_text().split(f"\n+ {command}\n")[1]
     return re.split(r"^\++ ", after, maxsplit=1, flags=re.MULTILINE)[0]
@@ -224,12 +223,12 @@ def test_settings_of_the_readme_load():
         load_config(document)
 
 
-def code(text: str) -> list[str]:
+def code(text):
     """Return the spans of code in a line of Markdown."""
     return re.findall(r"`([^`]+)`", text)
 
 
-def page(name: str) -> str:
+def page(name):
     return (ROOT / "workflow" / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 

@@ -1,8 +1,6 @@
 """The written reference: it is what the models say, and the default `config.yaml` means what it
 shows."""
 
-from typing import Any
-
 import pytest
 import yaml
 
@@ -14,11 +12,11 @@ CONFIG = write_settings_pages.ROOT / "config.yaml"
 MEND = "`python -m workflow.scripts.write_settings_pages` writes it again"
 
 
-def committed() -> str:
+def committed():
     return CONFIG.read_text(encoding="utf-8")
 
 
-def keys(document: dict[str, Any], path: str = "") -> list[str]:
+def keys(document, path=""):
     nested = [
         keys(value, f"{path}{key}.") if isinstance(value, dict) and value else [f"{path}{key}"]
         for key, value in document.items()

@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-def predicted(case: Case) -> float:
+def predicted(case):
     count, gpu = parse_gpus(case.gpus, setting="--gpus")
     chosen = setup(processes=count, fused_layers=True, **case.changes)
     speed = speed_of(imagined_machine(count, gpu))

@@ -67,13 +67,13 @@ class Measured:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def quantize(folder: Path) -> None:
+def quantize(folder):
     files = ["--model", str(RESOURCES / "base"), "--output", str(folder)]
     done = forked_stage("quantize_base", "--config", '{"quantize": {}}', *files)
     assert done.returncode == 0, done.stderr
 
 
-def run_by_hand(folder: Path) -> None:
+def run_by_hand(folder):
     # softmax_dtype: else log-likelihoods are added up in bfloat16, in steps of a quarter or half.
     model = f"pretrained={folder}/base,peft={folder}/adapter,dtype=float32,softmax_dtype=float32"
     tasks = ["--tasks", ",".join(TASKS), "--include_path", f"{folder}/tasks"]
@@ -92,7 +92,7 @@ def run_by_hand(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("by_hand")
     quantize(folder / "base")
     (folder / "tasks").mkdir()
@@ -103,7 +103,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     tokenizer = load_tokenizer(folder / "base")
     tasks = load_tasks(settings, tokenizer=tokenizer, trained_template_sha256=None)
 
-    def loaded() -> Any:
+    def loaded():
         return load_base(
             folder / "base",
             device=torch.device("cpu"),
@@ -111,7 +111,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
             attention="sdpa",
         )
 
-    def scores(model: torch.nn.Module) -> dict[str, TaskScores]:
+    def scores(model):
         return {
             name: run_tasks(model, task, tokenizer=tokenizer, settings=settings)
             for name, task in tasks.items()
@@ -130,7 +130,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
             return Measured(ours, scores(tuned), folder / "scores")
 
 
-def mean_log_likelihood(scores: dict[str, TaskScores]) -> float:
+def mean_log_likelihood(scores):
     perplexity = scores["likelihood"].scores["likelihood"].metrics["perplexity"].value
     return -math.log(perplexity)
 
@@ -155,7 +155,7 @@ def test_items_have_the_same_prompts_and_verdicts_by_hand(measured):
     assert sum(base[key] != ours[key] for key in clear) > ITEMS // 6
 
 
-def margin(item: dict[str, Any]) -> float:
+def margin(item):
     """How much likelier the best answer is than the next one, nats."""
     best, second, *_ = sorted((float(answer[0][0]) for answer in item["resps"]), reverse=True)
     return best - second

@@ -1,7 +1,6 @@
 import hashlib
 import json
 import socket
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from tests.support.models import random_llama
 from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks, task_facts
 from workflow.lib.evaluation.task_files import SINGLE_PROCESS
-from workflow.lib.evaluation.task_scores import TaskScores
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.errors import UserError
 
@@ -80,9 +78,7 @@ def one_process(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def task_file(
-    folder: Path, name: str, *, template=CHOICE, how="mean", more="", data=True
-) -> EvaluateConfig:
+def task_file(folder, name, *, template=CHOICE, how="mean", more="", data=True):
     """Write a task of 13 items to `folder`; return settings that run it."""
     file = folder / f"{name}.jsonl"
     if data:
@@ -97,20 +93,20 @@ def load(settings, tokenizer):
     return load_tasks(settings, tokenizer=tokenizer, trained_template_sha256=None)
 
 
-def scores(model, tokenizer, settings) -> TaskScores:
+def scores(model, tokenizer, settings):
     (tasks,) = load(settings, tokenizer).values()
     return run_tasks(model, tasks, tokenizer=tokenizer, settings=settings)
 
 
 @torch.no_grad()
-def log_likelihood(model, tokenizer, prompt: str, answer: str) -> float:
+def log_likelihood(model, tokenizer, prompt, answer):
     context = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     whole = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
     log_p = model(torch.tensor([whole])).logits[0].log_softmax(-1)
     return sum(float(log_p[i - 1, whole[i]]) for i in range(len(context), len(whole)))
 
 
-def right_answers(model, tokenizer) -> list[float]:
+def right_answers(model, tokenizer):
     """1.0 where the right choice is the likeliest, computed without the harness."""
     right = []
     for row in QUESTIONS:

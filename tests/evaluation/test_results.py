@@ -17,7 +17,7 @@ TOKENS = [10, 30, 20, 40]
 ORIGINAL = [20.0, 63.0, 38.0, 79.0]
 
 
-def stack_errors(number: int) -> StackErrors:
+def stack_errors(number):
     median, worst = (
         LinearErrors(absmax=0.04, calibrated=x, absmax_plain=0.01, calibrated_plain=0.012)
         for x in (0.002 * number, 0.0375)
@@ -27,7 +27,7 @@ def stack_errors(number: int) -> StackErrors:
     )
 
 
-def facts(documents: int = 4, *, stacks: int = 0) -> CalibrationFacts:
+def facts(documents=4, *, stacks=0):
     tokens, original = TOKENS[:documents], ORIGINAL[:documents]
     return CalibrationFacts(
         tokens=512,
@@ -71,7 +71,7 @@ def test_stacks_whose_median_expert_loses_most_come_first():
     assert worst[0].median.calibrated == 0.012
 
 
-def record(**changes: Any) -> dict[str, Any]:
+def record(**changes):
     sizes = {"quantized_linears": 8, "quantized_parameters": 64, "total_bytes": 32}
     settings: dict[str, Any] = {"settings": {}, "device": "cpu", "provenance": provenance()}
     return sizes | settings | changes

@@ -42,17 +42,17 @@ A, B = f"{NAME}.lora_A.weight", f"{NAME}.lora_B.weight"
 
 
 @pytest.fixture(scope="module")
-def run(shared_folder: Path) -> Path:
+def run(shared_folder):
     return finished(shared_folder)
 
 
 @pytest.fixture(scope="module")
-def adapter(run: Path) -> dict[str, torch.Tensor]:
+def adapter(run):
     return read_sharded_adapter(run / "finetune" / "adapter")
 
 
 @pytest.fixture(scope="module")
-def config(run: Path) -> dict[str, Any]:
+def config(run):
     loaded: dict[str, Any] = read_checked_json(run / "finetune" / "adapter_config.json")
     return loaded
 
@@ -64,7 +64,7 @@ def test_sharded_adapter_has_every_tensor_in_fp32(adapter):
     assert adapter[B].shape == (80, 3)
 
 
-def damaged(adapter: dict[str, torch.Tensor], **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+def damaged(adapter, **changes):
     return adapter | {{"a": A, "b": B}[key]: tensor for key, tensor in changes.items()}
 
 
@@ -118,7 +118,7 @@ def test_damaged_folder_is_refused(run, tmp_path, damage):
     assert "Traceback" not in message
 
 
-def merge(run: Path, adapter: Any, config: Any, *, onto: str) -> dict[str, torch.Tensor]:
+def merge(run, adapter, config, *, onto):
     with CheckpointReader(run / "model") as original, CheckpointReader(run / "base") as nf4:
         return dict(merged_tensors(adapter, config, original=original, nf4=nf4, onto=onto))
 
@@ -163,7 +163,7 @@ def test_dequantized_weight_of_a_checkpoint_is_what_training_multiplies_with(
             assert torch.equal(stored, linear.dequantize(torch.float32)), path
 
 
-def facts_of(model: Path, template: str | None) -> ConversationFacts:
+def facts_of(model, template):
     """What `tokenize_dataset` says of conversations in this template."""
     tokenizer = load_tokenizer(model)
     encoder = SampleEncoder(tokenizer, chat_template=template, loss_on="completions")

@@ -1,7 +1,5 @@
 """What llama.cpp's converter is given, and what is said when it fails."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +18,7 @@ OWN = (
 
 
 @pytest.fixture
-def merged(tmp_path: Path) -> Path:
+def merged(tmp_path):
     folder = tmp_path / "merged"
     tiny_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(OWN)

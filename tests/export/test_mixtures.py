@@ -1,16 +1,13 @@
 """Mixtures of experts on their way out: a stock model with 4-bit stacks, the adapter in PEFT's
 files, and the merged model in the layout that the family publishes, each against plain weights."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
@@ -52,7 +49,7 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     """A mixture, and its NF4 base."""
     folder = tmp_path_factory.mktemp(request.param)
     tiny_mixture(request.param, folder / "model")
@@ -60,21 +57,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def meta(folder: Path) -> PreTrainedModel:
+def meta(folder):
     return build_on_meta(folder / "model", dtype=torch.float32)
 
 
-def stock(folder: Path) -> PreTrainedModel:
+def stock(folder):
     return load_base(folder, device=CPU, compute_dtype=torch.float32, attention="eager")
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     found: torch.Tensor = model(IDS).logits
     return found
 
 
-def trained_adapter(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def trained_adapter(model):
     draw = torch.Generator().manual_seed(3)
     shapes = {path: (1, *size) for path, size in quantizable_linears(model).items()}
     shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
@@ -88,7 +85,7 @@ def trained_adapter(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return adapter
 
 
-def changes(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def changes(model):
     """s B A of every parameter, in the family's own orientation, one expert after the other."""
     adapter, found = trained_adapter(model), {}
     for path in quantizable_linears(model):
@@ -106,7 +103,7 @@ def changes(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-def decoded_weights(folder: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def decoded_weights(folder, model):
     """What NF4 encodes of every parameter, in the family's own orientation."""
     found = {}
     with CheckpointReader(folder / "nf4") as reader:
@@ -118,7 +115,7 @@ def decoded_weights(folder: Path, model: PreTrainedModel) -> dict[str, torch.Ten
     return found
 
 
-def plain(folder: Path, *, onto: str, adapted: bool) -> PreTrainedModel:
+def plain(folder, *, onto, adapted):
     """A stock model of ordinary weights: the reference."""
     model = stock(folder / "model")
     with torch.no_grad():
@@ -130,7 +127,7 @@ def plain(folder: Path, *, onto: str, adapted: bool) -> PreTrainedModel:
     return model
 
 
-def exported(folder: Path, target: Path, **changed: Any) -> Path:
+def exported(folder, target, **changed):
     model, adapter = meta(folder), trained_adapter(meta(folder))
     names = exported_names(model, adapter)
     save_adapter(

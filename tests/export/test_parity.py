@@ -1,8 +1,6 @@
 """The proof that the exported adapter is the trained one: what passes, and all that must not."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.finished import finished
 from tests.support.models import adapted, random_store
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
-from workflow.lib.export.parity import (
-    POSITIONS,
-    compare_logits,
-    save_logits,
-    trained_logits,
-)
+from workflow.lib.export.parity import POSITIONS, compare_logits, save_logits, trained_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.system.files import read_checked_json
@@ -26,16 +19,16 @@ A = "base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"
 
 
 @pytest.fixture(scope="module")
-def run(shared_folder: Path) -> Path:
+def run(shared_folder):
     return finished(shared_folder)
 
 
 @pytest.fixture(scope="module")
-def record(run: Path) -> dict[str, torch.Tensor]:
+def record(run):
     return load_file(run / "finetune" / "parity.safetensors")
 
 
-def reloaded(run: Path, folder: Path, **changes: torch.Tensor) -> Any:
+def reloaded(run, folder, **changes):
     adapter = read_sharded_adapter(run / "finetune" / "adapter")
     save_adapter(
         adapter | changes, read_checked_json(run / "finetune" / "adapter_config.json"), folder
@@ -44,7 +37,7 @@ def reloaded(run: Path, folder: Path, **changes: torch.Tensor) -> Any:
     return load_adapter(base, folder)
 
 
-def compare(model: Any, path: Path, exported: Path) -> dict[str, Any]:
+def compare(model, path, exported):
     file = exported / ADAPTER_WEIGHTS
     return compare_logits(model, path, exported=file, compute_dtype=torch.float32, device=CPU)
 

@@ -1,7 +1,5 @@
 """A mixture whose weights two processes share computes what its stock reload does in one."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from workflow.lib.export.stock_models import load_adapter
 from workflow.lib.system.errors import UserError
 
 
-def share(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
+def share(folder):
     """Return the logits of the sharded models, and what is said of one that cannot be."""
     options = {"compute_dtype": torch.float32, "attention": "eager"}
     found = {}

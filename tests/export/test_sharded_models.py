@@ -4,7 +4,6 @@ measures in one."""
 import shutil
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from tests.support.tiny_export import (
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.weight_checks import local_bytes
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.evaluation.evaluated_models import (
     ModelFolders,
     load_options,
@@ -36,7 +35,7 @@ from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import Measurement, measure, parts, prepare
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
-from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.subjects import SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
@@ -57,11 +56,11 @@ class Found:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return make_export(tmp_path_factory.mktemp("export"))
 
 
-def make_export(folder: Path) -> Path:
+def make_export(folder):
     """Make all that an evaluation reads, and an adapter that lacks a tensor."""
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
     tiny_merged(folder / "base", folder / "adapter", folder / "merged")
@@ -78,11 +77,11 @@ def make_export(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settings(folder: Path) -> EvaluateConfig:
+def settings(folder):
     return make_settings(folder)
 
 
-def make_settings(folder: Path) -> EvaluateConfig:
+def make_settings(folder):
     """7 documents, 3 prompts and 13 items: nothing divides by 2, and answers differ in length."""
     task_file(folder / "tasks", "writes", template=WRITE)
     local = task_file(folder / "tasks", "local")
@@ -90,14 +89,7 @@ def make_settings(folder: Path) -> EvaluateConfig:
     return local.model_copy(update={**asked, "sample_temperature": 0.7, "batch_size": 6})
 
 
-def evaluate(
-    folder: Path,
-    settings: EvaluateConfig,
-    device: str = "cpu",
-    *,
-    world: World | None,
-    shards: World | None = None,
-) -> Measurements:
+def evaluate(folder, settings, device="cpu", *, world, shards=None):
     tokens = TokenStore.open(folder / "tokens")
     questions = prepare(tokens, tokenizer=load_tokenizer(folder / "base"), settings=settings)
     chosen = torch.device(device) if world is None else world.device
@@ -119,12 +111,12 @@ def evaluate(
     }
 
 
-def load(folder: Path, adapter: str, world: World) -> torch.nn.Module:
+def load(folder, adapter, world):
     options: dict[str, Any] = {"compute_dtype": torch.float32, "attention": "sdpa"}
     return load_sharded_adapter(folder / "base", folder / adapter, world=world, **options)
 
 
-def refusal(folder: Path, world: World) -> str:
+def refusal(folder, world):
     try:
         load(folder, "incomplete", world)
     except UserError as error:
@@ -132,7 +124,7 @@ def refusal(folder: Path, world: World) -> str:
     return "loaded"
 
 
-def in_two_processes(folder: Path, settings: EvaluateConfig, device: str = "cpu") -> Found:
+def in_two_processes(folder, settings, device="cpu"):
     with process_group(device, timeout_s=TIMEOUT_S) as world:
         held, total = local_bytes(load(folder, "adapter", world))
         return Found(
@@ -144,17 +136,17 @@ def in_two_processes(folder: Path, settings: EvaluateConfig, device: str = "cpu"
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, settings: EvaluateConfig) -> Measurements:
+def alone(folder, settings):
     return evaluate(folder, settings.model_copy(update={"batch_size": 5}), world=None)
 
 
 @pytest.fixture(scope="module")
-def together(folder: Path, settings: EvaluateConfig) -> list[Found]:
+def together(folder, settings):
     return run_distributed(partial(in_two_processes, folder, settings), world_size=2)
 
 
 @pytest.fixture(params=["sliced", "copied"])
-def measured(request: pytest.FixtureRequest, together: list[Found]) -> Measurements:
+def measured(request, together):
     first, second = (getattr(found, request.param) for found in together)
     assert first == second
     found: Measurements = first

@@ -1,6 +1,5 @@
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def logits(model):
     return model(IDS).logits
 
 
-def copy_with(folder: Path, target: Path, change) -> Path:
+def copy_with(folder, target, change):
     shutil.copytree(folder, target)
     (file,) = target.glob("*.safetensors")
     tensors = load_file(file)

@@ -5,24 +5,24 @@ import torch
 
 
 @pytest.fixture(scope="session")
-def one_gpu() -> int:
+def one_gpu():
     """Return 1, the GPU that the test needs."""
     return require(1)
 
 
 @pytest.fixture(scope="session")
-def two_gpus() -> int:
+def two_gpus():
     """Return 2, the GPUs that the test needs."""
     return require(2)
 
 
 @pytest.fixture
-def enough_gpus(processes: int) -> int:
+def enough_gpus(processes):
     """Return the GPUs that the test needs: one for each of its `processes`."""
     return require(processes)
 
 
-def require(needed: int) -> int:
+def require(needed):
     """Return `needed`; skip the test where this machine has fewer GPUs."""
     count = torch.cuda.device_count()
     if count < needed:

@@ -22,7 +22,7 @@ CAPABILITY = {"float8": (8, 9)}
 
 
 @pytest.fixture(params=FORMATS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     name: str = request.param

@@ -1,7 +1,6 @@
 """The engine on GPUs, against the stock single-GPU loop; and the bytes of the weights, which only
 CUDA corrupts."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ TOLERANCE = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     return quantized(tiny_llama(folder / "original"), folder / "nf4")
 
@@ -42,9 +41,7 @@ def test_training_with_wide_heads_equals_a_stock_single_gpu_loop(tmp_path, one_g
     check_against_stock(base, processes=one_gpu, dtype=torch.bfloat16, attention="varlen")
 
 
-def check_against_stock(
-    base: Path, *, processes: int, dtype: torch.dtype, attention: str = "sdpa"
-) -> None:
+def check_against_stock(base, *, processes, dtype, attention="sdpa"):
     planned = plan(processes=processes, micro_batch_size=2, device="cuda")
     results = run_distributed(
         ours, base, settings(), planned, dtype, attention, world_size=processes
@@ -95,7 +92,7 @@ def test_packed_attention_equals_eager(base, two_gpus, attention):
 LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
 
 
-def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[float]]:
+def differences_by_document(base, device="cuda"):
     """Change every token of the second document of the first row; return how far each document's
     logits move, by attention."""
     from tests.support.built_models import built_model
@@ -223,7 +220,7 @@ def test_optimizers_equal_the_stock_ones_and_resume(tmp_path, base, enough_gpus,
 
 @pytest.mark.parametrize("kind", ["adamw_8bit"])
 def test_every_optimizer_trains_like_adamw(base, two_gpus, kind):
-    def trained(name: str) -> dict[str, Any]:
+    def trained(name):
         config = settings()
         train = config.train.model_copy(update={"optimizer": name})
         planned = plan(processes=2, micro_batch_size=1, device="cuda")
@@ -236,7 +233,7 @@ def test_every_optimizer_trains_like_adamw(base, two_gpus, kind):
     )
 
 
-def resident_bytes(base: Path, count: int) -> int:
+def resident_bytes(base, count):
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
     from tests.support.built_models import built_model
     from workflow.lib.distributed.world import process_group
@@ -264,7 +261,7 @@ def test_layers_on_the_host_leave_the_gpu(tmp_path, one_gpu):
     assert 0.99 * weights * (0.5 + 1 / 64) < there - away < 1.01 * weights * (0.5 + 1 / 64)
 
 
-def step_memory(base: Path) -> dict[str, int]:
+def step_memory(base):
     """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond
     what lies there."""
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
@@ -309,7 +306,7 @@ def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(base, two_gpus, lo
     torch.testing.assert_close(two["gradients"][0], one["gradients"][0], **tolerance)
 
 
-def gather_random_bytes(storage: torch.dtype) -> float:
+def gather_random_bytes(storage):
     """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that
     changed."""
     from torch.distributed.fsdp import fully_shard

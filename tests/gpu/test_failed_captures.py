@@ -1,31 +1,27 @@
 """A micro-batch that cannot be captured: the run goes on without graphs, and nothing of the attempt
 is left in the allocator or in the random numbers."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.gpu.test_graphs import KINDS, base, trained, waiting_capture
-from tests.support.captures import Function
 from tests.support.distributed import run_distributed
-from workflow.lib.training.micro_batch_graphs import Capture, CudaCapture, Replay, first_cause
+from workflow.lib.training.micro_batch_graphs import CudaCapture, first_cause
 
 __all__ = ["base"]
 pytestmark = pytest.mark.gpu
 LARGE = 2**28  # bytes, a segment of the allocator of its own
 
 
-def asking_in_forward() -> Capture:
+def asking_in_forward():
     capture = CudaCapture()
 
-    def ask(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def ask(module, args):
         if type(module).__name__ == "SiLU" or "DecoderLayer" in type(module).__name__:
             args[0].nonzero()
 
-    def asking(function: Function) -> Replay:
+    def asking(function):
         handle = register_module_forward_pre_hook(ask)
         try:
             return capture(function)
@@ -58,7 +54,7 @@ def test_failed_capture_leaves_memory_and_random_numbers_as_they_were(one_gpu):
     run_distributed(fail_to_capture, world_size=one_gpu)
 
 
-def fail_to_capture() -> None:
+def fail_to_capture():
     x = torch.ones(2**20, device="cuda")
     numbers = numbers_after(x, lambda: None)
     assert torch.equal(numbers, numbers_after(x, lambda: refused(x)))
@@ -68,7 +64,7 @@ def fail_to_capture() -> None:
     assert not torch.equal(one, other)
 
 
-def make_room() -> None:
+def make_room():
     """Ask for memory that is there only if two free segments of the allocator are given back."""
     total = torch.cuda.get_device_properties(0).total_memory
     limit = torch.cuda.memory_reserved() + LARGE + LARGE // 2
@@ -79,7 +75,7 @@ def make_room() -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def numbers_after(x: torch.Tensor, act: Any) -> torch.Tensor:
+def numbers_after(x, act):
     """Return numbers drawn after some others and an act."""
     torch.cuda.manual_seed(7)
     torch.rand_like(x)
@@ -87,7 +83,7 @@ def numbers_after(x: torch.Tensor, act: Any) -> torch.Tensor:
     return torch.rand_like(x)
 
 
-def refused(x: torch.Tensor) -> None:
+def refused(x):
     with pytest.raises(RuntimeError) as caught:
         CudaCapture()(lambda: (torch.rand_like(x) * x).nonzero())
     assert isinstance(caught.value, RuntimeError)

@@ -1,22 +1,18 @@
 """Micro-batches as CUDA graphs, on a GPU."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.support.captures import Function
 from tests.support.distributed import run_distributed
 from tests.support.gathering import full
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import PLANNED, make_plan
 from tests.support.stock_training import ROWS, SEQ_LEN, settings
-from workflow.lib.training.micro_batch_graphs import Capture, CudaCapture, Replay
+from workflow.lib.training.micro_batch_graphs import CudaCapture
 
 pytestmark = pytest.mark.gpu
 
@@ -52,13 +48,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(
-    base: Path,
-    levers: dict[str, Any],
-    graphed: str,
-    attention: str,
-    capturing: Callable[[], Capture] = CudaCapture,
-) -> dict[str, Any]:
+def trained(base, levers, graphed, attention, capturing=CudaCapture):
     """Train in this process; graphed: `no`, `yes`, `layout`: as graphs do, but launched by Python,
     or `fails`: the last process captures by `capturing`, which fails."""
     from tests.support.built_models import built_model
@@ -108,16 +98,16 @@ def trained(
     return {"metrics": found, "final": final, "off": graphs.off if graphs else None}
 
 
-def launched_by_python() -> Capture:
+def launched_by_python():
     return lambda function: function
 
 
-def waiting_capture() -> Capture:
+def waiting_capture():
     """Return what waits for the device within a capture, which ends it."""
     capture = CudaCapture()
 
-    def waiting(function: Function) -> Replay:
-        def work() -> torch.Tensor:
+    def waiting(function):
+        def work():
             result = function()
             torch.cuda.synchronize()
             return result
@@ -127,16 +117,16 @@ def waiting_capture() -> Capture:
     return waiting
 
 
-def breaking_capture() -> Capture:
+def breaking_capture():
     """Return what breaks off when the second decoder layer is reached, as where memory runs out."""
     capture, reached = CudaCapture(), [0]
 
-    def fail(module: nn.Module, inputs: Any) -> None:
+    def fail(module, inputs):
         reached[0] += "DecoderLayer" in type(module).__name__
         if reached[0] == 2:
             raise RuntimeError("out of memory")
 
-    def breaking(function: Function) -> Replay:
+    def breaking(function):
         hook = register_module_forward_pre_hook(fail)
         try:
             return capture(function)
@@ -146,7 +136,7 @@ def breaking_capture() -> Capture:
     return breaking
 
 
-def use_page_locked_memory() -> None:
+def use_page_locked_memory():
     """Write over small blocks that were free: a graph that still reads one goes wrong."""
     for size in 2 ** torch.arange(3, 14):
         blocks = [torch.full((int(size),), -7).pin_memory() for _ in range(32)]
@@ -156,7 +146,7 @@ def use_page_locked_memory() -> None:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     # 8 bits need whole blocks of 64
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
@@ -179,7 +169,7 @@ def test_sharded_graphs_are_bit_equal_too(base, two_gpus, kind):
     check_same_run(base, ON_TWO[kind], processes=two_gpus)
 
 
-def check_same_run(base: Path, levers: dict[str, Any], *, processes: int) -> None:
+def check_same_run(base, levers, *, processes):
     attention = levers.get("attention", "varlen")
     found = {
         graphed: run_distributed(trained, base, levers, graphed, attention, world_size=processes)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def usable() -> None:
+def usable():
     """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")

@@ -1,7 +1,6 @@
 """The loss on a GPU: its kernels against autograd, and against the loss without them."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ FORMS = {
 
 
 @pytest.fixture(autouse=True)
-def kernels_run() -> None:
+def kernels_run():
     """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -62,15 +61,15 @@ def test_sums_and_slopes_are_autograds(dtype, vocab, form):
     torch.testing.assert_close(slopes, leaf.grad.to(dtype), rtol=2**-7, atol=1e-6)
 
 
-def summed(loss: LinearCrossEntropy, states: Any, targets: Any, _: Any) -> torch.Tensor:
+def summed(loss, states, targets, _):
     return 3 * loss.summed_loss(states, targets)
 
 
-def weighted(loss: LinearCrossEntropy, states: Any, targets: Any, weights: Any) -> torch.Tensor:
+def weighted(loss, states, targets, weights):
     return 3 * loss.summed_loss(states, targets, weights)
 
 
-def squared(loss: LinearCrossEntropy, states: Any, targets: Any, weights: Any) -> torch.Tensor:
+def squared(loss, states, targets, weights):
     return (weights * loss.log_probs(states, targets).square()).sum()
 
 

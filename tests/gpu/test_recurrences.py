@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def usable() -> None:
+def usable():
     """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -57,7 +57,7 @@ def test_delta_rule_is_captured_as_a_graph():
     """And replayed with other values."""
     draw = torch.Generator(device="cuda").manual_seed(0)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def drawn(*shape):
         return torch.randn(shape, generator=draw, device="cuda").bfloat16()
 
     key_shape, value_shape, scalars = (2, 150, 2, 32), (2, 150, 4, 64), (2, 150, 4)
@@ -65,7 +65,7 @@ def test_delta_rule_is_captured_as_a_graph():
     given += [-drawn(*scalars).float().abs(), drawn(*scalars).sigmoid()]
     leaves = [x.requires_grad_() for x in given]
 
-    def step() -> tuple[torch.Tensor, ...]:
+    def step():
         output = gated_delta_rule(*leaves, normalize=True)
         return output, *torch.autograd.grad(output, leaves, torch.ones_like(output))
 

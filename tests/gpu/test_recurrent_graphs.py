@@ -3,31 +3,21 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.captures import Function
 from tests.support.distributed import run_distributed
 from tests.support.families import RECURRENT, RECURRENT_EXPERTS, tiny_family
 from tests.support.family_runs import family_store
 from tests.support.models import adapted, quantized
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.micro_batch_graphs import (
-    Capture,
-    CudaCapture,
-    MicroBatchGraphs,
-    Replay,
-    forward_backward,
-)
+from workflow.lib.training.micro_batch_graphs import CudaCapture, MicroBatchGraphs, forward_backward
 
 pytestmark = pytest.mark.gpu
 Run = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
@@ -44,7 +34,7 @@ def test_recurrent_layers_are_captured(tmp_path, one_gpu, family, rows):
         assert ours == pytest.approx(theirs, rel=2e-2)
 
 
-def both_ways(base: Path, rows: str) -> dict[str, Any]:
+def both_ways(base, rows):
     """Return losses and gradient norms by graphs, and launched by Python."""
     replays: list[int] = []
     with process_group("cuda", timeout_s=120.0) as world:
@@ -59,15 +49,11 @@ def both_ways(base: Path, rows: str) -> dict[str, Any]:
     return {**found, "off": graphs.off, "replays": len(replays)}
 
 
-def launched(
-    training: CausalLMForTraining, world: World, batch: MicroBatch, slope: torch.Tensor
-) -> torch.Tensor:
+def launched(training, world, batch, slope):
     return forward_backward(training, batch.to(world.device), slope)
 
 
-def results(
-    training: CausalLMForTraining, rows: str, run: Run, world: World
-) -> list[tuple[float, float]]:
+def results(training, rows, run, world):
     store, slope = family_store(rows), torch.tensor(0.25, device=world.device)
     found = []
     for first in (0, 1, 2) * 3:
@@ -87,13 +73,13 @@ def results(
     return found
 
 
-def counting(replays: list[int]) -> Capture:
+def counting(replays):
     capture = CudaCapture()
 
-    def captured(function: Function) -> Replay:
+    def captured(function):
         replay = capture(function)
 
-        def counted() -> torch.Tensor:
+        def counted():
             replays.append(1)
             return replay()
 

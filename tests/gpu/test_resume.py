@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +29,11 @@ EXACT = {"model": {"compute_dtype": "float32"}, "train": TRAIN}
 _, RUNS = load_config({"runs": {"gpu": {"train": TRAIN}, "exact": EXACT}})
 
 
-def config(name: str, run: str = "gpu") -> str:
+def config(name, run="gpu"):
     return layout.stage_json(name, RUNS[run])
 
 
-def prepare(folder: Path, run: str) -> dict[str, Path]:
+def prepare(folder, run):
     inputs = {name: folder / name for name in ("base", "tokens")}
     model = Path(RUNS[run].model.source)
     stage("tokenize_dataset", config("tokenize_dataset", run),
@@ -45,15 +44,13 @@ def prepare(folder: Path, run: str) -> dict[str, Path]:
     return inputs | {"preflight": plan(folder / "preflight.json", run, tokens=inputs["tokens"])}
 
 
-def plan(path: Path, run: str, *, tokens: Path) -> Path:
+def plan(path, run, *, tokens):
     stage("preflight_run", config("preflight_run", run), "--model", Path(RUNS[run].model.source),
           "--tokens", tokens / "manifest.json", "--output", path, "--run", run)  # fmt: skip
     return path
 
 
-def finetune(
-    folder: Path, run: str = "gpu", *, base: Path, tokens: Path, preflight: Path
-) -> list[str]:
+def finetune(folder, run="gpu", *, base, tokens, preflight):
     """Return the command that trains into `folder`."""
     return [
         *(
@@ -70,7 +67,7 @@ def finetune(
     ]
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     return [
         int(child)
         for path in Path(f"/proc/{pid}/task").glob("*/children")
@@ -78,7 +75,7 @@ def children(pid: int) -> list[int]:
     ]
 
 
-def interrupt(command: list[str], checkpoints: Path, *, number: int, worker: bool) -> int:
+def interrupt(command, checkpoints, *, number, worker):
     """Start training, wait for two checkpoints more, send a signal to a worker or to the launcher;
     return the exit status."""
     goal = max(saved_steps(checkpoints), default=0) + 5
@@ -92,12 +89,12 @@ def interrupt(command: list[str], checkpoints: Path, *, number: int, worker: boo
     return process.wait(timeout=120)
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
+def metrics(folder):
     lines = (folder / "finetune" / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
-def adapter(folder: Path) -> dict[str, bytes]:
+def adapter(folder):
     return {p.name: p.read_bytes() for p in (folder / "finetune" / "adapter").glob("*.safetensors")}
 
 

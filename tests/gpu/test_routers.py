@@ -1,8 +1,5 @@
 """Trained routers and their load-balancing loss on GPUs: as CUDA graphs, and over several."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,12 +15,12 @@ FAMILY = "qwen3_moe"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     return quantized(tiny_mixture(FAMILY, folder / "original"), folder / "nf4")
 
 
-def run_on_gpu(base: Path, device: str, graphed: bool) -> dict[str, Any]:
+def run_on_gpu(base, device, graphed):
     settings = config(
         FAMILY,
         train={"router_aux_loss_coef": COEFFICIENT, "max_grad_norm": None},
@@ -31,7 +28,7 @@ def run_on_gpu(base: Path, device: str, graphed: bool) -> dict[str, Any]:
     )
     store, off = random_store(rows=ROWS, seq_len=SEQ_LEN), []
 
-    def graphs(training: Any, world: Any) -> MicroBatchGraphs:
+    def graphs(training, world):
         made = MicroBatchGraphs(training, world)
         off.append(made)
         return made

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from workflow.lib.artifacts import layout
-from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.settings.config import load_config
 from workflow.lib.system.files import read_checked_json
 
 pytestmark = pytest.mark.gpu
@@ -27,11 +27,11 @@ _, NAMED = load_config({"runs": {"gpu": {"train": TRAIN}}})
 RUN = NAMED["gpu"]
 
 
-def config(name: str, run: RunConfig = RUN) -> str:
+def config(name, run=RUN):
     return layout.stage_json(name, run)
 
 
-def stage(name: str, config: str, *arguments: str | Path) -> None:
+def stage(name, config, *arguments):
     """Run one stage of the workflow; its output is shown if it fails."""
     command = [
         sys.executable,
@@ -46,7 +46,7 @@ def stage(name: str, config: str, *arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, one_gpu: int) -> Path:
+def folder(tmp_path_factory, one_gpu):
     folder = tmp_path_factory.mktemp("demo")
     tokens, base, preflight = folder / "tokens", folder / "base", folder / "preflight.json"
     model = Path(RUN.model.source)
@@ -112,7 +112,7 @@ def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(folder):
     assert summary["peak_bytes"]["measured"] <= 1.05 * summary["peak_bytes"]["predicted"]
 
 
-def evaluated(folder: Path, division: str) -> dict[str, Any]:
+def evaluated(folder, division):
     """Evaluate the export as a user would; return the tuned model's results."""
     settings = RUN.evaluate.model_copy(update=DIVISIONS[division])
     export, out = folder / "export" / "adapter", folder / division

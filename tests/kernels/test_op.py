@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,11 +50,11 @@ def test_launched_kernels_are_those_of_the_triton_code():
     assert len(named) > 20
 
 
-def STEMS(folder: Path) -> set[str]:  # noqa: N802
+def STEMS(folder):  # noqa: N802
     return {path.stem for path in folder.glob("triton_code/*.py")}
 
 
-def table() -> list[str]:
+def table():
     return [*all_ops()]
 
 
@@ -64,7 +63,7 @@ def test_cpus_take_the_reference(name):
     assert not OPS[name].works_on(CPU)
 
 
-def made_op(*, kernel: Any) -> Op[Any, torch.Tensor]:
+def made_op(*, kernel):
     name = "a test"
     OPS.pop(name, None)
     op = Op(name, reference=torch.square, kernel=kernel, case=lambda device, *_: (torch.ones(3),))
@@ -83,7 +82,7 @@ def test_kernel_that_computes_something_else_is_at_fault():
 
 @pytest.mark.skipif(not INSTALLED, reason="without Triton no kernel is tried")
 def test_kernel_that_cannot_be_built_is_at_fault():
-    def kernel(x: torch.Tensor) -> torch.Tensor:
+    def kernel(x):
         raise RuntimeError("out of resource: shared memory\nRequired: 1")
 
     fault = made_op(kernel=kernel).fault(CPU)
@@ -94,7 +93,7 @@ def test_kernel_that_cannot_be_built_is_at_fault():
 def test_kernel_is_tried_once_and_its_fault_said_once(caplog):
     decision, tried = Decision(), []
 
-    def fault() -> str:
+    def fault():
         tried.append(1)
         return "no compiler"
 
@@ -121,7 +120,7 @@ def test_kernel_that_another_process_cannot_use_is_not_used(caplog):
 def test_hooks_of_a_model_see_nothing_of_a_trial():
     seen: list[torch.Tensor] = []
 
-    def packed(x: torch.Tensor) -> torch.Tensor:
+    def packed(x):
         seen.append(x)
         return x
 

@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 WIDE = 64
 
 
-def gradients(offload: ActivationOffload | None, *, strided: bool = False) -> torch.Tensor:
+def gradients(offload, *, strided=False):
     """Gradient of a matmul of two nodes that save the same bytes, one as a matrix and one as a
     cube."""
     x = torch.linspace(-1, 1, 6 * WIDE).requires_grad_()
@@ -18,7 +18,7 @@ def gradients(offload: ActivationOffload | None, *, strided: bool = False) -> to
         y = y.view(WIDE, 6).t()  # rows with gaps between their elements
         y = y[:, ::2]
 
-    def loss() -> torch.Tensor:
+    def loss():
         wide = y.reshape(-1) if strided else y
         return (y.sin().sum() + wide.view(2, 3, -1).cos().square().sum()) * 2
 

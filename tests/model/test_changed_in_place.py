@@ -2,9 +2,6 @@
 value, whatever a node of ours keeps."""
 
 import importlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,29 +19,29 @@ from workflow.lib.training.batches import stored_batch
 FAMILIES = ("phi3", "qwen3_5_text", "falcon_h1", "qwen3_moe", "stablelm")
 
 
-def nodes() -> list[Any]:
+def nodes():
     """The library's autograd nodes, of modules that are loaded."""
     return [x for x in _below(torch.autograd.Function) if x.__module__.startswith("workflow.lib")]
 
 
-def _below(kind: Any) -> Iterator[Any]:
+def _below(kind):
     for one in kind.__subclasses__():
         yield one
         yield from _below(one)
 
 
-def training_of(base: Path, **lora: Any) -> Any:
+def training_of(base, **lora):
     training = adapted(base, attention=attention_of(base), fused_layers=True, r=3, **lora).train()
     randomize_(training)
     return training
 
 
-def loss_of(training: Any) -> torch.Tensor:
+def loss_of(training):
     loss: torch.Tensor = training(stored_batch(family_store("packed"), np.arange(2)))
     return loss
 
 
-def gradients(training: Any, loss: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def gradients(training, loss=None):
     (loss_of(training) if loss is None else loss).backward()
     found = {name: p.grad for name, p in trainable_parameters(training).items()}
     training.zero_grad()
@@ -58,8 +55,8 @@ def test_values_of_all_nodes_may_be_changed_in_place(family, tmp_path, monkeypat
     training, changed = training_of(base), set()
     expected = gradients(training)
 
-    def changing(node: Any, apply: Any) -> Any:
-        def applied(*args: Any) -> Any:
+    def changing(node, apply):
+        def applied(*args):
             made = apply(*args)
             for x in made if isinstance(made, tuple) else (made,):
                 if x.requires_grad and 0 not in x.stride():

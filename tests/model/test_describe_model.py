@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.support.decoder_survey import tiny_config
 from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
 from workflow.lib.model.architecture.config_file import read_config
-from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
+from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.describe_model import describe_config, describe_folder
 from workflow.lib.system.errors import UserError
 
@@ -66,12 +66,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def described(family: str, **changes: Any) -> ModelShape:
+def described(family, **changes):
     config = SIZES | FAMILIES.get(family, {}) | changes | {"model_type": family}
     return describe_config(config, origin=Path("config.json"))
 
 
-def built(family: str) -> PreTrainedModel:
+def built(family):
     config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from workflow.lib.model.documents import Documents, documents_of, places_in, room_of
+from workflow.lib.model.documents import documents_of, places_in, room_of
 
 ROWS = [[9, 1, 13], [23], [2, 2, 19]]
 LENGTHS = [*chain.from_iterable(ROWS)]
@@ -20,11 +20,11 @@ ROOM = tuple(
 shapes = pytest.mark.parametrize("room", [(), ROOM], ids=["exact", "room"])
 
 
-def documents(room: tuple[int, ...], rows: list[list[int]] = ROWS) -> Documents:
+def documents(room, rows=ROWS):
     return documents_of([*chain.from_iterable(rows)], room=room, longest=LONGEST)
 
 
-def rows_of(*shape: int) -> torch.Tensor:
+def rows_of(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 

@@ -2,13 +2,12 @@
 path."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -17,19 +16,14 @@ from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.nf4_lora_matmul import NF4LoraMatMul
-from workflow.lib.model.lora import (
-    init_adapters_,
-    lora_config,
-    trainable_parameters,
-)
+from workflow.lib.model.lora import init_adapters_, lora_config, trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings
 
 TARGETS = ("q_proj", "down_proj")
 
 
-def stock(base: Path, **lora: Any) -> PeftModel:
+def stock(base, **lora):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu")
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -66,7 +60,7 @@ def test_initial_values_are_those_of_peft_in_distribution(tiny_base):
 def test_initial_values_depend_on_the_seed_and_differ_between_layers(tiny_base):
     training = adapted(tiny_base, r=3)
 
-    def draw(seed: int) -> dict[str, torch.Tensor]:
+    def draw(seed):
         init_adapters_(training, seed=seed, base=tiny_base)
         params = trainable_parameters(training)
         return {name: p.detach().clone() for name, p in params.items() if ".lora_A." in name}
@@ -78,25 +72,25 @@ def test_initial_values_depend_on_the_seed_and_differ_between_layers(tiny_base):
     assert len({tuple(t.flatten().tolist()) for t in same_shape}) == len(same_shape)
 
 
-def randomized(training: CausalLMForTraining) -> CausalLMForTraining:
+def randomized(training):
     torch.manual_seed(3)
     for param in trainable_parameters(training).values():
         torch.nn.init.normal_(param, std=0.1)
     return training
 
 
-def logits(training: CausalLMForTraining) -> torch.Tensor:
+def logits(training):
     ids = torch.randint(0, VOCAB, (1, 13), generator=torch.Generator().manual_seed(0))
     places = torch.arange(13)
     return training.logits(ids, places[None], places)
 
 
 @pytest.fixture
-def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+def fused_calls(monkeypatch):
     calls: list[None] = []
     fused = NF4LoraMatMul.apply
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         calls.append(None)
         return fused(*args)
 
@@ -107,7 +101,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_dropout_is_a_function_of_the_rows_keys(tiny_base, fused_calls):
     training = randomized(adapted(tiny_base, r=3, dropout=0.5)).train()
 
-    def loss(*keys: int) -> float:
+    def loss(*keys):
         ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))
         places = torch.arange(13).repeat(2, 1)
         targets, bounds = ids.flatten()[:9], document_bounds(places)

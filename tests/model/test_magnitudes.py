@@ -63,21 +63,19 @@ class Experts(nn.Module):
         return nn.functional.silu(gate) * up.clamp(-self.limit, self.limit)
 
 
-def turned(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-    def one(x: Any) -> Any:
+def turned(q, k, cos, sin):
+    def one(x):
         left, right = x.chunk(2, dim=-1)
         return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
 
     return one(q), one(k)
 
 
-def turned_and_clamped(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+def turned_and_clamped(q, k, cos, sin):
     return tuple(x.clamp(-40.0, 40.0) for x in turned(q, k, cos, sin))
 
 
-def short_convolution(
-    hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None
-) -> Any:
+def short_convolution(hidden_states, weight, bias=None, activation=None):
     taps = weight.shape[-1]
     y = nn.functional.conv1d(
         hidden_states, weight[:, None], bias, padding=taps - 1, groups=len(weight)
@@ -86,9 +84,7 @@ def short_convolution(
     return nn.functional.silu(y) if activation in ("silu", "swish") else y
 
 
-def clamped_convolution(
-    hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None
-) -> Any:
+def clamped_convolution(hidden_states, weight, bias=None, activation=None):
     return short_convolution(hidden_states, weight, bias, activation).clamp(max=300.0)
 
 

@@ -1,12 +1,10 @@
 """Building and loading models: every kind of family gives the stock model's logits; what cannot is
 refused."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, tiny_llama
@@ -24,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     rope = {
         "rope_type": "llama3",
@@ -39,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path) -> PreTrainedModel:
+def loaded(folder):
     model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
     materialize_(model, transformers_model=model, device=CPU)
     load_weights_(model, folder / "nf4")

@@ -29,7 +29,7 @@ class Separated(OneByOne, RunningSum):
     pass
 
 
-def summed_by_hand(x: torch.Tensor, lengths: list[list[int]]) -> torch.Tensor:
+def summed_by_hand(x, lengths):
     rows = [[y.cumsum(dim=0) for y in row.split(n)] for row, n in zip(x, lengths, strict=True)]
     return torch.stack([torch.cat(row) for row in rows])
 

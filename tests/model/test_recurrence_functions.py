@@ -34,7 +34,7 @@ CALLED = {
 }
 
 
-def recurrent_layer(family: str) -> Any:
+def recurrent_layer(family):
     torch.manual_seed(0)
     config = config_of(family)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
@@ -46,11 +46,11 @@ def recurrent_layer(family: str) -> Any:
     )
 
 
-def frozen(layer: nn.Module) -> nn.Module:
+def frozen(layer):
     return layer.requires_grad_(requires_grad=False)
 
 
-def nodes_behind(output: Any) -> Counter[str]:
+def nodes_behind(output):
     output = output[0] if isinstance(output, tuple) else output
     seen, ahead = set(), [output.grad_fn]
     while ahead:
@@ -127,15 +127,13 @@ def test_no_package_computes_a_whole_layer_without_its_adapters(family):
     assert ours(*[torch.ones(1)] * 6, 4, outproj_weight=torch.ones(1)) is None
 
 
-def globals_of(forward: Any) -> dict[str, Any]:
+def globals_of(forward):
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return dict(forward.__globals__)
 
 
-def delta_like(
-    query: Any, key: Any, value: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool = False
-) -> Any:
+def delta_like(query, key, value, g, beta, use_qk_l2norm_in_kernel=False):
     """Has the parameters of a delta rule, and computes something else."""
     return value * beta[..., None], None
 
@@ -152,13 +150,13 @@ def test_function_that_computes_something_else_is_left_alone():
     assert type(module) is CallsAnother
 
 
-def doubled(x: Any) -> Any:
+def doubled(x):
     return 2 * x
 
 
-def noted(function: Any) -> Any:
+def noted(function):
     @functools.wraps(function)
-    def noting(self: Any, *args: Any) -> Any:
+    def noting(self, *args):
         self.noted = True
         return function(self, *args)
 
@@ -171,7 +169,7 @@ class Decorated(nn.Module):
         return doubled(x)
 
 
-def tripled_of(function: Any) -> Any:
+def tripled_of(function):
     return (lambda x: 3 * x) if function is doubled else None
 
 

@@ -26,7 +26,7 @@ def test_rows_of_documents_meet_the_same_dropout_together_and_alone(tmp_path):
     store.input_ids[:] %= model.get_base_model().config.vocab_size
     assert training.recurrent_layers
 
-    def loss(*rows: int, step: int = 1) -> float:
+    def loss(*rows, step=1):
         keys = torch.tensor(row_keys(0, step=step, rows=rows))
         batch = replace(stored_batch(store, np.array(rows)), row_keys=keys)
         return float(training(batch).detach())

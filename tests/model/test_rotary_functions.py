@@ -12,13 +12,13 @@ from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.tried_classes.rotary_functions import Form, rotary_form, rotate_by_kernel_
 
 
-def rotated_half(x: torch.Tensor) -> torch.Tensor:
+def rotated_half(x):
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 def test_a_function_that_rotates_by_a_table_of_two_halves_is_known():
-    def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    def rotate(q, k, cos, sin):
         cos, sin = cos[:, None], sin[:, None]
         return q * cos + rotated_half(q) * sin, k * cos + rotated_half(k) * sin
 
@@ -26,7 +26,7 @@ def test_a_function_that_rotates_by_a_table_of_two_halves_is_known():
 
 
 def test_a_function_that_does_more_than_rotate_is_not_known():
-    def scaled(x: Any, cos: Any, sin: Any) -> Any:
+    def scaled(x, cos, sin):
         return 1.1 * (x * cos[:, None] + rotated_half(x) * sin[:, None])
 
     assert rotary_form(scaled) is None
@@ -35,7 +35,7 @@ def test_a_function_that_does_more_than_rotate_is_not_known():
 def test_a_function_that_rotates_the_last_part_of_heads_is_not_known():
     """Of whole heads it does what ours does, which rotates the first part."""
 
-    def last_part(x: Any, cos: Any, sin: Any) -> Any:
+    def last_part(x, cos, sin):
         rest, x = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], dim=-1)
         return torch.cat((rest, x * cos[:, None] + rotated_half(x) * sin[:, None]), dim=-1)
 
@@ -54,7 +54,7 @@ def test_a_function_of_whole_heads_is_not_called_for_parts_of_them():
         )  # fmt: skip
 
 
-def attention(family: str, **changes: Any) -> Any:
+def attention(family, **changes):
     config = AutoConfig.for_model(
         family, hidden_size=48, intermediate_size=64, num_hidden_layers=2, vocab_size=97,
         num_attention_heads=6, num_key_value_heads=2, head_dim=8, pad_token_id=0, **changes,
@@ -63,7 +63,7 @@ def attention(family: str, **changes: Any) -> Any:
     return decoder_layers(model)[1].self_attn
 
 
-def nodes_of_ours(module: Any) -> int:
+def nodes_of_ours(module):
     """How many of the nodes behind the output of a module are our operation's."""
     x = torch.randn(2, 5, 48, requires_grad=True)
     cos, sin = torch.randn(2, 1, 5, 4).repeat(1, 1, 1, 2)

@@ -29,20 +29,18 @@ class Layer(nn.Module):
         return self._compute(hidden, *alike)
 
 
-def hidden_states(width: int = WIDTH) -> torch.Tensor:
+def hidden_states(width=WIDTH):
     draw = torch.Generator().manual_seed(0)
     return torch.randn(TOKENS, width, generator=draw).requires_grad_()
 
 
-def expected(x: torch.Tensor, *, block: int = 128) -> torch.Tensor:
+def expected(x, *, block=128):
     """What comes back of rows in fp32."""
     copy = rounded(x.detach(), FLOAT8._replace(block=block))
     return restored(copy, dtype=torch.float32)
 
 
-def run(
-    compute: Compute, *alike: torch.Tensor, offload: bool = False, width: int = WIDTH
-) -> tuple[torch.Tensor, list[Any], ActivationOffload | None]:
+def run(compute, *alike, offload=False, width=WIDTH):
     stash = ActivationOffload(CPU, window_bytes=4096) if offload else None
     rounding, layer, x = (
         RoundedActivations(torch.float32, stash),
@@ -98,7 +96,7 @@ def test_no_scale_crosses_a_row(width, block):
 def test_two_nodes_that_save_the_same_bytes_share_a_copy():
     """One as a matrix and one as a cube; it takes 1 byte an element and 4 for 128."""
 
-    def compute(x: torch.Tensor) -> torch.Tensor:
+    def compute(x):
         y = x * 3
         return y.square() + y.view(2, 3, -1).pow(3).view_as(y)
 
@@ -113,7 +111,7 @@ def test_two_nodes_that_save_the_same_bytes_share_a_copy():
 
 
 def test_changed_memory_is_rounded_anew():
-    def compute(x: torch.Tensor) -> torch.Tensor:
+    def compute(x):
         y = x.detach().clone()
         first = x * y
         y.add_(1)
@@ -129,7 +127,7 @@ def test_what_is_small_or_alike_for_all_layers_or_repeated_stays():
     repeated = torch.zeros(1, 4, TOKENS, WIDTH)
     low = torch.linspace(-1, 1, TOKENS * (WIDTH // 8 - 1)).view(TOKENS, -1)
 
-    def compute(x: torch.Tensor, cosine: torch.Tensor) -> torch.Tensor:
+    def compute(x, cosine):
         weighed = sum((x.sum() * small).sum() for small in (repeated, low))
         return x * cosine + weighed
 
@@ -140,7 +138,7 @@ def test_what_is_small_or_alike_for_all_layers_or_repeated_stays():
 
 
 def test_views_of_what_is_kept_exact_stay():
-    def compute(x: torch.Tensor) -> torch.Tensor:
+    def compute(x):
         query = x * 2
         keep_exact(query)
         return query.view(2, 3, -1).transpose(0, 1).square()

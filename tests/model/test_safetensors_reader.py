@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ TENSORS = {
 }
 
 
-def sharded(folder: Path) -> Path:
+def sharded(folder):
     folder.mkdir()
     save_file({"a.weight": TENSORS["a.weight"]}, folder / "one.safetensors")
     save_file({k: TENSORS[k] for k in ("b.weight", "scale")}, folder / "two.safetensors")
@@ -29,7 +28,7 @@ def sharded(folder: Path) -> Path:
     return folder
 
 
-def single(folder: Path) -> Path:
+def single(folder):
     folder.mkdir()
     save_file(TENSORS, folder / SINGLE)
     return folder
@@ -58,7 +57,7 @@ def test_rows_are_those_of_a_slice(tmp_path, start, stop):
         assert torch.equal(rows, TENSORS["a.weight"][start:stop])
 
 
-def refused(folder: Path, *, tensor: str = "a.weight") -> str:
+def refused(folder, *, tensor="a.weight"):
     """Return the message with which reading `tensor` is refused."""
     with pytest.raises(UserError) as caught, CheckpointReader(folder) as reader:
         reader.tensor(tensor)

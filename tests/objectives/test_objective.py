@@ -3,7 +3,6 @@ one whose slopes follow from the sums over documents (pairs), for frozen and tra
 number of processes and any accumulation."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,12 @@ from tests.support.gathering import all_full
 from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import Head, Objective, TokensOfBatch, document_sums
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
 
 ROWS, SEQ_LEN, BETA = 6, 19, 0.5
@@ -46,7 +44,7 @@ class Pairs:
         return np.ones(rows.num_rows)
 
 
-def preference_loss(sums: torch.Tensor) -> torch.Tensor:
+def preference_loss(sums):
     chosen, rejected = sums.view(-1, 2).T
     return -logsigmoid(BETA * (chosen - rejected)).sum()
 
@@ -54,7 +52,7 @@ def preference_loss(sums: torch.Tensor) -> torch.Tensor:
 OBJECTIVES: dict[str, Objective] = {"weights": NEXT_TOKEN, "pairs": Pairs()}
 
 
-def two_documents_a_row(*, weights: Any = (0.25, 1, 2)) -> TokenStore:
+def two_documents_a_row(*, weights=(0.25, 1, 2)):
     """weights: those of trained tokens are drawn from these, or all are this one."""
     draw = np.random.default_rng(0)
     positions = np.empty((ROWS, SEQ_LEN), dtype=np.int32)
@@ -75,7 +73,7 @@ def two_documents_a_row(*, weights: Any = (0.25, 1, 2)) -> TokenStore:
     return TokenStore(manifest={}, arrays=arrays)
 
 
-def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tensor]]:
+def dense(model, name):
     store, params = two_documents_a_row(), trainable_parameters(model.training)
     batch = stored_batch(store, np.arange(ROWS))
     logits = model.training.family_logits(batch.input_ids, batch.position_ids)
@@ -94,13 +92,13 @@ def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tenso
     return float(loss.detach()), {key: param.grad for key, param in params.items()}
 
 
-def one_step(model: TrainingModel, name: str, world: World, rows: int) -> Any:
+def one_step(model, name, world, rows):
     training, gradients = model.training, {}
     training.objective = OBJECTIVES[name]
     params = trainable_parameters(training)
     optimizer = make_optimizer(training, TRAIN.model_copy(update={"learning_rate": 1e-9}))
 
-    def keep(*_: Any) -> None:
+    def keep(*_):
         gradients.update(all_full({key: param.grad for key, param in params.items()}))
 
     optimizer.register_step_pre_hook(keep)
@@ -109,7 +107,7 @@ def one_step(model: TrainingModel, name: str, world: World, rows: int) -> Any:
     return metrics.loss, gradients
 
 
-def build(base: Path, head: str, world: World) -> TrainingModel:
+def build(base, head, world):
     lora = LoraSettings(r=4, modules_to_save=HEADS[head])
     model = built_model(base, RunConfig(lora=lora), make_plan(), world)
     for key, param in trainable_parameters(model.training).items():
@@ -118,7 +116,7 @@ def build(base: Path, head: str, world: World) -> TrainingModel:
     return model
 
 
-def survey(base: Path) -> dict[str, Any]:
+def survey(base):
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         share = ROWS // world.size
@@ -132,19 +130,19 @@ def survey(base: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("objectives")
     return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
 @pytest.fixture(scope="module")
-def alone(base: Path) -> dict[str, Any]:
+def alone(base):
     (found,) = run_distributed(survey, base, world_size=1)
     return found
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n} processes")
-def found(request: pytest.FixtureRequest, base: Path, alone: dict[str, Any]) -> dict[str, Any]:
+def found(request, base, alone):
     if request.param == 1:
         return alone
     return run_distributed(survey, base, world_size=request.param)[-1]

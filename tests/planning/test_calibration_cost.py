@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from workflow.lib.planning.calibration_cost import Shape, chosen_method, rounding_seconds
+from workflow.lib.planning.calibration_cost import chosen_method, rounding_seconds
 
 
 def test_columns_and_weights_of_linears_and_experts_are_counted():
@@ -14,14 +14,14 @@ def test_columns_and_weights_of_linears_and_experts_are_counted():
     assert rounding_seconds([(7, 5), (3, 11), (8, 96, 64)]) == pytest.approx(expected)
 
 
-def layer(hidden: int, intermediate: int, heads: int, key_value_heads: int) -> list[Shape]:
+def layer(hidden, intermediate, heads, key_value_heads):
     """A dense layer of a Llama, with heads of 128."""
     q, kv = 128 * heads, 128 * key_value_heads
     attention = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)]
     return [*attention, *[(intermediate, hidden)] * 2, (hidden, intermediate)]
 
 
-def mixture(layer: list[Shape], experts: int) -> list[Shape]:
+def mixture(layer, experts):
     *attention, (width, hidden), _, down = layer
     return [*attention, (experts, 2 * width, hidden), (experts, *down)]
 

@@ -33,7 +33,7 @@ HEAVY = {"transformers", "peft", "bitsandbytes", "accelerate"}
 
 
 @cache
-def imports(path: Path) -> frozenset[str]:
+def imports(path):
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -45,13 +45,13 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def library_imports(path: Path) -> set[Path]:
+def library_imports(path):
     names = (name for name in imports(path) if name.startswith("workflow.lib."))
     files = {ROOT / f"{name.replace('.', '/')}.py" for name in names}
     return {file for file in files if file.exists()}
 
 
-def library_closure(path: Path) -> set[Path]:
+def library_closure(path):
     """Return the files of the library that a file imports directly or through others."""
     reached: set[Path] = set()
     waiting = [path]

@@ -6,7 +6,6 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ ENVS = Path(__file__).resolve().parents[2] / "envs"
 REQUIREMENTS = sorted(path for path in ENVS.glob("*.txt") if path.name != "pins.txt")
 
 
-def render() -> ModuleType:
+def render():
     spec = importlib.util.spec_from_file_location("render", ENVS / "render.py")
     assert spec is not None
     assert spec.loader is not None
@@ -24,18 +23,18 @@ def render() -> ModuleType:
     return module
 
 
-def lines(path: Path) -> list[str]:
+def lines(path):
     """Return the requirements of a file, without comments and options."""
     stripped = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
     return [line for line in stripped if line and not line.startswith(("#", "-"))]
 
 
-def normalized(name: str) -> str:
+def normalized(name):
     """Return a package's name as PyPI compares it, without extras."""
     return name.partition("[")[0].lower().replace("_", "-").replace(".", "-")
 
 
-def pins() -> dict[str, str]:
+def pins():
     """Return the pinned version of every package."""
     pairs = (line.split("==") for line in lines(ENVS / "pins.txt"))
     return {normalized(name): version for name, version in pairs}

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ IDS = torch.arange(5, 200)[None]
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["upcycle_base.py"])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "workflow").symlink_to(PRESET.parents[1])
@@ -34,7 +33,7 @@ def test_mixture_begins_with_the_logits_of_the_base_and_uses_all_experts(made):
     )
     chosen: list[torch.Tensor] = []
 
-    def note(_module: Any, _inputs: Any, output: Any) -> None:
+    def note(_module, _inputs, output):
         chosen.append(output[-1])
 
     hooks = [layer.mlp.gate.register_forward_hook(note) for layer in mixture.model.layers]

@@ -2,7 +2,6 @@
 after a kill."""
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tests.quantization.test_layer_stream import folder_of
 from tests.support.families import FAMILIES, VOCAB, by_kind
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
-from workflow.lib.artifacts.quantization_record import HeldoutLosses
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.auto_class import auto_class
@@ -28,7 +26,7 @@ from workflow.lib.quantization.calibrated_base import (
     layer_bytes,
     write_calibrated,
 )
-from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
+from workflow.lib.quantization.calibration import Calibration
 from workflow.lib.quantization.calibration_rows import BATCH_TOKENS
 from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.quantization.nf4_checkpoint import (
@@ -53,7 +51,7 @@ ROUNDING = 2e-4
 
 
 @cache
-def store() -> TokenStore:
+def store():
     draw = np.random.default_rng(5)
     positions = np.array([np.concatenate([np.arange(n) for n in row]) for row in LENGTHS])
     offsets = np.array([0, 13, 30])
@@ -71,7 +69,7 @@ def store() -> TokenStore:
     return TokenStore(manifest=manifest, arrays=arrays)
 
 
-def calibrate(original: Path, target: Path) -> HeldoutLosses:
+def calibrate(original, target):
     model = build_on_meta(original, dtype=torch.bfloat16)
     target.mkdir(parents=True, exist_ok=True)
     with ConvertedReader(original, model) as reader:
@@ -86,7 +84,7 @@ def calibrate(original: Path, target: Path) -> HeldoutLosses:
 
 
 @torch.no_grad()
-def losses(model: torch.nn.Module) -> list[float]:
+def losses(model):
     """Summed loss of each held-out document, by the whole model."""
     totals = []
     for ids, mask in store().heldout_documents():
@@ -114,10 +112,10 @@ def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(tmp_path, mo
         assert found == pytest.approx(losses(model), rel=ROUNDING)
 
 
-def kill_before_last_layer(original: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def kill_before_last_layer(original, target, monkeypatch):
     whole = Calibration.quantize
 
-    def killed(self: Calibration, number: int, hidden: Hidden) -> QuantizedLayer:
+    def killed(self, number, hidden):
         if number + 1 == len(self._stream.layers):
             raise KeyboardInterrupt
         return whole(self, number, hidden)
@@ -146,7 +144,7 @@ def test_calibration_that_was_killed_goes_on_to_the_same_bytes(tmp_path, monkeyp
 GPU = torch.device("cuda")
 
 
-def layer() -> nn.Module:
+def layer():
     with torch.device("meta"):
         return nn.ModuleDict({"up": nn.Linear(96, 160), "down": nn.Linear(160, 96, bias=False)})
 

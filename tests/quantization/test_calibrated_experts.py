@@ -1,7 +1,6 @@
 """Experts by calibration: which tokens calibrate each, and that each is rounded as a linear is."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from workflow.lib.settings.config import QuantizeConfig
 PLAIN = QuantizeConfig(double_quant=False)
 
 
-def experts_of(family: str, folder: Path) -> Any:
+def experts_of(family, folder):
     """The experts of the last layer, with random weights."""
     torch.manual_seed(2)
     model = build_on_meta(tiny_mixture(family, folder), dtype=torch.float32)
@@ -32,7 +31,7 @@ def experts_of(family: str, folder: Path) -> Any:
     return experts.requires_grad_(False)
 
 
-def tokens_for(experts: Any, *, count: int) -> ExpertTokens:
+def tokens_for(experts, *, count):
     """Tokens of which the first experts get more than the last."""
     torch.manual_seed(3)
     chances = torch.rand(count, experts.num_experts) * torch.linspace(1.3, 1, experts.num_experts)
@@ -40,11 +39,11 @@ def tokens_for(experts: Any, *, count: int) -> ExpertTokens:
     return ExpertTokens(states, chances.topk(2).indices)
 
 
-def correlation(rows: torch.Tensor) -> torch.Tensor:
+def correlation(rows):
     return rows.T @ rows / len(rows)
 
 
-def rounded(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def rounded(weight, rows):
     feedback = error_feedback(correlation(rows), what="w")
     return decode(round_calibrated(weight.contiguous(), feedback, PLAIN), block_size=64)
 
@@ -122,7 +121,7 @@ def test_no_more_than_one_expert_is_rounded_at_a_time(tmp_path, monkeypatch):
     experts, shapes = experts_of("qwen3_moe", tmp_path), set()
     whole = calibrated_experts.codes_with_feedback
 
-    def looked(weight: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    def looked(weight, *others, **named):
         shapes.add(tuple(weight.shape))
         assert weight.untyped_storage().nbytes() == weight.nbytes
         return whole(weight, *others, **named)

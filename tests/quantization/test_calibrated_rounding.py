@@ -9,7 +9,6 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from workflow.lib.kernels.nf4.decode import decoded as decoded_bytes
 from workflow.lib.quantization.calibrated_rounding import (
     SHARES,
-    Rounded,
     column_scales,
     decode,
     error_feedback,
@@ -25,12 +24,12 @@ CPU = torch.device("cpu")
 SHAPES = [(48, 128), (37, 80), (5, 200), (16, 64)]  # whole blocks in a row, and blocks over rows
 
 
-def random_weight(shape: tuple[int, int]) -> torch.Tensor:
+def random_weight(shape):
     torch.manual_seed(0)
     return torch.randn(shape) * 0.05
 
 
-def random_correlation(width: int, *, inputs: int = 400) -> torch.Tensor:
+def random_correlation(width, *, inputs=400):
     """Inputs of which some are large and all are mixed, as a model's are."""
     torch.manual_seed(1)
     x = torch.randn(inputs, width) * torch.logspace(0, 1.5, width)
@@ -38,9 +37,7 @@ def random_correlation(width: int, *, inputs: int = 400) -> torch.Tensor:
     return x.T @ x / inputs
 
 
-def plain_gptq(
-    weight: torch.Tensor, correlation: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
+def plain_gptq(weight, correlation, scale):
     """GPTQ as its paper states it, in float64, columns with the largest inputs first: after each
     column the inverse correlation of the columns that are left, by elimination. scale: of every
     weight. Returns the decoded weight."""
@@ -58,7 +55,7 @@ def plain_gptq(
     return result
 
 
-def all_scales(rounded: Rounded, *, block_size: int) -> torch.Tensor:
+def all_scales(rounded, *, block_size):
     shape = rounded.codes.shape
     columns = torch.arange(shape[1])
     return column_scales(rounded.scales.decoded, shape, columns, block_size=block_size)
@@ -100,7 +97,7 @@ def test_scale_of_a_block_is_the_best_of_all_shares():
     scales = searched_scales(weight, importance, block_size=64)
     table, largest = code_table(CPU), weight.abs().amax(1)
 
-    def error(row: int, scale: torch.Tensor) -> float:
+    def error(row, scale):
         nearest = (weight[row, :, None] - table * scale).abs().min(-1).values
         return float((nearest.square() * importance).sum())
 
@@ -144,9 +141,7 @@ def test_bitsandbytes_decodes_the_calibrated_weight_bit_by_bit(shape, double_qua
     assert torch.equal(decoded_bytes(stored, state), decode(rounded, block_size=64))
 
 
-def packed(
-    rounded: Rounded, settings: QuantizeConfig, shape: tuple[int, int]
-) -> dict[str, torch.Tensor]:
+def packed(rounded, settings, shape):
     return packed_tensors(
         rounded.codes.reshape(-1), rounded.scales, settings, shape=shape, dtype=torch.float32
     )

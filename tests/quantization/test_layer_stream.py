@@ -1,7 +1,6 @@
 """A model run one layer at a time, on packed rows, computes what the whole stock model does for
 each document alone."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ ORDINARY = {
 """One of each kind: the others are nightly."""
 
 
-def folder_of(name: str, folder: Path) -> Path:
+def folder_of(name, folder):
     if name in FAMILIES:
         return tiny_model(FAMILIES[name].config(name), folder)
     model_type, changes = OTHERS[name]
@@ -75,7 +74,7 @@ def folder_of(name: str, folder: Path) -> Path:
     return tiny_model(AutoConfig.for_model(model_type, **sizes), folder)
 
 
-def through_all_layers(stream: LayerStream, batch: Batch) -> torch.Tensor:
+def through_all_layers(stream, batch):
     stream.record([batch])
     assert batch.first_hidden is not None
     hidden = batch.first_hidden
@@ -153,7 +152,7 @@ def test_family_that_hands_on_more_than_is_followed_is_refused(tmp_path, monkeyp
         stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
         decoder = stream.model.get_decoder()
 
-        def adding(input_ids: torch.Tensor, **_: Any) -> None:
+        def adding(input_ids, **_):
             hidden, total = decoder.embed_tokens(input_ids), 0.0
             for layer in decoder.layers:
                 total = total + hidden
@@ -176,7 +175,7 @@ def test_heads_that_make_all_scores_are_told(tmp_path, family, heads):
 def test_no_more_than_one_layer_has_weights(tmp_path):
     folder = tiny_llama(tmp_path)
 
-    def on_the_device(stream: LayerStream) -> list[int]:
+    def on_the_device(stream):
         return [
             number
             for number, layer in enumerate(stream.layers)

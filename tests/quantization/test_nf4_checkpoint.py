@@ -30,11 +30,11 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("original"), dtype=torch.bfloat16)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder):
     with CheckpointReader(folder) as reader:
         return {name: reader.tensor(name) for name in reader.names()}
 
@@ -124,14 +124,14 @@ class TestShards:
         assert len(list(base.glob("*.safetensors"))) > 2
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder):
     model = build_on_meta(folder, dtype=torch.bfloat16)
     with pytest.raises(UserError) as caught, ConvertedReader(folder, model) as reader:
         check_loading(model, reader)
     return str(caught.value)
 
 
-def rewritten(folder: Path, change: dict[str, torch.Tensor | None]) -> Path:
+def rewritten(folder, change):
     """Save a tiny Llama with some tensors replaced, or left out (None)."""
     tiny_llama(folder)
     unquantized = {

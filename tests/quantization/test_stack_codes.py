@@ -1,9 +1,5 @@
 """Stacks of experts in an NF4 checkpoint, for families that publish them in different ways."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
@@ -25,12 +21,12 @@ from workflow.lib.system.errors import UserError
 CPU = torch.device("cpu")
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
+def stored(folder):
     with CheckpointReader(folder) as reader:
         return {name: reader.tensor(name) for name in reader.names()}
 
 
-def stock_stacks(folder: Path) -> dict[str, torch.Tensor]:
+def stock_stacks(folder):
     """The stacks as Transformers loads them, in the orientation (experts, out, in)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     params = dict(model.named_parameters())
@@ -84,12 +80,12 @@ def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(tmp_path, monke
     model = build_on_meta(source, dtype=torch.float32)
     at_work = 0
 
-    def quantize(weight: torch.Tensor, **settings: Any) -> Any:
+    def quantize(weight, **settings):
         assert weight.shape == (96, 64)
         assert at_work == 1
         return quantize_4bit(weight, **settings)
 
-    def counted(experts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def counted(experts):
         nonlocal at_work
         for expert in experts:
             assert expert.untyped_storage().nbytes() == expert.nbytes
@@ -104,7 +100,7 @@ def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(tmp_path, monke
     assert parts["weight"].shape == (11 * 96 * 64 // 2, 1)
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder):
     model = build_on_meta(folder, dtype=torch.float32)
     with pytest.raises(UserError) as caught, ConvertedReader(folder, model) as reader:
         check_loading(model, reader)

@@ -1,7 +1,6 @@
 """A base that stock Transformers has saved in NF4 is taken byte by byte, or refused by name."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from workflow.scripts.command import stage_parser
 from workflow.scripts.quantize_base import add_arguments, main
 
 
-def in_nf4(source: Path, folder: Path, *, dtype: torch.dtype, **settings: Any) -> Path:
+def in_nf4(source, folder, *, dtype, **settings):
     """Quantize a model by stock Transformers, and save it."""
     quantization = BitsAndBytesConfig(
         **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -36,7 +35,7 @@ def in_nf4(source: Path, folder: Path, *, dtype: torch.dtype, **settings: Any) -
     return folder
 
 
-def quantize(model: Path, output: Path, **settings: Any) -> Path:
+def quantize(model, output, **settings):
     words = ["--config", json.dumps({"quantize": settings}), "--model", str(model)]
     words += ["--output", str(output), "--log", str(output.with_suffix(".log"))]
     main(add_arguments(stage_parser("")).parse_args(words))
@@ -44,16 +43,16 @@ def quantize(model: Path, output: Path, **settings: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("source"), dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def published(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published(source, tmp_path_factory):
     return in_nf4(source, tmp_path_factory.mktemp("published"), dtype=torch.bfloat16)
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
+def stored(folder):
     with CheckpointReader(folder) as reader:
         return {name: reader.tensor(name) for name in reader.names()}
 

@@ -5,12 +5,10 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.preflight_examples import setup
-from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import COMPUTE, EMPTY_CACHE, HOST, Tape
 from workflow.lib.planning.memory.peaks import EXPLANATIONS
@@ -56,12 +54,12 @@ STAY = {
 }
 
 
-def chosen(**levers: Any) -> StepPlan:
+def chosen(**levers):
     return setup(**({"fused_layers": True, "micro_batch_size": 2} | levers))
 
 
 @cache
-def shape() -> ModelShape:
+def shape():
     return describe_config(LLAMA, origin=Path("model"))
 
 
@@ -85,7 +83,7 @@ class Tapes:
 
 
 @pytest.fixture(scope="module")
-def tapes(process: RecordingProcess) -> Tapes:
+def tapes(process):
     return Tapes(process)
 
 
@@ -132,7 +130,7 @@ def test_what_is_offloaded_is_page_locked_memory_of_the_host(tapes):
     assert replay(tapes.of(chosen(**ALONE))).peaks.host_bytes == 0
 
 
-def left(tape: Tape) -> set[int]:
+def left(tape):
     """Return the tensors that are there at the end; each is made once, and released once."""
     there: set[int] = set()
     for event in tape.events:

@@ -7,8 +7,7 @@ import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.planning.memory.replay import Replay, replay
-from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.planning.memory.replay import replay
 
 # The loss decides on the peak.
 WIDE = {
@@ -41,7 +40,7 @@ def test_kernels_spare_the_logits_in_fp32(process, config, levers, spared):
     stored = setup(seq_len=2048, fused_layers=True, targets=shape.linear_names, **levers)
     fused = replace(stored, fused_loss=True)
 
-    def recorded(chosen: StepPlan) -> Replay:
+    def recorded(chosen):
         return replay(process.record(config, chosen, checked=False))
 
     found = {chosen.fused_loss: recorded(chosen) for chosen in (stored, fused)}

@@ -30,7 +30,7 @@ print(recurrent, len(_recorded(config, levers, checked=False, whole=True).events
 """
 
 
-def package_of_kernels(folder: Path) -> None:
+def package_of_kernels(folder):
     """Write a package like flash-linear-attention, whose kernels cannot run here."""
     inner = folder / "fla" / "ops" / "gated_delta_rule"
     inner.mkdir(parents=True)

@@ -1,8 +1,5 @@
 """Results of fake operations that are made like known ones: they are what torch makes."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
@@ -13,17 +10,17 @@ aten = torch.ops.aten
 TIMES = 3  # torch's, the first one made like it, one more
 
 
-def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+def looks(tensor):
     storage = tensor.untyped_storage()
     place = (tensor.shape, tensor.stride(), tensor.storage_offset(), storage.nbytes())
     return *place, tensor.dtype, tensor.device, tensor.requires_grad, sorted(vars(tensor))
 
 
-def memory(tree: Any) -> list[int]:
+def memory(tree):
     return [tensor.untyped_storage()._cdata for tensor in tensors(tree)]
 
 
-def operands() -> dict[str, torch.Tensor]:
+def operands():
     return {
         "x": torch.empty(6, 5, dtype=torch.bfloat16),
         "turned": torch.empty(5, 6, dtype=torch.bfloat16).t(),
@@ -78,7 +75,7 @@ def test_result_is_as_torch_makes_it(func, names, rest, options):
             )
 
 
-def given(word: Any, there: Mapping[str, torch.Tensor]) -> Any:
+def given(word, there):
     if isinstance(word, str):
         return there[word]
     if isinstance(word, list):

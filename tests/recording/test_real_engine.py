@@ -2,10 +2,8 @@
 model."""
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,10 @@ from tests.support.models import quantized, tiny_gemma2, tiny_llama
 from tests.support.preflight_examples import SEVEN, setup
 from workflow.lib.model.architecture.model_shape import read_config
 from workflow.lib.model.lora import init_adapters_, inject_adapters
-from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.settings.config import LoraSettings
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
@@ -65,11 +59,11 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory):
     return made(tmp_path_factory.mktemp("traced"), vocab_size=101)
 
 
-def made(folder: Path, *, vocab_size: int) -> tuple[Path, Path]:
+def made(folder, *, vocab_size):
     """Return a model and its NF4 base."""
     source = tiny_llama(
         folder / "original", hidden_size=128, intermediate_size=384, num_attention_heads=4,
@@ -78,7 +72,7 @@ def made(folder: Path, *, vocab_size: int) -> tuple[Path, Path]:
     return source, quantized(source, folder / "nf4")
 
 
-def random_batch() -> MicroBatch:
+def random_batch():
     ids = np.random.default_rng(0).integers(0, 101, size=(ROWS, SEQ_LEN))
     places = np.tile(np.arange(SEQ_LEN), (ROWS, 1))
     batch = make_batch(ids, places, places > 0, device=torch.device("cpu"))
@@ -86,12 +80,12 @@ def random_batch() -> MicroBatch:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def wide(tmp_path_factory):
     """A vocabulary that outgrows all else."""
     return made(tmp_path_factory.mktemp("wide"), vocab_size=9001)
 
 
-def adapted_in_bf16(base: Path, lora: LoraSettings = RANK_4, *, every: int = 0) -> Any:
+def adapted_in_bf16(base, lora=RANK_4, *, every=0):
     """Return the training module of an NF4 folder, every so many layers recomputed (0: none)."""
     model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
     training = CausalLMForTraining(inject_adapters(model, lora))
@@ -103,16 +97,7 @@ def adapted_in_bf16(base: Path, lora: LoraSettings = RANK_4, *, every: int = 0) 
     return training.train()
 
 
-def allocated(
-    base: Path,
-    *,
-    targets: tuple[str, ...],
-    dora: bool,
-    every: int,
-    modules: tuple[str, ...] = (),
-    batches: int = 1,
-    dropout: float = 0.0,
-) -> list[int]:
+def allocated(base, *, targets, dora, every, modules=(), batches=1, dropout=0.0):
     """The peaks of as many micro-batches as 1, 2 and so on to `batches`, on the CPU in bf16, above
     what lies there before, bytes."""
     lora = LoraSettings(
@@ -136,7 +121,7 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders):
     training = adapted_in_bf16(base, every=1)
     batches, left = [random_batch(), random_batch()], []
 
-    def taken() -> Iterator[MicroBatch]:
+    def taken():
         for batch in batches:
             yield batch
             gradients = [p.grad for p in training.parameters() if p.grad is not None]
@@ -149,11 +134,11 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders):
     assert max(left) < ROWS * SEQ_LEN * hidden_size  # half a hidden state in bf16
 
 
-def recorded(process: RecordingProcess, source: Path, chosen: StepPlan) -> Tape:
+def recorded(process, source, chosen):
     return process.record(read_config(source), chosen, checked=False, whole=True)
 
 
-def peak(tape: Tape) -> int:
+def peak(tape):
     """The same of a recording's second step, without rounding. What cuBLAS borrows is left out."""
     first_step = tape.events.index("optimizer_step")
     begin = tape.events.index("look_up_embedding", first_step)
@@ -187,9 +172,7 @@ def test_peak_above_the_weights_is_that_of_the_engine(process, folders, lever):
 
 
 @pytest.fixture(scope="module", params=[None, 50.0], ids=["plain", "soft-capped"])
-def gemma(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
+def gemma(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma")
     source = tiny_gemma2(folder / "original", attn_logit_softcapping=request.param)
     return source, quantized(source, folder / "nf4")

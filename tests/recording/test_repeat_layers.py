@@ -2,13 +2,11 @@
 
 import logging
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from tests.support.distributed import run_distributed
 from tests.support.preflight_examples import num_calls, setup
-from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.engine_run import record
@@ -38,7 +36,7 @@ SHORTER_NORMS = 512  # bytes of the allocator: the norms of fewer adapters' grad
 PAGE = 2 * 2**20  # of the allocator, for small tensors
 
 
-def large(tape: Tape) -> Counter[int]:
+def large(tape):
     """How many tensors of each size there are, the norms of all gradients left out."""
     return Counter(size for size in tape.sizes if size > MOST_OF_NORMS)
 
@@ -67,7 +65,7 @@ def test_repeated_layers_ask_for_what_all_layers_ask(process, config, layers, le
     assert of_some.peaks.peak_phase == of_all.peaks.peak_phase
 
 
-def refusals(cases: list[dict[str, Any]]) -> list[str]:
+def refusals(cases):
     """Return with which levers layers were refused that did not stand for all, and why."""
     said: list[str] = []
     handler = logging.Handler(logging.DEBUG)

@@ -1,15 +1,10 @@
 """Trained routers and their load-balancing loss, as a recording of the engine finds them."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.recording.recording_process import RecordingProcess
-from workflow.lib.step_plan.plan import StepPlan
 
 EXPERTS, HIDDEN, LAYERS = 64, 1024, 12
 MIXTURE = {
@@ -30,7 +25,7 @@ MIXTURE = {
 ROUTER = 4 * EXPERTS * HIDDEN
 
 
-def chosen(**levers: Any) -> StepPlan:
+def chosen(**levers):
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     return setup(**({"fused_layers": True, "processes": 1, "targets": targets} | levers))
 
@@ -40,11 +35,11 @@ BALANCED = {"balances_routers": True}
 
 
 @pytest.fixture(scope="module")
-def recorded(process: RecordingProcess) -> Callable[[StepPlan], Tape]:
+def recorded(process):
     """Record a set-up, for all tests that ask for it."""
     kept: dict[str, Tape] = {}
 
-    def tape(levers: StepPlan) -> Tape:
+    def tape(levers):
         key = repr(levers)
         if key not in kept:
             kept[key] = process.record(MIXTURE, levers, checked=False)
@@ -53,7 +48,7 @@ def recorded(process: RecordingProcess) -> Callable[[StepPlan], Tape]:
     return tape
 
 
-def term(tape: Tape, name: str) -> int:
+def term(tape, name):
     pairs = zip(tape.terms, tape.sizes, strict=True)
     return sum(size for found, size in pairs if found == name)
 

@@ -1,7 +1,5 @@
 """What card and report say of the GGUF files: which there are, and how llama.cpp compares."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.report.test_model_card import read as read_card
@@ -16,13 +14,13 @@ from workflow.lib.system.number_formats import share
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     add_gguf(folder)
     return folder
 
 
-def card(folder: Path) -> str:
+def card(folder):
     checks = read_record(folder / "convert_gguf" / "gguf.json", GgufChecks)
     return model_card(read_card(folder, gguf=checks))
 
@@ -51,7 +49,7 @@ def test_card_of_a_run_without_gguf_files_has_no_such_section(tmp_path):
     assert "## GGUF" not in model_card(read_card(write_run(tmp_path, "demo", num_steps=3)))
 
 
-def page(root: Path, *, gguf: bool) -> Page:
+def page(root, *, gguf):
     runs = read(root, "demo", gguf=gguf)
     return Page(render_page(runs, report=ReportConfig(), settings={"demo": {}}))
 

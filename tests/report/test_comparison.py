@@ -1,18 +1,16 @@
 import csv
 import io
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.support.report_examples import add_original, edit, write_run
 from tests.support.report_pages import Page, read, rendered
 from workflow.lib.report.comparison import comparison_csv, setting_columns
-from workflow.lib.report.run_results import Run
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[Run]:
+def runs(tmp_path):
     write_run(tmp_path, "demo", num_steps=13)
     folder = write_run(tmp_path, "other", num_steps=13, rate=5e-4)
     edit(folder / "finetune" / "summary.json", lambda d: d["settings"]["lora"].update(r=64))

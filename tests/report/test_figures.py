@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import plotly.graph_objects as go
 import pytest
 
@@ -8,24 +6,22 @@ from tests.support.report_pages import read
 from workflow.lib.report.figures import (
     NUM_COLORS,
     PATTERNS,
-    Figure,
     curve_figures,
     heldout_figure,
     memory_figure,
 )
 from workflow.lib.report.html_page import TEMPLATES
-from workflow.lib.report.run_results import Run
 from workflow.lib.system.artifact_files import read_lines, write_lines
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[Run]:
+def runs(tmp_path):
     write_run(tmp_path, "demo", num_steps=13)
     write_run(tmp_path, "other", num_steps=7)
     return read(tmp_path, "demo", "other")
 
 
-def all_figures(runs: list[Run]) -> list[Figure]:
+def all_figures(runs):
     heldout = heldout_figure(runs)
     assert heldout is not None
     return [*curve_figures(runs), heldout, memory_figure(runs)]

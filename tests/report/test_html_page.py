@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from workflow.lib.system.number_formats import visible
 ADDRESSES = {"src", "href", "srcset", "action", "poster", "data", "formaction", "background"}
 
 
-def poison(value: Any, *, keep: frozenset[str]) -> Any:
+def poison(value, *, keep):
     """Return `value` with every text but those in `keep` made hostile; keys stay."""
     if isinstance(value, dict):
         return {key: poison(item, keep=keep) for key, item in value.items()}
@@ -26,7 +25,7 @@ def poison(value: Any, *, keep: frozenset[str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory: pytest.TempPathFactory) -> str:
+def two_runs(tmp_path_factory):
     """The page of one plain run and one whose every text is hostile."""
     root = tmp_path_factory.mktemp("report")
     write_run(root, "demo", num_steps=13)

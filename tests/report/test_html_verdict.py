@@ -1,7 +1,6 @@
 """The verdict of a page: held-out loss, tasks, checks, required gain, and the best of a sweep."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ def test_verdict_follows_the_interval_of_the_difference(tmp_path, ends, words):
     assert f"<h3>{words}</h3>" in rendered(tmp_path, "demo")
 
 
-def better(root: Path, name: str, loss: float) -> Path:
+def better(root, name, loss):
     """Write a run with this held-out loss."""
     folder = write_run(root, name, num_steps=3, rate=loss / 1000)
     edit(folder / "evaluate_run" / "tuned.json", lambda d: d["heldout"].update(loss=loss))
@@ -66,7 +65,7 @@ def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path):
     assert "held-out loss is higher than the NF4 base" in warned
 
 
-def with_gate(root: Path, require: dict[str, float], *, by: str = "estimate") -> str:
+def with_gate(root, require, *, by="estimate"):
     """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss,
     with this gate."""
     write_run(root, "demo", num_steps=3)

@@ -1,7 +1,5 @@
 """Documents by length, drawn."""
 
-from pathlib import Path
-
 import plotly.graph_objects as go
 import pytest
 
@@ -12,7 +10,7 @@ from workflow.lib.report.length_figure import length_figure
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
     return tmp_path / "tokens" / "demo-data" / "manifest.json"
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import write_json
 
 
-def read(folder: Path, **changes: Any) -> CardInputs:
+def read(folder, **changes):
     tokens = folder.parents[1] / "tokens" / f"{folder.name}-data"
     inputs = CardInputs(
         model_id="acme/tiny-1b",
@@ -55,7 +54,7 @@ def read(folder: Path, **changes: Any) -> CardInputs:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     return write_run(tmp_path, "demo", num_steps=3)
 
 
@@ -75,7 +74,7 @@ def test_metadata_is_read_back_by_the_hubs_own_parser(run, tmp_path):
     validate_repo_id(found["datasets"])
 
 
-def validated(card: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def validated(card, folder):
     (folder / "README.md").write_text(card)
     code = (
         "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
@@ -180,7 +179,7 @@ GAIN, LOSS, NEITHER = [0.033, 0.2], [-0.2, -0.033], [-0.02, 0.04]
     ],
 )
 def test_each_metric_of_a_task_is_told_by_its_own_interval(run, acc, acc_norm, upwards, told):
-    def change(document: dict[str, Any]) -> None:
+    def change(document):
         for metric, ends in (("acc", acc), ("acc_norm", acc_norm)):
             document["comparisons"]["base"]["tasks"]["pydocs_mc"][metric].update(
                 difference_ci95=ends
@@ -203,7 +202,7 @@ WHOLE_BLOCKS = {
 }
 
 
-def used(card: str, **replaced: Path) -> dict[str, Any]:
+def used(card, **replaced):
     (block,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     for placeholder, path in replaced.items():
         quoted = f"path/to/{placeholder.replace('__', '/')}"

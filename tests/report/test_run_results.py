@@ -1,6 +1,3 @@
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.support.report_examples import edit, write_run
@@ -9,7 +6,7 @@ from workflow.lib.system.errors import UserError
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write_run(tmp_path, "demo", num_steps=13)
 
 
@@ -29,27 +26,27 @@ def test_checks_hold_preflight_training_and_parity(tmp_path, folder):
     assert [check.name[:12] for check in run.failed_checks] == ["Preflight: t", "The exported"]
 
 
-def _other_run(document: dict[str, Any]) -> None:
+def _other_run(document):
     document["run"] = "other"
 
 
-def _other_prompt(document: dict[str, Any]) -> None:
+def _other_prompt(document):
     document["samples"][1]["document"] = 12
 
 
-def _other_task(document: dict[str, Any]) -> None:
+def _other_task(document):
     document["tasks"]["other"] = document["tasks"].pop("pydocs_mc")
 
 
-def _fewer_documents(document: dict[str, Any]) -> None:
+def _fewer_documents(document):
     document["heldout"]["documents"] = 126
 
 
-def _no_difference(document: dict[str, Any]) -> None:
+def _no_difference(document):
     del document["comparisons"]["base"]["tasks"]["pydocs_mc"]["acc"]
 
 
-def _swapped(document: dict[str, Any]) -> None:
+def _swapped(document):
     document["subject"] = "base"
 
 

@@ -113,7 +113,7 @@ def test_index_that_leads_out_of_its_folder_is_refused(tmp_path):
         shard_of_tensor(folder)
 
 
-def custom_model(folder: Path, target: Path) -> Path:
+def custom_model(folder, target):
     """Write a model and a tokenizer whose classes are code in their folder, which writes a file
     when imported."""
     tiny_llama(folder)

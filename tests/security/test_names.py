@@ -2,12 +2,10 @@
 reads them."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.workflow_project import Project, make_project
+from tests.support.workflow_project import make_project
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 
@@ -38,31 +36,31 @@ COLUMN = "{run} a'b\"c;touch pwned;$(touch pwned)`touch pwned`\n--help ../../ÃŸæ
 REFUSED_RUN_NAMES = [*HOSTILE, "..", ".", "a/b", "../x", ".hidden", "-x", "_x", "a" * 65, ""]
 
 
-def rename(project: Project, old: str, new: str) -> None:
+def rename(project, old, new):
     target = project.root / new
     target.parent.mkdir(parents=True, exist_ok=True)
     (project.root / old).rename(target)
 
 
 @pytest.fixture(scope="module")
-def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile_folder(tmp_path_factory):
     """A folder to work in whose own name is hostile."""
     folder = tmp_path_factory.mktemp("names") / "w $(touch pwned) 'q\" ;touch pwned"
     folder.mkdir()
     return folder
 
 
-def pwned(folder: Path) -> list[Path]:
+def pwned(folder):
     return [path for path in folder.rglob("*") if path.name.strip("'\"; ") == "pwned"]
 
 
-def rename_column(path: Path, old: str, new: str) -> None:
+def rename_column(path, old, new):
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     renamed = [{new if key == old else key: value for key, value in row.items()} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in renamed), encoding="utf-8")
 
 
-def hostile_project(root: Path) -> Project:
+def hostile_project(root):
     """A project whose files, column, model, layers, template and title have every hostile character
     at once."""
     project = make_project(root)
@@ -118,7 +116,7 @@ def test_hub_id_and_revision_are_data_to_every_shell(hostile_folder):
     assert pwned(hostile_folder) == []
 
 
-def refusal(document: dict[str, Any]) -> str:
+def refusal(document):
     with pytest.raises(UserError) as caught:
         load_config(document)
     return str(caught.value)

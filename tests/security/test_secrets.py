@@ -1,10 +1,7 @@
 """Tokens and keys of the environment are in nothing that a run leaves, shows or starts."""
 
-import argparse
 import logging
 import stat
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from tests.support.canaries import CANARIES
 from workflow.scripts.command import run, stage_parser
 
 
-def files(folder: Path) -> Iterator[Path]:
+def files(folder):
     yield from (path for path in folder.rglob("*") if path.is_file())
 
 
@@ -42,7 +39,7 @@ def test_traceback_of_a_defect_masks_the_secrets_it_quotes(tmp_path, monkeypatch
     log = tmp_path / "stage.log"
     monkeypatch.setattr("sys.argv", ["stage", "--config", "{}", "--log", str(log)])
 
-    def main(args: argparse.Namespace) -> None:
+    def main(args):
         raise RuntimeError(f"request with {secret} to https://me:{secret}@hub.example failed")
 
     try:

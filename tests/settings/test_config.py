@@ -1,23 +1,14 @@
 """Settings: defaults, descriptions, and overrides by runs."""
 
-from collections.abc import Iterator
-
 import pytest
-from pydantic import BaseModel
 
 from tests.support.settings_examples import only
-from workflow.lib.settings.config import (
-    Config,
-    RunConfig,
-    is_hub_id,
-    load_config,
-    merge,
-)
+from workflow.lib.settings.config import Config, RunConfig, is_hub_id, load_config, merge
 from workflow.lib.settings.errors_in_words import is_section
 from workflow.lib.system.errors import UserError
 
 
-def fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str | None]]:
+def fields(model, path=""):
     for name, field in model.model_fields.items():
         yield f"{path}{name}", field.description
         if is_section(model, name):

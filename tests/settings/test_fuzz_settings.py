@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
-from workflow.lib.settings.config import Config, RunConfig, load_config
+from workflow.lib.settings.config import Config, load_config
 from workflow.lib.settings.effects import Stage
 from workflow.lib.system.errors import UserError
 
@@ -27,7 +27,7 @@ EDITED = settings(
 )
 
 
-def places(node: Any, path: Place = ()) -> list[Place]:
+def places(node, path=()):
     """Return the path of every key of a document, sections included."""
     if not isinstance(node, dict):
         return []
@@ -75,7 +75,7 @@ EDITS = st.lists(
 )
 
 
-def edited(edits: list[tuple[Place, str, Any]]) -> dict[str, Any]:
+def edited(edits):
     """Return the real document after `edits`; an edit whose place is gone does nothing."""
     document = copy.deepcopy(DOCUMENT)
     for (*above, key), kind, junk in edits:
@@ -92,7 +92,7 @@ def edited(edits: list[tuple[Place, str, Any]]) -> dict[str, Any]:
     return document
 
 
-def use(run: RunConfig) -> None:
+def use(run):
     """Do with settings what the Snakefile does when it is parsed."""
     layout.tokens_dir(run), layout.base_dir(run), layout.model_dir(run), layout.data_files(run)
     layout.fingerprint(run)
@@ -100,7 +100,7 @@ def use(run: RunConfig) -> None:
         json.loads(layout.stage_json(stage, run))
 
 
-def read_and_use(document: Any) -> None:
+def read_and_use(document):
     """Read settings and use them; a refusal has to be one message that can be printed."""
     refusal = ""
     try:
@@ -118,7 +118,7 @@ def test_no_edit_of_the_real_settings_ends_in_a_traceback(edits):
     read_and_use(edited(edits))
 
 
-def nested(depth: int) -> dict[str, Any]:
+def nested(depth):
     """Return a section below a section below a section."""
     node: dict[str, Any] = {}
     for _ in range(depth):

@@ -9,11 +9,11 @@ from workflow.lib.settings.config import TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows, total_steps
 
 
-def train(**settings: object) -> TrainConfig:
+def train(**settings):
     return TrainConfig.model_validate(settings)
 
 
-def rates(num_steps: int, **settings: object) -> list[float]:
+def rates(num_steps, **settings):
     """Return the learning rate of every step at peak 1."""
     config = train(learning_rate=1.0, **settings)
     return [learning_rate(config, step=step, num_steps=num_steps) for step in range(num_steps)]
@@ -60,7 +60,7 @@ def test_rate_stays_within_zero_and_peak_and_reaches_the_peak(schedule, num_step
     assert max(values) == 1  # 0.03 of any length is at least one step, which ends at the peak
 
 
-def order(num_rows: int, batch: int, steps: range, seed: int = 0) -> list[int]:
+def order(num_rows, batch, steps, seed=0):
     parts = [
         step_rows(num_rows=num_rows, global_batch_size=batch, seed=seed, step=step)
         for step in steps

@@ -1,14 +1,12 @@
 """Which forms of the model are measured, and which one is served."""
 
-from typing import Any
-
 import pytest
 
-from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 
 
-def run_with(**sections: Any) -> RunConfig:
+def run_with(**sections):
     (run,) = load_config(sections)[1].values()
     return run
 

@@ -4,7 +4,6 @@ measured."""
 import argparse
 import json
 import subprocess
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +12,8 @@ import pytest
 
 from tests.support.models import tiny_llama
 from tests.support.preloaded_python import preloaded_python
-from workflow.lib.artifacts.benchmark_record import BenchmarkRow, Observed
-from workflow.lib.benchmark.cases import Request, load_benchmark, requests
+from workflow.lib.artifacts.benchmark_record import Observed
+from workflow.lib.benchmark.cases import load_benchmark, requests
 from workflow.lib.benchmark.measure import Job, together
 from workflow.lib.benchmark.prediction import prepare
 from workflow.lib.model.architecture.model_shape import shape_of_document
@@ -29,13 +28,13 @@ STEPS = 4
 ROWS, SEQ_LEN = 2, 24
 
 
-def wanted(**changes: Any) -> list[Request]:
+def wanted(**changes):
     """Return the requests of settings that differ from the defaults so."""
     return requests(load_benchmark({"benchmark": changes}), num_gpus=0)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def measured(tmp_path_factory):
     """The lines of two cases, one of which cannot run, by name."""
     folder = tmp_path_factory.mktemp("benchmark")
     sizes = {
@@ -103,23 +102,23 @@ def test_one_start_measures_neighbours_that_are_alike_and_peers_alone():
     assert len(list(benchmark_run.starts(names, together=1))) == 6
 
 
-def job_of_tokens(tokens: int) -> Job:
+def job_of_tokens(tokens):
     plan = SimpleNamespace(micro_batch_size=1, accumulation_steps=1)
     return cast(Job, SimpleNamespace(plan=plan, run={"data": {"seq_len": tokens}}))
 
 
-def measured_at(speed: float) -> dict[str, Any]:
+def measured_at(speed):
     """What workers write of a case of this speed."""
     return together([Observed(step_s=[1 / speed])], job_of_tokens(1)).as_json()
 
 
-def several(args: argparse.Namespace, asked: dict[str, Request]) -> Iterator[BenchmarkRow]:
+def several(args, asked):
     with recording_process() as recordings:
         prepared = partial(prepare, num_gpus=0, recordings=recordings)
         yield from benchmark_run.several(args, asked, prepared)
 
 
-def speed_of(row: BenchmarkRow) -> float:
+def speed_of(row):
     assert row.measured is not None
     return row.measured.tokens_per_s_per_process
 
@@ -130,7 +129,7 @@ def test_case_after_one_that_fails_is_measured_in_another_start(tmp_path, monkey
     args = argparse.Namespace(output=tmp_path / "measurements.jsonl")
     failures = iter([UserError("out of GPU memory: x"), None])
 
-    def launched(_: Any, ready: dict[str, Any]) -> UserError | None:
+    def launched(_, ready):
         left = benchmark_run.kept_folder(args)
         left.mkdir(exist_ok=True)
         write_checked_json(left / f"{next(iter(ready))}.json", measured_at(float(len(ready))))

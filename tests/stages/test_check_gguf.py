@@ -2,7 +2,6 @@
 and refuses the rest in one message."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 
@@ -22,14 +21,14 @@ from workflow.scripts.check_gguf import main
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     folder = tmp_path / "model"
     random_llama(vocab_size=VOCAB_SIZE).save_pretrained(folder)
     save_spm_tokenizer(folder)
     return folder
 
 
-def check(model: Path) -> Path:
+def check(model):
     output = model.parent / "check.json"
     main(argparse.Namespace(model=model, llama_cpp=converters(), output=output))
     return output

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ logger = logging.getLogger("workflow")
 
 
 @pytest.fixture(autouse=True)
-def _handlers_are_put_back() -> Iterator[None]:
+def _handlers_are_put_back():
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
     for handler in set(logger.handlers) - set(handlers):
@@ -29,7 +28,7 @@ def _handlers_are_put_back() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
-def outcome(main: object, monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str | None:
+def outcome(main, monkeypatch, *options):
     """Run `main` as a stage would; return the exit status, 0 if it returns."""
     monkeypatch.setattr(sys, "argv", ["stage", "--config", '{"a": [1]}', *options])
     assert callable(main)
@@ -40,25 +39,25 @@ def outcome(main: object, monkeypatch: pytest.MonkeyPatch, *options: str) -> int
     return 0
 
 
-def succeed(args: argparse.Namespace) -> None:
+def succeed(args):
     assert args.config == {"a": [1]}
     logger.info("derived fact")
     logger.debug("detail")
 
 
-def mistake(args: argparse.Namespace) -> None:
+def mistake(args):
     raise UserError("train.epochs = 0: must be above 0. Raise it.")
 
 
-def defect(args: argparse.Namespace) -> None:
+def defect(args):
     raise KeyError("missing")
 
 
-def full_disk(args: argparse.Namespace) -> None:
+def full_disk(args):
     raise OSError(errno.ENOSPC, "No space left on device", "train.input_ids.npy")
 
 
-def interrupted(args: argparse.Namespace) -> None:
+def interrupted(args):
     raise KeyboardInterrupt
 
 
@@ -115,7 +114,7 @@ def test_mistake_is_one_message_without_traceback(monkeypatch, capsys, tmp_path)
 
 
 def test_quoted_name_cannot_steer_the_terminal(monkeypatch, capsys, tmp_path):
-    def quote(args: argparse.Namespace) -> None:
+    def quote(args):
         raise UserError("no such file: a\x1b]0;title\x07\x9b2Jb\r")
 
     outcome(quote, monkeypatch, "--log", str(tmp_path / "log"))

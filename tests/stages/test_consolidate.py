@@ -5,7 +5,6 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,17 +34,17 @@ EOS, END_OF_TURN = 2, 3
 
 
 @pytest.fixture(scope="module")
-def run(shared_folder: Path) -> Path:
+def run(shared_folder):
     return finished(shared_folder)
 
 
-def settings(**export: Any) -> dict[str, Any]:
+def settings(**export):
     config = CONFIG.model_copy(update={"export": ExportConfig(**export)})
     return config.model_dump(mode="json", include={"model", "export"})
 
 
 @pytest.fixture(scope="module")
-def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def output(run, tmp_path_factory):
     """The stage's folder, from the untouched run, with the merged model and a chat template of
     one's own."""
     folder = tmp_path_factory.mktemp("consolidate")
@@ -57,7 +56,7 @@ def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def consolidated(run: Path, output: Path, *, manifest: Path, **export: Any) -> Path:
+def consolidated(run, output, *, manifest, **export):
     main(
         argparse.Namespace(
             config=settings(**export),
@@ -168,7 +167,7 @@ def test_one_value_altered_after_training_exports_nothing(run, tmp_path):
     assert not (tmp_path / "consolidate").exists()
 
 
-def refused(run: Path, folder: Path, **export: Any) -> str:
+def refused(run, folder, **export):
     """Run the stage on copies of base or model that are in `folder`; return its message."""
     base, model = (folder / n if (folder / n).exists() else run / n for n in ("base", "model"))
     output = folder / "consolidate"

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.llama_cpp_model import converters, forked_converters, prepare, prepare_mixture
 from tests.support.shared import made_once
-from tests.support.workflow_project import Project, make_project
-from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
+from tests.support.workflow_project import make_project
+from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.evaluation.gguf_checks import BOUNDS, Loaded, Reference, check_prompts, compared
@@ -44,7 +44,7 @@ def test_adapter_that_gguf_cannot_hold_is_refused(lora, named):
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
+def project(tmp_path):
     made = make_project(tmp_path / "project")
     (made.root / "llama.cpp").mkdir()
     made.edit({"export": {"merged": True, "gguf": ["bf16"], "llama_cpp": "llama.cpp"}})
@@ -92,7 +92,7 @@ EXPECTED = Reference(
 )
 
 
-def compare(log_p: float, path: Path) -> GgufFile:
+def compare(log_p, path):
     path.write_bytes(b"GGUF")
     server: Any = Server(log_p)
     return compared(Loaded(server, "merged", "q8_0", path), EXPECTED, vocab_size=11, prompts=3)
@@ -130,7 +130,7 @@ def test_prompt_with_other_ids_is_refused():
         check_prompts(server, tokenizer, [Probe(text="abc", ids=[4])])
 
 
-def write_gguf(folder: Path, forms: list[str], *, llama_cpp: Path) -> None:
+def write_gguf(folder, forms, *, llama_cpp):
     """Run the stage on what `prepare` has made."""
     export = {"merged": True, "gguf": ["f32", "q4_k_m"], "gguf_of": forms}
     main(
@@ -148,13 +148,13 @@ def write_gguf(folder: Path, forms: list[str], *, llama_cpp: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(shared_folder: Path) -> Path:
+def served(shared_folder):
     """The stage's folder of both forms; skipped where the package index cannot be reached.
 
     Its converters are forked; a mixture is converted as a user converts."""
     llama_cpp = converters()
 
-    def convert(folder: Path) -> None:
+    def convert(folder):
         prepare(folder)
         with forked_converters(folder):
             write_gguf(folder, ["merged", "adapter"], llama_cpp=llama_cpp)
@@ -175,7 +175,7 @@ def test_llama_cpp_serves_a_mixture_of_experts(tmp_path):
     check_served(tmp_path / "convert_gguf", "merged")
 
 
-def check_served(folder: Path, form: str) -> None:
+def check_served(folder, form):
     files = read_record(folder / "gguf.json", GgufChecks).files
     found = {file.format: file for file in files if file.form == form}
     assert list(found) == ["f32", "q4_k_m"]

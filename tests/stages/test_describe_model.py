@@ -1,9 +1,6 @@
 """The stage from the command line: a description, or one message."""
 
 import json
-import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.system.files import file_sha256
 
 
-def describe(folder: Path, **runs: Any) -> subprocess.CompletedProcess[str]:
+def describe(folder, **runs):
     checks = json.dumps({"trains_here": False, "runs": runs})
     options = ["--model", str(folder), "--checks", checks]
     output = ["--output", str(folder / "made" / "description.json")]
@@ -33,7 +30,7 @@ def test_description_is_that_of_the_folder_and_says_of_which_config_it_is(tmp_pa
     assert "llama: 25,890 parameters, 3 decoder layers (3 x full attention)" in done.stderr
 
 
-def refused(folder: Path, *parts: str, **runs: Any) -> None:
+def refused(folder, *parts, **runs):
     """Assert exit status 1, one message with all parts, and no output."""
     done = describe(folder, **runs)
     assert done.returncode == 1

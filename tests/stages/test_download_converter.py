@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,7 @@ def test_downloaded_converters_run():
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path, monkeypatch):
     """A folder that pip takes packages from, and from nowhere else; it holds `xllamacpp` 1.0."""
     source = tmp_path / "source" / INSIDE
     source.mkdir(parents=True)
@@ -61,7 +60,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def download(output: Path, *, release: str = "1.0", sha256: str) -> None:
+def download(output, *, release="1.0", sha256):
     config = json.loads(json.dumps({"release": release, "sha256": sha256}))
     main(argparse.Namespace(config=config, output=output))
 

@@ -43,14 +43,7 @@ JUNK = {
 SMALL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights" * 101}
 
 
-def download(
-    endpoint: str,
-    output: Path,
-    *,
-    environment: dict[str, str] | None = None,
-    options: tuple[str, ...] = (),
-    **config: Any,
-) -> subprocess.CompletedProcess[str]:
+def download(endpoint, output, *, environment=None, options=(), **config):
     """Run the command as a rule does; `output.parent` also holds its log and the hub's cache."""
     request = {"repo_id": "owner/name", "revision": None, "kind": "model", "files": None} | config
     inherited = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
@@ -66,7 +59,7 @@ def download(
     )
 
 
-def refusal(endpoint: str, output: Path, **options: Any) -> str:
+def refusal(endpoint, output, **options):
     """Run the command, which must fail with a message and without a traceback; return the
     message."""
     result = download(endpoint, output, **options)
@@ -76,13 +69,13 @@ def refusal(endpoint: str, output: Path, **options: Any) -> str:
     return result.stderr.splitlines()[-1]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     """Return every file below `folder`."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def manifest(folder: Path) -> dict[str, Any]:
+def manifest(folder):
     value: dict[str, Any] = read_checked_json(folder / "source.json")
     return value
 

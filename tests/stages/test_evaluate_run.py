@@ -36,20 +36,20 @@ def folder(tmp_path_factory):
     return folder
 
 
-def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
+def evaluate(folder, output, settings):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     arguments = command_line(folder, output, settings)
     return forked_stage("evaluate_run", *arguments, environment=environment)
 
 
-def refused(folder: Path, output: Path, settings: EvaluateConfig) -> str:
+def refused(folder, output, settings):
     """Expect the stage to end by a message; return what it said."""
     done = evaluate(folder, output, settings)
     assert done.returncode == 1, done.stderr
     return done.stderr
 
 
-def command_line(folder: Path, output: Path, settings: EvaluateConfig) -> list[str]:
+def command_line(folder, output, settings):
     config = canonical_json({"model": {}, "evaluate": settings.model_dump(mode="json")})
     options = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
     options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
@@ -87,7 +87,7 @@ def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finish
     assert list(measured.served.tasks) == ["local", "writes"]
 
 
-def numbers(output: Path) -> dict[str, float]:
+def numbers(output):
     found = {}
     for subject in MEASURED:
         content = read_json(output / "evaluation" / f"{subject}.json")
@@ -99,7 +99,7 @@ def numbers(output: Path) -> dict[str, float]:
     return found
 
 
-def texts(output: Path) -> list[tuple[str, str]]:
+def texts(output):
     """Both answers to every sample prompt, of all subjects."""
     found = [read_json(output / "evaluation" / f"{name}.json")["samples"] for name in MEASURED]
     return [(sample["answer"], sample["drawn"]) for samples in found for sample in samples]
@@ -126,7 +126,7 @@ def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, t
     assert not (tmp_path / "evaluation").exists()
 
 
-def flip_token(folder: Path) -> Path:
+def flip_token(folder):
     path = folder / "tokens" / "heldout.input_ids.npy"
     flip(path, -4)
     return path

@@ -1,8 +1,6 @@
 """The stage reads no base and no tokens that were damaged, and says that it looked."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 
 
-def refused_training(folder: Path) -> str:
+def refused_training(folder):
     """Be a worker of the stage, on files that were damaged before; return the message."""
     try:
         finetune(arguments(folder))
@@ -26,16 +24,16 @@ def refused_training(folder: Path) -> str:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Path:
+def prepared(tmp_path):
     prepare(tmp_path)
     return tmp_path
 
 
-def flip_weight(folder: Path) -> Path:
+def flip_weight(folder):
     return flip_tensor(folder / "base", "model.layers.1.mlp.up_proj.weight")
 
 
-def change_setting(folder: Path) -> Path:
+def change_setting(folder):
     path = folder / "base" / "config.json"
     text = path.read_text()
     assert text.count('"rms_norm_eps": 1e-06') == 1
@@ -43,8 +41,8 @@ def change_setting(folder: Path) -> Path:
     return path
 
 
-def flip_byte(name: str, place: int) -> Callable[[Path], Path]:
-    def damage(folder: Path) -> Path:
+def flip_byte(name, place):
+    def damage(folder):
         flip(folder / name, place)
         return folder / name
 

@@ -67,11 +67,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
+def stage(tmp_path):
     return Stage(tmp_path)
 
 
-def refused(stage: Stage, *parts: str, **sections: Any) -> None:
+def refused(stage, *parts, **sections):
     """Assert exit status 1, one message with all parts, no traceback, and no output."""
     done = stage.run(**sections)
     assert done.returncode == 1

@@ -1,7 +1,6 @@
 """What `preview` shows of a tokens folder."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,7 +13,7 @@ from workflow.scripts.preview import show_samples
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def manifest(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preview")
     tiny_tokenizer(folder / "tokenizer")
     stage = Stage(folder, folder / "tokenizer")
@@ -24,7 +23,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stage.output / MANIFEST
 
 
-def shown(manifest: Path, *, terminal: bool) -> str:
+def shown(manifest, *, terminal):
     file = io.StringIO()
     colours = "standard" if terminal else None
     console = Console(file=file, force_terminal=terminal, color_system=colours, width=60)

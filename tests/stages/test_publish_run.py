@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -24,7 +23,7 @@ CARD = (
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     adapter = folder / "consolidate" / "adapter"
     write_json(adapter / "adapter_config.json", {"base_model_name_or_path": "acme/tiny", "r": 16})
@@ -34,9 +33,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def publish(
-    run: Path, endpoint: str, *, token: str = WRITE_TOKEN, **export: Any
-) -> subprocess.CompletedProcess[str]:
+def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
     adapter = run / "consolidate" / "adapter"
     options = {
         "config": json.dumps({"export": {"hub_repo": "acme/demo", **export}}),
@@ -61,7 +58,7 @@ def publish(
     )
 
 
-def files_of(repo: HubRepo) -> dict[str, bytes]:
+def files_of(repo):
     return dict(repo.commits[repo.branches["main"]])
 
 
@@ -123,31 +120,31 @@ def test_card_of_a_merged_model_says_that_it_is_one(run):
     assert "# demo" in card.text
 
 
-def name_folder_in_card(run: Path) -> None:
+def name_folder_in_card(run):
     (run / "consolidate" / "adapter" / "README.md").write_text(f"base: {Path.home()}/models/x\n")
 
 
-def name_folder_in_adapter(run: Path) -> None:
+def name_folder_in_adapter(run):
     adapter = run / "consolidate" / "adapter"
     config = read_json(adapter / "adapter_config.json")
     write_json(adapter / "adapter_config.json", config | {"base_model_name_or_path": str(run)})
     write_checksums(adapter)
 
 
-def name_folder_of_base_in_card(run: Path) -> None:
+def name_folder_of_base_in_card(run):
     card = run / "consolidate" / "adapter" / "README.md"
     card.write_text(f"{CARD}```python\nbase = load('path/to/nf4/base')\n```\n")
 
 
-def fail_training_check(run: Path) -> None:
+def fail_training_check(run):
     edit(run / "finetune" / "summary.json", lambda d: d["checks"][0].update(passed=False))
 
 
-def fail_parity(run: Path) -> None:
+def fail_parity(run):
     edit(run / "consolidate" / "parity.json", lambda d: d.update(passed=False))
 
 
-def damage_weights(run: Path) -> None:
+def damage_weights(run):
     (run / "consolidate" / "adapter" / "adapter_model.safetensors").write_bytes(b"rotten!")
 
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +14,11 @@ from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import file_sha256, read_checked_json, read_json
 
 
-def stage(model: Path, output: Path) -> subprocess.CompletedProcess[str]:
+def stage(model, output):
     return forked_stage("quantize_base", *arguments(model, output))
 
 
-def refused(model: Path, output: Path) -> str:
+def refused(model, output):
     """Expect the stage to end by one message and to leave no base; return what it said."""
     done = forked_stage("quantize_base", *arguments(model, output))
     assert done.returncode == 1, done.stderr
@@ -29,14 +27,14 @@ def refused(model: Path, output: Path) -> str:
     return done.stderr
 
 
-def arguments(model: Path, output: Path) -> list[str]:
+def arguments(model, output):
     settings = json.dumps({"quantize": {"block_size": 64, "double_quant": True}})
     paths = ["--model", str(model), "--output", str(output)]
     return ["--config", settings, *paths, "--log", str(output.parent / "log.txt")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantize")
     tiny_llama(folder / "model", dtype=torch.bfloat16)
     tiny_tokenizer(folder / "model")

@@ -5,8 +5,6 @@ import json
 import math
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from tests.support.tokenizing import Stage
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.planning import calibration_cost
 from workflow.lib.quantization import resumable
-from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
+from workflow.lib.quantization.calibration import Calibration
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json, read_json
 from workflow.scripts.command import stage_parser
@@ -28,7 +26,7 @@ CPU = torch.device("cpu")
 LAYERS = 3
 
 
-def quantize(folder: Path, output: Path, *, model: Path | None = None, **settings: Any) -> Path:
+def quantize(folder, output, *, model=None, **settings):
     parser = add_arguments(stage_parser(""))
     config = {"quantize": {"method": "calibrated", "calibration_tokens": 1024} | settings}
     paths = {"--model": model or folder / "model", "--tokens": folder / "tokens"}
@@ -39,7 +37,7 @@ def quantize(folder: Path, output: Path, *, model: Path | None = None, **setting
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibrated")
     tokenizer = tiny_tokenizer(folder / "model")
     tiny_llama(folder / "model", dtype=torch.bfloat16, vocab_size=len(tokenizer))
@@ -48,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(folder: Path) -> Path:
+def base(folder):
     return quantize(folder, folder / "base")
 
 
@@ -77,7 +75,7 @@ def test_auto_decides_by_the_model_and_says_why(
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def stored_tensors(folder):
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
@@ -102,7 +100,7 @@ def test_stage_that_was_killed_goes_on_to_the_same_bytes(
     monkeypatch.setattr(resumable, "STATE_S", -1.0)  # after every layer
     whole = Calibration.quantize
 
-    def killed(self: Calibration, number: int, hidden: Hidden) -> QuantizedLayer:
+    def killed(self, number, hidden):
         if number == 2:
             raise Killed
         return whole(self, number, hidden)
@@ -133,7 +131,7 @@ def test_unfinished_work_for_other_settings_is_not_continued(folder, tmp_path, m
     )
 
 
-def kill(*_: object) -> None:
+def kill(*_):
     raise Killed
 
 
@@ -152,7 +150,7 @@ def test_more_tokens_than_there_are_are_told(folder, tmp_path, caplog):
     assert read_checked_json(base / "quantization.json")["calibration"]["tokens"] < 100_000
 
 
-def bad_text(folder: Path, content: bytes) -> dict[str, Any]:
+def bad_text(folder, content):
     (folder / "text.txt").write_bytes(content)
     return {"calibration_text": str(folder / "text.txt")}
 

@@ -1,9 +1,6 @@
 """The stage with `quantize.method: calibrated` for mixtures of experts, of each way in which
 families keep them."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,20 +18,20 @@ from workflow.lib.system.files import read_checked_json
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtures")
     tiny_tokenizer(folder / "tokenizer")
     Stage(folder, folder / "tokenizer").run()
     return folder
 
 
-def mixture(family: str, folder: Path) -> Path:
+def mixture(family, folder):
     tokenizer = tiny_tokenizer(folder)
     return tiny_mixture(family, folder, vocab_size=len(tokenizer))
 
 
 @pytest.fixture(scope="module")
-def base(tokens: Path) -> Path:
+def base(tokens):
     mixture("qwen3_moe", tokens / "qwen3_moe")
     return quantize(tokens, tokens / "base", model=tokens / "qwen3_moe")
 
@@ -91,7 +88,7 @@ def test_stock_packages_decode_what_the_errors_were_measured_on(settings, tokens
         assert float(lost) == pytest.approx(expected, rel=1e-4), path
 
 
-def stacked(decoded: dict[str, torch.Tensor], stock: Any, path: str) -> torch.Tensor:
+def stacked(decoded, stock, path):
     module, _, name = path.rpartition(".")
     value: torch.Tensor = getattr(stock.get_submodule(module), name)
     return value.detach().float()

@@ -2,12 +2,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser
 
 from tests.support.browser import Visit, chromium, needs_chromium, visit
 from tests.support.forked_stage import forked_stage
@@ -21,7 +18,7 @@ NUM_FIGURES = 9  # held-out loss, five curves, memory, lengths of two data sets
 EVALUATE = {"sample_temperature": 0.7, "require": {"heldout_loss": 1.0, "pydocs_mc/acc": 0.5}}
 
 
-def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
+def render(root, *names):
     settings = {name: {"evaluate": EVALUATE} for name in names}
     config = {"report": {"title": "Report"}, "runs": settings}
     folders = [
@@ -35,7 +32,7 @@ def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """Two rendered runs, one with hostile text."""
     root = tmp_path_factory.mktemp("report")
     write_run(root, "demo", num_steps=13)
@@ -84,23 +81,23 @@ def test_report_needs_no_torch():
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with chromium() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def light(root: Path, browser: Browser) -> Visit:
+def light(root, browser):
     return visit(browser, root / "report.html", width=1280, scheme="light")
 
 
 @pytest.fixture(scope="module")
-def dark_phone(root: Path, browser: Browser) -> Visit:
+def dark_phone(root, browser):
     return visit(browser, root / "report.html", width=360, scheme="dark")
 
 
 @pytest.fixture(params=["light", "dark_phone"])
-def either(request: pytest.FixtureRequest) -> Visit:
+def either(request):
     found: Visit = request.getfixturevalue(request.param)
     return found
 

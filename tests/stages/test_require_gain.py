@@ -1,8 +1,6 @@
 import json
 import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -78,7 +76,7 @@ def test_every_missed_requirement_of_every_run_is_named():
     assert "a: pydocs_mc" not in str(caught.value)
 
 
-def gate(folder: Path, least: float) -> subprocess.CompletedProcess[str]:
+def gate(folder, least):
     evaluations = folder / "runs" / "demo" / "evaluate_run"
     write_checked_json(evaluations / "tuned.json", TUNED)
     write_checked_json(evaluations / "base.json", evaluation("demo", "base"))
@@ -116,7 +114,7 @@ class Missed:
 
 
 @pytest.fixture(scope="module")
-def missed(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Missed:
+def missed(finished_project, tmp_path_factory):
     """A project that lacks its report, and must gain more than it can."""
     project = finished_project.copy(tmp_path_factory.mktemp("require") / "project")
     shutil.rmtree(project.root / "results" / "report")

@@ -29,7 +29,7 @@ from workflow.lib.system.files import file_sha256
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Stage:
+def finished(tmp_path_factory, tokenizer_folder):
     """The good data, prepared. Never change it."""
     stage = Stage(tmp_path_factory.mktemp("finished"), tokenizer_folder)
     stage.run()
@@ -227,7 +227,7 @@ def test_demo_fills_its_rows_to_99_percent(tmp_path):
 
 
 @pytest.fixture
-def downloaded(stage: Stage) -> Stage:
+def downloaded(stage):
     stage.dataset = stage.folder / "hub-data"
     stage.dataset.mkdir()
     save_rows(stage.dataset / "train.jsonl", rows(NUM_TRAIN))

@@ -1,9 +1,6 @@
 """Rows that the stage `tokenize_dataset` drops or cuts: listed, counted, and stopping the run where
 they are many."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.support.encoding import PLAIN_TEMPLATE
@@ -164,7 +161,7 @@ def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage):
     assert [ids.count(tokenizer.eos_token_id) for ids in hostile] == [2]
 
 
-def spelled(number: int) -> dict[str, str]:
+def spelled(number):
     return {"prompt": f"What is {number}?", "completion": f"It is {number}.<|end|>"}
 
 
@@ -189,7 +186,7 @@ def test_texts_that_the_template_may_leave_out_are_counted_and_told(stage, caplo
     assert "1 rows: the chat template leaves out reasoning" in caplog.text
 
 
-def forgetful_template(folder: Path) -> str:
+def forgetful_template(folder):
     """Write a template that leaves all answers but the last out of a conversation; return its
     path."""
     path = folder / "forgetful.jinja"
@@ -202,7 +199,7 @@ def forgetful_template(folder: Path) -> str:
     return str(path)
 
 
-def talk(*texts: str) -> dict[str, Any]:
+def talk(*texts):
     turns = zip(["user", "assistant"] * len(texts), texts, strict=False)
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 

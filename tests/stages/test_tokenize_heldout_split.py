@@ -1,13 +1,10 @@
 """What the stage `tokenize_dataset` holds out: which rows, and none that is trained on."""
 
-from typing import Any
-
 import pytest
 
 from tests.support.tokenizing import (
     NUM_HELDOUT,
     NUM_TRAIN,
-    Stage,
     documents_of,
     expected_ids,
     rows,
@@ -59,7 +56,7 @@ STORY = (
 STRANGER = "Matrices that are symmetric have real eigenvalues and orthogonal eigenvectors, always."
 
 
-def stories(stage: Stage) -> None:
+def stories(stage):
     """Save one training row that a held-out row nearly repeats, among rows that nothing repeats."""
     assert stage.heldout is not None
     save_rows(stage.train, [*rows(NUM_TRAIN), {"prompt": "Tell.", "completion": STORY}])
@@ -161,7 +158,7 @@ def test_sources_of_documents_split_off_are_told_too(stage):
     assert set(expected) == {"first", "more"}
 
 
-def grouped_rows(count: int, *, per_group: int, start: int = 0) -> list[dict[str, Any]]:
+def grouped_rows(count, *, per_group, start=0):
     return [
         row | {"chat": (start + number) // per_group}
         for number, row in enumerate(rows(count, start=start))

@@ -6,15 +6,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.tokenizing import SEQ_LEN, Stage, rows, save_rows
+from tests.support.tokenizing import SEQ_LEN, rows, save_rows
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import Row
@@ -26,14 +24,14 @@ from workflow.lib.system.files import file_sha256
 from workflow.scripts.tokenize_dataset import make_splits
 
 
-def many_files(stage: Stage) -> str:
+def many_files(stage):
     """Save more chunks than one process encodes alone; return their glob."""
     for number in range(2 * FEW_CHUNKS):
         save_rows(stage.folder / f"part{number:02d}.jsonl", [*rows(5, start=5 * number), "{broken"])
     return str(stage.folder / "part*.jsonl")
 
 
-def digests(stage: Stage) -> dict[str, str]:
+def digests(stage):
     """The digests of what the stage wrote, provenance aside."""
     return {path.name: file_sha256(path) for path in stage.output.glob("*.[nj]*[yl]")}
 
@@ -74,15 +72,13 @@ def test_killed_run_goes_on_without_encoding_finished_shards_again(stage):
     assert not work.exists()
 
 
-def finished_shards(work: Path) -> list[Path]:
+def finished_shards(work):
     """Return the facts of shards that are whole: a kill may leave one half written."""
     facts = work.glob("*/*.facts.json")
     return [path for path in facts if is_finished(Path(str(path).removesuffix(".facts.json")))]
 
 
-def resumed_times(
-    stage: Stage, settings: dict[str, Any], finished: dict[Path, int]
-) -> dict[Path, int]:
+def resumed_times(stage, settings, finished):
     """Run to the end; return when the shards in `finished` were last written, seen before they
     go."""
     seen: dict[Path, int] = {}
@@ -136,7 +132,7 @@ def test_stopped_run_leaves_no_process_behind(stage, stop):
     wait_until(lambda: not any(alive(pid) for pid in family))
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -148,21 +144,21 @@ def children(pid: int) -> list[int]:
     return pids[1:]
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return False
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 1800) -> None:
+def wait_until(condition, *, seconds=1800):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
 
 
-def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
+def command(stage, **settings):
     _, _, _, *options = stage.command_line(**settings)  # without `python -m` and the module
     return forked_stage("tokenize_dataset", *options)
 

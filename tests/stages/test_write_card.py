@@ -1,9 +1,6 @@
 """The stage that writes the model card: from the artifacts of a run to `README.md`."""
 
 import json
-import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,7 @@ from tests.support.report_examples import edit, quantization, write_run
 from workflow.lib.system.files import write_checked_json
 
 
-def write_card(root: Path, **data: Any) -> subprocess.CompletedProcess[str]:
+def write_card(root, **data):
     run = root / "runs" / "demo"
     options = {
         "config": json.dumps({"model": {"source": "example/base-8b"}, "data": data}),

@@ -1,20 +1,17 @@
 """What CUDA graphs take, and where there are none."""
 
-from typing import Any
-
 import pytest
 
 from tests.support.preflight_examples import llama_shape, setup
 from workflow.lib.planning.timing.step_time import gpu_parts
 from workflow.lib.planning.timing.step_work import micro_batch_work
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import parse_gpu
 
 TINY = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
 ALONE = {"processes": 1, "attention": "varlen"}
 
 
-def graphed(**changes: Any) -> StepPlan:
+def graphed(**changes):
     return setup(**(ALONE | {"cuda_graphs": True} | changes))
 
 

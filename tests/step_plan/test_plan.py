@@ -22,7 +22,7 @@ PLAN = make_plan(
 )
 
 
-def written(path: Path, plan: dict[str, object]) -> Path:
+def written(path, plan):
     document = make_forecast(plan=PLAN).as_json() | {"provenance": Provenance.now().as_json()}
     write_checked_json(path, document | {"plan": plan})
     return path

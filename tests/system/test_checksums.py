@@ -2,7 +2,6 @@
 
 import errno
 import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,7 +24,7 @@ from workflow.lib.system.files import file_sha256, write_checked_json, write_che
 FILES = {"a.safetensors": 70_001, "b.safetensors": 3_000_017, "config.json": 11, "merges.txt": 0}
 
 
-def made(folder: Path) -> Path:
+def made(folder):
     """Write a folder as a stage leaves it: files of odd sizes and their checksums."""
     folder.mkdir(parents=True)
     for name, size in FILES.items():
@@ -35,18 +34,18 @@ def made(folder: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return made(tmp_path / "base")
 
 
-def flip(path: Path, position: int = -1) -> None:
+def flip(path, position=-1):
     """Change one bit of a file."""
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
 
 
-def flip_tensor(folder: Path, name: str) -> Path:
+def flip_tensor(folder, name):
     """Change the lowest bit of a tensor's first element in a checkpoint; return its file."""
     path = folder / shard_of_tensor(folder)[name]
     content = path.read_bytes()
@@ -55,7 +54,7 @@ def flip_tensor(folder: Path, name: str) -> Path:
     return path
 
 
-def refused(*folders: Path) -> str:
+def refused(*folders):
     with pytest.raises(UserError) as caught:
         check_files([file for folder in folders for file in listed_files(folder)], threads=2)
     return str(caught.value)
@@ -125,12 +124,12 @@ def test_hashing_tells_that_it_moves_after_every_mib(folder):
     assert len(moves) == sum(-(-size // 2**20) for size in FILES.values())
 
 
-def hash_together(folder: Path, damaged: Path) -> dict[str, object]:
+def hash_together(folder, damaged):
     """Check a sound and a damaged folder; return what this process hashed, and was told."""
     hashed: list[str] = []
     original = checksums.file_sha256
 
-    def noted(path: Path, **options: object) -> str:
+    def noted(path, **options):
         hashed.append(path.name)
         return original(path, **options)  # type: ignore[arg-type]
 
@@ -154,7 +153,7 @@ def test_processes_share_the_hashing_and_all_are_told(folder, tmp_path):
     assert {result["message"] for result in results} == {refused(damaged)}
 
 
-def recorded_as_download(folder: Path) -> Path:
+def recorded_as_download(folder):
     """Write the record of a download into a folder, over all files in it; return the folder."""
     files = [
         {"path": path.name, "size": path.stat().st_size, "sha256": file_sha256(path)}

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def test_canonical_json_does_not_depend_on_the_order_of_keys():
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     write_text(tmp_path / "f", "old")
 
-    def rows() -> Iterator[dict[str, int]]:
+    def rows():
         yield {"a": 1}
         raise RuntimeError("broken off")
 
@@ -58,7 +57,7 @@ def test_number_that_json_cannot_spell_is_refused(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
-def folder_with_checksums(folder: Path) -> Path:
+def folder_with_checksums(folder):
     (folder / "below").mkdir()
     (folder / "a b.txt").write_text("one")
     (folder / "below" / "c.bin").write_bytes(bytes(range(256)))

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,27 +18,27 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_leases import IN_USE_BYTES, lease
 
 
-def start_holder(folder: Path, count: int, *, seconds: float = 1.0) -> subprocess.Popen[bytes]:
+def start_holder(folder, count, *, seconds=1.0):
     arguments = [str(folder / "locks"), str(count), str(folder / "journal"), str(seconds)]
     command = [sys.executable, "-m", "tests.support.lease_holder", *arguments]
     return subprocess.Popen(command, cwd=REPOSITORY)
 
 
-def journal(folder: Path) -> list[tuple[str, str, set[str]]]:
+def journal(folder):
     """Return what the jobs wrote: begin or end, process, cards."""
     lines = (folder / "journal").read_text().splitlines() if (folder / "journal").exists() else []
     fields = (line.split() for line in lines)
     return [(sign, process, set(names.split(","))) for sign, process, names in fields]
 
 
-def wait_for(folder: Path, lines: int) -> None:
+def wait_for(folder, lines):
     deadline = time.monotonic() + 1800
     while len(journal(folder)) < lines:
         assert time.monotonic() < deadline, f"{journal(folder)}"
         time.sleep(0.05)
 
 
-def held_over_time(folder: Path) -> list[dict[str, set[str]]]:
+def held_over_time(folder):
     """Return the cards of every job at work, after each line of the journal."""
     held: dict[str, set[str]] = {}
     states = []
@@ -62,7 +61,7 @@ def test_no_card_is_ever_leased_twice(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def full_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def full_host(tmp_path_factory):
     """Five jobs of two cards each on a host with eight; one of those that got cards is killed in
     time."""
     folder = tmp_path_factory.mktemp("leases")

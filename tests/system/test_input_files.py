@@ -11,7 +11,7 @@ from workflow.lib.system.input_files import read_input, why_unreadable
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a socket's path is short
     Path("file").write_text("Grüße", encoding="utf-8")
     Path("folder").mkdir()

@@ -22,7 +22,7 @@ with exclusive(Path({path!r}), doing="testing"):
 """
 
 
-def start_holder(path: Path, *, seconds: float) -> subprocess.Popen[str]:
+def start_holder(path, *, seconds):
     """Start a process that holds the lock; return when it does."""
     root = str(Path(__file__).parents[2])
     script = HOLDER.format(root=root, path=str(path), seconds=seconds)

@@ -13,7 +13,7 @@ from workflow.lib.system.gpu_models import BY_NAME
 CPU = MatmulHardware(cuda=False, float8=True)
 
 
-def hardware(name: str) -> MatmulHardware:
+def hardware(name):
     gpu = BY_NAME[name]
     return MatmulHardware(cuda=True, float8=gpu.float8)
 

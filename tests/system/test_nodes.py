@@ -40,12 +40,12 @@ def test_every_node_but_the_first_follows():
     assert [follows(step) for step in [*steps, {}]] == [False, True, False]
 
 
-def launch_on_two_nodes(*arguments: str, processes: int, log: Path) -> list[int]:
+def launch_on_two_nodes(*arguments, processes, log):
     with reserved_ports(1, among=range(FIRST_PORT, FIRST_PORT + PORTS)) as (port,):
         return launch_at(port, *arguments, processes=processes, log=log)
 
 
-def launch_at(port: int, *arguments: str, processes: int, log: Path) -> list[int]:
+def launch_at(port, *arguments, processes, log):
     """Start the workers of two nodes, which share the log; return the launchers' exit status."""
     stage = [preloaded_python(), "-m", "tests.support.launcher", str(processes), *arguments]
     step = STEP | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": str(port - FIRST_PORT)}

@@ -5,7 +5,6 @@ Each group of processes trains all kinds one after the other; the reference trai
 same initial values."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from workflow.lib.model.layers.adapter_dropout import AdapterDropout, row_keys
 from workflow.lib.model.layers.dora import lengthened
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json
@@ -60,22 +58,22 @@ TRAIN = TrainConfig(
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 
 
-def lora(kind: str) -> LoraSettings:
+def lora(kind):
     return LoraSettings(r=4, **KINDS[kind])
 
 
-def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
+def train_kinds(base, folder):
     """Train every kind in this group; leave the sharded adapter and the record of its logits in
     `folder`."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {kind: train_one(base, kind, folder / str(n), world) for n, kind in enumerate(KINDS)}
 
 
-def settings_of(kind: str) -> RunConfig:
+def settings_of(kind):
     return RunConfig(lora=lora(kind), train=TRAIN)
 
 
-def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]:
+def train_one(base, kind, folder, world):
     model = built_model(base, settings_of(kind), make_plan(), world)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     found = trained(model, TRAIN, store, world, micro_batch_size=BATCH // world.size)
@@ -89,7 +87,7 @@ def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     quantized(tiny_llama(folder / "original", attention_bias=True, **sizes), folder / "nf4")
@@ -97,14 +95,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n} processes")
-def runs(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
+def runs(request, folder):
     target = folder / f"of-{request.param}"
     results = run_distributed(train_kinds, folder / "nf4", target, world_size=request.param)
     return target, results[0]
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> dict[str, dict[str, Any]]:
+def references(folder):
     """Filled as tests ask; initial values do not depend on the number of processes."""
     return {}
 
@@ -211,7 +209,7 @@ def test_dropout_is_pefts_with_our_masks(folder, use_dora, fused):
         torch.testing.assert_close(param.grad, params[name].grad, rtol=1e-3, atol=1e-4 * largest)
 
 
-def give_masks(theirs: torch.nn.Module, ours: CausalLMForTraining) -> None:
+def give_masks(theirs, ours):
     layers = [m for m in theirs.modules() if isinstance(m, LoraLayer)]
     assert len(layers) == 21
     for number, layer in enumerate(layers):

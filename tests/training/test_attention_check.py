@@ -1,6 +1,5 @@
 """That the attention of a training is compared with the family's own before the first step."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store, tiny_gemma2
-from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model import prepared_decoder
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import check_attention
 
@@ -28,14 +25,14 @@ WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """Gemma 2 with a cap that bites, and windows of 7 tokens in every other layer."""
     folder = tmp_path_factory.mktemp("gemma2")
     source = tiny_gemma2(folder / "original", attn_logit_softcapping=0.5, initializer_range=0.3)
     return quantized(source, folder / "nf4")
 
 
-def store(seq_len: int = 37) -> TokenStore:
+def store(seq_len=37):
     found = random_store(rows=3, seq_len=seq_len, seed=3)
     found.input_ids[:] %= 101
     return found
@@ -50,7 +47,7 @@ def test_attention_that_does_what_the_family_does_passes(base, attention, seq_le
     assert float(check.detail.split()[1]) < 1e-5
 
 
-def uncapped(module: Any, *heads_and_mask: Any, softcap: float, **told: Any) -> Any:
+def uncapped(module, *heads_and_mask, softcap, **told):
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *heads_and_mask, **told)
 
 
@@ -64,7 +61,7 @@ def test_attention_that_leaves_out_the_caps_is_refused(base):
         check_attention(training, store(), WORLD)
 
 
-def config_of(training: CausalLMForTraining) -> Any:
+def config_of(training):
     return training.peft_model.get_base_model().config  # type: ignore[operator]
 
 
@@ -89,7 +86,7 @@ def test_attention_is_as_before_after_the_check(base):
 
 
 @pytest.fixture(scope="module")
-def unscaled(tmp_path_factory: pytest.TempPathFactory) -> CausalLMForTraining:
+def unscaled(tmp_path_factory):
     """Gemma 4, whose scores are as large as its heads are wide, in bf16."""
     folder = tmp_path_factory.mktemp("gemma4")
     torch.manual_seed(0)
@@ -118,7 +115,7 @@ def test_rounding_that_grows_from_layer_to_layer_is_no_difference(unscaled):
 def test_attention_across_documents_is_found_in_spite_of_rounding(unscaled, monkeypatch):
     whole = prepared_decoder.decoder_inputs
 
-    def joined(attention: str, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
+    def joined(attention, ids, *args):
         return whole(attention, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
 
     monkeypatch.setattr(prepared_decoder, "decoder_inputs", joined)
@@ -126,7 +123,7 @@ def test_attention_across_documents_is_found_in_spite_of_rounding(unscaled, monk
         check_attention(unscaled, store(), WORLD)
 
 
-def leaking(training: CausalLMForTraining) -> CausalLMForTraining:
+def leaking(training):
     """Make the hidden states depend on the token before, whatever its document."""
     decoder = training.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
     decoder.norm.register_forward_hook(lambda _, args, output: output + output.roll(1, dims=1))
@@ -146,7 +143,7 @@ def test_documents_that_have_a_row_each_are_compared_alone(base):
 
 
 @pytest.fixture
-def undecided(tmp_path: Path) -> CausalLMForTraining:
+def undecided(tmp_path):
     """A mixture of two experts of four a token, of which two have nearly one score."""
     source = tiny_mixture("mixtral", tmp_path / "original")
     training = adapted(quantized(source, tmp_path / "nf4"), attention="sdpa")

@@ -69,7 +69,7 @@ def test_dealt_rows_wait_less_than_rows_in_drawn_order(micro_batch_size):
     """Waiting: what the slowest process computes at each micro-batch beyond the mean of all."""
     costs = np.random.default_rng(0).lognormal(size=(50, 128)).astype(np.int64) + 1
 
-    def waiting(shares: list[np.ndarray]) -> float:
+    def waiting(shares):
         slots = np.array(shares).reshape(8, -1, micro_batch_size).sum(axis=2)
         return float(slots.max(axis=0).sum() / slots.mean(axis=0).sum()) - 1
 
@@ -90,7 +90,7 @@ def test_rows_that_cannot_be_shared_equally_are_refused():
 def test_next_micro_batch_is_made_while_one_is_computed():
     store, made = random_store(rows=4, seq_len=8), []
 
-    def look_up(ids: torch.Tensor) -> torch.Tensor:
+    def look_up(ids):
         made.append(ids)
         return ids[:, None].float()
 

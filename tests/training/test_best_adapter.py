@@ -34,19 +34,19 @@ MEASURED = [2, 4, 5]  # every second step, and the last
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("selection") / "run"
     prepare(folder, model=partial(tiny_llama, num_hidden_layers=2))
     run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
     return folder
 
 
-def heldout_by_step(run: Path) -> dict[int, float]:
+def heldout_by_step(run):
     rows = read_lines(run / "finetune" / "metrics.jsonl")
     return {row["step"]: row["heldout_loss"] for row in rows if "heldout_loss" in row}
 
 
-def checkpoints(run: Path) -> Path:
+def checkpoints(run):
     return Path(arguments(run).checkpoints)
 
 
@@ -99,10 +99,10 @@ def test_best_adapter_that_is_gone_stops_the_run(run, tmp_path):
         run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
 
 
-def continued(base: Path, folder: Path) -> dict[str, Any]:
+def continued(base, folder):
     """Continue after step 4 a run that was killed after step 6; then once more after step 8."""
 
-    def kept() -> list[str]:
+    def kept():
         return sorted(path.name for path in folder.glob("*best-*"))
 
     before = [{"step": 2, "heldout_loss": 3.0}, {"step": 4, "heldout_loss": 3.5}]
@@ -134,7 +134,7 @@ def test_best_adapters_beyond_the_step_that_a_run_continues_from_are_removed(run
     }
 
 
-def measure(base: Path) -> dict[int, float]:
+def measure(base):
     """Return the loss of a fresh adapter (which changes nothing) by micro-batch."""
     store = random_store(rows=4, seq_len=17)
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -166,7 +166,7 @@ def test_loss_is_that_of_the_evaluation(base):
         assert result == pytest.approx({1: expected, 2: expected}, rel=1e-5)
 
 
-def documents(*lengths: int) -> list[Any]:
+def documents(*lengths):
     return [(np.zeros(n, dtype=np.uint32), np.zeros(n, dtype=np.bool_)) for n in lengths]
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
-from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.lora import trainable_parameters
@@ -26,17 +24,17 @@ from workflow.lib.training.startup_checks import check_family, check_recomputati
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("setup")
     return quantized(tiny_llama(folder / "original", attention_dropout=0.5), folder / "nf4")
 
 
-def empty_row(store: TokenStore) -> TokenStore:
+def empty_row(store):
     store.loss_mask[1] = False
     return store
 
 
-def checks(base: Path) -> dict[str, Any]:
+def checks(base):
     """Build one model in this group; return what the checks say of it and of what is wrong with
     it."""
     found: dict[str, Any] = {}
@@ -68,7 +66,7 @@ def checks(base: Path) -> dict[str, Any]:
     return found
 
 
-def drawing_anew(model: TrainingModel) -> Any:
+def drawing_anew(model):
     """Have layers forget the random numbers of their forward."""
     peft: Any = model.training.peft_model
     layers: list[Any] = decoder_layers(peft.get_base_model())
@@ -79,7 +77,7 @@ def drawing_anew(model: TrainingModel) -> Any:
     return model.training
 
 
-def other_head(model: TrainingModel) -> Any:
+def other_head(model):
     """Give our loss another scale than the family's."""
     head = model.training.head_loss.head
     model.training.head_loss.head = OutputHead(head.module, 0.9, None)
@@ -87,7 +85,7 @@ def other_head(model: TrainingModel) -> Any:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"{n} processes")
-def found(request: pytest.FixtureRequest, base: Path) -> list[dict[str, Any]]:
+def found(request, base):
     return run_distributed(checks, base, world_size=request.param)
 
 
@@ -148,7 +146,7 @@ def test_adapter_targets_that_do_not_exist_are_refused_before_weights_are_read(b
     )
 
 
-def wrong_target(base: Path) -> str:
+def wrong_target(base):
     config = RunConfig(lora=LoraSettings(target_modules=("w1",)))
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         try:

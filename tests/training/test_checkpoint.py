@@ -29,11 +29,11 @@ from workflow.lib.training.checkpoint import (
 )
 
 
-def adapter_of(checkpoints: Path) -> Path:
+def adapter_of(checkpoints):
     return checkpoints.with_name(f"{checkpoints.name}-adapter")
 
 
-def save_and_resume(base: Path, folder: Path, shard_size: int) -> dict[str, Any]:
+def save_and_resume(base, folder, shard_size):
     """Train without interruption, saving in the midst, and the adapter at the end; then again from
     the checkpoint, with a new model."""
     with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
@@ -62,7 +62,7 @@ def save_and_resume(base: Path, folder: Path, shard_size: int) -> dict[str, Any]
         }
 
 
-def resume_elsewhere(base: Path, folder: Path) -> dict[str, Any]:
+def resume_elsewhere(base, folder):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         run = Run(base, world)
         step = run.resume(folder).step
@@ -70,11 +70,9 @@ def resume_elsewhere(base: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[(1, 1), (4, 2)],
-    ids=["1 process", "2 replicas on 2 processes each"],
+    scope="module", params=[(1, 1), (4, 2)], ids=["1 process", "2 replicas on 2 processes each"]
 )
-def run(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+def run(request, folder):
     processes, shard_size = request.param
     checkpoints = folder / f"of-{processes}"
     results = run_distributed(
@@ -83,7 +81,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     return results[0] | {"processes": processes, "checkpoints": checkpoints}
 
 
-def assert_identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_identical(one, other):
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -150,7 +148,7 @@ ELASTIC = RunConfig(
 )
 
 
-def part_of_elastic_run(base: Path, folder: Path, last: int, to_the_end: bool) -> list[float]:
+def part_of_elastic_run(base, folder, last, to_the_end):
     """Continue to step `last` with the processes that there are, save, train on to the last step of
     all if asked, and return the losses."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -174,7 +172,7 @@ class Bomb:
 
 
 @pytest.fixture(scope="module")
-def elastic(folder: Path) -> dict[str, Any]:
+def elastic(folder):
     """Losses of 4 processes, which save a state and train on, and of 2 and then 8 that go on from
     that state, pickles beside it."""
     checkpoints, mark = folder / "elastic", folder / "exploded"

@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from workflow.lib.system.files import read_json, write_checked_json
 from workflow.lib.training.checkpoint import CheckpointWriter, saved_steps, step_dir
 
 
-def writer_life(base: Path, folder: Path) -> dict[str, Any]:
+def writer_life(base, folder):
     """Save six checkpoints in a row, asking about a stop after each as training does; then damage
     what is there."""
     found: dict[str, Any] = {}
@@ -57,7 +56,7 @@ def writer_life(base: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def leave_partial(folder: Path) -> None:
+def leave_partial(folder):
     """What a killed process leaves: an unfinished write of a later step."""
     (folder / ".step-00000009.partial").mkdir()
     (folder / ".step-00000009.partial" / "__0_0.distcp").write_bytes(b"cut")
@@ -65,31 +64,31 @@ def leave_partial(folder: Path) -> None:
     (folder / ".step-00000005.partial" / "stale").touch()
 
 
-def truncate(checkpoint: Path) -> None:
+def truncate(checkpoint):
     data = next(checkpoint.glob("shard-00001-*"))
     data.write_bytes(data.read_bytes()[:-100])
 
 
-def flip_one_bit(checkpoint: Path) -> None:
+def flip_one_bit(checkpoint):
     data = next(checkpoint.glob("shard-00001-*"))
     content = bytearray(data.read_bytes())
     content[-7] ^= 4
     data.write_bytes(content)
 
 
-def remove_shard(checkpoint: Path) -> None:
+def remove_shard(checkpoint):
     next(checkpoint.glob("shard-00000-*")).unlink()
 
 
-def remove_index(checkpoint: Path) -> None:
+def remove_index(checkpoint):
     (checkpoint / INDEX).unlink()
 
 
-def cut_index(checkpoint: Path) -> None:
+def cut_index(checkpoint):
     (checkpoint / INDEX).write_text((checkpoint / INDEX).read_text()[:200])
 
 
-def lead_out(step: Path) -> None:
+def lead_out(step):
     """A piece that is said to lie in a file of another folder, which no checksum covers."""
     index = read_index(step)
     entry = next(iter(index["tensors"].values()))
@@ -97,7 +96,7 @@ def lead_out(step: Path) -> None:
     write_checked_json(step / INDEX, index)
 
 
-def swap_two_pieces(step: Path) -> None:
+def swap_two_pieces(step):
     """All files are whole and every tensor is covered, but its rows have changed places."""
     content = read_json(step / INDEX)
     entries = content["tensors"].values()
@@ -106,7 +105,7 @@ def swap_two_pieces(step: Path) -> None:
     (step / INDEX).write_text(json.dumps(content))
 
 
-def _have_one_shape(pieces: list[dict[str, Any]]) -> bool:
+def _have_one_shape(pieces):
     return len(pieces) > 1 and len({tuple(piece["shape"]) for piece in pieces}) == 1
 
 
@@ -121,7 +120,7 @@ DAMAGES = {
 }
 
 
-def refusal(folder: Path, run: Run) -> str:
+def refusal(folder, run):
     try:
         run.resume(folder, identity="another")
     except UserError as error:
@@ -129,7 +128,7 @@ def refusal(folder: Path, run: Run) -> str:
     return "no error"
 
 
-def unwritable(folder: Path, run: Run) -> str:
+def unwritable(folder, run):
     """A file stands where the checkpoint's folder should."""
     if run.world.is_main:
         folder.mkdir()
@@ -148,7 +147,7 @@ def unwritable(folder: Path, run: Run) -> str:
 
 
 @pytest.fixture(scope="module")
-def lives(folder: Path) -> list[dict[str, Any]]:
+def lives(folder):
     return run_distributed(writer_life, folder / "nf4", folder / "life", world_size=2)
 
 

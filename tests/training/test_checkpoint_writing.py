@@ -5,7 +5,6 @@ import logging
 import shutil
 import threading
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.training.checkpoint import Cadence, CheckpointWriter, saved_steps, step_dir
 
 
-def save_when_no_thread_can_be_started(base: Path, folder: Path) -> list[int]:
+def save_when_no_thread_can_be_started(base, folder):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         run = Run(base, world)
         run.train(first=0, last=1)
@@ -36,12 +35,12 @@ def test_saving_needs_no_new_thread(folder):
     assert run_distributed(save_when_no_thread_can_be_started, *arguments, world_size=1) == [[1, 2]]
 
 
-def save_when_the_one_before_stays(base: Path, folder: Path) -> dict[str, Any]:
+def save_when_the_one_before_stays(base, folder):
     """Save three times where files of the first checkpoint cannot be removed at first."""
     mended = threading.Event()
     rmtree, messages = shutil.rmtree, CapturedMessages()
 
-    def busy(path: Path, **options: Any) -> None:
+    def busy(path, **options):
         if "00000001" in path.name and list(path.glob("shard-*")) and not mended.is_set():
             next(path.glob("shard-*")).unlink()
             if not options.get("ignore_errors"):

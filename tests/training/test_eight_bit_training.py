@@ -18,13 +18,12 @@ from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.best_adapter import HeldOut
-from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.precision_check import check_precision
 
@@ -37,7 +36,7 @@ BOUNDS = {("float8", "both"): 0.015, ("float8", "backward"): 0.003}
 
 
 @cache
-def documentation() -> TokenStore:
+def documentation():
     tokenizer = Tokenizer.from_file(str(RESOURCES / "base" / "tokenizer.json"))
     texts = {
         name: gzip.decompress((RESOURCES / "pydocs" / f"{name}.jsonl.gz").read_bytes()).decode()
@@ -63,18 +62,18 @@ def documentation() -> TokenStore:
     return TokenStore(manifest={"seq_len": SEQ_LEN, "vocab_size": 4000}, arrays=arrays)
 
 
-def settings(dtype: str, where: str = "both", **train: Any) -> RunConfig:
+def settings(dtype, where="both", **train):
     fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": 2, "learning_rate": 1e-3}
     chosen = {"matmul_dtype": dtype, "matmul_passes": where}
     return RunConfig(lora=LoraSettings(r=8), train=TrainConfig(**(fixed | chosen | train)))
 
 
-def built(base: Path, config: RunConfig, world: World, *, dtype: str) -> TrainingModel:
+def built(base, config, world, *, dtype):
     """Layers are not recomputed, which would take longer and change no bit."""
     return built_model(base, config, make_plan(**KEPT), world, matmul_dtype=dtype)
 
 
-def trained_losses(base: Path) -> dict[tuple[str, str], float]:
+def trained_losses(base):
     """Train in each way; return the held-out losses in the compute dtype."""
     torch.set_num_threads(1)
     losses, store = {}, documentation()
@@ -95,7 +94,7 @@ def trained_losses(base: Path) -> dict[tuple[str, str], float]:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], float]:
+def losses(tmp_path_factory):
     base = quantized(RESOURCES / "base", tmp_path_factory.mktemp("trained") / "nf4")
     (found,) = run_distributed(trained_losses, base, world_size=1)
     print(found)
@@ -111,13 +110,13 @@ def test_training_in_8_bits_costs_little_held_out_loss(losses, dtype, where):
 
 
 @pytest.fixture(scope="module")
-def random_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("random")
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
     return quantized(tiny_llama(folder / "original", **sizes), folder / "nf4")
 
 
-def gate(base: Path) -> dict[str, Any]:
+def gate(base):
     """What the check says of some runs: its report, its error, and whether 8 bits stay on."""
     found: dict[str, Any] = {}
     # Rows on which float8 costs a little; long ones, as the check reads as many tokens of any.
@@ -141,7 +140,7 @@ def gate(base: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gates(random_base: Path) -> list[dict[str, Any]]:
+def gates(random_base):
     return run_distributed(gate, random_base, world_size=2)
 
 

@@ -5,13 +5,11 @@ import re
 from copy import deepcopy
 from functools import cache, partial
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 
 from tests.support.distributed import run_distributed
 from tests.support.families import EXPERTS, FAMILIES, RECURRENT, RECURRENT_EXPERTS, by_kind
@@ -57,19 +55,19 @@ every_family = pytest.mark.parametrize("family", by_kind())
 
 
 @pytest.fixture(scope="module")
-def families(request: pytest.FixtureRequest) -> list[str]:
+def families(request):
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     chosen = {call.params.get("family") for call in calls if call is not None}
     return [family for family in FAMILIES if family in chosen | {"glm4_moe"}]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, families: list[str]) -> Path:
+def folder(tmp_path_factory, families):
     return make_bases(tmp_path_factory.mktemp("families"), families)
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, families: list[str]) -> dict[int, dict[str, Any]]:
+def found(folder, families):
     """Losses and gradients by number of processes and family."""
     alone = partial(run_families, break_checks=True)
     return {
@@ -79,17 +77,17 @@ def found(folder: Path, families: list[str]) -> dict[int, dict[str, Any]]:
 
 
 @cache
-def stock_64(folder: Path) -> PeftModel:
+def stock_64(folder):
     """Return the stock model of a family in fp64, with the exported adapter; never change it."""
     return in_float64(stock_model(folder, exported(folder / "of-2")))
 
 
-def by_rows(model: PeftModel) -> dict[str, dict[str, Any]]:
+def by_rows(model):
     return {rows: stock_gradients(model, family_store(rows)) for rows in LENGTHS}
 
 
 @cache
-def stock(folder: Path) -> tuple[dict[str, dict[str, Any]], float]:
+def stock(folder):
     """Return what that computes, and what ours may lose to it."""
     exact = by_rows(stock_64(folder))
     in_float32 = by_rows(stock_model(folder, exported(folder / "of-2")))
@@ -101,13 +99,13 @@ def stock(folder: Path) -> tuple[dict[str, dict[str, Any]], float]:
     return exact, allowed(losses)
 
 
-def of_family(found: dict[int, dict[str, Any]], family: str, processes: int) -> dict[str, Any]:
+def of_family(found, family, processes):
     result = found[processes][family]
     assert not isinstance(result, str), result
     return dict(result)
 
 
-def assert_equals_stock(ours: dict[str, Any], place: Path) -> None:
+def assert_equals_stock(ours, place):
     names = names_of(place / "of-2")
     exact, share = stock(place)
     for rows, theirs in exact.items():

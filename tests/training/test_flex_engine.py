@@ -1,7 +1,6 @@
 """Flex attention within the engine: sharded layers, recomputation, activations in host memory, the
 rotation by our operation; against the family's eager attention in the plain engine."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from tests.support.gathering import all_full
 from tests.support.models import quantized, random_store, tiny_gemma2
 from tests.support.plans import make_plan
 from tests.support.rounding import assert_rounded
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
@@ -37,9 +36,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 
 
-def step(
-    base: Path, world: World, *, attention: str, fused: bool, lever: dict[str, Any]
-) -> dict[str, Any]:
+def step(base, world, *, attention, fused, lever):
     """Return the summed loss and the adapters' gradients of one micro-batch of two rows, which all
     processes share."""
     config = RunConfig(lora=LoraSettings(r=2), train=TrainConfig(fused_layers=fused))
@@ -66,7 +63,7 @@ def step(
     }
 
 
-def steps(base: Path) -> dict[str, dict[str, Any]]:
+def steps(base):
     """Return the step by the family's eager attention in the plain engine, if this process is
     alone, and by flex with each lever."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -79,7 +76,7 @@ def steps(base: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma2")
     source = tiny_gemma2(
         folder / "original",
@@ -91,7 +88,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_processes(base: Path) -> dict[int, list[dict[str, dict[str, Any]]]]:
+def by_processes(base):
     return {n: run_distributed(steps, base, world_size=n) for n in (1, 2)}
 
 

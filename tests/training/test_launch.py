@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -34,7 +33,7 @@ TIMEOUT_S = 600.0  # of what takes moments, on a busy machine
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
@@ -42,7 +41,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def temporary(tmp_path_factory):
     """The folder for temporary files of the launchers of a test, in which none may leave any."""
     folder = tmp_path_factory.mktemp("temporary")
     with mock.patch.object(tempfile, "tempdir", str(folder)):
@@ -51,7 +50,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forked(monkeypatch):
     """Have workers forked from a process that has imported their packages. Those of tests about the
     death of a launcher, or about Python's exit, are started as a user's are."""
     monkeypatch.setattr(sys, "executable", preloaded_python())
@@ -115,14 +114,14 @@ def test_worker_that_fails_where_its_own_exit_would_wait_is_named(tmp_path):
     )
 
 
-def failure(behaviour: str, folder: Path) -> str:
+def failure(behaviour, folder):
     """Return what the user sees, at once: the other process would sleep for an hour."""
     with pytest.raises(UserError) as caught:
         launch_workers(Workers(WORKER, [behaviour, str(folder)], processes=2))
     return str(caught.value)
 
 
-def assert_names_process_1(message: str, cause: str) -> None:
+def assert_names_process_1(message, cause):
     lines = message.splitlines()
     assert lines[0].startswith(cause)
     assert lines[-1].startswith("(training: process 1 of 2, the first to fail;")
@@ -136,13 +135,13 @@ def test_batch_that_was_too_large_is_named_by_its_size(tmp_path):
     assert caught.value.size == 6
 
 
-def assert_shows_prediction_measurement_and_change(message: str) -> None:
+def assert_shows_prediction_measurement_and_change(message):
     assert "3.00 GiB had been in use" in message
     assert "Set train.micro_batch_size = 1 (predicted peak 1.50 GiB)" in message
     assert "adam_moments" in message, "preflight's table"
 
 
-def hang(behaviour: str, folder: Path, temporary: Path) -> str:
+def hang(behaviour, folder, temporary):
     """Return what the user sees. The launcher is a process of its own: it ends all its children,
     and those of this one serve other tests."""
     done = subprocess.run(
@@ -219,7 +218,7 @@ def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing()
 
 
 @contextmanager
-def launched(folder: Path, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+def launched(folder, temporary):
     """A launcher as a process, whose two workers wait and have told their ids in `folder`."""
     call = f"launch_workers(Workers({WORKER!r}, ['wait', {str(folder)!r}], processes=2))"
     script = f"from workflow.lib.training.launch import Workers, launch_workers; {call}"
@@ -234,7 +233,7 @@ def launched(folder: Path, temporary: Path) -> Iterator[subprocess.Popen[bytes]]
         launcher.wait()
 
 
-def workers_of(folder: Path) -> list[psutil.Process]:
+def workers_of(folder):
     return [psutil.Process(int((folder / str(rank)).read_text())) for rank in range(2)]
 
 
@@ -277,7 +276,7 @@ def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends():
         assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == status
 
 
-def wait_for(path: Path) -> str:
+def wait_for(path):
     deadline = time.monotonic() + TIMEOUT_S
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} does not appear"

@@ -7,8 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -21,11 +19,11 @@ from workflow.lib.training.live_view import check_tracking, live_view
 from workflow.scripts import finetune
 
 
-def row(step: int, *, loss: float = 0.0) -> dict[str, Any]:
+def row(step, *, loss=0.0):
     return {"step": step, "loss": loss or 1.0 / step, "peak_bytes": 2**30, "elapsed_s": 0.5 * step}
 
 
-def events(folder: Path) -> list[Event]:
+def events(folder):
     """Read all event files: records of a length, its checksum, the event, and its checksum."""
     found = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
@@ -37,12 +35,12 @@ def events(folder: Path) -> list[Event]:
     return found
 
 
-def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+def points(folder, tag):
     values = [(event.step, value) for event in events(folder) for value in event.summary.value]
     return [(step, value.simple_value) for step, value in values if value.tag == tag]
 
 
-def watch(folder: Path, *, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+def watch(folder, *, before, after):
     with live_view(
         TrackingConfig(), folder=folder, run="demo", identity="demo-0", rows=before, config={}
     ) as show:

@@ -2,7 +2,6 @@
 clipping, resuming."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,10 @@ from tests.support.training_loops import (
     values_of,
 )
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.schedule import learning_rate
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 
@@ -101,9 +98,7 @@ LOSS_TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
 WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": LEARNING_RATE * 2e-2}
 
 
-def train_variants(
-    base: Path, variants: dict[str, dict[str, Any]], micro_batch: int
-) -> dict[str, dict[str, Any]]:
+def train_variants(base, variants, micro_batch):
     """Train every variant in this group; return losses, norms, the first step's gradients as
     applied, final weights. Variants whose models are the same share one."""
     models: dict[str, tuple[CausalLMForTraining, dict[str, torch.Tensor]]] = {}
@@ -123,14 +118,12 @@ def train_variants(
     return found
 
 
-def train_one(
-    training: CausalLMForTraining, config: RunConfig, plan: StepPlan, world: World
-) -> dict[str, Any]:
+def train_one(training, config, plan, world):
     optimizer = make_optimizer(training, config.train)
     params = trainable_parameters(training)
     gradients: dict[str, torch.Tensor] = {}
 
-    def keep_first(*_: Any) -> None:
+    def keep_first(*_):
         if not gradients:
             gradients.update(all_full({name: p.grad for name, p in params.items()}))
 
@@ -157,23 +150,23 @@ def train_one(
 
 
 @pytest.fixture(scope="module")
-def single(base: Path) -> dict[str, Any]:
+def single(base):
     (result,) = run_distributed(train_variants, base, SINGLE, MICRO_BATCH, world_size=1)
     return result
 
 
 @pytest.fixture(scope="module")
-def sharded(base: Path) -> list[dict[str, Any]]:
+def sharded(base):
     return run_distributed(train_variants, base, SHARDED, SHARDED_MICRO_BATCH, world_size=3)
 
 
-def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_same_run(one, other):
     torch.testing.assert_close(one["losses"], other["losses"], **LOSS_TOLERANCE)
     torch.testing.assert_close(one["norms"], other["norms"], rtol=1e-4, atol=0)
     torch.testing.assert_close(one["weights"], other["weights"], **WEIGHT_TOLERANCE)
 
 
-def assert_identical(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_identical(one, other):
     assert one["losses"] == other["losses"]
     assert one["norms"] == other["norms"]
     assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
@@ -327,7 +320,7 @@ def test_first_loss_is_the_mean_over_trained_tokens_of_all_rows(base, single):
 
 
 @torch.no_grad()
-def row_loss(training: torch.nn.Module, store: TokenStore, rows: list[int]) -> torch.Tensor:
+def row_loss(training, store, rows):
     batch = make_batch(
         store.input_ids[rows].astype("int64"),
         store.position_ids[rows].astype("int64"),
@@ -338,7 +331,7 @@ def row_loss(training: torch.nn.Module, store: TokenStore, rows: list[int]) -> t
     return loss
 
 
-def unpacked(store: TokenStore, row: int) -> TokenStore:
+def unpacked(store, row):
     """Return a store with one row per document of a packed row, padded at the end as
     `token_writer.write_train` does."""
     seq_len = store.seq_len
@@ -387,6 +380,6 @@ def test_resumed_loop_sees_the_rows_and_rates_of_the_uninterrupted_one(base):
         assert metrics.learning_rate == learning_rate(train, step=metrics.step - 1, num_steps=STEPS)
 
 
-def last_two_steps(base: Path) -> list[StepMetrics]:
+def last_two_steps(base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return list(loop(base, world, first_step=1))

@@ -2,37 +2,34 @@
 itself."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.captures import ALONE, Captures, Function
+from tests.support.captures import ALONE, Captures
 from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, random_store
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
-from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, Replay, forward_backward
+from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 
 SLOPE = torch.tensor(0.25)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "falcon_h1"])
-def recurrent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recurrent(request, tmp_path_factory):
     """The base of a model with recurrent layers."""
     folder = tmp_path_factory.mktemp("recurrent")
     return quantized(tiny_family(request.param, folder / "original"), folder / "nf4")
 
 
 @pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def one_process(monkeypatch, tmp_path):
     values = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     for name, value in (values | address).items():
@@ -40,11 +37,11 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def training(base: Path) -> CausalLMForTraining:
+def training(base):
     return adapted(base, r=4)
 
 
-def batch(*, documents: int = 2, trained: int = 5, rows: int = 2) -> MicroBatch:
+def batch(*, documents=2, trained=5, rows=2):
     """Rows of SEQ_LEN tokens, of which each has so many documents; `trained` of all are."""
     draw = np.random.default_rng(documents)
     length = -(-SEQ_LEN // documents)
@@ -61,12 +58,12 @@ def batch(*, documents: int = 2, trained: int = 5, rows: int = 2) -> MicroBatch:
     )
 
 
-def gradients(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
+def gradients(training):
     found = {name: param.grad for name, param in trainable_parameters(training).items()}
     return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
 
-def run(base: Path, captures: Captures | None) -> tuple[list[StepMetrics], dict[str, torch.Tensor]]:
+def run(base, captures):
     training, config = adapted(base, r=4), settings(max_grad_norm=CLIP)
     with process_group("cpu", timeout_s=60.0) as world:
         graphs = None if captures is None else MicroBatchGraphs(training, world, lambda: captures)
@@ -95,7 +92,7 @@ def test_a_run_by_replays_is_the_run_without(base, one_process):
     torch.testing.assert_close(weights, same_weights, rtol=1e-3, atol=1e-5)
 
 
-def packed(*lengths: int) -> MicroBatch:
+def packed(*lengths):
     tokens = sum(lengths)
     places = np.concatenate([np.arange(length) for length in lengths])[None]
     ids = np.random.default_rng(len(lengths)).integers(3, 50, (1, tokens))
@@ -202,7 +199,7 @@ def test_more_documents_than_there_is_room_for_begin_anew(training):
     assert captures.count == 2
 
 
-def adapted_like(training: CausalLMForTraining) -> CausalLMForTraining:
+def adapted_like(training):
     """The same model: what is added to its gradients is taken away at once."""
     training.zero_grad(set_to_none=True)
     return training
@@ -243,7 +240,7 @@ def test_nothing_that_was_made_of_adapters_before_is_read_by_a_graph(training):
     """A cast that was kept lies in memory that is given to others once the step is done."""
     seen: list[int] = []
 
-    def capture(function: Function) -> Replay:
+    def capture(function):
         kept = training.adapters.casts()
         seen.append(len(kept or {}))
         return function

@@ -2,8 +2,6 @@
 
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,16 +10,15 @@ from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.plans import make_plan
 from tests.support.training_loops import BATCH, CLIP, STEPS, loop, settings, trainer
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.kernels.rows.dropout import dropped as dropped_of
-from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.loop import check_step
 
 
-def runs(base: Path, reshard_after_forward: tuple[bool, ...]) -> dict[str, Any]:
+def runs(base, reshard_after_forward):
     """Be a process of all runs of this module over one group: their results by name and setting."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {
@@ -34,7 +31,7 @@ def runs(base: Path, reshard_after_forward: tuple[bool, ...]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(base: Path) -> dict[int, list[dict[str, Any]]]:
+def found(base):
     variants = {1: (True,), 2: (True, False)}
     return {
         processes: run_distributed(runs, base, reshard, world_size=processes)
@@ -42,7 +39,7 @@ def found(base: Path) -> dict[int, list[dict[str, Any]]]:
     }
 
 
-def messages(base: Path, world: World) -> dict[str, str]:
+def messages(base, world):
     found = {}
     for name, fill in (("nan", math.nan), ("zero", 0.0)):
         try:
@@ -82,7 +79,7 @@ def test_divergence_says_what_to_change(loss, norm):
     )
 
 
-def poisoned(base: Path, reshard_after_forward: bool, world: World) -> str:
+def poisoned(base, reshard_after_forward, world):
     """Be a process of a run whose adapter of one layer has become infinite."""
     config = settings()
     plan = make_plan(reshard_after_forward=reshard_after_forward)
@@ -119,17 +116,17 @@ def test_divergence_names_layer_rows_and_process(found, processes, reshard_after
         ), message
 
 
-def mask(module: FusedLoraLinear, x: torch.Tensor) -> torch.Tensor:
+def mask(module, x):
     """Return what the module's adapter drops of x (1, seq_len, features) in this pass."""
     draw = module.fused_draw()
     assert draw is not None
     return dropped_of(torch.ones_like(x[0]), draw) == 0
 
 
-def poisoned_in_backward(base: Path, reshard_after_forward: bool, world: World) -> dict[str, Any]:
+def poisoned_in_backward(base, reshard_after_forward, world):
     """Be a process of a run where one feature behind a feed-forward has NaN as its gradient."""
 
-    def poison(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    def poison(module, inputs, output):
         if output.requires_grad:
             output.register_hook(lambda grad: grad.index_fill(-1, torch.tensor(79), math.nan))
 

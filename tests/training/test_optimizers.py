@@ -28,7 +28,7 @@ MATRICES = {"x.lora_A.weight": 1, "x.lora_B.weight": 1}
 STEPS, SAVED, IDENTITY = 5, 3, "0123456789ab-cdef01234567"
 
 
-def train_settings(kind: str, **more: Any) -> TrainConfig:
+def train_settings(kind, **more):
     return TrainConfig(
         optimizer=kind,
         learning_rate=SETTINGS["lr"],
@@ -38,13 +38,13 @@ def train_settings(kind: str, **more: Any) -> TrainConfig:
     )
 
 
-def values(number: int) -> dict[str, torch.Tensor]:
+def values(number):
     generator = torch.Generator().manual_seed(number)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def updated(train: TrainConfig, world: World) -> dict[str, torch.Tensor]:
-    def cut(tensor: torch.Tensor) -> DTensor:
+def updated(train, world):
+    def cut(tensor):
         return distribute_tensor(tensor.to(world.device), world.mesh, [Shard(0)])
 
     params = {name: torch.nn.Parameter(cut(x)) for name, x in values(0).items()}
@@ -61,7 +61,7 @@ def updated(train: TrainConfig, world: World) -> dict[str, torch.Tensor]:
     return {name: param.full_tensor().detach().cpu() for name, param in params.items()}
 
 
-def stock(train: TrainConfig, params: dict[str, list[torch.nn.Parameter]]) -> list[Any]:
+def stock(train, params):
     every = [part for parts in params.values() for part in parts]
     if train.optimizer == "muon":
         of_muon = [part for name in MATRICES for part in params[name]]
@@ -79,11 +79,11 @@ def stock(train: TrainConfig, params: dict[str, list[torch.nn.Parameter]]) -> li
     return [torch.optim.AdamW(every, **SETTINGS)]
 
 
-def reference(train: TrainConfig, *, cuts: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+def reference(train, *, cuts, device="cpu"):
     """The same by the stock optimizers alone, over the parts that FSDP2 would cut; of Muon over
     whole matrices."""
 
-    def parts_of(name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    def parts_of(name, x):
         whole = train.optimizer == "muon" and name in MATRICES
         return [part.to(device, copy=True).contiguous() for part in x.chunk(1 if whole else cuts)]
 
@@ -102,7 +102,7 @@ def reference(train: TrainConfig, *, cuts: int, device: str = "cpu") -> dict[str
     return {name: torch.cat(parts).detach().cpu() for name, parts in params.items()}
 
 
-def config(kind: str) -> RunConfig:
+def config(kind):
     train = train_settings(kind, epochs=None, max_steps=STEPS, global_batch_size=6)
     return RunConfig(lora=LoraSettings(r=5, use_dora=kind == "muon"), train=train)
 
@@ -137,7 +137,7 @@ class Run:
 RUN_KINDS = ("adamw_8bit", "muon")
 
 
-def one_run(base: Path, folder: Path, world: World, kind: str) -> dict[str, Any]:
+def one_run(base, folder, world, kind):
     """Train, with a checkpoint in the midst, and continue from it with a new model."""
     run, there = Run(base, world, kind), folder / f"{kind}-{world.size}"
     writer = CheckpointWriter(there, keep=2, identity=IDENTITY, world=world)
@@ -152,7 +152,7 @@ def one_run(base: Path, folder: Path, world: World, kind: str) -> dict[str, Any]
     return {"losses": losses, "late losses": late, "same weights": same}
 
 
-def survey(base: Path, folder: Path, device: str = "cpu") -> dict[str, Any]:
+def survey(base, folder, device="cpu"):
     with process_group(device, timeout_s=TIMEOUT_S) as world:
         return {
             "updates": {kind: updated(train_settings(kind), world) for kind in OPTIMIZERS},
@@ -164,7 +164,7 @@ def survey(base: Path, folder: Path, device: str = "cpu") -> dict[str, Any]:
         }
 
 
-def elsewhere(base: Path, folder: Path, kind: str) -> list[float]:
+def elsewhere(base, folder, kind):
     """Continue a run of three processes alone."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         run = Run(base, world, kind)
@@ -174,14 +174,14 @@ def elsewhere(base: Path, folder: Path, kind: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizers")
     quantized(tiny_llama(folder / "original", num_hidden_layers=1), folder / "nf4")
     return folder
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[int, dict[str, Any]]:
+def found(folder):
     return {n: run_distributed(survey, folder / "nf4", folder, world_size=n)[0] for n in (1, 3)}
 
 
@@ -212,7 +212,7 @@ def test_muon_rounds_no_more_than_torch_does(found, processes, adjust):
         torch.testing.assert_close(ours[name].double(), exact, rtol=0.0, atol=2 * lost)
 
 
-def exact_muon(name: str, train: TrainConfig) -> torch.Tensor:
+def exact_muon(name, train):
     """Return a matrix after three updates by Muon, in float64."""
     weight, momentum = values(0)[name].double(), torch.zeros(SHAPES[name], dtype=torch.float64)
     rows, columns = SHAPES[name]

@@ -2,8 +2,6 @@
 queries, LongRoPE beyond its limit train as the stock model, and what draws random numbers has the
 same gradients with recomputation."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.distributed import run_distributed
@@ -22,10 +20,10 @@ PLAIN = [family for family, found in SWITCHED.items() if not all(map(DRAWN.searc
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, str]]:
+def found(tmp_path_factory):
     """What is wrong with families, by whether their branches draw random numbers."""
 
-    def made(name: str) -> Path:
+    def made(name):
         return tmp_path_factory.mktemp(name)
 
     return {

@@ -2,7 +2,6 @@
 not."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +31,12 @@ METRICS = StepMetrics(
 
 
 @pytest.fixture(scope="module")
-def run(shared_folder: Path) -> Path:
+def run(shared_folder):
     return finished(shared_folder)
 
 
 @pytest.fixture(scope="module")
-def summary(run: Path) -> dict[str, Any]:
+def summary(run):
     loaded: dict[str, Any] = read_checked_json(run / "finetune" / "summary.json")
     return loaded
 
@@ -112,7 +111,7 @@ def test_trained_tokens_are_counted_over_the_rows_in_order(summary):
     assert trained_tokens(store, CONFIG.train, num_steps=STEPS) == expected
 
 
-def journals(folder: Path) -> dict[str, Any]:
+def journals(folder):
     """Keep a journal in two processes, be killed after step 5, and resume from step 3 twice."""
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -134,7 +133,7 @@ def journals(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def kept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("journal")
     return folder, run_distributed(journals, folder, world_size=2)
 

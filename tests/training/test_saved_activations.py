@@ -1,7 +1,6 @@
 """Training with saved activations in float8 on a trained model: what it costs, and that where they
 wait and how many processes there are change nothing."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import quantized
 from tests.support.plans import PLANNED, make_plan
 from tests.training.test_eight_bit_training import RESOURCES, documentation
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.best_adapter import HeldOut
@@ -43,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LONG = ("exact", "float8")
 
 
-def trained(base: Path, changes: dict[str, Any], world: World, *, steps: int) -> dict[str, Any]:
+def trained(base, changes, world, *, steps):
     """Train; return the losses, the gradients of the second step, and the held-out loss."""
     torch.set_num_threads(1)
     plan, lora, train = (
@@ -70,12 +69,12 @@ def trained(base: Path, changes: dict[str, Any], world: World, *, steps: int) ->
     return {"losses": losses, "gradients": gradients[1], "heldout": after}
 
 
-def full(tensor: Any) -> torch.Tensor:
+def full(tensor):
     whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().clone()
 
 
-def train_all(base: Path, steps: dict[str, int]) -> dict[str, dict[str, Any]]:
+def train_all(base, steps):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {
             name: trained(base, VARIANTS[name], world, steps=count) for name, count in steps.items()
@@ -83,17 +82,17 @@ def train_all(base: Path, steps: dict[str, int]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return quantized(RESOURCES / "base", tmp_path_factory.mktemp("trained") / "nf4")
 
 
 @pytest.fixture(scope="module")
-def single(base: Path) -> dict[str, dict[str, Any]]:
+def single(base):
     steps = {name: STEPS if name in LONG else FEW for name in VARIANTS}
     return run_distributed(train_all, base, steps, world_size=1)[0]
 
 
-def cosine(one: dict[str, Any], other: dict[str, Any]) -> float:
+def cosine(one, other):
     return float(torch.cosine_similarity(one["gradients"], other["gradients"], dim=0))
 
 

@@ -2,7 +2,6 @@
 itself."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,11 +16,9 @@ from tests.support.models import random_store
 from tests.support.plans import make_plan
 from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, restart_, settings, values_of
 from workflow.lib.distributed import vocabulary_parallel
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
-from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.settings.config import RunConfig
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
@@ -44,11 +41,11 @@ WAYS = {
 }
 
 
-def trained(training: CausalLMForTraining, world: World, config: RunConfig, way: str) -> Any:
+def trained(training, world, config, way):
     """Train a model in one of `WAYS`; return what can be compared."""
     asked, ask = [0], vocabulary_parallel.largest_count
 
-    def counted(count: int) -> int:
+    def counted(count):
         asked[0] += 1
         return ask(count)
 
@@ -72,7 +69,7 @@ def trained(training: CausalLMForTraining, world: World, config: RunConfig, way:
     }
 
 
-def train_all(base: Path, kind: str) -> dict[str, Any]:
+def train_all(base, kind):
     levers = KINDS[kind]
     config, plan = settings(max_grad_norm=CLIP), make_plan(processes=PROCESSES, **levers)
     found = {}
@@ -86,7 +83,7 @@ def train_all(base: Path, kind: str) -> dict[str, Any]:
 
 
 @cache
-def runs(base: Path, kind: str) -> dict[str, list[dict[str, Any]]]:
+def runs(base, kind):
     """Return what every process found, for each way; made once for all tests that look at it."""
     results = run_distributed(train_all, base, kind, world_size=PROCESSES)
     return {way: [result[way] for result in results] for way in WAYS[kind]}
@@ -130,7 +127,7 @@ def test_capture_that_breaks_off_within_the_layers_is_forgotten(base, kind, brea
     torch.testing.assert_close(plain[0]["weights"], broken[0]["weights"], rtol=1e-3, atol=1e-5)
 
 
-def zeroed(base: Path) -> tuple[bool, bool]:
+def zeroed(base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         build = built_model(base, settings(), make_plan(), world)
         params = trainable_parameters(build.training)

@@ -3,7 +3,6 @@ nothing but when things happen."""
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store
 from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, settings
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.expert_load import routed_rows
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
@@ -33,9 +31,7 @@ class InTurn(Trainer):
         return None
 
 
-def made(
-    training: CausalLMForTraining, world: World, *, kind: type[Trainer], graphs: bool = True
-) -> Trainer:
+def made(training, world, *, kind, graphs=True):
     config, captures = settings(max_grad_norm=CLIP), Captures()
     return kind(
         training,
@@ -48,12 +44,12 @@ def made(
     )
 
 
-def values(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
+def values(training):
     params = trainable_parameters(training)
     return {name: param.detach().clone() for name, param in params.items()}
 
 
-def followed(base: Path, kind: type[Trainer], release_after: int | None) -> list[dict[str, Any]]:
+def followed(base, kind, release_after):
     training, passes, seen = adapted(base, r=4), [0], []
     training.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -67,7 +63,7 @@ def followed(base: Path, kind: type[Trainer], release_after: int | None) -> list
     return seen
 
 
-def both(base: Path, release_after: int | None) -> list[list[dict[str, Any]]]:
+def both(base, release_after):
     kinds = (Trainer, InTurn)
     return [run_distributed(followed, base, kind, release_after, world_size=1)[0] for kind in kinds]
 
@@ -93,13 +89,13 @@ def test_experts_rows_are_counted_with_the_step_that_they_belong_to(tmp_path):
     assert ahead[0]["experts"] != ahead[1]["experts"]
 
 
-def diverged(base: Path, place: str, graphs: bool) -> str:
+def diverged(base, place, graphs):
     """Train with a layer that gives NaN for the rows of the second step alone; return the
     message."""
     training, rows = adapted(base, r=4), list[torch.Tensor]()
     training.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].input_ids.clone()))
 
-    def poison(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    def poison(module, inputs, output):
         of_second_step = rows[MICRO_BATCHES : 2 * MICRO_BATCHES]
         if not any(torch.equal(rows[-1], ids) for ids in of_second_step):
             return None
@@ -136,7 +132,7 @@ def test_bad_step_is_named_and_left_though_the_next_one_has_begun(base, place, o
     assert with_graphs.partition("norm")[2] == without.partition("norm")[2]
 
 
-def left(base: Path) -> list[float]:
+def left(base):
     """Leave a run after its first step, and begin it anew at the second."""
     training = adapted(base, r=4)
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:

@@ -3,12 +3,11 @@ project."""
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.workflow_project import Project, copy_of_repository, make_project, write_rows
+from tests.support.workflow_project import copy_of_repository, make_project, write_rows
 
 REPORT = ["render_report"]
 EVALUATION = ["evaluate_run", "write_card", *REPORT]
@@ -18,17 +17,17 @@ EVERYTHING = ["describe_model", "tokenize_dataset", "quantize_base", *TRAINING]
 
 
 @pytest.fixture
-def project(finished_project: Project, tmp_path: Path) -> Project:
+def project(finished_project, tmp_path):
     return finished_project.copy(tmp_path / "project")
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def fresh(tmp_path_factory):
     """A project in which nothing has run."""
     return make_project(tmp_path_factory.mktemp("workflow") / "fresh")
 
 
-def once(rules: list[str]) -> dict[str, int]:
+def once(rules):
     return dict.fromkeys(rules, 1)
 
 
@@ -85,28 +84,28 @@ def test_reordered_keys_and_touched_inputs_run_nothing(project):
     assert project.planned("all") == {}
 
 
-def change_training_rows(project: Project) -> None:
+def change_training_rows(project):
     write_rows(project.root / "data" / "train.jsonl", first=7, rows=60)
 
 
-def change_heldout_rows(project: Project) -> None:
+def change_heldout_rows(project):
     write_rows(project.root / "data" / "heldout.jsonl", first=2000, rows=12)
 
 
-def change_weights(project: Project) -> None:
+def change_weights(project):
     weights = project.root / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
 
 
-def change_config(project: Project) -> None:
+def change_config(project):
     path = project.root / "model" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
 
 
-def change_chat_template(project: Project) -> None:
+def change_chat_template(project):
     template = project.root / "model" / "chat_template.jinja"
     template.write_text(template.read_text() + "\n")
 

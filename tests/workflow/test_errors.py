@@ -4,14 +4,12 @@ traceback."""
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
 from tests.support.chaos import small_disk
-from tests.support.workflow_project import TIMEOUT_S, Project, executed, make_project
+from tests.support.workflow_project import TIMEOUT_S, executed, make_project
 from workflow.lib.settings.config import merge
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import check_writable
@@ -20,20 +18,20 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 3
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def fresh(tmp_path_factory):
     """A project in which nothing has run."""
     return make_project(tmp_path_factory.mktemp("errors") / "fresh")
 
 
 @pytest.fixture(scope="module")
-def described(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+def described(fresh, tmp_path_factory):
     project = fresh.copy(tmp_path_factory.mktemp("errors") / "described")
     (job,) = project.plan("tokenize")["describe_model"]
     project.run(f"results/models/{job.wildcards['model']}/description.json")
     return project
 
 
-def refusal(project: Project, *, after: list[str], target: str = "all") -> str:
+def refusal(project, *, after, target="all"):
     """Run, expect to be refused when exactly the jobs `after` have been started; return what the
     user sees."""
     done = project.snakemake(target)
@@ -43,7 +41,7 @@ def refusal(project: Project, *, after: list[str], target: str = "all") -> str:
     return done.output
 
 
-def assert_said(output: str, *parts: str) -> None:
+def assert_said(output, *parts):
     """Expect one line with all parts of the message among the last ones, where a user looks."""
     end = output.splitlines()[-6:]
     assert [all(part in line for part in parts) for line in end].count(True) == 1, output
@@ -79,7 +77,7 @@ def test_setting_that_does_not_suit_the_model_stops_before_any_job_or_at_its_des
 
 
 @contextmanager
-def unwritable(folder: Path) -> Iterator[None]:
+def unwritable(folder):
     """Make a folder read-only, by its mode or, for root, whom no mode stops, by its disk."""
     folder.mkdir(exist_ok=True)
     with small_disk(folder) as mounted:
@@ -136,7 +134,7 @@ def test_signal_before_any_job_ends_the_command_with_a_word(fresh, tmp_path, num
     assert "Traceback" not in output
 
 
-def write_png(project: Project) -> None:
+def write_png(project):
     (project.root / "data" / "train.jsonl").write_bytes(PNG)
 
 

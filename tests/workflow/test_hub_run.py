@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -11,14 +10,14 @@ from tests.support.workflow_project import Project, executed, make_project
 
 
 @pytest.fixture(scope="module")
-def hub_files(finished_project: Project) -> dict[str, dict[str, bytes]]:
+def hub_files(finished_project):
     return {
         kind: {path.name: path.read_bytes() for path in (finished_project.root / folder).iterdir()}
         for kind, folder in (("model", "model"), ("dataset", "data"))
     }
 
 
-def hub_project(root: Path, endpoint: str, **changes: object) -> Project:
+def hub_project(root, endpoint, **changes):
     """A project without local model and data: both are named by their hub ids."""
     made = make_project(root / "project", hardware={"gpus": 0, "cpu_processes": 1}, **changes)
     shutil.rmtree(made.root / "model")

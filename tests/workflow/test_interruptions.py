@@ -6,11 +6,9 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -50,9 +48,7 @@ class Killed:
     survivors: list[psutil.Process]
 
 
-def signal_snakemake_alone(
-    project: Project, *, number: signal.Signals, forks_stages: bool
-) -> Stopped:
+def signal_snakemake_alone(project, *, number, forks_stages):
     """Send a signal to Snakemake's process, not to its group, as `kill` and a scheduler do."""
     after = max(saved_steps(project), default=0)
     process = start_and_wait_for_checkpoint(
@@ -76,14 +72,12 @@ class Interrupted:
     repeated: Finished
 
 
-def saved_steps(project: Project, *, num_steps: int = STEPS) -> list[int]:
+def saved_steps(project, *, num_steps=STEPS):
     folders = run_folders(project, num_steps=num_steps)
     return sorted(int(path.name[5:]) for folder in folders for path in folder.glob("step-*"))
 
 
-def start_and_wait_for_checkpoint(
-    project: Project, *, after: int, forks_stages: bool = False, num_steps: int = STEPS
-) -> subprocess.Popen[str]:
+def start_and_wait_for_checkpoint(project, *, after, forks_stages=False, num_steps=STEPS):
     """Start training; return when a checkpoint of a later step than `after` is there."""
     process = project.start("train", forks_stages=forks_stages)
     deadline = time.monotonic() + TIMEOUT_S
@@ -94,14 +88,14 @@ def start_and_wait_for_checkpoint(
     return process
 
 
-def press_ctrl_c(project: Project) -> Stopped:
+def press_ctrl_c(project):
     process = start_and_wait_for_checkpoint(project, after=0)
     os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to the whole group
     output, _ = process.communicate(timeout=TIMEOUT_S)
     return Stopped(Finished(process.returncode, output), saved_steps(project))
 
 
-def kill(project: Project, *, after: int) -> Killed:
+def kill(project, *, after):
     """Kill Snakemake alone, as when memory runs out; repeat the command; then kill what Snakemake
     had started."""
     process = start_and_wait_for_checkpoint(project, after=after)
@@ -119,7 +113,7 @@ def kill(project: Project, *, after: int) -> Killed:
     return Killed(refused, [orphan.pid for orphan in below], survivors)
 
 
-def ready_to_train(finished_project: Project, root: Path, *, processes: int = 2) -> Project:
+def ready_to_train(finished_project, root, *, processes=2):
     """A project with tokens and base, whose training is still to come.
 
     processes: two as in the finished one, for the same bytes; one starts sooner."""
@@ -131,7 +125,7 @@ def ready_to_train(finished_project: Project, root: Path, *, processes: int = 2)
 
 
 @pytest.fixture(scope="module")
-def interrupted(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+def interrupted(finished_project, tmp_path_factory):
     project = ready_to_train(finished_project, tmp_path_factory.mktemp("run") / "interrupted")
     stopped = press_ctrl_c(project)
     killed = kill(project, after=max(stopped.saved_steps))
@@ -174,7 +168,7 @@ def test_signal_to_snakemake_alone_ends_the_training_with_a_checkpoint(
     assert_stopped_in_order(stopped)
 
 
-def assert_stopped_in_order(stopped: Stopped) -> None:
+def assert_stopped_in_order(stopped):
     assert stopped.done.status == 1, stopped.done.output
     assert "Traceback" not in stopped.done.output
     last = stopped.saved_steps[-1]

@@ -1,7 +1,6 @@
 """A real run of the real Snakefile on a checkpoint with a vision tower, whose text is trained."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.support.families import tiny_family
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
-from tests.support.workflow_project import Project, executed, make_project
+from tests.support.workflow_project import executed, make_project
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.files import read_json
@@ -19,7 +18,7 @@ SUBJECTS = ["original", "base", "tuned", "tuned_on_original", "merged"]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def finished(tmp_path_factory):
     """The project after all stages; never change it."""
     project = make_project(
         tmp_path_factory.mktemp("multimodal") / "project",
@@ -48,7 +47,7 @@ def test_merged_model_is_the_one_that_two_processes_measure_together(finished, t
     assert_merged_is_measured(project.root)
 
 
-def assert_merged_is_measured(root: Path) -> None:
+def assert_merged_is_measured(root):
     """Assert that stock Transformers finds the losses that were measured, and the vision tower as
     it was."""
     run = root / "results" / "runs" / "demo"

@@ -1,7 +1,5 @@
 """Real runs of the real Snakefile: what they leave, and what a repeated command does."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import PeftModel
@@ -69,12 +67,12 @@ ARTIFACTS = {
 
 
 @pytest.fixture
-def project(finished_project: Project, tmp_path: Path) -> Project:
+def project(finished_project, tmp_path):
     return finished_project.copy(tmp_path / "project")
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def checkout(tmp_path_factory):
     """A project of a few steps after `snakemake train`, in a checkout of its own. The checkout's
     name is part of paths, of the environment and of commands. Never change it."""
     folder = tmp_path_factory.mktemp("checkout") / "a b'c\"d é $(exit 1)"
@@ -84,7 +82,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-def without_card(project: Project) -> dict[str, int]:
+def without_card(project):
     """Modification times of what training and export left; the card stands in the adapter's
     folder."""
     found = times(project.folder("finetune")) | times(project.folder("consolidate"))
@@ -92,18 +90,18 @@ def without_card(project: Project) -> dict[str, int]:
     return {path: time for path, time in found.items() if path not in (str(card), str(card.parent))}
 
 
-def times(folder: Path) -> dict[str, int]:
+def times(folder):
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def load(folder: Path) -> PreTrainedModel:
+def load(folder):
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
     return model
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module) -> torch.Tensor:
+def logits(model):
     result: torch.Tensor = model(input_ids=IDS).logits
     return result
 

@@ -4,14 +4,12 @@ preemption, a lost node."""
 import json
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.support.slurm_cluster import TIMEOUT_S, Cluster, lack, running_cluster
+from tests.support.slurm_cluster import TIMEOUT_S, lack, running_cluster
 from tests.support.workflow_project import REPOSITORY, Project, kill_all, make_project
 from workflow.lib.planning.preflight.cluster_request import LAUNCH_BYTES
 
@@ -31,12 +29,12 @@ LONG = {"max_steps": STEPS, "checkpoint_every_steps": 10}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     with running_cluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=2) as cluster:
         yield cluster
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def finish(process):
     """Wait for a Snakemake and expect success."""
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
@@ -55,7 +53,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def on_two_nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def on_two_nodes(cluster, tmp_path_factory):
     """The whole workflow; one process on each of two nodes trains. Jobs are forked from a process
     that has imported their packages; those that are disturbed are started as a user's are."""
     root = tmp_path_factory.mktemp("run") / "project"
@@ -110,7 +108,7 @@ class Disturbed:
     restarts: int
 
 
-def wait_for_step(project: Project, *, after: int) -> int:
+def wait_for_step(project, *, after):
     """Return the newest step with a checkpoint, once it is a later one."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
@@ -123,7 +121,7 @@ def wait_for_step(project: Project, *, after: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def disturbed(cluster: Cluster, on_two_nodes: Trained) -> Disturbed:
+def disturbed(cluster, on_two_nodes):
     """Training on one node, of the tokens and base that are there."""
     project = on_two_nodes.project.copy(on_two_nodes.project.root.parent / "disturbed")
     for folder in project.root.glob("results/checkpoints/*"):

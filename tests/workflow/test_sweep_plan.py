@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.support.workflow_project import REPOSITORY, make_project
 
@@ -24,7 +23,7 @@ finally:
 """
 
 
-def calls_to_plan(root: Path, *, num_runs: int) -> int:
+def calls_to_plan(root, *, num_runs):
     project = make_project(root)
     runs = {f"r{n}": {"train": {"learning_rate": 1e-6 * (n + 1)}} for n in range(num_runs)}
     project.write_settings(project.settings | {"runs": runs})

@@ -1,11 +1,10 @@
 """Fixtures that several tests of encoding share."""
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+def tokenizer(tmp_path_factory):
     return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))

@@ -1,7 +1,6 @@
 """Chat templates run in a sandbox, stop at bounds, and are refused where they cannot work."""
 
 import json
-from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -158,7 +157,7 @@ ARGUMENTS = {
 }
 
 
-def rendered(tokenizer: Any, template: str, **arguments: Any) -> str:
+def rendered(tokenizer, template, **arguments):
     messages = [{"role": "user", "content": "q"}]
     return str(
         tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments)

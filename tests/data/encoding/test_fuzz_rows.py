@@ -6,7 +6,7 @@ and listings."""
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
 
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.keys_read import KeyAccount
@@ -49,20 +48,20 @@ TALKS: list[dict[str, Any]] = [
 ]
 
 
-def jsonl(path: Path) -> None:
+def jsonl(path):
     lines = [json.dumps(row, ensure_ascii=False) for row in [*ROWS, *TALKS]]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def json_array(path: Path) -> None:
+def json_array(path):
     path.write_text(json.dumps([*TALKS, *ROWS], indent=1), encoding="utf-8")
 
 
-def csv(path: Path) -> None:
+def csv(path):
     path.write_text('prompt,completion\n"a ""b""\nc",d\nß,数\n', encoding="utf-8")
 
 
-def parquet(path: Path) -> None:
+def parquet(path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
 
 
@@ -88,7 +87,7 @@ EDITS = st.lists(
 )
 
 
-def mutated(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> bytes:
+def mutated(content, edits):
     """Return `content` after `edits`, each at a place and over a stretch given as shares of the
     length."""
     for kind, start, length, new in edits:
@@ -106,17 +105,17 @@ def mutated(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> byt
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+def tokenizer(tmp_path_factory):
     return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
-def encoder(tokenizer: PreTrainedTokenizerBase) -> SampleEncoder:
+def encoder(tokenizer):
     template = read_chat_template(tokenizer, None)
     return SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
 
 
-def use(path: Path, encoder: SampleEncoder) -> None:
+def use(path, encoder):
     """Read a file as the tokenization does, as every format that its columns allow."""
     for row in list(rows(path)):
         if isinstance(row, BrokenRow):
@@ -126,7 +125,7 @@ def use(path: Path, encoder: SampleEncoder) -> None:
         encode(row, encoder)
 
 
-def rows(path: Path) -> Iterator[Row | BrokenRow]:
+def rows(path):
     refusal = ""
     try:
         yield from read_rows(path, setting="data.train")
@@ -135,7 +134,7 @@ def rows(path: Path) -> Iterator[Row | BrokenRow]:
     assert refusal == refusal.encode().decode()
 
 
-def encode(row: Row, encoder: SampleEncoder) -> None:
+def encode(row, encoder):
     """Encode a row by every format, as a text, as a pair and as rated."""
     for format, rated in [(f, None) for f in FORMATS["texts"]] + [
         (f, examples == "rated") for examples in ("pairs", "rated") for f in FORMATS[examples]
@@ -226,7 +225,7 @@ def test_no_bytes_of_a_checkpoint_end_in_a_traceback(tmp_path, name, edits):
         assert refusal == refusal.encode().decode()
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder):
     header = {
         "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
         "b": {"dtype": "U8", "shape": [5], "data_offsets": [24, 29]},
@@ -238,7 +237,7 @@ def write_checkpoint(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def read_all(folder: Path) -> None:
+def read_all(folder):
     with CheckpointReader(folder) as reader:
         for name in reader.names():
             reader.tensor(name)

@@ -1,7 +1,5 @@
 """Every column and every key is read, or counted, or refused with what to set."""
 
-from typing import Any
-
 import pytest
 
 from workflow.lib.data.encoding.chat_messages import Conversation
@@ -17,15 +15,15 @@ CALL = {"function": {"name": "f", "arguments": {}, "strict": True}, "index": 0, 
 PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
-def row(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
+def row(*messages, **columns):
     return {"messages": list(messages or (QUESTION, ANSWER)), **columns}
 
 
-def read(value: dict[str, Any], keys: KeyAccount | None = None, format: Any = "messages") -> Any:
+def read(value, keys=None, format="messages"):
     return to_sample(value, format=format, columns=DataColumns(), keys=keys)
 
 
-def not_read(*rows: dict[str, Any], format: Any = "messages", **options: Any) -> dict[str, int]:
+def not_read(*rows, format="messages", **options):
     keys = KeyAccount(**options)
     for value in rows:
         read(value, keys, format)

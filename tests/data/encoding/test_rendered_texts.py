@@ -17,7 +17,7 @@ FIRST_SYSTEM_ONLY = PLAIN_TEMPLATE.replace(
 REASONED = [EXCHANGE[0], {**EXCHANGE[1], "reasoning": "A careful thought."}]
 
 
-def written(content: str) -> str:
+def written(content):
     """A template that writes this expression for the text of a message."""
     return PLAIN_TEMPLATE.replace("m.content", content)
 

@@ -61,7 +61,7 @@ LLAMA_2_TEMPLATE = (
 )
 
 
-def sentencepiece_like(kind: str, prepend_scheme: Any) -> PreTrainedTokenizerFast:
+def sentencepiece_like(kind, prepend_scheme):
     """Special tokens in the model's own vocabulary, and spaces written as part of the words."""
     specials = ["<unk>", "<s>", "</s>"]
     common: dict[str, Any] = {"vocab_size": 151, "special_tokens": specials, "show_progress": False}
@@ -112,7 +112,7 @@ def test_answer_behind_a_prompt_that_ends_with_a_blank_is_what_a_model_would_add
     assert text == "the▁dog</s>"
 
 
-def byte_level(*, trim: bool) -> Tokenizer:
+def byte_level(*, trim):
     """Parts of characters as tokens; with `trim`, offsets leave out the blanks that a token begins
     with."""
     tokenizer = Tokenizer(models.BPE())
@@ -124,7 +124,7 @@ def byte_level(*, trim: bool) -> Tokenizer:
     return tokenizer
 
 
-def metaspace() -> Tokenizer:
+def metaspace():
     """As SentencePiece does: text is normalized, which changes its length, and a blank put before
     it."""
     tokenizer = Tokenizer(models.BPE(unk_token="?"))

@@ -5,7 +5,6 @@ generate."""
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.row_formats import to_sample
-from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.settings.data import DataColumns
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -80,7 +79,7 @@ TEXTS = ["The answer is\n\n forty-two,  why? Because.\n", "assistant\n  model\n\
 
 
 @cache
-def tokenizer_of(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
+def tokenizer_of(name, kind="bytes"):
     """A BPE over bytes as Llama 3's and Qwen's, or over characters without parts as Gemma's: blanks
     and line feeds merge."""
     if kind == "bytes":
@@ -116,21 +115,21 @@ def tokenizer_of(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
 
 
 @cache
-def encoder_of(name: str, kind: str = "bytes", loss_on: Any = "completions") -> SampleEncoder:
+def encoder_of(name, kind="bytes", loss_on="completions"):
     template = template_of(name)
     return SampleEncoder(tokenizer_of(name, kind), chat_template=template, loss_on=loss_on)
 
 
-def template_of(name: str) -> str:
+def template_of(name):
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def encode(name: str, messages: list[Any], kind: str = "bytes", **more: Any) -> list[Encoded]:
+def encode(name, messages, kind="bytes", **more):
     row = {"messages": messages, **more}
     return encoder_of(name, kind).encode(to_sample(row, format="messages", columns=DataColumns()))
 
 
-def own_ids(name: str, kind: str, messages: list[Any], **more: Any) -> list[int]:
+def own_ids(name, kind, messages, **more):
     """The prompt as inference tokenizes it, on the day that the workflow gives to templates."""
     template = template_of(name).replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
     template = template.replace("strftime_now('%Y-%m-%d')", "'2024-07-26'")
@@ -140,9 +139,7 @@ def own_ids(name: str, kind: str, messages: list[Any], **more: Any) -> list[int]
     return ids
 
 
-def answers(
-    name: str, messages: list[Any], kind: str = "bytes", tools: list[Any] | None = None
-) -> list[str]:
+def answers(name, messages, kind="bytes", tools=None):
     """The trained text of each assistant turn, which must follow that turn's prompt as inference
     tokenizes it."""
     examples = encode(name, messages, kind, tools=tools)
@@ -161,13 +158,13 @@ def answers(
     return texts
 
 
-def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+def chat(*texts, system=None):
     roles = ["user", "assistant"] * len(texts)
     said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return said if system is None else [{"role": "system", "content": system}, *said]
 
 
-def generated(name: str, text: str) -> str:
+def generated(name, text):
     return ANSWERS[name].format(text.strip() if name in TRIM else text)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.encoding import conversation
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 
 TEMPLATES = Path(__file__).with_name("templates")
 GLM = ["<|user|>", "<|observation|>", "<|assistant|>", "<|system|>", "[gMASK]", "<sop>"]
@@ -61,11 +61,11 @@ QUESTION = {"role": "user", "content": "Fog here?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def says(text: str, **more: Any) -> dict[str, Any]:
+def says(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
-def calls(*cities: str, **more: Any) -> dict[str, Any]:
+def calls(*cities, **more):
     listed = [
         {
             "id": f"call0000{number}",
@@ -77,7 +77,7 @@ def calls(*cities: str, **more: Any) -> dict[str, Any]:
     return says("", tool_calls=listed, **more)
 
 
-def result(number: int) -> dict[str, Any]:
+def result(number):
     text = f"fog {number}"
     return {"role": "tool", "name": "weather", "tool_call_id": f"call0000{number}", "content": text}
 
@@ -121,7 +121,7 @@ OPENED = {
 
 
 @cache
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(name):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -132,16 +132,16 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token=eos)
 
 
-def template_of(name: str) -> str:
+def template_of(name):
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @cache
-def encoder_of(name: str) -> SampleEncoder:
+def encoder_of(name):
     return SampleEncoder(tokenizer_of(name), chat_template=template_of(name), loss_on="completions")
 
 
-def own_ids(name: str, messages: list[Any], *, prompt: bool, tools: Any) -> list[int]:
+def own_ids(name, messages, *, prompt, tools):
     """The ids that stock Transformers makes of a conversation."""
     written: Any = tokenizer_of(name).apply_chat_template(
         messages, chat_template=template_of(name), add_generation_prompt=prompt, tools=tools
@@ -150,17 +150,17 @@ def own_ids(name: str, messages: list[Any], *, prompt: bool, tools: Any) -> list
     return ids
 
 
-def decoded(name: str, ids: Any) -> str:
+def decoded(name, ids):
     return str(tokenizer_of(name).decode([int(number) for number in ids]))
 
 
-def runs(encoded: Encoded) -> list[tuple[int, int]]:
+def runs(encoded):
     """Where the trained runs of an example begin and end."""
     edges = [0, *(encoded.mask[1:] != encoded.mask[:-1]).nonzero()[0] + 1, len(encoded.ids)]
     return [(int(a), int(b)) for a, b in pairwise(edges) if encoded.mask[a]]
 
 
-def values(message: dict[str, Any]) -> list[str]:
+def values(message):
     arguments = [c["function"]["arguments"]["city"] for c in message.get("tool_calls", ())]
     return [message["content"], *arguments]
 

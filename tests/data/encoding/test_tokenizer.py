@@ -1,6 +1,5 @@
 """The tokenizer's own templates: the default, and the one for conversations with tools."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ NAMED = {"default": PLAIN_TEMPLATE, "tool_use": TOOL_TEMPLATE, "rag": "{{ messag
 OTHER = PLAIN_TEMPLATE.replace("<|assistant|>", "<|user|>")
 
 
-def saved(folder: Path, templates: Any) -> Any:
+def saved(folder, templates):
     tokenizer = tiny_tokenizer(folder, chat_template=False)
     tokenizer.chat_template = templates
     tokenizer.save_pretrained(folder)

@@ -184,7 +184,7 @@ def test_all_spellings_of_tools_mean_the_same(tools, format):
     assert sample(value, format).tools == [TOOL]
 
 
-def talk_with_ids(first: Any, second: Any, *results: Any) -> list[dict[str, Any]]:
+def talk_with_ids(first, second, *results):
     calls = [{"type": "function", "function": FUNCTION} for _ in range(2)]
     for call, number in zip(calls, (first, second), strict=True):
         call |= {} if number is None else {"id": number}
@@ -204,7 +204,7 @@ def talk_with_ids(first: Any, second: Any, *results: Any) -> list[dict[str, Any]
     ],
 )
 def test_ids_are_made_of_nine_letters_and_results_follow_their_calls(given, calls, results):
-    def named(numbers: tuple[Any, ...]) -> list[str]:
+    def named(numbers):
         return [n if isinstance(n, str) else f"call{n:05d}" for n in numbers]
 
     (_, turn, *answers) = with_short_ids(talk_with_ids(*given))

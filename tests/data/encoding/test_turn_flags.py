@@ -13,7 +13,7 @@ QUESTION = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
 
 
-def trained(first: dict[str, Any], **columns: Any) -> list[bool]:
+def trained(first, **columns):
     talk = [QUESTION, {**ANSWER, **first}, QUESTION, ANSWER]
     sample: Any = to_sample({"messages": talk, **columns}, format="messages", columns=DataColumns())
     assert sample.messages[3] == ANSWER

@@ -6,7 +6,6 @@ import gzip
 import json
 import pickle
 import random
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -24,37 +23,37 @@ from workflow.lib.system.errors import UserError
 ROWS = [{"text": 'one, "two"'}, {"text": "drei\nvier — 五"}, {"text": ""}]
 
 
-def columns(*paths: Path) -> list[str]:
+def columns(*paths):
     files = [SourceFile(path, path.name, file_type_of(path, setting="")) for path in paths]
     return column_names(files, setting="data.train")
 
 
-def jsonl(path: Path) -> Path:
+def jsonl(path):
     return write(path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
 
 
-def json_array(path: Path) -> Path:
+def json_array(path):
     return write(path / "a.json", json.dumps(ROWS, indent=2))
 
 
-def csv_file(path: Path) -> Path:
+def csv_file(path):
     return write(path / "a.csv", 'text\n"one, ""two"""\n"drei\nvier — 五"\n""\n')
 
 
-def parquet(path: Path) -> Path:
+def parquet(path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path / "a.parquet")
     return path / "a.parquet"
 
 
-def tsv(path: Path) -> Path:
+def tsv(path):
     return write(path / "a.tsv", 'text\n"one, ""two"""\n"drei\nvier — 五"\n""\n')
 
 
-def json_named_lines(path: Path) -> Path:
+def json_named_lines(path):
     return write(path / "b.json", "".join(json.dumps(row) + "\n" for row in ROWS))
 
 
-def arrow(path: Path, *, stream: bool = False) -> Path:
+def arrow(path, *, stream=False):
     table = pyarrow.Table.from_pylist(ROWS)
     new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
     name = path / ("stream.arrow" if stream else "file.arrow")
@@ -63,7 +62,7 @@ def arrow(path: Path, *, stream: bool = False) -> Path:
     return name
 
 
-def arrow_stream(path: Path) -> Path:
+def arrow_stream(path):
     return arrow(path, stream=True)
 
 

@@ -21,12 +21,12 @@ from workflow.lib.system.errors import UserError
 MODEL = Source("owner/name", None, "model")
 
 
-def chosen(source: Source, *paths: str) -> list[str]:
+def chosen(source, *paths):
     """Return the names of the files chosen among `paths`, which need no download to tell."""
     return sorted(choose_files(source, paths, commit="c" * 40, folder=Path("unused")))
 
 
-def dataset(*files: str) -> Source:
+def dataset(*files):
     return Source("owner/data", None, "dataset", files)
 
 

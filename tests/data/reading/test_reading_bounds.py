@@ -16,7 +16,7 @@ from workflow.lib.system.errors import UserError
 
 
 @pytest.fixture
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_limits(monkeypatch):
     for module in (chunks_module, text_readers, json_reader, table_readers):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", 1000)
     monkeypatch.setattr(text_readers, "MAX_SKIPPED_BYTES", 32_000)

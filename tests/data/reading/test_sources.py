@@ -2,12 +2,10 @@
 listing."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from workflow.lib.data.reading.sources import Source, matching, resolve_splits
+from workflow.lib.data.reading.sources import matching, resolve_splits
 from workflow.lib.settings.data import DataConfig
 from workflow.lib.system.errors import UserError
 
@@ -23,19 +21,19 @@ LISTING = [
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     for name in LISTING:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     return tmp_path
 
 
-def sources(root: Path, train: Any, **settings: Any) -> list[Source]:
+def sources(root, train, **settings):
     config = DataConfig.model_validate({"train": train, "heldout": None, **settings})
     return resolve_splits(config, root=root)["train"]
 
 
-def files(root: Path, train: Any, **settings: Any) -> list[str]:
+def files(root, train, **settings):
     return [file.file for source in sources(root, train, **settings) for file in source.files]
 
 
@@ -156,7 +154,7 @@ def test_file_that_is_named_twice_stops(tree, train, heldout):
         files(tree, train, heldout=heldout)
 
 
-def save_state(folder: Path, **state: Any) -> None:
+def save_state(folder, **state):
     (folder / "state.json").write_text(json.dumps(state))
 
 

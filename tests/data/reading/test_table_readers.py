@@ -1,6 +1,5 @@
 """Rows of Parquet and Arrow files hold the values that `datasets` gives."""
 
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -36,11 +35,11 @@ COLUMNS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def read(path: Path) -> list[Any]:
+def read(path):
     return [row.value for row in read_rows(path, setting="data.train") if isinstance(row, Row)]
 
 
-def by_datasets(path: Path, kind: str) -> list[Any]:
+def by_datasets(path, kind):
     cache = str(path.parent / "cache")
     return list(datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=cache))
 

@@ -9,7 +9,7 @@ from workflow.lib.data.tokens.packing import one_per_row, pack
 SEQ_LEN = 37  # prime: no document length divides it
 
 
-def lengths_of(values: list[int]) -> np.ndarray:
+def lengths_of(values):
     return np.array(values, dtype=np.int64)
 
 

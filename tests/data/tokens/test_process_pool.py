@@ -3,18 +3,17 @@ defect."""
 
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 
 from workflow.lib.data.tokens.process_pool import KilledError, map_in_order
 
 
-def doubler() -> Callable[[int], int]:
+def doubler():
     return double
 
 
-def double(number: int) -> int:
+def double(number):
     if number == 666:
         os.kill(os.getpid(), signal.SIGKILL)
     if number < 0:

@@ -8,7 +8,7 @@ from workflow.lib.data.tokens.seeded_draws import drawn, times_taken
 DOCUMENTS = 7
 
 
-def times(weight: float, *, source: int = 1, seed: int = 0) -> list[int]:
+def times(weight, *, source=1, seed=0):
     return times_taken(DOCUMENTS, weight=weight, source=source, seed=seed).tolist()
 
 

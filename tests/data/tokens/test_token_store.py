@@ -2,7 +2,6 @@
 
 import errno
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,7 +25,7 @@ SEQ_LEN = 7
 PAD = 9
 
 
-def document(*ids: int, trained: int) -> tuple[np.ndarray, np.ndarray]:
+def document(*ids, trained):
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[len(ids) - trained :] = True
     return np.array(ids, dtype=np.uint32), mask
@@ -43,7 +42,7 @@ HELDOUT = [document(40, 41, trained=1), document(50, 51, 52, trained=2)]
 PACKING = Packing(documents=np.array([2, 1, 0]), offsets=np.array([0, 2, 3]))
 
 
-def window(documents: list[tuple[np.ndarray, np.ndarray]], packing: Packing) -> Window:
+def window(documents, packing):
     lengths = np.array([len(ids) for ids, _ in documents])
     return Window(
         ids=np.concatenate([ids for ids, _ in documents]),
@@ -55,7 +54,7 @@ def window(documents: list[tuple[np.ndarray, np.ndarray]], packing: Packing) -> 
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     write_train(tmp_path, [window(TRAIN, PACKING)], seq_len=SEQ_LEN, pad_token_id=PAD)
     write_heldout(tmp_path, [(ids, mask, np.array([len(ids)])) for ids, mask in HELDOUT])
     save_manifest(tmp_path)
@@ -63,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rated(tmp_path: Path) -> Path:
+def rated(tmp_path):
     """A folder of rated answers. Row 0 holds a good one, documents 0 and 1; row 1 a bad one."""
     good = np.repeat([True, False], [5, 7])
     (lengths,) = [np.array([len(ids) for ids, _ in RATED])]
@@ -77,7 +76,7 @@ def rated(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def save_manifest(folder: Path, *, more: tuple[str, ...] = (), **changes: Any) -> None:
+def save_manifest(folder, *, more=(), **changes):
     manifest = {
         "format_version": FORMAT_VERSION,
         "seq_len": SEQ_LEN,
@@ -137,23 +136,23 @@ def test_windows_and_blocks_are_written_behind_each_other(tmp_path, monkeypatch)
     assert ids[1].tolist() == [10, 11, 12, PAD, PAD, PAD, PAD]
 
 
-def cut(path: Path) -> None:
+def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def lengthen(path: Path) -> None:
+def lengthen(path):
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def empty(path: Path) -> None:
+def empty(path):
     path.write_bytes(b"")
 
 
-def retype(path: Path) -> None:
+def retype(path):
     np.save(path, np.load(path).astype(np.int16))
 
 
-def reshape(path: Path) -> None:
+def reshape(path):
     np.save(path, np.load(path)[:1])
 
 
@@ -211,14 +210,12 @@ def test_missing_folder_names_the_stage_that_writes_it(tmp_path):
         TokenStore.open(tmp_path / "none")
 
 
-def test_texts_are_neither_paired_nor_rated(folder: Path) -> None:
+def test_texts_are_neither_paired_nor_rated(folder):
     store = TokenStore.open(folder)
     assert (store.examples, store.desirable, store.heldout_desirable) == ("texts", None, None)
 
 
-def test_rated_answers_say_of_each_token_and_heldout_document_whether_they_are_good(
-    rated: Path,
-) -> None:
+def test_rated_answers_say_of_each_token_and_heldout_document_whether_they_are_good(rated):
     store = TokenStore.open(rated)
     assert store.examples == "rated"
     assert store.desirable is not None
@@ -244,8 +241,8 @@ def test_rated_answers_say_of_each_token_and_heldout_document_whether_they_are_g
     ],
 )
 def test_folder_that_does_not_hold_the_examples_of_its_manifest_is_refused(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
+    folder, changes, message
+):
     for name in changes.get("more", ()):
         np.save(folder / name, np.zeros((2, SEQ_LEN), dtype=np.float32))
     save_manifest(folder, **changes)

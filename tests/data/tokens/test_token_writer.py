@@ -1,7 +1,6 @@
 """Packing in windows: every document once, whatever the number of windows."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -11,18 +10,18 @@ from workflow.lib.data.reading.row import Row
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts
-from workflow.lib.data.tokens.splits import Split, whole_corpus
+from workflow.lib.data.tokens.splits import whole_corpus
 from workflow.lib.data.tokens.token_writer import blocks, packing_windows
 
 SEQ_LEN = 61
 SHARDS = 13
 
 
-def split_of(folder: Path) -> Split:
+def split_of(folder):
     """Encode 13 shards of 29 rows: the ids of row n are n, n + 1 and so on."""
     draw = np.random.default_rng(0)
 
-    def encode(row: Row) -> list[Encoded]:
+    def encode(row):
         ids = row.number + np.arange(draw.integers(2, SEQ_LEN + 1), dtype=np.uint32)
         return [Encoded(ids, np.arange(len(ids)) > 0, False)]
 

@@ -1,7 +1,6 @@
 """Attention of documents in packed rows that is soft-capped, has sinks or chunks: equal to each
 document alone, to the families' own, and to torch's kernel."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ LENGTHS = [[13, 1, 9], [23]]
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
 
 
-def layer(**config: Any) -> torch.nn.Module:
+def layer(**config):
     """Return what an attention layer of a family shows of itself."""
     module = torch.nn.Module()
     module.config = SimpleNamespace(**config)
@@ -27,9 +26,7 @@ def layer(**config: Any) -> torch.nn.Module:
     return module
 
 
-def heads(
-    count: int = 4, key_heads: int = 2, width: int = 8, value_width: int = 8, seed: int = 0
-) -> list[torch.Tensor]:
+def heads(count=4, key_heads=2, width=8, value_width=8, seed=0):
     draw = torch.Generator().manual_seed(seed)
     rows, length = POSITIONS.shape
     sizes = [(count, width), (key_heads, width), (key_heads, value_width)]
@@ -39,9 +36,7 @@ def heads(
     ]
 
 
-def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any
-) -> torch.Tensor:
+def one_by_one(query, key, value, **arguments):
     rows = []
     for row, lengths in enumerate(LENGTHS):
         ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -132,14 +127,14 @@ def test_layer_that_does_not_hand_documents_on_is_refused():
 
 
 @pytest.fixture(scope="module")
-def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gemma2(tmp_path_factory):
     """A model with caps that bite, and windows in every other layer."""
     folder = tmp_path_factory.mktemp("gemma2")
     source = tiny_gemma2(folder / "original", attn_logit_softcapping=0.5, initializer_range=0.3)
     return quantized(source, folder / "nf4")
 
 
-def losses_and_gradients(base: Path, attention: str) -> list[torch.Tensor]:
+def losses_and_gradients(base, attention):
     """Return logits (positions, vocab) of packed rows, and the adapters' gradients."""
     training = adapted(base, attention=attention)
     store = random_store(rows=2, seq_len=37, seed=3)

@@ -16,12 +16,12 @@ ROWS = [
 KINDS = [MaskKind(), MaskKind(window=100), MaskKind(128), MaskKind(1), MaskKind(chunk=96)]
 
 
-def positions(rows: list[list[int]]) -> torch.Tensor:
+def positions(rows):
     """Return position ids (rows, seq_len) of documents of these lengths."""
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
-def seen_one_by_one(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
+def seen_one_by_one(position_ids, kind):
     """Return which keys each query sees (rows, queries, keys), from what documents, windows and
     chunks are."""
     rows, length = position_ids.shape

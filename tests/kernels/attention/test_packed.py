@@ -1,6 +1,5 @@
 """Which attention a run gets, and that no path lets a document see another."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,7 @@ EAGER_ALONE = AttentionNeeds(eager_alone=True, no_sdpa=True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def resolved(
-    name: str,
-    device: torch.device = GPU,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    needs: AttentionNeeds = NOTHING,
-) -> str:
+def resolved(name, device=GPU, *, dtype=torch.bfloat16, needs=NOTHING):
     return resolve_training_attention(name, device, needs, compute_dtype=dtype).name
 
 
@@ -107,7 +100,7 @@ def test_varlen_hands_wide_heads_to_kernels_of_ours(width, monkeypatch):
     """With the layer's bounds, scale and window; both kernels are for GPUs."""
     told: list[dict[str, Any]] = []
 
-    def wide(query: torch.Tensor, *given: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    def wide(query, *given, **arguments):
         told.append({"bounds": given[-1].tolist(), **arguments})
         return query
 
@@ -211,7 +204,7 @@ def test_varlen_refuses_whatever_it_would_leave_out(arguments, named):
     )
 
 
-def logits(training: CausalLMForTraining, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def logits(training, ids, rows):
     """Return the logits (rows, seq_len, vocab) of packed rows, as training computes them."""
     everywhere = torch.arange(ids.numel())
     with torch.no_grad():
@@ -237,7 +230,7 @@ def test_a_changed_document_changes_no_other_document(tmp_path, attention):
     assert not torch.allclose(with_last[0, start:], plain[0, start:])
 
 
-def whole_model(base: Path, *, attention: str) -> CausalLMForTraining:
+def whole_model(base, *, attention):
     """Build the training module of an NF4 base in this process, fp32."""
     model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
     training = CausalLMForTraining(inject_adapters(model, LoraSettings(r=2)))

@@ -1,8 +1,6 @@
 """Weights and activations in 8 bits, and their matmuls, as a CPU computes them; `tests/gpu` and
 Triton's interpreter (`test_kernels`) hold the kernels against these."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ from workflow.lib.kernels.eight_bits.matmul import (
     row_scales,
 )
 from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, rounded
-from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.system.errors import UserError
 
 OUT, IN = 48, 192  # three blocks a row
@@ -26,25 +23,25 @@ ABSOLUTE = {"float8": 2.0**-10}
 
 
 @pytest.fixture(params=[True, False], ids=["double", "single"])
-def linear(request: pytest.FixtureRequest, tmp_path: Path) -> NF4Linear:
+def linear(request, tmp_path):
     weight = random(OUT, IN) * torch.logspace(-2, 1, OUT)[:, None]
     weight[5] = 0
     return nf4_linear(tmp_path / "base", weight, double_quant=request.param)
 
 
 @pytest.fixture(params=FORMATS.values(), ids=FORMATS)
-def form(request: pytest.FixtureRequest) -> Format:
+def form(request):
     chosen: Format = request.param
     return chosen
 
 
-def weight_of(linear: NF4Linear, form: Format) -> RoundedWeight:
+def weight_of(linear, form):
     data, shape = linear.nf4_data(), linear.spec.shape
     scales = row_scales(data, shape, form)
     return RoundedWeight(decoded(data, scales, shape, form), scales)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor):
     return tensor.view(torch.uint8)
 
 

@@ -1,6 +1,5 @@
 """The recurrences by chunks against their definitions, token by token, in float64."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,12 @@ NO_LIMITS = (0.0, float("inf"))
 ROWS = 2
 
 
-def drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def drawn(*shapes):
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=draw) for shape in shapes]
 
 
-def deltas(tokens: int, *, groups: int = 2, heads: int = 6) -> list[torch.Tensor]:
+def deltas(tokens, *, groups=2, heads=6):
     query, key, value, decay, rate = drawn(
         (ROWS, tokens, groups, 8),
         (ROWS, tokens, groups, 8),
@@ -34,9 +33,7 @@ def deltas(tokens: int, *, groups: int = 2, heads: int = 6) -> list[torch.Tensor
     return [query, key / 3, value, -0.3 * decay.abs(), rate.sigmoid()]
 
 
-def delta_by_token(
-    q: Any, k: Any, v: Any, log_decay: Any, rate: Any, *, normalize: bool
-) -> torch.Tensor:
+def delta_by_token(q, k, v, log_decay, rate, *, normalize):
     if normalize:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
@@ -51,16 +48,14 @@ def delta_by_token(
     return torch.stack(outputs, dim=1)
 
 
-def spaces(tokens: int, *, of_heads: bool = True) -> list[torch.Tensor | None]:
+def spaces(tokens, *, of_heads=True):
     x, dt, into, out_of, decay, skip, bias = drawn(
         (ROWS, tokens, 6, 8), (ROWS, tokens, 6), *[(ROWS, tokens, 2, 5)] * 2, *[(6,)] * 3
     )
     return [x, dt, -decay.abs(), into, out_of, *([skip, bias] if of_heads else [None, None])]
 
 
-def space_by_token(
-    x: Any, dt: Any, decay: Any, into: Any, out_of: Any, skip: Any, bias: Any, **options: Any
-) -> torch.Tensor:
+def space_by_token(x, dt, decay, into, out_of, skip, bias, **options):
     into, out_of = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (into, out_of))
     steps = dt if bias is None else dt + bias
     steps = nn.functional.softplus(steps) if options["softplus"] else steps
@@ -76,9 +71,7 @@ def space_by_token(
     return torch.stack(outputs, dim=1)
 
 
-def with_gradients(
-    function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None], dtype: Any
-) -> list[torch.Tensor]:
+def with_gradients(function, tensors, dtype):
     leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in tensors]
     output = function(*leaves)
     slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -87,9 +80,9 @@ def with_gradients(
 
 
 def close(
-    ours: Callable[..., Any], by_token: Callable[..., Any], tensors: Sequence[torch.Tensor | None],
-    *, tolerance: float = 3e-5,
-) -> bool:  # fmt: skip
+    ours, by_token, tensors,
+    *, tolerance = 3e-5,
+):  # fmt: skip
     """Whether values and gradients differ by so much of their largest, against float64."""
     found = with_gradients(ours, tensors, torch.float32)
     expected = with_gradients(by_token, tensors, torch.float64)
@@ -130,14 +123,14 @@ def test_convolution_is_torchs(biased, silu):
     x, weight, bias = drawn((ROWS, 10, 30), (10, 4), (10,))
     shift = bias if biased else None
 
-    def torchs(x: torch.Tensor) -> torch.Tensor:
+    def torchs(x):
         of_bias = None if shift is None else shift.to(x.dtype)
         y = nn.functional.conv1d(x, weight[:, None].to(x.dtype), of_bias, padding=3, groups=10)[
             ..., :30
         ]
         return nn.functional.silu(y) if silu else y
 
-    def ours(x: torch.Tensor) -> torch.Tensor:
+    def ours(x):
         return short_convolution(x, weight, shift, silu=silu)
 
     assert close(ours, torchs, [x])
@@ -151,10 +144,10 @@ def test_types_of_the_model_come_out_and_differ_by_rounding():
     assert (output - exact).abs().max() < 0.01 * exact.abs().max()
 
 
-def saved_by(work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def saved_by(work):
     saved: list[torch.Tensor] = []
 
-    def packed(x: torch.Tensor) -> torch.Tensor:
+    def packed(x):
         saved.append(x)
         return x
 

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
+def model():
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1, vocab_size=3
     )
@@ -44,7 +44,7 @@ def model() -> nn.Module:
         return LlamaForCausalLM(config)
 
 
-def linears(model: nn.Module) -> list[str]:
+def linears(model):
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     return [name for name in linears if name != "lm_head"]
 
@@ -79,7 +79,7 @@ def test_ranks_and_scales_are_those_that_peft_gives(model, settings):
     adapted.unload()
 
 
-def refusal(**settings: Any) -> str:
+def refusal(**settings):
     paths = [f"model.layers.{n}.self_attn.{k}_proj" for n in range(2) for k in "qkv"]
     with pytest.raises(UserError) as caught:
         adapter_ranks(LoraSettings(**settings), linears=paths)

@@ -2,8 +2,6 @@
 `tests/training/test_families.py` compares with those of stock packages."""
 
 import itertools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,17 +38,17 @@ FUSED = dict.fromkeys(CASES, PLAIN) | {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest) -> str:
+def case(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def base(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(case, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     return quantized(tiny_model(CASES[case].config(case), folder / "original"), folder / "nf4")
 
 
-def trained(training: Any) -> dict[str, Any]:
+def trained(training):
     randomize_(training)
     store = family_store("packed")
     loss = training.train()(stored_batch(store, np.arange(len(store.input_ids))))
@@ -60,11 +58,11 @@ def trained(training: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(base: Path) -> dict[str, Any]:
+def expected(base):
     return trained(adapted(base, attention=attention_of(base), r=3))
 
 
-def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(result, expected):
     torch.testing.assert_close(result["loss"], expected["loss"], rtol=1e-5, atol=0)
     for name, gradient in expected["gradients"].items():
         atol = 1e-5 * float(gradient.abs().max())  # fp32, sums in another order
@@ -76,9 +74,9 @@ def test_documents_stay_apart_in_eager_attention(base, expected):
 
 
 def plain_varlen_attn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *_: Any,
-    scale: float, window_size: tuple[int, int], **__: Any,
-) -> torch.Tensor:  # fmt: skip
+    q, k, v, bounds, *_,
+    scale, window_size, **__,
+):  # fmt: skip
     """What torch's kernel does on a GPU: (tokens, heads, head_dim), document by document,
     `window_size[0]` tokens back."""
     outputs = []

@@ -4,7 +4,6 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,21 +19,21 @@ from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.system.errors import UserError
 
 
-def reject(folder: Path, *parts: str) -> None:
+def reject(folder, *parts):
     with pytest.raises(UserError) as caught:
         describe_folder(folder)
     for part in parts:
         assert part in str(caught.value)
 
 
-def with_config(folder: Path, **changes: Any) -> Path:
+def with_config(folder, **changes):
     """Write the tiny checkpoint with other settings in its config.json; a value of ... removes the
     key."""
     config = {k: v for k, v in (TINY | changes).items() if v is not ...}
     return write_checkpoint(folder, config=config)
 
 
-def with_shapes(folder: Path, changes: dict[str, tuple[int, ...] | None]) -> Path:
+def with_shapes(folder, changes):
     """Write the tiny checkpoint with other tensors; None removes one."""
     model_shape = {k: v for k, v in (tensor_shapes(TINY) | changes).items() if v is not None}
     return write_checkpoint(folder, shapes=model_shape)
@@ -178,7 +177,7 @@ def test_more_layers_than_config_says(tmp_path):
     reject(folder, "decoder layer 2", "num_hidden_layers = 2")
 
 
-def header_of(**entry: Any) -> bytes:
+def header_of(**entry):
     header = json.dumps({"x": {"data_offsets": [0, 8]} | entry}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(8)
 
@@ -213,7 +212,7 @@ def test_name_at_which_transformers_fails_is_refused(tmp_path, number):
     reject(folder, "Transformers", "cannot load the checkpoint", "check model.source")
 
 
-def without_single_file(folder: Path) -> None:
+def without_single_file(folder):
     """Write the tiny checkpoint to a file that an index may name."""
     write_checkpoint(folder)
     (folder / "model.safetensors").rename(folder / "all.safetensors")

@@ -1,7 +1,6 @@
 """Settings of quantization count where weights are packed, and nowhere else."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ LEFT_BEHIND: dict[str, Any] = {
 }
 
 
-def say(folder: Path, settings: Any, *, within: str | None = None) -> Path:
+def say(folder, settings, *, within=None):
     config = json.loads((folder / "config.json").read_text())
     config |= {QUANTIZATION: settings} if within is None else {within: {QUANTIZATION: settings}}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,7 +1,6 @@
 """Descriptions have what built modules have, also of layers that are not plain."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,18 +8,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.families import FAMILIES
 from tests.support.other_decoders import MIXTURES, OTHERS, config_of
-from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
+from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.model.lora import takes_adapter
 from workflow.lib.system.errors import UserError
 
 
-def described(family: str, **changes: Any) -> ModelShape:
+def described(family, **changes):
     return describe_config(config_of(family) | changes, origin=Path("config.json"))
 
 
-def built(family: str) -> PreTrainedModel:
+def built(family):
     content = config_of(family)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

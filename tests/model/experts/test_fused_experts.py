@@ -54,7 +54,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64
 """Sizes of which some columns, too, are whole blocks."""
 
 
-def stock_experts(family: str, **changes: Any) -> Any:
+def stock_experts(family, **changes):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family] | changes))
     model = AutoModelForCausalLM.from_config(config).float()
@@ -134,7 +134,7 @@ class Pair:
 
 
 @pytest.fixture(params=FAMILIES)
-def pair(request: pytest.FixtureRequest) -> Pair:
+def pair(request):
     return Pair(request.param)
 
 
@@ -150,7 +150,7 @@ def test_gate_is_one_that_the_kernels_know_or_none(family, form):
     assert Pair(family).experts.gate.form == form
 
 
-def assert_same(pair: Pair, *, tolerance: float = 1e-5) -> None:
+def assert_same(pair, *, tolerance=1e-5):
     for name, ours, theirs in pair.gradients():
         largest = float(theirs.detach().abs().max())
         assert largest > 0, name
@@ -221,7 +221,7 @@ def test_recomputation_ends_before_the_last_product(pair, monkeypatch):
     monkeypatch.setattr(fused_experts, "value", lambda *x: products.append(1) or value(*x))
     forward = pair.experts.forward
 
-    def recomputed(*inputs: torch.Tensor) -> torch.Tensor:
+    def recomputed(*inputs):
         y: torch.Tensor = checkpoint(forward, *inputs, use_reentrant=False)
         return y
 
@@ -234,7 +234,7 @@ def test_experts_that_compute_something_else_are_refused():
     module = stock_experts("qwen3_moe")
     usual = type(module)
 
-    def scaled(self: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    def scaled(self, *inputs):
         y: torch.Tensor = 2.0 * usual.forward(self, *inputs)
         return y
 

@@ -1,6 +1,5 @@
 """The load-balancing loss of routers by itself: by hand, and where it is not."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +19,12 @@ LOGITS = torch.tensor([[3.0, 1.0], [1.0, 3.0], [0.0, 8.0]]).log()
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     return quantized(tiny_mixture("qwen3_moe", folder / "original"), folder / "nf4")
 
 
-def balance_of(logits: torch.Tensor, length: int) -> RouterBalance:
+def balance_of(logits, length):
     balance = RouterBalance(BalanceSettings(1.0, num_experts=2, top_k=1), layers=1)
     balance.begin_step_(divisor=1, tokens=length, device=CPU)
     with balance.counting(torch.tensor([length]), len(logits)):
@@ -76,9 +75,7 @@ def test_routers_that_are_frozen_are_balanced_if_it_is_asked_for(base):
     assert training.router_balance is not None
 
 
-def load_balancing_loss_func(
-    logits: tuple[torch.Tensor, ...], experts: int, top_k: int, mask: torch.Tensor
-) -> torch.Tensor:
+def load_balancing_loss_func(logits, experts, top_k, mask):
     """What a family might have: the mean of the logits' squares (arXiv 2202.08906)."""
     return torch.stack(logits).square().mean()
 

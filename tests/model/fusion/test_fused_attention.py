@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workflow.lib.model.decoder_layers import decoder_layers
@@ -11,7 +10,7 @@ from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.fusion.fused_attention import FusedAttention
 
 
-def phi(**changes: Any) -> torch.nn.Module:
+def phi(**changes):
     """Return the attention of a tiny Phi-3, of which 3 heads share a key head, fused if it can
     be."""
     config = AutoConfig.for_model(
@@ -23,7 +22,7 @@ def phi(**changes: Any) -> torch.nn.Module:
     return decoder_layers(model)[0].self_attn  # type: ignore[return-value]
 
 
-def rope(share: float) -> dict[str, Any]:
+def rope(share):
     return {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
 
 

@@ -12,11 +12,11 @@ from workflow.lib.model.layers.adapter_state import AdapterState
 ROWS, SEQ_LEN, FEATURES = [4, 90, 17], 7, 1000
 
 
-def keys(*rows: int, step: int = 5) -> torch.Tensor:
+def keys(*rows, step=5):
     return torch.tensor(row_keys(3, step=step, rows=rows))
 
 
-def mask(draw: Draw, features: int = FEATURES) -> torch.Tensor:
+def mask(draw, features=FEATURES):
     """Return what is kept (rows * SEQ_LEN, features), 1 or 0."""
     return dropped(torch.ones(len(draw.row_keys) * SEQ_LEN, features), draw)
 

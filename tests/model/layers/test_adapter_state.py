@@ -10,11 +10,11 @@ from workflow.lib.model.lora import trainable_parameters
 
 
 @pytest.fixture
-def norms_made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def norms_made(monkeypatch):
     made: list[object] = []
     direction_norms = lora_linear.direction_norms
 
-    def counted(layer: object, *, dtype: torch.dtype) -> torch.Tensor:
+    def counted(layer, *, dtype):
         made.append(layer)
         return direction_norms(layer, dtype=dtype)
 
@@ -27,7 +27,7 @@ def test_row_norms_are_made_once_while_adapters_are_unchanged(tmp_path, norms_ma
     training = adapted(base, r=3, use_dora=True)
     ids, places = torch.arange(13)[None], torch.arange(13)
 
-    def logits() -> torch.Tensor:
+    def logits():
         return training.logits(ids, places[None], places).detach()
 
     with training.adapters.unchanged():
@@ -61,7 +61,7 @@ def test_gathered_adapters_leave_no_casts_and_nothing_is_kept_between_steps():
 def test_failed_step_leaves_nothing_either():
     state = AdapterState()
 
-    def fail() -> None:
+    def fail():
         with state.unchanged():
             state.norms("linear", lambda: torch.zeros(1))
             raise ValueError("a step that fails")

@@ -1,8 +1,6 @@
 """Nodes of frozen matmuls in 8 bits, against the plain formula with rounded weights and
 activations; and what must not be in 8 bits."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,14 +10,13 @@ from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
 from workflow.lib.kernels.eight_bits.rounding import FORMATS, rounded
 from workflow.lib.model.layers import frozen_matmul as frozen_products
 from workflow.lib.model.layers.frozen_matmul import ProductTypes, frozen_product
-from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 OUT, IN, RANK = 48, 192, 3
 WAYS = {"both": (True, True), "forward": (True, False), "backward": (False, True)}
 
 
-def layers_of(folder: Path, types: ProductTypes, *, bias: bool, count: int = 2) -> list[Layer]:
+def layers_of(folder, types, *, bias, count=2):
     made = []
     for number in range(count):
         vector = random(OUT, seed=30 + number) if bias else None
@@ -30,12 +27,12 @@ def layers_of(folder: Path, types: ProductTypes, *, bias: bool, count: int = 2) 
     return made
 
 
-def types_of(kind: str, where: str) -> ProductTypes:
+def types_of(kind, where):
     forward, backward = (kind if holds else None for holds in WAYS[where])
     return ProductTypes(forward, backward)
 
 
-def exact_weight(linear: NF4Linear, kind: str | None) -> torch.Tensor:
+def exact_weight(linear, kind):
     """W, or W in 8 bits times its scales, in fp64."""
     if kind is None:
         return linear.dequantize(torch.float32).double()
@@ -45,7 +42,7 @@ def exact_weight(linear: NF4Linear, kind: str | None) -> torch.Tensor:
     return values.double() * scales.double()[:, None]
 
 
-def exact_rows(rows: torch.Tensor, kind: str | None) -> torch.Tensor:
+def exact_rows(rows, kind):
     """Rows, or what they are in 8 bits, in fp64."""
     if kind is None:
         return rows.double()
@@ -55,14 +52,14 @@ def exact_rows(rows: torch.Tensor, kind: str | None) -> torch.Tensor:
     return copy.values.double() * scales
 
 
-def expected_value(x: torch.Tensor, layer: Layer, kind: str | None) -> torch.Tensor:
+def expected_value(x, layer, kind):
     a, b = (weight.double() for weight in layer.weights)
     y = exact_rows(x, kind) @ exact_weight(layer.base, kind).t()
     y = y + SCALE * (x.double() @ a.t() @ b.t())
     return y if layer.base.bias is None else y + layer.base.bias.double()
 
 
-def expected_gradient(grad: torch.Tensor, layer: Layer, kind: str | None) -> torch.Tensor:
+def expected_gradient(grad, layer, kind):
     """Of x: the rows' scales are in the gradient when it is rounded."""
     a, b = (weight.double() for weight in layer.weights)
     of_x = SCALE * (grad.double() @ b @ a)

@@ -1,7 +1,6 @@
 """The NF4 linear against bitsandbytes' own quantization, decoded by hand, and the fused adapter
 node against plain autograd."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,18 +71,18 @@ def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path):
 
 
 @pytest.fixture(params=[None, random(7, seed=5)], ids=["no bias", "bias"])
-def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
+def layer(request, tmp_path):
     base = nf4_linear(tmp_path / "base", random(7, 13), bias=request.param)
     return Layer(
         base, random(3, 13, seed=6).requires_grad_(), random(7, 3, seed=7).requires_grad_()
     )
 
 
-def fused(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+def fused(x, layer):
     return nf4_lora_matmul(x, layer)
 
 
-def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+def plain(x, layer):
     """y = x W^T + b + s (x A^T) B^T, in fp64."""
     base, (a, b) = layer.base, (w.double() for w in layer.weights)
     bias = None if base.bias is None else base.bias.double()
@@ -110,7 +109,7 @@ def test_fused_adapter_equals_autograd_of_the_plain_formula(layer):
 def test_fused_adapter_saves_nothing_but_x_and_x_times_a(layer):
     saved: list[torch.Tensor] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         saved.append(tensor)
         return tensor
 
@@ -179,7 +178,7 @@ def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer, nodes):
     x = random(2, 3, 13, seed=8).requires_grad_()
     saved: list[torch.Tensor] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         saved.append(tensor)
         return tensor
 

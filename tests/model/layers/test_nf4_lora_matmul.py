@@ -1,7 +1,6 @@
 """Dropout and DoRA in the fused nodes, against autograd of the plain formula with their masks."""
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ KEYS = torch.tensor(row_keys(0, step=1, rows=[2, 3]))
 KINDS = ("dropout", "dora", "both")
 
 
-def layers_of(folder: Path, kind: str, *, bias: bool, count: int = 2) -> list[Layer]:
+def layers_of(folder, kind, *, bias, count=2):
     """Return linears (7, 13) that share their input, each with a mask and a factor of its own."""
     made = []
     for number in range(count):
@@ -37,7 +36,7 @@ def layers_of(folder: Path, kind: str, *, bias: bool, count: int = 2) -> list[La
     return made
 
 
-def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+def plain(x, layer):
     """y = f (x W^T + s (d(x) A^T) B^T) + b, in fp64."""
     kept = 1.0
     if layer.draw is not None:
@@ -51,7 +50,7 @@ def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
     return y if layer.base.bias is None else y + layer.base.bias.double()
 
 
-def leaves(x: torch.Tensor, layers: list[Layer]) -> list[torch.Tensor]:
+def leaves(x, layers):
     factors = [layer.factor for layer in layers if layer.factor is not None]
     return [x, *(weight for layer in layers for weight in layer.weights), *factors]
 
@@ -102,7 +101,7 @@ def test_recomputation_gives_the_same_bits(tmp_path, kind):
     layers = layers_of(tmp_path, kind, bias=False)
     x = random(2, 5, 13, seed=8).requires_grad_()
 
-    def outputs(x: torch.Tensor) -> torch.Tensor:
+    def outputs(x):
         return torch.cat([*nf4_lora_matmuls(x.sin(), layers), nf4_lora_matmul(x, layers[0])])
 
     given, results = leaves(x, layers), []
@@ -116,7 +115,7 @@ def test_nothing_of_a_mask_is_kept_and_of_dora_the_values(tmp_path, kind):
     layers = layers_of(tmp_path, kind, bias=False)
     saved: list[torch.Tensor] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         saved.append(tensor)
         return tensor
 

@@ -14,7 +14,7 @@ SHAPES = ((3, 24, 128), (7, 160, 48), (5, 96, 704))
 
 
 @pytest.fixture(params=SHAPES, ids=str)
-def shape(request: pytest.FixtureRequest) -> tuple[int, int, int]:
+def shape(request):
     size: tuple[int, int, int] = request.param
     return size
 

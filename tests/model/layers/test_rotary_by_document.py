@@ -1,7 +1,6 @@
 """That a document is rotated by its own length, whatever it is packed with."""
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from workflow.lib.model.layers.rotary_by_document import (
     document_lengths,
     rotate_by_document_,
 )
-from workflow.lib.model.training_module import CausalLMForTraining
 
 SHORT = 16  # positions of the original context
 SIZES: dict[str, Any] = {
@@ -45,7 +43,7 @@ POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LE
 
 
 @pytest.fixture(scope="module", params=["phi3", "llama", "dynamic"])
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(request, tmp_path_factory):
     """An NF4 folder of a model with LongRoPE; or with dynamic NTK scaling."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
@@ -59,7 +57,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @torch.no_grad()
-def logits(model: CausalLMForTraining, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def logits(model, ids, positions):
     every = torch.arange(ids.numel())
     return model.logits(ids, positions, every).unflatten(0, ids.shape)
 

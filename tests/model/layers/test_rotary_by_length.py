@@ -1,12 +1,11 @@
 """Which documents a stock model may take in one batch, where frequencies depend on lengths."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.model.layers.test_rotary_by_document import LONG_ROPE, SHORT
 from tests.model.layers.test_rotary_by_document import SIZES as FAMILY
@@ -27,12 +26,12 @@ LENGTHS = (10, 12, 40, 14, SHORT, SHORT + 1, 32, 33, 40, 45)
 NEW_TOKENS = 9
 
 
-def long_rope() -> PreTrainedModel:
+def long_rope():
     rope: dict[str, Any] = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": SHORT}
     return Phi3ForCausalLM(Phi3Config(**SIZES, **rope))
 
 
-def dynamic() -> PreTrainedModel:
+def dynamic():
     sizes = SIZES | {"max_position_embeddings": LIMIT, "rope_parameters": DYNAMIC}
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
@@ -41,18 +40,18 @@ MODELS = {"longrope": long_rope, "dynamic": dynamic}
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(request, tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
     MODELS[request.param]().save_pretrained(folder / "original")
     return quantized(folder / "original", folder / "nf4")
 
 
-def loaded(base: Path) -> Any:
+def loaded(base):
     return load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
 
 
-def documents() -> list[Any]:
+def documents():
     draw = np.random.default_rng(0)
     return [
         (draw.integers(3, 101, size=length, dtype=np.uint32), np.arange(length) > 0)
@@ -84,7 +83,7 @@ def test_answer_is_that_of_a_fresh_model_for_the_prompt_alone(base):
         assert answer == theirs[0, ids.shape[1] :].tolist()
 
 
-def sharded_answers(base: Path) -> list[list[int]]:
+def sharded_answers(base):
     """In a process of its own: what a model whose weights are sliced generates."""
     prompts = [Prompt(n, ids.tolist(), []) for n, (ids, _) in enumerate(documents())]
     settings = AnswerSettings(stop_ids=[], max_new_tokens=NEW_TOKENS, batch_size=10)
@@ -117,7 +116,7 @@ def test_documents_are_alike_where_frequencies_are_fixed():
 def test_results_of_groups_come_in_the_order_of_the_items():
     groups = []
 
-    def doubled(items: list[int]) -> list[int]:
+    def doubled(items):
         groups.append(items)
         return [2 * item for item in items]
 

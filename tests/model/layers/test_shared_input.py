@@ -1,8 +1,6 @@
 """Linears that share their input, called one by one. Their gradients: `test_nf4_lora_matmul`, and
 of every family `tests/training/test_families.py`."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ class Able(Layer):
 
 
 @pytest.fixture
-def layers(tmp_path: Path) -> list[Able]:
+def layers(tmp_path):
     """Linears (7, 13) with adapters."""
     bases = (nf4_linear(tmp_path / str(n), random(7, 13, seed=n), bias=None) for n in range(3))
     weights = [(random(3, 13, seed=6 + n), random(7, 3, seed=9 + n)) for n in range(3)]

@@ -25,10 +25,10 @@ class SineGradient(torch.autograd.Function):
         return value_grad.sum(dim=-1, keepdim=True) * cosine
 
 
-def three_sines(x: torch.Tensor, calls: list[torch.Tensor]) -> torch.Tensor:
+def three_sines(x, calls):
     """Three times sin(x) for x (..., 1); every computation of the value is noted in `calls`."""
 
-    def value(cosine: torch.Tensor) -> torch.Tensor:
+    def value(cosine):
         calls.append(cosine)
         return x.sin().reshape(-1, 1).repeat(1, 3)
 

@@ -2,10 +2,9 @@
 are tested with the others (`test_kernels`, `tests/gpu`)."""
 
 import pytest
-import torch
 
 from tests.support.adapted_layers import random
-from workflow.lib.kernels.eight_bits.rounding import FORMATS, Rounded, rounded
+from workflow.lib.kernels.eight_bits.rounding import FORMATS, rounded
 from workflow.lib.model.layers.frozen_matmul import ProductTypes
 from workflow.lib.model.layers.written_copies import Maker, note, taken_copy
 
@@ -13,11 +12,11 @@ FLOAT8 = FORMATS["float8"]
 
 
 @pytest.fixture
-def types() -> ProductTypes:
+def types():
     return ProductTypes("float8", "float8")
 
 
-def made(maker: Maker) -> tuple[torch.Tensor, Rounded]:
+def made(maker):
     tensor = random(3, 32)
     copy = rounded(tensor, FLOAT8)
     note(tensor, maker, copy)

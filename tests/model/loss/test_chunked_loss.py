@@ -1,7 +1,5 @@
 """The chunked loss against torch's cross-entropy, and which positions count."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,6 @@ from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIE
 from workflow.lib.model.loss import chunked_loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, output_head
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.training_module import CausalLMForTraining
 
 HIDDEN = 13
 ROWS = {
@@ -26,21 +23,21 @@ ROWS = {
 }
 
 
-def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(rows):
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, HIDDEN, generator=generator)
     return hidden, torch.randint(0, VOCAB, (rows,), generator=generator)
 
 
 @pytest.fixture(params=[(1.0, None), (1.0, 3.0), (0.25, None)], ids=["plain", "capped", "scaled"])
-def head(request: pytest.FixtureRequest) -> OutputHead:
+def head(request):
     torch.manual_seed(0)
     module = nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
     scale, softcap = request.param
     return OutputHead(module, scale, softcap)
 
 
-def reference(head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def reference(head, hidden, targets):
     """The same by torch alone, in fp64."""
     assert isinstance(head.module, nn.Linear)
     logits = head.scale * hidden.double() @ head.module.weight.double().t()
@@ -92,7 +89,7 @@ def test_logits_of_a_whole_batch_never_exist(head, monkeypatch):
     """The head sees at most `CHUNK_ROWS` rows at a time."""
     seen: list[int] = []
 
-    def counted(hidden: torch.Tensor, *head: torch.Tensor) -> torch.Tensor:
+    def counted(hidden, *head):
         seen.append(len(hidden))
         return frozen_logits(hidden, *head)
 
@@ -119,24 +116,18 @@ def test_head_is_scaled_and_capped_as_its_family_does(config, scale, softcap):
 
 
 @pytest.fixture(scope="module")
-def training(tiny_base: Path) -> CausalLMForTraining:
+def training(tiny_base):
     return adapted(tiny_base, r=2)
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch():
     ids = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
     places = torch.arange(19).repeat(2, 1)
     places[1, 7:] -= 7  # two documents in the second row
     return ids, places
 
 
-def loss(
-    training: CausalLMForTraining,
-    ids: torch.Tensor,
-    places: torch.Tensor,
-    chosen: torch.Tensor,
-    targets: torch.Tensor,
-) -> torch.Tensor:
+def loss(training, ids, places, chosen, targets):
     summed: torch.Tensor = training(
         MicroBatch(ids, places, chosen, targets, document_bounds(places))
     )
@@ -166,7 +157,7 @@ def test_another_document_of_the_row_has_no_influence(training):
     assert torch.equal(loss(training, ids, places, chosen, targets), before)
 
 
-def assert_rounded(ours: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_rounded(ours, exact):
     """Twice at most, for a sum of two matmuls; fp32 also in the sums of up to 49,159 terms."""
     times = 32 if ours.dtype == torch.float32 else 2
     bound = times * torch.finfo(ours.dtype).eps * exact.abs().max()
@@ -225,6 +216,6 @@ def test_rows_have_slopes_of_their_own(rows, trained, slopes):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-def _curved(log_probs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _curved(log_probs, weights):
     """A loss whose slopes depend on the log-probabilities."""
     return (weights * log_probs.square()).sum() / 3

@@ -2,7 +2,6 @@
 lost."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.support.gathering import all_full
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.training_loops import STEPS, settings
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale
 from workflow.lib.training.checkpoint import CheckpointWriter, resume_
@@ -27,19 +26,12 @@ FAR_TOO_LARGE = (
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loss_scale")
     return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
-def trained(
-    base: Path,
-    world: World,
-    *,
-    factor: float | None,
-    dtype: torch.dtype,
-    folder: Path | None = None,
-) -> dict[str, Any]:
+def trained(base, world, *, factor, dtype, folder=None):
     """Train with a loss scale that starts at `factor`, or with what the type brings along; save and
     resume in `folder`."""
     config = settings(dropout=0.2, max_grad_norm=0.5)
@@ -52,7 +44,7 @@ def trained(
     params = trainable_parameters(training)
     gradients: dict[str, torch.Tensor] = {}
 
-    def keep_first(*_: Any) -> None:
+    def keep_first(*_):
         if not gradients:
             gradients.update(all_full({name: p.grad for name, p in params.items()}))
 
@@ -85,7 +77,7 @@ def trained(
     return outcome
 
 
-def survey(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
+def survey(base, folder):
     fp32 = torch.float32
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {
@@ -97,7 +89,7 @@ def survey(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def runs(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     return run_distributed(survey, base, folder, world_size=2)[0]
 

@@ -1,11 +1,9 @@
 """A checkpoint under its published names is read under those of Transformers' modules."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.models import tiny_llama
@@ -23,7 +21,7 @@ RENAMED = {
 }
 
 
-def meta_model(folder: Path) -> PreTrainedModel:
+def meta_model(folder):
     return build_on_meta(folder, dtype=torch.float32)
 
 

@@ -2,12 +2,10 @@
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
@@ -27,7 +25,7 @@ WHOLE_BLOCKS, CUT_BLOCKS = (16, 8), (32, 48)
 FORMATS = {"fp8": partial(fp8_checkpoint, block_size=WHOLE_BLOCKS), "mxfp4": mxfp4_checkpoint}
 
 
-def meta(folder: Path) -> PreTrainedModel:
+def meta(folder):
     return build_on_meta(folder, dtype=torch.bfloat16)
 
 
@@ -99,12 +97,12 @@ def test_base_of_a_packed_checkpoint_is_that_of_the_decoded_one(tmp_path, write)
     assert method == "bitsandbytes"
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _tensors(folder):
     with CheckpointReader(folder) as reader:
         return {name: reader.tensor(name) for name in reader.names()}
 
 
-def _method(folder: Path) -> str:
+def _method(folder):
     return str(read_json(folder / "config.json")["quantization_config"]["quant_method"])
 
 

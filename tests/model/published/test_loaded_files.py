@@ -1,7 +1,6 @@
 """Of several sets of weights in a folder, those are read that stock Transformers loads."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,28 +26,28 @@ SIZES = {
 Tensors = dict[str, torch.Tensor]
 
 
-def save(tensors: Tensors, file: Path) -> None:
+def save(tensors, file):
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def index(folder: Path, files: dict[str, str]) -> None:
+def index(folder, files):
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def other(tensors: Tensors) -> Tensors:
+def other(tensors):
     return {name: tensor + 1 for name, tensor in tensors.items()}
 
 
-def alone(folder: Path, tensors: Tensors) -> None:
+def alone(folder, tensors):
     """A single file."""
 
 
-def beside_shards(folder: Path, tensors: Tensors) -> None:
+def beside_shards(folder, tensors):
     save(other(tensors), folder / "model-00001-of-00001.safetensors")
     index(folder, dict.fromkeys(tensors, "model-00001-of-00001.safetensors"))
 
 
-def sharded(folder: Path, tensors: Tensors) -> None:
+def sharded(folder, tensors):
     """Shards, with another set that the index does not name, and Mistral's own file."""
     (folder / "model.safetensors").unlink()
     for number, part in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
@@ -61,18 +60,18 @@ def sharded(folder: Path, tensors: Tensors) -> None:
     index(folder, halves)
 
 
-def not_all_in_the_index(folder: Path, tensors: Tensors) -> None:
+def not_all_in_the_index(folder, tensors):
     """A shard with tensors that the index does not name: Transformers reads whole files."""
     (folder / "model.safetensors").rename(folder / "all.safetensors")
     index(folder, {"model.norm.weight": "all.safetensors"})
 
 
-def beside_others(folder: Path, tensors: Tensors) -> None:
+def beside_others(folder, tensors):
     torch.save(other(tensors), folder / "pytorch_model.bin")
     save(other(tensors), folder / "model.fp16.safetensors")
 
 
-def named_by_config(folder: Path, tensors: Tensors) -> None:
+def named_by_config(folder, tensors):
     (folder / "model.safetensors").rename(folder / "own.safetensors")
     save(other(tensors), folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())

@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLES = ("equal", "different", "no embedding", "no head")
 
 
-def rewrite(folder: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> None:
+def rewrite(folder, tensors, **config):
     """Save tensors, and changes of config.json; None removes a key."""
     plain = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
@@ -42,7 +40,7 @@ def rewrite(folder: Path, tensors: Mapping[str, torch.Tensor], **config: Any) ->
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-def with_tables(tensors: dict[str, torch.Tensor], tables: str, *, embedding: str) -> None:
+def with_tables(tensors, tables, *, embedding):
     tensors[HEAD] = tensors[embedding].clone()
     if tables == "different":
         tensors[HEAD] += 1
@@ -50,7 +48,7 @@ def with_tables(tensors: dict[str, torch.Tensor], tables: str, *, embedding: str
         del tensors[embedding if tables == "no embedding" else HEAD]
 
 
-def assert_as_stock(folder: Path) -> None:
+def assert_as_stock(folder):
     stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = build_on_meta(folder, dtype=torch.float32)
     assert is_tied(model) == is_tied(stock)
@@ -93,7 +91,7 @@ def test_ties_of_a_model_and_of_its_text_part_are_read_as_transformers_reads_the
         assert_as_stock(folder)
 
 
-def ignored_names() -> dict[str, list[str]]:
+def ignored_names():
     found = {}
     for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         model: Any = getattr(transformers, name if isinstance(name, str) else name[0])
@@ -104,7 +102,7 @@ def ignored_names() -> dict[str, list[str]]:
     return {family: names for family, names in found.items() if names}
 
 
-def _example(pattern: str) -> str:
+def _example(pattern):
     plain = re.sub(r"\([^)]*\)\??", "", pattern).replace("^", "").replace(r"\d+", "3")
     plain = plain.replace("\\", "").replace(".*", "").removesuffix("$").removesuffix(".")
     name = f"{plain}.eh_proj.weight"
@@ -120,7 +118,7 @@ IGNORED = {
 }
 
 
-def extra_tensors(names: list[str]) -> dict[str, torch.Tensor]:
+def extra_tensors(names):
     draw = torch.Generator().manual_seed(7)
     types = (torch.float16, torch.float32)
     return {n: torch.randn(5, 7, generator=draw).to(types[k % 2]) for k, n in enumerate(names)}

@@ -19,7 +19,7 @@ requests = st.lists(
 )
 
 
-def served(*sizes: int, limit: int | None = None) -> tuple[CachingAllocator, list[object]]:
+def served(*sizes, limit=None):
     allocator = CachingAllocator(limit_bytes=limit)
     return allocator, [allocator.allocate(size, stream="one") for size in sizes]
 

@@ -26,7 +26,7 @@ class Straight:
         return [straight(plan) for plan in plans]
 
 
-def straight(plan: StepPlan) -> Peaks:
+def straight(plan):
     recomputed, rows = plan.recomputed_layers(LAYERS), plan.micro_batch_size
     kept = rows * (10 * recomputed + 100 * (LAYERS - recomputed))
     away = 0.9 * kept if plan.offload_activations is True else 0
@@ -44,7 +44,7 @@ def straight(plan: StepPlan) -> Peaks:
     )
 
 
-def lines(record: Straight, **changes: Any) -> RecordedPeaks:
+def lines(record, **changes):
     values: dict[str, Any] = {"rows": [1, 2, 4, 8], "levels": LEVELS, "num_layers": LAYERS}
     return RecordedPeaks(setup(), record, **values | changes)
 

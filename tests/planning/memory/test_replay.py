@@ -9,7 +9,7 @@ MIB = 2**20
 PAGE = 20 * MIB  # of large blocks
 
 
-def training() -> Tape:
+def training():
     """Weights; a check; a step whose forward keeps something for backward."""
     tape = Tape()
     tape.phase(LOAD)

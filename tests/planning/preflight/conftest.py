@@ -1,12 +1,10 @@
 """Recordings of these tests are kept for them alone, not among those of who runs them."""
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_recordings(tmp_path_factory):
     """Have recordings kept in a folder of the module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))

@@ -1,16 +1,13 @@
 """What a cluster is asked for: from the same prediction as preflight's verdict, with room."""
 
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.mixtures import tiny_mixture
 from tests.support.workflow_project import REPOSITORY
-from workflow.lib.model.architecture.model_shape import ModelShape, read_config
+from workflow.lib.model.architecture.model_shape import read_config
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning import calibration_cost
 from workflow.lib.planning.preflight.cluster_request import (
@@ -19,7 +16,7 @@ from workflow.lib.planning.preflight.cluster_request import (
     reading,
     training,
 )
-from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 
@@ -27,12 +24,12 @@ BASE = REPOSITORY / "workflow" / "resources" / "base"
 H100 = {"gpus": 2, "gpu_model": "H100", "nodes": 4}
 
 
-def run_config(**sections: Any) -> RunConfig:
+def run_config(**sections):
     return load_config(sections | {"runs": {"demo": {}}})[1]["demo"]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "description.json"
     config = {"config": read_config(BASE)}
     write_checked_json(path, describe_folder(BASE).document() | config)
@@ -40,12 +37,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @contextmanager
-def made_up(_: Mapping[str, Any], shape: ModelShape) -> Iterator[MadeUpMemory]:
+def made_up(_, shape):
     yield MadeUpMemory(shape)
 
 
 @pytest.fixture
-def manifest(tmp_path: Path) -> str:
+def manifest(tmp_path):
     """A million rows of 256 tokens, as long as the demo's."""
     train = {"packed_rows": 10**6, "tokens": 256 * 10**6, "trained_tokens": 128 * 10**6}
     path = tmp_path / "manifest.json"
@@ -54,12 +51,12 @@ def manifest(tmp_path: Path) -> str:
     return str(path)
 
 
-def hours(run: RunConfig, files: dict[str, str], manifest: str) -> float:
+def hours(run, files, manifest):
     return training(run, **files, manifest=manifest, recorder=made_up).runtime / 60
 
 
 @pytest.fixture(autouse=True)
-def _login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def _login_node(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -140,7 +137,7 @@ def test_calibration_of_a_mixture_asks_for_its_experts(tmp_path, monkeypatch):
 
 
 def test_auto_asks_for_what_the_model_decides(files, monkeypatch):
-    def ask(method: str) -> Allocation:
+    def ask(method):
         return quantizing(run_config(quantize={"method": method}), **files, manifest="not there")
 
     assert ask("auto") == ask("calibrated") != ask("absmax")

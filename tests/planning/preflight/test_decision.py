@@ -9,19 +9,14 @@ import pytest
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
-from workflow.lib.artifacts.preflight_record import Forecast
-from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.model_sizes import offload_window
-from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide
+from workflow.lib.planning.preflight.decision import MOST_REMEDIES, decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
-from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import GIB
 
 
-def predicted(
-    run: RunConfig, on: Machine | None = None, **options: bool
-) -> tuple[Decision, Forecast]:
+def predicted(run, on=None, **options):
     on, tokens, memory = on or machine(), token_counts(seq_len=2048), MadeUpMemory(llama_8b)
     decision = decide(run, llama_8b, on, tokens, disk_free_bytes=10**12, record=memory, **options)
     return decision, forecast(decision, run, llama_8b, on, tokens)

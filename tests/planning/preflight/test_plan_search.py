@@ -16,11 +16,10 @@ from tests.support.preflight_examples import (
 )
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
-from workflow.lib.planning.preflight.budget import Budget, budget
+from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.plan_search import (
     UNSURE,
-    Candidate,
     Choices,
     Question,
     candidates,
@@ -33,7 +32,7 @@ from workflow.lib.system.gpu_models import BY_NAME
 from workflow.lib.system.units import GIB
 
 
-def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
+def searched(limits, *, levels):
     """Candidates of 1, 2 and 4 rows of a Llama-3-8B on two RTX 4090, with nothing offloaded and all
     weights freed."""
     speed = speed_of(machine())

@@ -22,7 +22,6 @@ from tests.support.preset_texts import (
 )
 from tests.support.recordings import forked_recordings
 from workflow.lib.artifacts.local_inputs import check_local_paths
-from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.settings.config import Config, is_hub_id, load_config, merge
 
 # Recordings of these take as long as those of all others: `python -m tests.support.preset_texts`
@@ -32,12 +31,12 @@ RECORDED = [name for name in PROMISES if name not in LONG]
 
 
 @cache
-def decisions() -> dict[str, Decision]:
+def decisions():
     with forked_recordings() as process:
         return {name: decided(PROMISES[name], only_run(name), process) for name in RECORDED}
 
 
-def changed(document: dict[str, Any], path: str = "") -> list[str]:
+def changed(document, path=""):
     nested = [
         changed(value, f"{path}{key}.") if isinstance(value, dict) else [f"{path}{key}"]
         for key, value in document.items()
@@ -45,7 +44,7 @@ def changed(document: dict[str, Any], path: str = "") -> list[str]:
     return [key for below in nested for key in below]
 
 
-def setting(document: dict[str, Any], path: str) -> Any:
+def setting(document, path):
     value: Any = document
     for key in path.split("."):
         value = value[key]

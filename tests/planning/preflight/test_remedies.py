@@ -5,25 +5,16 @@ from typing import Any
 from tests.support.decisions import llama_8b, run_config
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_70b, machine, setup
-from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
-from workflow.lib.planning.preflight.remedies import Remedy, remedies
+from workflow.lib.planning.preflight.remedies import remedies
 from workflow.lib.settings.config import HardwareConfig
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
 AUTO = HardwareConfig()
 
 
-def found(
-    shape: ModelShape,
-    plan: StepPlan,
-    on: Machine | None = None,
-    hardware: HardwareConfig = AUTO,
-    most: int = 99,
-) -> list[Remedy]:
+def found(shape, plan, on=None, hardware=AUTO, most=99):
     memory = MadeUpMemory(shape)
     (peaks,) = memory.peaks([plan])
     return remedies(
@@ -38,7 +29,7 @@ def found(
     )
 
 
-def rich(**changes: Any) -> StepPlan:
+def rich(**changes):
     """A plan that has much to save."""
     values: dict[str, Any] = {
         "micro_batch_size": 4, "activation_checkpointing": False, "dropout": 0.05, "rank": 64,

@@ -17,11 +17,11 @@ from workflow.lib.system.errors import UserError
 from workflow.scripts.preflight_run import described
 
 
-def ask(*words: str) -> subprocess.CompletedProcess[str]:
+def ask(*words):
     return forked_stage("preflight_run", *words)
 
 
-def refused(*words: str) -> str:
+def refused(*words):
     """Ask, assert one message without traceback, and return it."""
     answer = ask(*words)
     assert answer.returncode == 1
@@ -71,7 +71,7 @@ def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeyp
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     words = ("--model", str(tmp_path), "--seq-len", "64", "--gpus", "2x4090", "--output")
 
-    def asked(*levers: str) -> dict[str, Any]:
+    def asked(*levers):
         file = tmp_path / "preflight.json"
         answer = ask(*words, str(file), *levers)
         assert answer.returncode == 0, answer.stderr

@@ -3,13 +3,12 @@ families and on H100. No constant but what gathering takes on two H100 was fitte
 
 import json
 from statistics import median
-from typing import Any
 
 from tests.support.measurements import described, measured_lines, recorded_plan, sizes_of
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
-from workflow.lib.planning.timing.step_time import Constants, constants_of, gpu_seconds
+from workflow.lib.planning.timing.step_time import constants_of, gpu_seconds
 from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.system.gpu_models import BY_NAME
 
@@ -63,12 +62,12 @@ LARGEST_ERRORS = {
 }  # fmt: skip
 
 
-def line_of(file: str, case: str) -> dict[str, Any]:
+def line_of(file, case):
     """Return the last line of a case: of `MIXTURES` that of the later engine, or of two GPUs."""
     return [x for x in measured_lines(f"recorded/{file}.jsonl") if x["case"] == case][-1]
 
 
-def error(line: dict[str, Any], constants: Constants | None = None) -> float:
+def error(line, constants=None):
     """Relative error of the predicted step; positive if it is too long. None: the shipped ones."""
     setup = recorded_plan(line)
     sizes = sizes_of(line)

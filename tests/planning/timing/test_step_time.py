@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.support.preflight_examples import llama_70b, setup
-from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import Linear
 from workflow.lib.planning.timing.gpu_traffic import Traffic
 from workflow.lib.planning.timing.step_time import (
@@ -21,14 +20,13 @@ from workflow.lib.planning.timing.step_time import (
 )
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_work import Work, micro_batch_work
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import BY_NAME
 
 H200 = "NVIDIA H200"
 WORK = Work(4e12, 1e12, 3e9, 5e9, 9, 1 / 3)
 
 
-def estimated(work: Work = WORK, **changes: Any) -> Estimate:
+def estimated(work=WORK, **changes):
     settings: dict[str, Any] = {
         "basis": "a table",
         "num_gpus": 1,
@@ -114,7 +112,7 @@ def test_attention_work_counts_keys_and_values_by_their_widths():
     assert less == 0.75 * whole
 
 
-def graphed(**changes: Any) -> StepPlan:
+def graphed(**changes):
     return setup(cuda_graphs=True, **changes)
 
 

@@ -1,8 +1,6 @@
 """Head and embedding trained whole: resumed, in replicas, in 16 bits, and evaluated in slices."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from tests.support.trained_modules import (
     take,
     train_kinds,
 )
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
@@ -32,13 +30,13 @@ from workflow.lib.training.startup_checks import startup_checks
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> tuple[Path, dict[str, Any]]:
+def alone(folder):
     target = folder / "alone"
     (result,) = run_distributed(train_kinds, folder / "nf4", target, 8, ["both"], world_size=1)
     return target / "both", result["both"]
 
 
-def evaluate_sharded(base: Path, exported: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluate_sharded(base, exported):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world, torch.no_grad():
         tuned = load_sharded_adapter(
             base, exported, world=world, compute_dtype=torch.float32, attention="sdpa"
@@ -66,9 +64,7 @@ OPTIMIZERS = ("adamw", "adamw_8bit")
 RESUMED_STEPS = 3  # the third loss is the first that a resumed moment has a part in
 
 
-def steps_from(
-    base: Path, folder: Path, world: World, *, kind: str, save_after: int | None = None
-) -> dict[str, Any]:
+def steps_from(base, folder, world, *, kind, save_after=None):
     """Continue the checkpoint in `folder`, if there is one, to the last step; save in the midst."""
     model = build(base, "both", world)
     train = TRAIN.model_copy(update={"optimizer": kind})
@@ -86,7 +82,7 @@ def steps_from(
     return {"step": found.step, "losses": [m.loss for m in taken], "weights": weights}
 
 
-def whole_and_interrupted(base: Path, folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
+def whole_and_interrupted(base, folder):
     """Return by optimizer the steps of a run that saves after the first one, and those of another
     that is resumed from there."""
     found = {}
@@ -97,13 +93,13 @@ def whole_and_interrupted(base: Path, folder: Path) -> dict[str, tuple[dict[str,
     return found
 
 
-def only_resumed(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
+def only_resumed(base, folder):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {kind: steps_from(base, folder / kind, world, kind=kind) for kind in OPTIMIZERS}
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
+def runs(folder):
     """By optimizer: a run of three processes, and its resumed steps of three and of two."""
     base, saved = folder / "nf4", folder / "resumed"
     of_three = run_distributed(whole_and_interrupted, base, saved, world_size=3)[0]
@@ -128,7 +124,7 @@ def test_resumed_run_is_the_uninterrupted_one(runs, kind):
     )
 
 
-def replicas(base: Path) -> dict[str, Any]:
+def replicas(base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
         model = build(base, "both", replace(world, mesh=mesh))
@@ -148,12 +144,12 @@ def test_replicas_train_the_same_modules(folder, alone):
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def in_sixteen_bits(base: Path) -> dict[torch.dtype, dict[str, Any]]:
+def in_sixteen_bits(base):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {dtype: train_in(dtype, base, world) for dtype in SIXTEEN_BITS}
 
 
-def train_in(dtype: torch.dtype, base: Path, world: World) -> dict[str, Any]:
+def train_in(dtype, base, world):
     model = build(base, "both", world, compute_dtype=dtype)
     checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
     optimizer = make_optimizer(model.training, TRAIN)
@@ -166,7 +162,7 @@ def train_in(dtype: torch.dtype, base: Path, world: World) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def rounded(folder: Path) -> list[dict[torch.dtype, Any]]:
+def rounded(folder):
     return run_distributed(in_sixteen_bits, folder / "nf4", world_size=2)
 
 

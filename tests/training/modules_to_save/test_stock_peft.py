@@ -1,9 +1,6 @@
 """Head and embedding trained whole: against stock PEFT's `modules_to_save`, over processes and
 copies of slices, to the export."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,7 +31,7 @@ GRADIENT_TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 @pytest.fixture(scope="module", params=[(1, 8), (3, 8), (4, 2)], ids=lambda p: f"{p[0]} processes")
-def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+def trained(request, folder):
     """Four processes have two copies of two slices, as sixteen have of eight."""
     processes, enough = request.param
     target = folder / f"of-{processes}"
@@ -45,13 +42,13 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, list[di
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> dict[str, Any]:
+def references(folder):
     """Filled as tests ask; initial values do not depend on the number of processes."""
     return {}
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return str(request.param)
 
 
@@ -77,7 +74,7 @@ def test_run_is_that_of_stock_peft(folder, trained, references, kind):
 
 
 @pytest.fixture(scope="module")
-def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def capped(tmp_path_factory):
     """A folder with Gemma 3 with a head of its own, in `original` and quantized in `nf4`."""
     settings = AutoConfig.for_model(
         "gemma3_text",

@@ -1,7 +1,6 @@
 """Trained routers on their way out: PEFT's files, stock packages, and the merged model."""
 
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ MODELS = 8  # at most: that a rounding decides something in each of so many is u
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """By family: a mixture, its NF4 base, and a run that trains experts, linears and routers."""
     found = {}
     for family in (*MIXTURES, *MORE_MIXTURES):
@@ -51,16 +50,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(params=[*MIXTURES, *MORE_MIXTURES])
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     return str(request.param)
 
 
 @pytest.fixture
-def folder(family: str, folders: dict[str, Path]) -> Path:
+def folder(family, folders):
     return folders[family]
 
 
-def train_and_save(folders: dict[str, Path], dtype: torch.dtype) -> None:
+def train_and_save(folders, dtype):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for family, folder in folders.items():
             settings = config(family, target_modules="all-linear")
@@ -70,7 +69,7 @@ def train_and_save(folders: dict[str, Path], dtype: torch.dtype) -> None:
             )  # fmt: skip
 
 
-def exported(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> StackNames:
+def exported(folder, target, dtype=torch.float32):
     run = folder / f"run-{dtype}"
     adapter = read_sharded_adapter(run / "adapter")
     model = build_on_meta(folder / "original", dtype=dtype)
@@ -83,7 +82,7 @@ def exported(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> 
     return names
 
 
-def check_reload(folder: Path, target: Path, dtype: torch.dtype) -> Any:
+def check_reload(folder, target, dtype):
     names = exported(folder, target, dtype)
     base = load_base(folder / "nf4", device=CPU, compute_dtype=dtype, attention="eager")
     return compare_logits(
@@ -141,7 +140,7 @@ def test_merged_model_has_the_trained_routers(family, folder, tmp_path):
 
 
 @torch.no_grad()
-def merge(folder: Path, target: Path) -> None:
+def merge(folder, target):
     run = folder / "run-torch.float32"
     model = build_on_meta(folder / "original", dtype=torch.float32)
     adapter = read_sharded_adapter(run / "adapter")

@@ -1,7 +1,6 @@
 """A run with trained routers and their load-balancing loss, whatever divides it: processes,
 micro-batches, recomputation, graphs."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,19 +36,19 @@ WEIGHT_TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 2e-4}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     return quantized(tiny_mixture(FAMILY, folder / "original"), folder / "nf4")
 
 
-def run(base: Path, *, processes: int, **plan: Any) -> list[dict[str, Any]]:
+def run(base, *, processes, **plan):
     settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     plan = {"processes": processes, **plan}
     return run_distributed(train_in_process, base, settings, store, 2, plan, world_size=processes)
 
 
-def run_alone(base: Path) -> dict[str, dict[str, Any]]:
+def run_alone(base):
     """Runs of one process, by what they do otherwise than the run that is to be had again."""
     store, captures = random_store(rows=ROWS, seq_len=SEQ_LEN), Captures()
     settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
@@ -57,7 +56,7 @@ def run_alone(base: Path) -> dict[str, dict[str, Any]]:
         FAMILY, train=TRAIN | {"router_aux_loss_coef": 0.0}, target_modules="all-linear"
     )
 
-    def graphs(training: Any, world: Any) -> MicroBatchGraphs:
+    def graphs(training, world):
         return MicroBatchGraphs(training, world, lambda: captures)
 
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -75,21 +74,18 @@ def run_alone(base: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_one(base: Path) -> dict[str, dict[str, Any]]:
+def of_one(base):
     return dict(run_distributed(run_alone, base, world_size=1)[0])
 
 
 @pytest.fixture(scope="module")
-def alone(of_one: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def alone(of_one):
     return of_one["nothing"]
 
 
 @pytest.mark.parametrize(
     ("processes", "plan"),
-    [
-        (3, {"activation_checkpointing": 2}),
-        (2, {"replicas": 2, "activation_checkpointing": True}),
-    ],
+    [(3, {"activation_checkpointing": 2}), (2, {"replicas": 2, "activation_checkpointing": True})],
     ids=str,
 )
 def test_any_number_of_processes_makes_the_same_run(base, alone, processes, plan):
@@ -125,7 +121,7 @@ def test_reported_loss_is_without_the_balance(of_one):
     assert moved > 100 * TOLERANCE["atol"]
 
 
-def packed_logits(model: Any, store: Any, rows: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def packed_logits(model, store, rows):
     ids, places = (
         torch.from_numpy(array[rows].astype("int64"))
         for array in (store.input_ids, store.position_ids)
@@ -167,7 +163,7 @@ def test_gradient_takes_the_choices_of_all_micro_batches_until_then(base, alone)
     assert alone["balance"][0] == pytest.approx(whole, rel=1e-5)
 
 
-def stock_initial(initial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def stock_initial(initial):
     """Without adapters of experts and other linears, whose B is zero in the first step."""
     kept = ("q_proj.", "o_proj.", f"{router(FAMILY)}.")
     return {name: x for name, x in initial.items() if any(part in name for part in kept)}

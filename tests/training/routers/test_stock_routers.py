@@ -1,9 +1,6 @@
 """Routers trained whole with their family's load-balancing loss: a step against stock Transformers
 and PEFT."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -31,7 +28,7 @@ FAMILIES = (*MIXTURES, *MORE_MIXTURES)
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bases(tmp_path_factory):
     """By family; each config.json has the coefficient."""
     found = {}
     for family in FAMILIES:
@@ -42,7 +39,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def train_families(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def train_families(bases):
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {
             family: train(
@@ -53,12 +50,12 @@ def train_families(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def trained(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def trained(bases):
     (runs,) = run_distributed(train_families, bases, world_size=1)
     return dict(runs)
 
 
-def stock_step(base: Path, family: str, initial: dict[str, torch.Tensor]) -> dict[str, Any]:
+def stock_step(base, family, initial):
     model, params = stock(base, family, initial)
     model.train()
     store, rows = single_documents(), first_rows()

@@ -3,13 +3,12 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.token_splits import Turn, Words, split_of
-from workflow.lib.data.tokens.repetition.containment import Match, find_contained, shared_tokens
+from workflow.lib.data.tokens.repetition.containment import find_contained, shared_tokens
 
 Rows = list[tuple[Turn, ...]]
 VOCABULARY = [f"w{number}" for number in range(3000)]
@@ -28,9 +27,7 @@ class Writer:
         return [((self.text(question), self.text(answer)),) for _ in range(count)]
 
 
-def found(
-    folder: Path, train: Rows, heldout: Rows, *, threshold: float = 0.5, **settings: int
-) -> list[Match]:
+def found(folder, train, heldout, *, threshold=0.5, **settings):
     folder.mkdir(exist_ok=True)
     words = Words()
     splits = [
@@ -41,7 +38,7 @@ def found(
     return find_contained(*splits, pieces=pieces, threshold=threshold, processes=1, **settings)
 
 
-def with_word(text: str, number: int, word: str) -> str:
+def with_word(text, number, word):
     words = text.split()
     return " ".join([*words[:number], word, *words[number + 1 :]])
 
@@ -49,54 +46,54 @@ def with_word(text: str, number: int, word: str) -> str:
 Relative = Callable[[Writer], tuple[Rows, Rows]]
 
 
-def same_answer_other_question(w: Writer) -> tuple[Rows, Rows]:
+def same_answer_other_question(w):
     answer = w.text(30)
     return [((w.text(9), answer),)], [((w.text(9), answer),)]
 
 
-def one_word_of_the_answer_differs(w: Writer) -> tuple[Rows, Rows]:
+def one_word_of_the_answer_differs(w):
     question, answer = w.text(9), w.text(30)
     return [((question, answer),)], [((question, with_word(answer, 20, "2024")),)]
 
 
-def short_answer_and_its_question(w: Writer) -> tuple[Rows, Rows]:
+def short_answer_and_its_question(w):
     question = w.text(9)
     return [((question, "yes"),)], [((question, "yes"),)]
 
 
-def short_answer_and_question_after_other_context(w: Writer) -> tuple[Rows, Rows]:
+def short_answer_and_question_after_other_context(w):
     """Both contexts stand in more rows."""
     shots, question = [w.text(90), w.text(90)], w.text(12)
     others: Rows = [((f"{shot} {w.text(12)}", "no"),) for shot in shots for _ in range(4)]
     return ([((f"{shots[0]} {question}", "yes"),), *others], [((f"{shots[1]} {question}", "yes"),)])
 
 
-def one_word_of_a_long_question_differs(w: Writer) -> tuple[Rows, Rows]:
+def one_word_of_a_long_question_differs(w):
     question = w.text(120)
     return [((question, "spam"),)], [((with_word(question, 30, "2024"), "spam"),)]
 
 
-def question_of_common_context_alone(w: Writer) -> tuple[Rows, Rows]:
+def question_of_common_context_alone(w):
     row: tuple[Turn, ...] = ((w.text(9), "yes"),)
     return [row] * 4, [row]
 
 
-def beginning_of_a_longer_conversation(w: Writer) -> tuple[Rows, Rows]:
+def beginning_of_a_longer_conversation(w):
     turns = [(w.text(6), w.text(9)) for _ in range(5)]
     return [tuple(turns)], [tuple(turns[:2])]
 
 
-def end_of_a_shorter_conversation(w: Writer) -> tuple[Rows, Rows]:
+def end_of_a_shorter_conversation(w):
     turns = [(w.text(6), w.text(9)) for _ in range(5)]
     return [tuple(turns[:1])], [tuple(turns)]
 
 
-def all_beginnings_of_a_conversation(w: Writer) -> tuple[Rows, Rows]:
+def all_beginnings_of_a_conversation(w):
     turns = [(w.text(6), w.text(30)) for _ in range(12)]
     return [tuple(turns[:n]) for n in range(2, 13)], [tuple(turns[:1])]
 
 
-def one_paragraph_of_a_long_answer(w: Writer) -> tuple[Rows, Rows]:
+def one_paragraph_of_a_long_answer(w):
     paragraph = w.text(200)
     return [((w.text(9), paragraph),)], [((w.text(9), f"{w.text(600)} {paragraph}"),)]
 
@@ -124,53 +121,53 @@ def test_trained_text_is_found(tmp_path, relative, others):
     assert [m.heldout for m in found(tmp_path, [*more, *train], [*writer.rows(2), *heldout])] == [2]
 
 
-def same_question_other_answer(w: Writer) -> tuple[Rows, Rows]:
+def same_question_other_answer(w):
     question = w.text(60)
     return [((question, w.text(30)),)], [((question, w.text(30)),)]
 
 
-def same_question_other_label(w: Writer) -> tuple[Rows, Rows]:
+def same_question_other_label(w):
     question = w.text(60)
     return [((question, "yes"),)], [((question, "no"),)]
 
 
-def labels_that_repeat(w: Writer) -> tuple[Rows, Rows]:
+def labels_that_repeat(w):
     asked = "Is it so? Answer with one word, yes or no, and with nothing else at all, please."
     rows: Rows = [((f"{w.text(12)} {asked}", answer),) for answer in ("yes", "no") * 8]
     return rows[:12], rows[12:]
 
 
-def refusals_that_repeat(w: Writer) -> tuple[Rows, Rows]:
+def refusals_that_repeat(w):
     refusal = w.text(26)
     rows: Rows = [((w.text(9), refusal),) for _ in range(12)]
     return rows[:10], rows[10:]
 
 
-def few_refusals(w: Writer) -> tuple[Rows, Rows]:
+def few_refusals(w):
     refusal = "I am sorry, but I cannot help with that."
     rows: Rows = [((w.text(9), refusal),) for _ in range(4)]
     return rows[:2], rows[2:]
 
 
-def header_of_examples(w: Writer) -> tuple[Rows, Rows]:
+def header_of_examples(w):
     header = w.text(200)
     rows: Rows = [((f"{header} {w.text(9)}", "42"),) for _ in range(20)]
     return rows[:18], rows[18:]
 
 
-def passage_of_three_rows(w: Writer) -> tuple[Rows, Rows]:
+def passage_of_three_rows(w):
     passage = w.text(200)
     rows: Rows = [((f"{passage} {w.text(9)}", "yes"),) for _ in range(3)]
     return rows[:2], rows[2:]
 
 
-def passage_of_two_rows(w: Writer) -> tuple[Rows, Rows]:
+def passage_of_two_rows(w):
     passage = w.text(100)
     rows: Rows = [((f"{passage} {w.text(9)}", "yes"),) for _ in range(2)]
     return rows[:1], rows[1:]
 
 
-def greeting_of_long_conversations(w: Writer) -> tuple[Rows, Rows]:
+def greeting_of_long_conversations(w):
     greeting = ("Hi", "Hello! What can I do for you?")
     rows: Rows = [(greeting, (w.text(9), w.text(90))) for _ in range(3)]
     return [(greeting,), *rows[:2]], rows[2:]

@@ -2,17 +2,16 @@
 
 import numpy as np
 
-from tests.support.token_splits import Turn, Words
+from tests.support.token_splits import Words
 from workflow.lib.data.tokens.repetition.exchanges import (
     NO_CONTEXT,
     TOKENS_AT_ONCE,
-    Exchanges,
     exchanges,
     stretches,
 )
 
 
-def exchanges_of(*conversations: tuple[Turn, ...]) -> Exchanges:
+def exchanges_of(*conversations):
     words = Words()
     documents = [words.conversation(*turns) for turns in conversations]
     ids = np.concatenate([ids for ids, _ in documents])

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from tests.support.tiny import tiny_tokenizer
 from tests.support.token_splits import separate
@@ -22,7 +21,7 @@ from workflow.lib.data.tokens.repetition.shingles import (
 WORDS = separate(1000)
 
 
-def shingle_sets(documents: list[list[int]]) -> list[frozenset[int]]:
+def shingle_sets(documents):
     lengths = np.array([len(document) for document in documents])
     hashes, owners, _ = shingles(np.concatenate(documents).astype(np.uint32), lengths, pieces=WORDS)
     return [frozenset(hashes[owners == number].tolist()) for number in range(len(documents))]
@@ -46,7 +45,7 @@ def test_short_document_is_one_shingle_of_its_own():
     assert short == same
 
 
-def words(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def words(tokenizer, text):
     ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.uint32)
     return pieces_of(tokenizer).words(ids, np.zeros(len(ids), dtype=np.int64))[0].tolist()
 
