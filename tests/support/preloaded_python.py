@@ -294,8 +294,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     search = os.environ.get("PYTHONPATH")
     places = [request["folder"], *(search.split(os.pathsep) if search else [])]
     sys.path[:0] = places
-    found = PathFinder.find_spec(WORKFLOW, places)
-    if found is None or found.origin != str(ROOT / WORKFLOW / "__init__.py"):
+    if not _shares_library(request["arguments"], places):
         _forget(WORKFLOW)
     sys.executable = os.environ.get(VARIABLE, sys.executable)
     sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
@@ -306,6 +305,15 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
             raise  # Python prints it
         end_at_once(end.code or 0)
     end_at_once(0)
+
+
+def _shares_library(arguments: list[str], places: list[str]) -> bool:
+    """Whether it would import this checkout's library: Snakemake by its Snakefile, if nothing else
+    comes before."""
+    found = PathFinder.find_spec(WORKFLOW, places)
+    if found is None:
+        return str(ROOT / "Snakefile") in arguments
+    return found.origin == str(ROOT / WORKFLOW / "__init__.py")
 
 
 def end_at_once(status: int) -> NoReturn:

@@ -22,7 +22,6 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import yaml
 
-from tests.support.dry_runs import forked_run
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.settings.config import merge
 
@@ -143,13 +142,18 @@ class Project:
         )
 
     def snakemake(self, *arguments: str) -> Finished:
-        """Run Snakemake to its end; it and its jobs are forked from processes that have imported
+        """Run Snakemake to its end; it and its jobs are forked from a process that has imported
         their packages."""
-        options = self.command(*arguments)[3:]  # without `python -m snakemake`
-        done = forked_run(
-            options, folder=self.root, environment=self.variables(), python=preloaded_python()
+        done = subprocess.run(
+            [preloaded_python(), *self.command(*arguments)[1:]],
+            cwd=self.root,
+            env=self.variables(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        return Finished(*done)
+        return Finished(done.returncode, done.stdout)
 
     def run(self, *arguments: str) -> Finished:
         """Run Snakemake and expect success."""
