@@ -26,7 +26,6 @@ from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import exported_config, exported_names, without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.routers import CORRECTION
-from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
