@@ -8,6 +8,7 @@ from tests.support.models import random_store
 from tests.support.scores import FACTS, SHARD_TOKENS, made_up, tokens_of
 from tests.system.test_checksums import flip
 from workflow.lib.scores.writer import ScoreWriter, parts_of
+from workflow.lib.system.errors import UserError
 
 
 def writer(folder: Path, **changes: object) -> ScoreWriter:
@@ -53,6 +54,11 @@ def test_damaged_shard_is_made_again(tmp_path: Path) -> None:
     flip(tmp_path / ".scores.partial" / "train-00000.log_probs.npy", -4)
     again = writer(tmp_path)
     assert again.prepare() == again.parts
+
+
+def test_scores_that_no_disk_can_hold_are_refused_before_the_work(tmp_path):
+    with pytest.raises(UserError, match=r"bytes each\), and .* GiB are free .* distill.top_k"):
+        writer(tmp_path, top_k=2**40).prepare()
 
 
 def test_work_in_progress_is_gone_when_all_is_there(tmp_path: Path) -> None:

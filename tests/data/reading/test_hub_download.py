@@ -37,6 +37,17 @@ def test_every_kind_of_tokenizer_file_is_chosen():
 
 
 @pytest.mark.parametrize(
+    "paths",
+    [
+        ["adapter_config.json", "adapter_model.safetensors"],
+        ["config.json", "model.safetensors", "tokenizer.json"],
+    ],
+)
+def test_scored_repository_is_an_adapter_or_a_model(paths):
+    assert chosen(Source("owner/teacher", None, "scored"), *paths, "README.md") == paths
+
+
+@pytest.mark.parametrize(
     ("paths", "missing"),
     [
         (["model.safetensors", "tokenizer.json"], "no config.json;"),

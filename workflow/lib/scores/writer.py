@@ -4,6 +4,7 @@ Shards lie in a folder beside the output until all are there; a shard's record, 
 files, says that it is finished. The manifest is written last, and the folder gets its name."""
 
 import itertools
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,13 +91,27 @@ class ScoreWriter:
         self._layout = arrays_of(self.top_k)
 
     def prepare(self) -> list[Part]:
-        """Make the folder of the shards; return what is still to be scored."""
+        """Make the folder of the shards; return what is still to be scored. Raises `UserError` if
+        the disk is too small for it."""
         begun_with = short_hash([self._facts, [vars(part) for part in self.parts]])
         mark = self._folder / BEGUN_WITH
         if not mark.is_file() or mark.read_text(encoding="utf-8") != begun_with:
             shutil.rmtree(self._folder, ignore_errors=True)
             write_text(mark, begun_with)
-        return [part for part in self.parts if self._finished(part) is None]
+        pending = [part for part in self.parts if self._finished(part) is None]
+        self._check_disk(sum(part.tokens for part in pending))
+        return pending
+
+    def _check_disk(self, tokens: int) -> None:
+        """Raise `UserError` if the scores of so many tokens do not fit on the disk."""
+        of_token = sum(4 * math.prod(more) for _, more in self._layout.values())
+        needed, free = tokens * of_token, shutil.disk_usage(self._folder).free
+        if needed > free:
+            raise UserError(
+                f"scores of {tokens} trained tokens take {needed / 2**30:.1f} GiB ({of_token} "
+                f"bytes each), and {free / 2**30:.1f} GiB are free on the disk of {self._output}. "
+                "Free the difference, or lower distill.top_k."
+            )
 
     def add(self, part: Part, scores: Scores) -> None:
         """Write a shard. Raises `UserError` if a score is no number."""
