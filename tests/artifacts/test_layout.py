@@ -260,7 +260,8 @@ def test_finished_results_of_earlier_versions_stay_valid(preset, name):
         document = merge(document, yaml.safe_load(of_preset))
     run = load_config(document)[1][name]
     keys = (tokens_key(run), base_key(run), fingerprint(run))
-    compared = short_hash([recorded_json(s, run) for s in STAGES if s != "preflight_run"])
+    others = {"preflight_run", "score_tokens"}  # run again at once; younger than the results
+    compared = short_hash([recorded_json(s, run) for s in STAGES if s not in others])
     assert (*keys, compared) == RECORDED[preset, name]
 
 

@@ -42,7 +42,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
     tiny_merged(folder / "base", folder / "adapter", folder / "merged")
-    for name in ("base", "adapter", "merged"):
+    tiny_adapter(load(folder), folder / "start", rank=1)
+    for name in ("base", "adapter", "merged", "start"):
         write_checksums(folder / name)
     tiny_tokens(folder / "tokens", DOCUMENTS)
     tiny_tokens(folder / "one", DOCUMENTS[:1])
@@ -87,6 +88,7 @@ class Evaluator:
             adapter=self.folder / "adapter",
             model=original,
             merged=self.folder / "merged",
+            start=self.folder / "start",
         )
         for subject in subjects(
             SUBJECTS,
@@ -221,7 +223,7 @@ def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settin
 def test_base_is_not_measured_again_for_another_adapter(
     folder, tokenizer, evaluated, settings, tmp_path
 ):
-    for name in ("base", "base-original"):
+    for name in ("base", "base-original", "start"):
         shutil.copytree(folder / name, tmp_path / name)
     tiny_adapter(load(folder), tmp_path / "adapter", rank=2)
     shutil.copytree(folder / "merged", tmp_path / "merged")
@@ -243,7 +245,7 @@ def test_one_document_is_too_few_for_an_interval(folder, tokenizer):
 
 def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
     broken = tmp_path / "broken"
-    for name in ("base", "base-original", "tokens", "merged"):
+    for name in ("base", "base-original", "tokens", "merged", "start"):
         shutil.copytree(folder / name, broken / name)
     shutil.copytree(folder / "adapter", broken / "adapter")
     tensors = load_file(broken / "adapter" / "adapter_model.safetensors")

@@ -64,12 +64,13 @@ def make_export(folder):
     """Make all that an evaluation reads, and an adapter that lacks a tensor."""
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
     tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    shutil.copytree(folder / "adapter", folder / "start")
     tiny_tokenizer(folder / "base")
     incomplete = shutil.copytree(folder / "adapter", folder / "incomplete")
     tensors = load_file(incomplete / ADAPTER_WEIGHTS)
     tensors.pop(min(tensors))
     save_file(tensors, incomplete / ADAPTER_WEIGHTS)
-    for name in ("base", "adapter", "merged"):
+    for name in ("base", "adapter", "merged", "start"):
         write_checksums(folder / name)
     tiny_tokens(folder / "tokens", random_documents(7))
     (folder / "tasks").mkdir()
@@ -97,7 +98,9 @@ def evaluate(folder, settings, device="cpu", *, world, shards=None):
     original = folder / "base-original"
     asked = subjects(
         SUBJECTS,
-        ModelFolders(folder / "base", folder / "adapter", model=original, merged=folder / "merged"),
+        ModelFolders(
+            folder / "base", folder / "adapter", original, folder / "merged", folder / "start"
+        ),
         options=options,
         sources=source_files(original, world=world),
         shards=shards,
