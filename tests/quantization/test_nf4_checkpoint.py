@@ -18,8 +18,6 @@ from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
     check_model,
-    copy_companions,
-    nf4_config,
     quantizable_linears,
     read_model_config,
 )
@@ -188,30 +186,3 @@ def test_unreadable_config_is_refused(tmp_path, text):
         UserError, match=r"config.json cannot be read as JSON \(.*Check model.source"
     ):
         read_model_config(tmp_path)
-
-
-def test_config_keeps_the_original_and_adds_the_quantization():
-    config = nf4_config(
-        {"model_type": "llama", "vocab_size": 7}, QuantizeConfig(double_quant=False)
-    )
-    assert config["vocab_size"] == 7
-    added = BitsAndBytesConfig.from_dict(config["quantization_config"])
-    assert added.quantization_method() == "nf4"
-    assert added.bnb_4bit_use_double_quant is False
-
-
-def test_companions_are_copied_and_weights_are_not(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
-    names = (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "vocab.json",
-        "merges.txt",
-    )
-    for folder in (source, target):
-        folder.mkdir()
-    for name in (*names, "model.safetensors", "config.json", "README.md", "spiece.model"):
-        (source / name).write_text(name)
-    copy_companions(source, target)
-    assert {p.name for p in target.iterdir()} == {*names, "spiece.model"}

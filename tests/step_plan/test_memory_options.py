@@ -35,26 +35,6 @@ def test_every_option_of_a_plan_has_a_row():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "where", "message"),
-    [
-        ("offload_embedding", True, CPUS, "without a GPU there is no other memory than the host's"),
-        ("offload_embedding", True, ONE._replace(tied_embeddings=True), "is its output head too"),
-        ("offload_layers", 33, GPUS, "hardware.offload_layers = 33: the model has 32"),
-        ("offload_activations", True, CPUS, "hardware.offload_activations = True: .* on CPUs"),
-        (
-            "saved_activations",
-            "float8",
-            GPUS._replace(float8=False),
-            "saved_activations = 'float8'",
-        ),
-    ],
-)
-def test_value_that_cannot_be_is_refused(field, value, where, message):
-    with pytest.raises(UserError, match=message):
-        ROWS[field].settled(value, setup(), where)
-
-
-@pytest.mark.parametrize(
     ("wanted", "where", "offloaded"),
     [("auto", GPUS, True), ("auto", ONE, False), ("auto", CPUS, False), (True, ONE, True)],
     ids=["several GPUs", "one GPU", "CPUs", "asked for"],

@@ -23,7 +23,6 @@ from tests.support.stock_training import stock, stock_peft, trained
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.adapter_files import (
     merged_tensors,
-    merged_weight,
     read_sharded_adapter,
     save_adapter,
 )
@@ -262,15 +261,3 @@ def test_row_of_zeros_that_dora_cannot_scale_is_named(tmp_path):
     )
     assert "leave o_proj out of lora.target_modules" in str(refusal.value)
     adapted(base, use_dora=True, target_modules=["q_proj"])
-
-
-def test_row_of_a_merged_dora_weight_has_its_trained_length():
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(7, 5, generator=generator)
-    adapter = {
-        "x.lora_A.weight": torch.randn(2, 5, generator=generator),
-        "x.lora_B.weight": torch.randn(7, 2, generator=generator),
-        "x.lora_magnitude_vector": torch.arange(1.0, 8.0),
-    }
-    merged = merged_weight(weight, adapter, "x", scale=1.5)
-    torch.testing.assert_close(torch.linalg.vector_norm(merged, dim=1), torch.arange(1.0, 8.0))

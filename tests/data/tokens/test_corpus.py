@@ -21,12 +21,6 @@ def test_rows_done_are_shown_as_a_bar_on_a_terminal():
     assert "data.train: 1234row" in shown.getvalue()
 
 
-def test_rows_done_are_not_drawn_where_no_terminal_is():
-    with contextlib.redirect_stderr(io.StringIO()) as shown, Progress("data.train") as progress:
-        progress.add(1000)
-    assert shown.getvalue() == ""
-
-
 def test_rows_done_are_told_in_the_log_from_time_to_time(caplog):
     caplog.set_level(logging.INFO, logger="workflow")
     with Progress("data.train", log_seconds=0) as logged, Progress("data.heldout") as not_yet:

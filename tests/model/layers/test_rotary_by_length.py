@@ -108,11 +108,6 @@ def test_only_documents_on_one_side_of_the_limit_are_alike():
     assert crossing[0] != crossing[1] == crossing[2]
 
 
-def test_documents_are_alike_where_frequencies_are_fixed():
-    config = LlamaConfig(**SIZES)
-    assert rotated_alike(config, 3) == rotated_alike(config, 3000)
-
-
 def test_results_of_groups_come_in_the_order_of_the_items():
     groups = []
 

@@ -55,16 +55,6 @@ def test_host_memory_is_that_of_the_imagined_machine_and_told(words, status, sai
     assert said in " ".join(re.sub("[│\\n]", " ", answer.stderr).split())
 
 
-def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path):
-    """By lines; a recording of the same mixture decides in `test_presets`."""
-    words = ("--gpus", "4090", "--estimate", "--output", str(tmp_path / "p.json"))
-    answer = ask("--model", "Qwen/Qwen3-30B-A3B", *words)
-    assert answer.returncode == 0, answer.stderr
-    found = json.loads((tmp_path / "p.json").read_text())
-    assert found["verdict"] == "fits"
-    assert found["model"]["total_parameters"] == 30_532_122_624
-
-
 def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeypatch):
     """Changing one byte of the kept one costs a recording, no more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
