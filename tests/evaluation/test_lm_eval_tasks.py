@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.models import random_llama
-from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
+from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks, task_facts
 from workflow.lib.evaluation.task_files import SINGLE_PROCESS
 from workflow.lib.settings.config import EvaluateConfig
@@ -195,11 +195,6 @@ def test_chat_template_that_is_not_there_is_refused(tmp_path):
         match=r"evaluate\.apply_chat_template = True: .*no chat template.*Set it to false",
     ):
         load(settings, plain)
-
-
-def test_chat_template_trained_on_is_accepted(tokenizer, tmp_path):
-    digest = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
-    load_tasks(task_file(tmp_path, "same"), tokenizer=tokenizer, trained_template_sha256=digest)
 
 
 def test_chat_template_other_than_the_one_trained_on_is_refused(tokenizer, tmp_path):
