@@ -1,174 +1,166 @@
-"""Objectives against dense references: one whose slopes are known before (weights of tokens), and
-one whose slopes follow from the sums over documents (pairs), for frozen and trained heads, any
-number of processes and any accumulation."""
+"""Objectives against dense references in float64, by formulas stated here once more: losses and
+gradients of a step for frozen and trained heads, any number of processes and any accumulation.
+"""
 
-import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
 
+from tests.objectives.dense import DENSE, TokenTable
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
-from tests.support.models import VOCAB, quantized, tiny_llama
+from tests.support.models import quantized, tiny_llama
 from tests.support.plans import make_plan
+from tests.support.scored_rows import ROWS, scored_rows
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.next_token import NEXT_TOKEN
-from workflow.lib.objectives.objective import Head, Objective, TokensOfBatch, document_sums
-from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.training.batches import stored_batch
+from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
 
-ROWS, SEQ_LEN, BETA = 6, 19, 0.5
-TRAIN = TrainConfig(epochs=None, max_steps=1, global_batch_size=ROWS, max_grad_norm=None)
 HEADS: dict[str, tuple[str, ...]] = {"frozen head": (), "trained head": ("lm_head",)}
+# One setting of each that has all its terms; forms of losses are tested without a model.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "dpo": {"preferences": {"beta": 0.3, "sft_weight": 0.7, "label_smoothing": 0.1}},
+    "orpo": {"preferences": {"beta": 0.4}},
+    "kto": {"preferences": {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.8}},
+    "distill": {"distill": {"temperature": 1.5, "sft_weight": 0.6}},
+}
 
 
-class Pairs:
-    """Prefers the first document of each row to the second (DPO, arXiv 2305.18290, eq. 7, with a
-    reference that gives all answers the same probability)."""
-
-    def loss(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
-        return preference_loss(document_sums(head.log_probs(states, batch.targets), batch))
-
-    def size(self, batch: TokensOfBatch) -> int:
-        return len(batch.bounds[0]) // 2
-
-    def sizes(self, rows: Any) -> npt.NDArray[Any]:
-        return np.ones(rows.num_rows)
-
-
-def preference_loss(sums):
-    chosen, rejected = sums.view(-1, 2).T
-    return -logsigmoid(BETA * (chosen - rejected)).sum()
-
-
-OBJECTIVES: dict[str, Objective] = {"weights": NEXT_TOKEN, "pairs": Pairs()}
-
-
-def two_documents_a_row(*, weights=(0.25, 1, 2)):
-    """weights: those of trained tokens are drawn from these, or all are this one."""
-    draw = np.random.default_rng(0)
-    positions = np.empty((ROWS, SEQ_LEN), dtype=np.int32)
-    for row, cut in zip(positions, draw.integers(5, SEQ_LEN - 5, size=ROWS), strict=True):
-        row[:cut], row[cut:] = np.arange(cut), np.arange(SEQ_LEN - cut)
-    mask = (draw.random((ROWS, SEQ_LEN)) < 0.6) & (positions > 0)
-    arrays = {
-        "train.input_ids.npy": draw.integers(0, VOCAB, (ROWS, SEQ_LEN), dtype=np.uint32),
-        "train.loss_mask.npy": mask,
-        "train.position_ids.npy": positions,
-        "heldout.input_ids.npy": np.zeros(1),
-        "heldout.loss_mask.npy": np.zeros(1),
-        "heldout.offsets.npy": np.array([0, 1]),
+def configured(name: str, head: str) -> RunConfig:
+    train = {
+        "objective": name,
+        "epochs": None,
+        "max_steps": 1,
+        "global_batch_size": len(ROWS),
+        "max_grad_norm": None,
     }
-    if weights is not None:
-        drawn = draw.choice(np.atleast_1d(weights), mask.shape).astype(np.float32)
-        arrays["train.weights.npy"] = mask * drawn
-    return TokenStore(manifest={}, arrays=arrays)
+    document = {"train": train, "lora": {"r": 4, "modules_to_save": HEADS[head]}}
+    return load_config({**document, **SETTINGS[name], "runs": {"a": {}}})[1]["a"]
 
 
-def dense(model, name):
-    store, params = two_documents_a_row(), trainable_parameters(model.training)
-    batch = stored_batch(store, np.arange(ROWS))
-    logits = model.training.family_logits(batch.input_ids, batch.position_ids)
-    log_probs = logits.log_softmax(dim=1)[batch.positions].gather(1, batch.targets[:, None])[:, 0]
-    if name == "weights":
-        weights = torch.from_numpy(store.weights[store.loss_mask])
-        loss = -(weights * log_probs).sum() / weights.sum()
-    else:
-        edges = [*np.flatnonzero(store.position_ids.ravel() == 0), store.position_ids.size]
-        sums = [
-            log_probs[(batch.positions >= start) & (batch.positions < stop)].sum()
-            for start, stop in itertools.pairwise(edges)
-        ]
-        loss = preference_loss(torch.stack(sums)) / ROWS
+def store_of(name: str) -> TokenStore:
+    if name in ("sft", "distill"):
+        return scored_rows("texts", top_k=5, weights=True)
+    return scored_rows("rated" if name == "kto" else "pairs")
+
+
+def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients of the family's own forward, with all logits in float64."""
+    store, params = store_of(name), trainable_parameters(model.training)
+    batch = stored_batch(store, np.arange(len(ROWS)))
+    logits = model.training.family_logits(batch.input_ids, batch.position_ids).double()
+    loss, figures = DENSE[name](TokenTable(store, logits), SETTINGS[name])
     loss.backward()
-    return float(loss.detach()), {key: param.grad for key, param in params.items()}
+    return (
+        float(loss.detach()),
+        {key: float(number) for key, number in figures.items()},
+        {key: param.grad for key, param in params.items()},
+    )
 
 
-def one_step(model, name, world, rows):
+def one_step(
+    model: TrainingModel, config: RunConfig, world: World, rows: int, *, store: TokenStore
+) -> Any:
     training, gradients = model.training, {}
-    training.objective = OBJECTIVES[name]
     params = trainable_parameters(training)
-    optimizer = make_optimizer(training, TRAIN.model_copy(update={"learning_rate": 1e-9}))
+    # no weight changes: further steps begin alike
+    train = config.train.model_copy(update={"learning_rate": 1e-30})
+    optimizer = make_optimizer(training, train)
 
-    def keep(*_):
+    def keep(*_: Any) -> None:
         gradients.update(all_full({key: param.grad for key, param in params.items()}))
 
     optimizer.register_step_pre_hook(keep)
-    trainer = Trainer(training, optimizer, two_documents_a_row(), TRAIN, rows, world)
+    trainer = Trainer(training, optimizer, store, train, rows, world)
     (metrics,) = trainer.steps(first_step=0, num_steps=1)
-    return metrics.loss, gradients
+    return metrics.loss, metrics.figures, gradients
 
 
-def build(base, head, world):
-    lora = LoraSettings(r=4, modules_to_save=HEADS[head])
-    model = built_model(base, RunConfig(lora=lora), make_plan(), world)
+def build(base: Path, config: RunConfig, world: World) -> TrainingModel:
+    model = built_model(base, config, make_plan(), world)
     for key, param in trainable_parameters(model.training).items():
         if ".lora_B." in key:  # else those of lora_A have no gradient
             torch.nn.init.constant_(param, 0.03)
     return model
 
 
-def survey(base):
+def survey(base: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        share = ROWS // world.size
-        for head, name in itertools.product(HEADS, OBJECTIVES):
-            for rows in {share, 1}:
-                model = build(base, head, world)
-                found[f"{head}, {name}, {rows}"] = one_step(model, name, world, rows)
-            if world.size == 1:
-                found[f"{head}, {name}, dense"] = dense(build(base, head, world), name)
+        share = len(ROWS) // world.size
+        for head in HEADS:
+            model = build(base, configured("sft", head), world)
+            for name in SETTINGS:
+                config, store = configured(name, head), store_of(name)
+                of = config.train.objective, config.preferences, config.distill
+                model.training.objective = objective_of(*of)
+                for rows in {share, 1}:
+                    step = one_step(model, config, world, rows, store=store)
+                    found[f"{head}, {name}, {rows}"] = step
+                if world.size == 1:
+                    found[f"{head}, {name}, dense"] = dense(model, name)
+                    model.training.zero_grad()
     return found
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("objectives")
     return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
 @pytest.fixture(scope="module")
-def alone(base):
+def alone(base: Path) -> dict[str, Any]:
     (found,) = run_distributed(survey, base, world_size=1)
     return found
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n} processes")
-def found(request, base, alone):
+def found(request: pytest.FixtureRequest, base: Path, alone: dict[str, Any]) -> dict[str, Any]:
     if request.param == 1:
         return alone
     return run_distributed(survey, base, world_size=request.param)[-1]
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("head", HEADS)
-def test_step_has_the_loss_and_the_gradients_of_a_dense_reference(found, alone, head, name):
-    loss, expected = alone[f"{head}, {name}, dense"]
+def test_step_has_the_loss_the_figures_and_the_gradients_of_a_dense_reference(
+    found: dict[str, Any], alone: dict[str, Any], head: str, name: str
+):
+    loss, figures, expected = alone[f"{head}, {name}, dense"]
     forms = [key for key in found if key.startswith(f"{head}, {name}, ") and "dense" not in key]
     assert len(forms) == 2
     for form in forms:
         assert found[form][0] == pytest.approx(loss, rel=1e-5)
-        assert found[form][1].keys() == expected.keys()
+        assert found[form][1] == pytest.approx(figures, rel=1e-4, abs=1e-5)
+        assert found[form][2].keys() == expected.keys()
         for key, gradient in expected.items():
             largest = float(gradient.abs().max())
             assert largest > 0
             torch.testing.assert_close(
-                found[form][1][key], gradient, rtol=1e-3, atol=1e-4 * largest
+                found[form][2][key], gradient, rtol=1e-3, atol=1e-4 * largest
             )
 
 
 def test_weights_that_are_all_equal_change_nothing():
     """A gradient three times as large is divided by a sum of weights three times as large."""
-    tripled, plain = two_documents_a_row(weights=3), two_documents_a_row(weights=None)
-    assert (NEXT_TOKEN.sizes(tripled) == 3 * NEXT_TOKEN.sizes(plain)).all()
-    weights = stored_batch(tripled, np.arange(2)).weights
+    plain = scored_rows("texts")
+    tripled = scored_rows("texts")
+    tripled.weights = 3.0 * tripled.loss_mask
+    rows = np.arange(2)
+    (divisor,), (alone,) = (NEXT_TOKEN.step_sizes(store, rows) for store in (tripled, plain))
+    assert divisor == 3 * alone
+    weights = stored_batch(tripled, rows).weights
     assert weights is not None
-    assert weights.tolist() == [3.0] * NEXT_TOKEN.size(stored_batch(plain, np.arange(2)))
+    assert weights.tolist() == [3.0] * int(alone)

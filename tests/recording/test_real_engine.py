@@ -18,9 +18,16 @@ from workflow.lib.model.architecture.model_shape import read_config
 from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.recomputation import checkpoint_activations_
-from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.model.training_module import CausalLMForTraining, loss_in
+from workflow.lib.objectives.from_settings import objective_of
+from workflow.lib.scores.store import Scores
 from workflow.lib.settings.config import LoraSettings
-from workflow.lib.training.batches import make_batch
+from workflow.lib.settings.objectives import (
+    NEEDS,
+    DistillConfig,
+    PreferencesConfig,
+)
+from workflow.lib.training.batches import make_batch, with_examples, with_scores
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
@@ -79,6 +86,32 @@ def random_batch():
     return replace(batch, row_keys=torch.arange(ROWS))
 
 
+TOP_K = 8
+
+
+def batch_for(objective):
+    """Return rows with what an objective reads besides tokens: of two documents where it takes
+    examples of two."""
+    needs, batch = NEEDS[objective], random_batch()
+    if needs.examples != "texts":
+        ids, half = batch.input_ids.numpy(), SEQ_LEN // 2
+        places = np.tile(np.arange(half), (ROWS, 2))
+        trained = np.tile(np.arange(SEQ_LEN) > 0, (ROWS, 1))  # about as many as in the recording
+        made = make_batch(ids, places, trained, device=torch.device("cpu"))
+        keys = batch.row_keys
+        good = np.ones((ROWS, SEQ_LEN), dtype=np.bool_) if needs.examples == "rated" else None
+        batch = replace(with_examples(made, good), row_keys=keys, step_sizes=torch.ones(3))
+    tokens = len(batch.targets)
+    log_probs = np.full(tokens, -1.0, dtype=np.float32)
+    if needs.scores_of == "preferences.reference":
+        return with_scores(batch, [Scores(log_probs)])
+    if needs.scores_of == "distill.teacher":
+        ids = np.tile(np.arange(TOP_K, dtype=np.uint32), (tokens, 1))
+        top = np.full((tokens, TOP_K), -3.0, dtype=np.float32)
+        return with_scores(batch, [Scores(log_probs, ids, top, log_probs)])
+    return batch
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A vocabulary that outgrows all else."""
@@ -97,19 +130,20 @@ def adapted_in_bf16(base, lora=RANK_4, *, every=0):
     return training.train()
 
 
-def allocated(base, *, targets, dora, every, modules=(), batches=1, dropout=0.0):
+def allocated(base, *, targets, dora, every, modules=(), batches=1, dropout=0.0, objective="sft"):
     """The peaks of as many micro-batches as 1, 2 and so on to `batches`, on the CPU in bf16, above
     what lies there before, bytes."""
     lora = LoraSettings(
         r=4, target_modules=targets, use_dora=dora, modules_to_save=modules, dropout=dropout
     )
     training = adapted_in_bf16(base, lora, every=every)
-    batch, peaks = random_batch(), []
+    training.objective = objective_of(objective, PreferencesConfig(), DistillConfig())
+    batch, peaks = batch_for(objective), []
     known = [*training.parameters(), *training.buffers()]
     with Recorder(known) as seen, training.adapters.unchanged():
         for _ in range(batches):
             loss = training(batch)
-            loss.backward()
+            loss_in(loss).backward()
             del loss
             peaks.append(seen.peak)
     return peaks
@@ -212,3 +246,20 @@ def test_peak_with_trained_modules_is_that_of_the_engine(process, wide, modules)
     found = [peak(recorded(process, source, chosen)) for chosen in (one, two)]
     measured = allocated(base, targets=SEVEN, dora=False, every=1, modules=modules, batches=2)
     assert found == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("modules", [(), ("lm_head",)], ids=str)
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
+def test_peak_of_an_objective_is_that_of_the_engine(process, wide, objective, modules):
+    source, base = wide
+    chosen = setup(
+        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager",
+        targets=SEVEN, trains_head="lm_head" in modules, objective=objective,
+        documents_per_row=1 if objective == "distill" else 2,
+        top_k=TOP_K if objective == "distill" else 0,
+    )  # fmt: skip
+    found = peak(recorded(process, source, chosen))
+    measured = allocated(
+        base, targets=SEVEN, dora=False, every=1, modules=modules, objective=objective
+    )
+    assert [found] == pytest.approx(measured, rel=0.02)

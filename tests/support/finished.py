@@ -120,6 +120,7 @@ def arguments(folder: Path) -> argparse.Namespace:
         checkpoints=folder / "checkpoints" / "demo-0123456789ab",
         output=folder / "finetune",
         start=None,
+        scores=None,
         lineage=[],
         timeout_s=TIMEOUT_S,
         tracking={"tracking": {}},

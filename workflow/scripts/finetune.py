@@ -48,6 +48,9 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
     parser.add_argument("--tokens", type=Path, required=True, help="tokens folder")
     parser.add_argument(
+        "--scores", type=Path, help="folder of the reference's or the teacher's scores"
+    )
+    parser.add_argument(
         "--preflight", type=Path, required=True, help="preflight.json with the plan"
     )
     parser.add_argument(

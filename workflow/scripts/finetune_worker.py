@@ -28,6 +28,7 @@ from workflow.lib.distributed.stop_signals import StopRequest, on_any
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.experts.router_balance import accumulated
+from workflow.lib.scores.store import ScoreStore, recorded_scores
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.checksums import listed_files, recorded_files
@@ -85,6 +86,10 @@ def work(args: argparse.Namespace, config: RunConfig, plan: StepPlan) -> None:
         pulse.phase("checking the files")
         recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
         recorded += [] if args.start is None else recorded_files(args.start)
+        if args.scores is not None:
+            recorded += recorded_scores(args.scores)
+            scores = ScoreStore.open(args.scores, tokens=store, top_k=plan.top_k)
+            store = store.with_scores(scores)
         checks = [check_inputs(recorded, world, moved=pulse.moved)]
         logger.info("%s: %s", checks[0].name, checks[0].detail)
         plan = plan_of_device(plan, args.base, config, world)

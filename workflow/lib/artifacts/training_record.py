@@ -129,7 +129,7 @@ class Step(Record):
     """A line of `finetune/metrics.jsonl`: a logged step, with counts over all processes."""
 
     step: Annotated[int, Field(ge=1)]  # number of the optimizer step, from 1
-    loss: float  # mean loss, nats per trained token
+    loss: float  # mean loss of a trained token, a pair or a rated answer (nats)
     grad_norm: float  # norm of the gradient before it is clipped
     learning_rate: float  # learning rate of the step
     trained_tokens: int  # prediction targets of the step
@@ -144,3 +144,21 @@ class Step(Record):
     repeats: int | None = None
     """In float16: steps so far that were made once more with a smaller loss scale."""
     heldout_loss: float | None = None  # held-out loss after the step, where it was measured
+    reward_chosen: float | None = None
+    """Of pairs: mean reward of chosen answers, beta (log p - log p_ref) where there is a
+    reference."""
+    reward_rejected: float | None = None  # the same of rejected ones
+    reward_margin: float | None = None  # mean difference of the two
+    reward_accuracy: float | None = None
+    """Share of pairs whose chosen answer has the higher reward."""
+    log_probs_chosen: float | None = None  # of pairs: mean log p of chosen answers, nats
+    log_probs_rejected: float | None = None  # the same of rejected ones
+    reward_desirable: float | None = None  # of rated answers: mean reward of desirable ones
+    reward_undesirable: float | None = None  # the same of undesirable ones
+    log_probs_desirable: float | None = None  # of rated answers: mean log p of desirable ones, nats
+    log_probs_undesirable: float | None = None  # the same of undesirable ones
+    kl: float | None = None
+    """Of rated answers: mean log p - log p_ref of mismatched ones, an estimate of KL, nats."""
+    teacher_kl: float | None = None
+    """Of distillation: KL of the student to the teacher, nats per trained token."""
+    sft_loss: float | None = None  # of distillation: supervised loss, nats per trained token

@@ -11,7 +11,7 @@ All functions that communicate are collective over `group`, the processes that s
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ from workflow.lib.kernels.loss.head_matmul import head_product
 from workflow.lib.model.architecture.vocabulary_slices import chunk_rows, exchanged_rows
 from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
+from workflow.lib.model.loss.outcomes import Outcomes, over_slices
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.objectives.objective import Teacher
 from workflow.lib.system.device_types import GPUS
 
 # Named anew in torch 2.13; the old names warn there.
@@ -159,6 +161,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         weights: torch.Tensor | None,
         rows: slice,
         trained: TrainedHead | None,
+        teacher: Teacher | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same of this process's rows of a chunk. Collective."""
         count, group = rows.stop - rows.start, self._group
@@ -167,17 +170,30 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         own_states = _padded(hidden[rows], count, fill=0)
         all_targets = _gathered(_padded(targets[rows], count, fill=IGNORED), group)
         states = _gathered(own_states, group)
-        assert isinstance(self.head.module, SlicedHead)
-        columns = _TargetColumns(all_targets, local_range(self.head.module.weight))
-        part_of = _FusedPart if self.by_kernels(states) else _StoredPart
-        part = part_of(self, states, columns, weights, trained)
-        log_sums, chosen = _over_slices(*part.sums(), group)
-        losses = (log_sums - chosen).masked_fill(all_targets == IGNORED, 0.0)
         here = len(hidden[rows])
+        assert isinstance(self.head.module, SlicedHead)
+        ranges = local_range(self.head.module.weight)
+        columns = _TargetColumns(all_targets, ranges)
+        gradient: Callable[[], torch.Tensor]
+        if teacher is None:
+            part_of = _FusedPart if self.by_kernels(states) else _StoredPart
+            part = part_of(self, states, columns, weights, trained)
+            log_sums, chosen = _over_slices(*part.sums(), group)
+            losses = (log_sums - chosen).masked_fill(all_targets == IGNORED, 0.0)
+            gradient = partial(part.gradient, log_sums)
+        else:
+            taught = _StoredPart(self, states, columns, weights, trained)
+            teacher = _gathered_teacher(teacher.of(rows), count, group)
+            outcomes = Outcomes(taught.logits, all_targets, teacher, first=ranges[0])
+            own_numbers = outcomes.numbers()
+            every = _gathered(own_numbers, group).view(group.size(), *own_numbers.shape)
+            numbers = over_slices(every)
+            losses = outcomes.losses(numbers)
+            gradient = lambda: taught.of_slopes(outcomes.slopes(numbers))  # noqa: E731
         losses = losses[group.rank() * count :][:here]
         if not torch.is_grad_enabled():
             return losses, None
-        grad = part.gradient(log_sums).float()  # of this slice; added up in fp32
+        grad = gradient().float()  # of this slice; added up in fp32
         own_grad = torch.empty_like(grad[:count])
         REDUCE_SCATTER(own_grad, grad, group=group)
         return losses, own_grad[:here]
@@ -230,15 +246,23 @@ class _StoredPart(_Part):
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-sum-exp over the slice, and the target's logit there or 0; (rows,) fp32."""
-        logits = self._leaf_and_logits[1].detach()
-        return logits.logsumexp(dim=1), self.columns.chosen(logits)
+        return self.logits.logsumexp(dim=1), self.columns.chosen(self.logits)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """They themselves (rows, columns), without a gradient."""
+        return self._leaf_and_logits[1].detach()
 
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
         """Return the slice's share of the states' gradient (rows, hidden); log_sums: of all."""
-        leaf, logits = self._leaf_and_logits
-        slope = logits.detach().sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
+        slope = self.logits.sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
         self.columns.subtract_one_(slope)
         slope.masked_fill_(self.columns.ignored[:, None], 0.0)
+        return self.of_slopes(slope)
+
+    def of_slopes(self, slope: torch.Tensor) -> torch.Tensor:
+        """Return the same for slopes (rows, columns) by the logits."""
+        leaf, logits = self._leaf_and_logits
         (of_leaf,) = torch.autograd.grad(logits, leaf, slope)
         if self.trained is None:
             return of_leaf
@@ -262,6 +286,12 @@ class _FusedPart(_Part):
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
         slopes = self._logits.slopes(log_sums, self._numbers)
         return self.loss.states_gradient(slopes, self.states, self.weights, self.trained)
+
+
+def _gathered_teacher(teacher: Teacher, count: int, group: dist.ProcessGroup) -> Teacher:
+    """Return what the teachers of all processes say of `count` rows each."""
+    ids, log_probs = (_gathered(_padded(x, count, fill=0), group) for x in teacher[:2])
+    return teacher._replace(ids=ids, log_probs=log_probs)
 
 
 def _over_slices(

@@ -21,7 +21,13 @@ class MicroBatch:
     None where nothing is dropped. documents: those of the bounds, for recurrent layers; None where
     a model has none, or where they are to be found out from the positions, for which the device has
     to be waited for. lengths: (rows,) tokens of each row before its padding; None where nobody
-    asks. weights: (trained tokens,) fp32, of each in the loss; None = 1."""
+    asks. weights: (trained tokens,) fp32, of each in the loss; None = 1.
+
+    Of objectives beside supervised training, else None. firsts: (examples,), the documents that are
+    the first of the two of an example. desirable: (examples,) bool. reference: (trained tokens,)
+    fp32, log p of each by the reference. teacher_ids: (trained tokens, k), the teacher's likeliest
+    tokens. teacher_log_probs: (trained tokens, k + 1) fp32, of these and of all others together.
+    step_sizes, estimate: of the whole step, fp32 (`Objective`)."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -33,6 +39,13 @@ class MicroBatch:
     documents: Documents | None = None
     lengths: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    firsts: torch.Tensor | None = None
+    desirable: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_log_probs: torch.Tensor | None = None
+    step_sizes: torch.Tensor | None = None
+    estimate: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""

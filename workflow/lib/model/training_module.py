@@ -47,6 +47,11 @@ class GatheredWeights(Protocol):
         """Do so after a capture that failed."""
 
 
+def loss_in(result: torch.Tensor) -> torch.Tensor:
+    """Return the loss () in what `CausalLMForTraining.forward` returns."""
+    return result if result.dim() == 0 else result[0]
+
+
 class CausalLMForTraining(nn.Module):
     """The module that is trained and sharded: a PEFT model and its objective. Forward runs the
     decoder, picks the hidden states that predict a trained token, and returns the objective's loss
@@ -127,8 +132,9 @@ class CausalLMForTraining(nn.Module):
             self.router_balance = router_balance(model, coefficient, routers)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the objective's loss () fp32 of a micro-batch. In training its gradient has the
-        router's load-balancing loss in it, its value has not."""
+        """Return the objective's loss () fp32 of a micro-batch; of one with figures (1 + figures,),
+        the loss before them. In training its gradient has the router's load-balancing loss in it,
+        its value has not."""
         self.adapters.row_keys = batch.row_keys
         balance = self.router_balance if self.training else None
         counting: AbstractContextManager[None] = nullcontext()
@@ -137,8 +143,10 @@ class CausalLMForTraining(nn.Module):
         with counting:
             hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
         states = hidden.index_select(0, batch.positions)
-        loss = self.objective.loss(self.head_loss, states, batch)
-        return loss if balance is None else balance.joined(loss)
+        loss, figures = self.objective.loss(self.head_loss, states, batch)
+        if balance is not None:
+            loss = balance.joined(loss)
+        return loss if figures is None else torch.cat([loss[None], figures])
 
     def after_backward(self) -> None:
         if self.activation_offload is not None:

@@ -1,28 +1,28 @@
 """Supervised training: the next token of what is trained, each token by its weight."""
 
-from typing import Any
-
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from workflow.lib.objectives.objective import Head, TokensOfBatch, TokensOfRows
+from workflow.lib.objectives.objective import Figure, Head, TokensOfBatch, TokensOfRows
 
 
 class NextToken:
     """The loss of a step is sum(w (-log p)) / sum(w) over its trained tokens; w is 1 where the data
     have no weights."""
 
-    def loss(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+    figures: tuple[Figure, ...] = ()
+    estimated = None
+
+    def loss(
+        self, head: Head, states: torch.Tensor, batch: TokensOfBatch
+    ) -> tuple[torch.Tensor, None]:
         """Return sum(w (-log p)) () fp32."""
-        return head.summed_loss(states, batch.targets, batch.weights)
+        return head.summed_loss(states, batch.targets, batch.weights), None
 
-    def size(self, batch: TokensOfBatch) -> torch.Tensor | int:
+    def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
         """Return sum(w)."""
-        return len(batch.targets) if batch.weights is None else batch.weights.sum()
-
-    def sizes(self, rows: TokensOfRows) -> npt.NDArray[Any]:
-        """Return sum(w) of each row."""
-        return rows.weights_per_row
+        return (float(rows.weights_per_row[indices].sum()),)
 
 
 NEXT_TOKEN = NextToken()

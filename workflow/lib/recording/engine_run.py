@@ -35,6 +35,8 @@ from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
 from workflow.lib.model.recomputation import recompute_without_draws_
 from workflow.lib.model.trained_modules import sum_copies_
+from workflow.lib.model.training_module import loss_in
+from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
@@ -46,10 +48,11 @@ from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
 from workflow.lib.recording.some_layers import keep_layers_, layer_kinds, representatives
 from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
+from workflow.lib.settings.objectives import NEEDS, DistillConfig, PreferencesConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import TrainingModel, adapt_, dtype_of, lay_out_
-from workflow.lib.training.gradients import LossSum, clip_gradients
+from workflow.lib.training.gradients import LossSum, clip_gradients, step_estimate
 from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseOptimizer
@@ -167,6 +170,9 @@ class _Run:
         self._other_tables = other_tables(model)
         choice = described.choice.among(numbers)
         self.training, _ = adapt_(model, _lora(plan), plan, choice)
+        self.training.objective = objective_of(
+            plan.objective, PreferencesConfig(), DistillConfig(top_k=max(1, plan.top_k))
+        )
         recompute_without_draws_(model)
         self.training.balance_routers_(1.0 if plan.balances_routers else 0.0)
         self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
@@ -233,19 +239,31 @@ class _Run:
             training.router_balance.begin_step_(divisor=1, tokens=1, device=device)
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
-            run = self._graphs or partial(forward_backward, training)
-            losses = LossSum(run, divisor=1, factor=1.0, device=device)
+            estimate = self._estimate(micro_batches)
+            tape.layer = NONE
+            run = self._graphs or partial(forward_backward, training, estimate=estimate)
+            figures = len(training.objective.figures)
+            losses = LossSum(run, divisor=1, factor=1.0, device=device, figures=figures)
             losses.add(batches)
             tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")
         tape.follows_tensors = True
-        loss = losses.value()
+        result = losses.value()
         sum_copies_(training)
         norm = clip_gradients(optimizer, max_norm=1.0)
-        dist.all_reduce(loss)
+        dist.all_reduce(result)
+        loss = loss_in(result)
         optimizer.begin(unless=~(loss.isfinite() & norm.isfinite() & (norm > 0)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=self._graphs is None)
+
+    def _estimate(self, micro_batches: int) -> torch.Tensor | None:
+        """Do the forward passes that come before a step."""
+        device, training = self._world.device, self.training
+        batches = (
+            self._batch(self._plan.micro_batch_size).to(device) for _ in range(micro_batches)
+        )
+        return step_estimate(training, batches, divisor=1, world=self._world)
 
     def _batch(self, rows: int) -> MicroBatch:
         """Rows of packed documents of equal lengths, all of whose tokens are trained; in host
@@ -264,6 +282,22 @@ class _Run:
         )
         if self._looks_up:
             batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))
+        return self._of_objective(batch)
+
+    def _of_objective(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with what the objective reads besides tokens."""
+        plan, needs, tokens = self._plan, NEEDS[self._plan.objective], len(batch.positions)
+        firsts = torch.arange(0, len(batch.bounds[0]) - 2, 2)
+        if needs.examples != "texts":
+            batch = replace(batch, firsts=firsts, step_sizes=torch.ones(3))
+        if needs.examples == "rated":
+            batch = replace(batch, desirable=torch.zeros(len(firsts), dtype=torch.bool))
+        if plan.top_k:
+            ids = torch.zeros(tokens, plan.top_k, dtype=torch.int64)
+            log_probs = torch.zeros(tokens, plan.top_k + 1)
+            batch = replace(batch, teacher_ids=ids, teacher_log_probs=log_probs)
+        elif needs.scores_of is not None:
+            batch = replace(batch, reference=torch.zeros(tokens))
         return batch
 
     def _documents(self, rows: int) -> list[int]:

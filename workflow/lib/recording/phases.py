@@ -41,7 +41,8 @@ class Phases:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._at_work, layer))
 
-    def _loss_made(self, _: nn.Module, __: Any, loss: torch.Tensor) -> None:
+    def _loss_made(self, _: nn.Module, __: Any, made: Any) -> None:
+        loss: torch.Tensor = made[0] if isinstance(made, tuple) else made
         if loss.requires_grad:
             # Hooks of this tensor that come later, as FSDP2's do, queue their callbacks later.
             loss.register_hook(lambda _: queue_callback(lambda: self._at_work(NONE)))

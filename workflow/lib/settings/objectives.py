@@ -103,6 +103,8 @@ class Needs(NamedTuple):
     """The setting that names the model whose scores it reads."""
     settings: tuple[str, ...]
     """All settings of `preferences` and `distill` that it reads."""
+    forward_first: bool = False
+    """Its loss needs a number of the whole step, which a forward of all micro-batches finds."""
 
 
 def _preferences(*keys: str) -> tuple[str, ...]:
@@ -123,6 +125,7 @@ NEEDS: Mapping[ObjectiveName, Needs] = {
         "rated",
         "preferences.reference",
         _preferences("reference", "beta", "desirable_weight", "undesirable_weight"),
+        forward_first=True,
     ),
     "distill": Needs(
         "texts",

@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Strict
 
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
+from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, VARLEN
 
 AttentionKind = Literal["flash", "flex", "sdpa", "eager"]
 Names = Annotated[tuple[str, ...], Strict(False)]  # JSON has lists
-NEXT_TOKEN = "next_token"
+SUPERVISED: ObjectiveName = "sft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class BasePlan:
     matmul_dtype: str = COMPUTE_DTYPE
     """Of matmuls with frozen weights in training steps: `compute_dtype` or `float8`."""
     matmul_passes: str = "both"  # the passes in which it holds: `forward`, `backward` or `both`
-    objective: str = NEXT_TOKEN  # what the loss is made of
+    objective: ObjectiveName = SUPERVISED  # `train.objective`
+    top_k: int = 0  # tokens of a teacher's scores at each position; 0 without a teacher
     optimizer: str = "adamw"  # `train.optimizer`
     rank: int  # of the adapters, where `ranks` says nothing else
     ranks: Mapping[str, int] = field(default_factory=dict)

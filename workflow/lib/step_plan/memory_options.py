@@ -17,7 +17,7 @@ from workflow.lib.model.architecture.layer_choice import (
     recomputed_share,
     spread,
 )
-from workflow.lib.step_plan.base_plan import BasePlan
+from workflow.lib.step_plan.base_plan import SUPERVISED, BasePlan
 from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Obstacle, Value
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, MatmulHardware, saved_activations_lack
 
@@ -89,6 +89,9 @@ class MemoryOptions(BasePlan):
         """What keeps micro-batches from being CUDA graphs, in words; None: nothing is known."""
         whole = [*["lm_head"] * self.trains_head, *["embed_tokens"] * self.trains_embedding]
         obstacles = {
+            f"train.objective = {self.objective}: micro-batches have more inputs than a graph": (
+                self.objective != SUPERVISED
+            ),
             f"hardware.nodes = {self.nodes}: machines exchange data within a micro-batch": (
                 self.nodes > 1
             ),

@@ -6,6 +6,8 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from workflow.lib.settings.objectives import NEEDS
+from workflow.lib.step_plan.base_plan import SUPERVISED
 from workflow.lib.step_plan.memory_options import MemoryOptions
 
 
@@ -21,11 +23,19 @@ class StepPlan(MemoryOptions):
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan of a JSON document, which may lack what has a default."""
-        return TypeAdapter(cls).validate_python(dict(document), strict=False)
+        known = dict(document)
+        if known.get("objective") == "next_token":  # as plans said before there were others
+            known["objective"] = SUPERVISED
+        return TypeAdapter(cls).validate_python(known, strict=False)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return the plan with other values of some fields, by name."""
         return replace(self, **values)
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a micro-batch, without recomputation."""
+        return 1 + NEEDS[self.objective].forward_first
 
     @property
     def keeps_gradients(self) -> bool:

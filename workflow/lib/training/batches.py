@@ -4,7 +4,7 @@ A micro-batch is made in host memory by a thread while the one before is compute
 does not wait for it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.scores.store import Scores
 
 
 def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -71,6 +72,8 @@ class RowGroup(NamedTuple):
     """(micro_batch_size,), in the tokens folder."""
     keys: list[int]
     """As many, of `adapter_dropout.row_keys`."""
+    step_sizes: tuple[float, ...] = (1.0,)
+    """Of `Objective.step_sizes`; micro-batches have them where there are several."""
 
 
 def micro_batches(
@@ -90,6 +93,8 @@ def micro_batches(
     def load(group: RowGroup) -> MicroBatch:
         keys = torch.tensor(group.keys, dtype=torch.int64)
         batch = replace(stored_batch(store, group.indices), row_keys=keys)
+        if len(group.step_sizes) > 1:
+            batch = replace(batch, step_sizes=torch.tensor(group.step_sizes))
         if look_up is not None:
             batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
         if apart:
@@ -111,13 +116,61 @@ def micro_batches(
 
 
 def stored_batch(store: TokenStore, rows: npt.NDArray[np.int64]) -> MicroBatch:
-    return make_batch(
+    """Return the micro-batch of some training rows in host memory, with the store's scores."""
+    batch = make_batch(
         np.asarray(store.input_ids[rows]).astype(np.int64),
         np.asarray(store.position_ids[rows]).astype(np.int64),
         np.asarray(store.loss_mask[rows]),
         weights=None if store.weights is None else np.asarray(store.weights[rows]),
         device=torch.device("cpu"),
     )
+    if store.examples != "texts":
+        desirable = None if store.desirable is None else np.asarray(store.desirable[rows])
+        batch = with_examples(batch, desirable)
+    return batch if store.scores is None else with_scores(batch, [store.scores.of_rows(rows)])
+
+
+def with_examples(batch: MicroBatch, desirable: npt.NDArray[np.bool_] | None = None) -> MicroBatch:
+    """Return a micro-batch in host memory whose examples are two documents each, behind each other
+    in a row. desirable: (rows, seq_len), of rated answers."""
+    rows, seq_len = batch.input_ids.shape
+    starts = batch.bounds[0][:-1].numpy()
+    row = starts // seq_len
+    documents = np.bincount(row, minlength=rows)
+    place = np.arange(len(starts)) - (documents.cumsum() - documents)[row]
+    # a row's padding, its last document, has no second one
+    firsts = np.flatnonzero((place % 2 == 0) & (place + 1 < documents[row]))
+    batch = replace(batch, firsts=torch.from_numpy(firsts))
+    if desirable is None:
+        return batch
+    return replace(batch, desirable=torch.from_numpy(desirable.reshape(-1)[starts[firsts]]))
+
+
+def with_scores(batch: MicroBatch, parts: Sequence[Scores]) -> MicroBatch:
+    """Return a micro-batch in host memory with what a reference or a teacher says of its trained
+    tokens, in their order; of a batch without any, parts are of some others."""
+    count = len(batch.targets)
+    if parts[0].top_ids is None:
+        return replace(batch, reference=_joined([part.log_probs for part in parts], count))
+    outcomes: list[Any] = [_outcomes(part) for part in parts]
+    return replace(
+        batch,
+        teacher_ids=_joined([part.top_ids for part in parts], count).long(),
+        teacher_log_probs=_joined(outcomes, count),
+    )
+
+
+def _outcomes(scores: Scores) -> npt.NDArray[np.float32]:
+    """Return log p (n, k + 1) of a teacher's likeliest tokens, and of all others together."""
+    assert scores.top_log_probs is not None
+    assert scores.rest is not None
+    return np.concatenate([scores.top_log_probs, scores.rest[:, None]], axis=1)
+
+
+def _joined(arrays: Sequence[Any], count: int) -> torch.Tensor:
+    whole = np.concatenate(arrays)
+    assert len(whole) == count or not count, f"{len(whole)} scores of {count} trained tokens"
+    return torch.from_numpy(whole[:count])
 
 
 def make_batch(

@@ -9,36 +9,79 @@ that it had then.
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_documents
+from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.batches import make_batch
+from workflow.lib.training.batches import make_batch, with_examples, with_scores
 from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter, saved_steps
+from workflow.lib.training.gradients import step_estimate
 
 
-def heldout_rows(documents: Sequence[Document], *, seq_len: int) -> list[list[Document]]:
-    """Return the documents in rows of at most `seq_len` tokens, in their order."""
-    rows: list[list[Document]] = []
+def heldout_rows(lengths: Sequence[int], *, seq_len: int) -> list[list[int]]:
+    """Return the numbers of what has these lengths in rows of at most `seq_len` tokens, in their
+    order."""
+    rows: list[list[int]] = []
     free = 0
-    for document in documents:
-        length = len(document[0])
+    for number, length in enumerate(lengths):
         if length > free:
             rows.append([])
             free = seq_len
-        rows[-1].append(document)
+        rows[-1].append(number)
         free -= length
     return rows
+
+
+class HeldOutRows(NamedTuple):
+    """Held-out documents packed into rows, arrays (rows, seq_len) like the training rows; the
+    padding of a row is one more document without a trained token."""
+
+    input_ids: npt.NDArray[np.int64]
+    position_ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+    desirable: npt.NDArray[np.bool_] | None
+    numbers: list[list[int]]
+    """The held-out documents in each row."""
+
+    @property
+    def weights_per_row(self) -> npt.NDArray[Any]:
+        counts: npt.NDArray[Any] = self.loss_mask.sum(axis=1)
+        return counts
+
+    @classmethod
+    def of(cls, store: TokenStore, units: Sequence[Sequence[int]]) -> Self:
+        """Pack units of documents, each into one row at least as long as the training rows."""
+        documents, good = store.heldout_documents(), store.heldout_desirable
+        lengths = [sum(len(documents[number][0]) for number in unit) for unit in units]
+        seq_len = max(store.seq_len, *lengths)
+        packed = heldout_rows(lengths, seq_len=seq_len)
+        shape = (len(packed), seq_len)
+        ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        mask, desirable = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+        numbers = [[number for unit in row for number in units[unit]] for row in packed]
+        for row, of_row in enumerate(numbers):
+            start = 0
+            for number in of_row:
+                document_ids, document_mask = documents[number]
+                span = slice(start, start + len(document_ids))
+                ids[row, span], mask[row, span] = document_ids, document_mask
+                position_ids[row, span] = np.arange(len(document_ids))
+                desirable[row, span] = good is not None and good[number]
+                start = span.stop
+            position_ids[row, start:] = np.arange(seq_len - start)
+        return cls(ids, position_ids, mask, None if good is None else desirable, numbers)
 
 
 class HeldOut:
@@ -57,17 +100,17 @@ class HeldOut:
     ) -> None:
         self._every, self._num_steps = every, num_steps
         documents = store.heldout_documents()
-        numbers = choose_documents(documents, at_most=at_most, seed=seed)
-        if not numbers:
+        size = 1 if store.examples == "texts" else 2
+        chosen = choose_documents(documents[::size], at_most=at_most, seed=seed)
+        units = [range(size * number, size * (number + 1)) for number in chosen]
+        if not units:
             raise UserError(
                 "train.evaluate_every_steps asks for the held-out loss, and no held-out document "
                 "has a trained token. "
                 "Set it to null, or give held-out data (data.heldout, data.heldout_share)."
             )
-        chosen = [documents[number] for number in numbers]
-        self._seq_len = max(store.seq_len, *(len(ids) for ids, _ in chosen))
-        self._micro_batch_size = micro_batch_size
-        self._rows = heldout_rows(chosen, seq_len=self._seq_len)
+        self._store, self._micro_batch_size = store, micro_batch_size
+        self._rows = HeldOutRows.of(store, units)
 
     def due(self, step: int) -> bool:
         """Tell whether the loss is to be measured after `step` (1-based): every so many steps, and
@@ -81,44 +124,53 @@ class HeldOut:
         world: World,
         moved: Callable[[], None] = lambda: None,
     ) -> float:
-        """Return the mean -log p (nats) of a trained token of the documents; equal on all
-        processes. Collective. Calls `moved` after every batch."""
+        """Return the objective's loss of the documents as one step: for supervised training the
+        mean -log p (nats) of a trained token; equal on all processes. Collective. Calls `moved`
+        after every batch."""
         was_training = training.training
         training.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        every = np.arange(len(self._rows.input_ids))
+        sizes = training.objective.step_sizes(self._rows, every)
+        estimate = step_estimate(
+            training, self._batches(world, sizes), divisor=sizes[0], world=world
+        )
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
         with forward_only(training):
-            for batch in self._batches(world):
-                total[0] += training(batch)
-                total[1] += training.objective.size(batch)
+            for batch in self._batches(world, sizes):
+                total += loss_in(training(replace(batch, estimate=estimate)))
                 moved()
         training.train(was_training)
         dist.all_reduce(total)
-        return float(total[0] / total[1])
+        return float(total) / sizes[0]
 
-    def _batches(self, world: World) -> Iterator[MicroBatch]:
+    def _batches(self, world: World, sizes: tuple[float, ...]) -> Iterator[MicroBatch]:
         """Yield this process's rows. All processes have as many batches, because each gathers the
         weights."""
-        own_rows = self._rows[world.rank :: world.size]
-        num_rows = math.ceil(len(self._rows) / world.size)  # of the process that has most
+        of_step = torch.tensor(sizes) if len(sizes) > 1 else None
+        total = len(self._rows.input_ids)
+        own_rows = list(range(total))[world.rank :: world.size]
+        num_rows = math.ceil(total / world.size)  # of the process that has most
         for start in range(0, num_rows, self._micro_batch_size):
             count = min(self._micro_batch_size, num_rows - start)
             rows = own_rows[start : start + count]
-            yield self._batch([*rows, *([] for _ in range(count - len(rows)))], world.device)
+            batch = self._batch(rows, missing=count - len(rows))
+            yield replace(batch, step_sizes=of_step).to(world.device)
 
-    def _batch(self, rows: Sequence[Sequence[Document]], device: torch.device) -> MicroBatch:
-        """Pad rows at the end; the padding is one more document without a trained token."""
-        shape = (len(rows), self._seq_len)
-        ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        mask = np.zeros(shape, dtype=np.bool_)
-        for number, documents in enumerate(rows):
-            start = 0
-            for document_ids, document_mask in documents:
-                span = slice(start, start + len(document_ids))
-                ids[number, span], mask[number, span] = document_ids, document_mask
-                position_ids[number, span] = np.arange(len(document_ids))
-                start = span.stop
-            position_ids[number, start:] = np.arange(self._seq_len - start)
-        return make_batch(ids, position_ids, mask, device=device)
+    def _batch(self, rows: list[int], *, missing: int) -> MicroBatch:
+        """Return rows, and rows of padding alone for what is missing."""
+
+        def of(array: Any) -> Any:
+            return None if array is None else np.pad(array[rows], ((0, missing), (0, 0)))
+
+        ids, positions, mask, desirable = map(of, self._rows[:4])
+        positions[len(rows) :] = np.arange(positions.shape[1])
+        batch = make_batch(ids, positions, mask, device=torch.device("cpu"))
+        if self._store.examples != "texts":
+            batch = with_examples(batch, desirable)
+        if self._store.scores is None:
+            return batch
+        numbers = [number for row in rows for number in self._rows.numbers[row]]
+        return with_scores(batch, [self._store.scores.heldout(n) for n in numbers or [0]])
 
 
 class BestAdapter:

@@ -40,6 +40,7 @@ from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, mater
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import check_saved_activations
@@ -148,6 +149,7 @@ def build_training_model(
     )
     choice = plan.layers(len(decoder_layers(model)))
     training, fused = adapt_(model, config.lora, plan, choice)
+    training.objective = objective_of(config.train.objective, config.preferences, config.distill)
     training.balance_routers_(config.train.router_aux_loss_coef)
     laid_out = lay_out_(training, plan, world, choice)
     packed = laid_out.packed_layers

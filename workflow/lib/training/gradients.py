@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from workflow.lib.distributed.fsdp import forward_only
+from workflow.lib.distributed.world import World
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local
+from workflow.lib.model.training_module import CausalLMForTraining
 
 CLIP_EPS = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
@@ -26,21 +29,49 @@ class LossSum:
         divisor: float,
         factor: float,
         device: torch.device,
+        figures: int = 0,
     ) -> None:
         """run: `forward_backward` of the model, or its graphs. divisor: of the sum, over all
-        processes. Gradients are those of the step's loss times `factor`."""
+        processes. Gradients are those of the step's loss times `factor`. figures: how many the
+        objective tells beside it."""
         self._run, self._divisor = run, divisor
         exact = torch.full((), factor / divisor, dtype=torch.float64, device=device)
         self._slope = exact.float()  # infinite where it is too large for that: the step is repeated
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        shape = (1 + figures,) if figures else ()
+        self._total = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def add(self, batches: Iterable[MicroBatch]) -> None:
         for batch in batches:
             self._total += self._run(batch, self._slope)
 
     def value(self) -> torch.Tensor:
-        """Return this process's part of the loss () float64."""
+        """Return this process's part of the loss () float64; with figures (1 + figures,), as if all
+        were divided by what divides the loss."""
         return self._total / self._divisor
+
+
+def step_estimate(
+    training: CausalLMForTraining,
+    batches: Iterable[MicroBatch],
+    *,
+    divisor: float,
+    world: World,
+) -> torch.Tensor | None:
+    """Return what the objective needs of the whole step before it () fp32, by a forward of all
+    micro-batches without dropout; None where it needs nothing. Collective. batches: this
+    process's, as many as of the others."""
+    figure = training.objective.estimated
+    if figure is None:
+        return None
+    was_training = training.training
+    training.eval()
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    with forward_only(training):
+        for batch in batches:
+            total += training(batch)[1 + figure]
+    training.train(was_training)
+    dist.all_reduce(total)
+    return (total / divisor).float()
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:

@@ -15,8 +15,8 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from workflow.lib.model.lora import adapter_matrices, trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
-from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
@@ -48,7 +48,7 @@ from workflow.lib.training.batches import (
     text_lengths,
 )
 from workflow.lib.training.expert_load import note_finished_steps_
-from workflow.lib.training.gradients import LossSum, clip_gradients
+from workflow.lib.training.gradients import LossSum, clip_gradients, step_estimate
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseOptimizer
@@ -78,9 +78,13 @@ class StepMetrics:
     types."""
     heldout_loss: float | None = None
     """Measured after the step; None where it was not, and then not in the line."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What the objective tells of the step, by name."""
 
     def as_dict(self) -> dict[str, float]:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        line = {key: value for key, value in vars(self).items() if value is not None}
+        figures: Mapping[str, float] = line.pop("figures")
+        return {**line, **figures}
 
 
 def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimizer:
@@ -103,7 +107,8 @@ class StepNumbers(NamedTuple):
     loss: float
     grad_norm: float
     """Before clipping."""
-    router_aux_loss: float | None = None
+    router_aux_loss: float | None
+    figures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,13 @@ class StepRows:
     """Of this process's micro-batches."""
     trained_tokens: int
     """Over all processes."""
-    divisor: float
-    """Of the summed loss of all processes."""
+    sizes: tuple[float, ...]
+    """Of `Objective.step_sizes`."""
+
+    @property
+    def divisor(self) -> float:
+        """Of the summed loss of all processes."""
+        return self.sizes[0]
 
 
 @dataclass(frozen=True)
@@ -201,6 +211,7 @@ class Trainer:
                 elapsed_s=elapsed_s,
                 router_aux_loss=numbers.router_aux_loss,
                 repeats=None if scale is None else scale.repeats,
+                figures=numbers.figures,
             )
         self.release_graphs()
 
@@ -242,12 +253,13 @@ class Trainer:
         own_indices = process_rows(indices, costs, rank=self.world.rank, size=self.world.size)
         size = self.micro_batch_size
         parts = [own_indices[start : start + size] for start in range(0, len(own_indices), size)]
+        sizes = self.training.objective.step_sizes(self.store, indices)
         groups = [
-            RowGroup(part, row_keys(self.settings.seed, step=step, rows=part)) for part in parts
+            RowGroup(part, row_keys(self.settings.seed, step=step, rows=part), sizes)
+            for part in parts
         ]
         trained_tokens = int(self.store.trained_tokens_per_row[indices].sum())
-        sizes = self.training.objective.sizes(self.store)
-        return StepRows(step, indices, groups, trained_tokens, float(sizes[indices].sum()))
+        return StepRows(step, indices, groups, trained_tokens, sizes)
 
     def _start(self, step: int, batches: Iterator[MicroBatch]) -> StepInProgress:
         """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""
@@ -258,12 +270,13 @@ class Trainer:
         self, rows: StepRows, batches: Iterator[MicroBatch], *, by_graphs: bool = True
     ) -> StepInProgress:
         scale = loss_scale_of(self.training)
-        plainly = partial(forward_backward, self.training)
+        plainly = partial(forward_backward, self.training, estimate=self._estimate(rows))
         loss = LossSum(
             (self.graphs if by_graphs else None) or plainly,
             divisor=rows.divisor,
             factor=1.0 if scale is None else scale.factor,
             device=self.world.device,
+            figures=len(self.training.objective.figures),
         )
         self._seed_dropout(rows)
         if self.training.router_balance is not None:
@@ -273,6 +286,13 @@ class Trainer:
                 device=self.world.device,
             )
         return StepInProgress(rows, batches, loss)
+
+    def _estimate(self, rows: StepRows) -> torch.Tensor | None:
+        """Return what the objective needs of the whole step before it, None if nothing.
+        Collective."""
+        batches = (batch for _, batch in self._made_again(rows))
+        with self.training.product_types.in_eight_bits():
+            return step_estimate(self.training, batches, divisor=rows.divisor, world=self.world)
 
     def _text_tokens(self, rows: npt.NDArray[np.int64]) -> int:
         store = self.store
@@ -298,28 +318,42 @@ class Trainer:
             current.loss.add(islice(current.batches, count))
 
     def _finish_backward(self, current: StepInProgress) -> PendingScalars:
-        """Run what is left of a step, clip its gradients, and begin its update; return its loss and
-        its gradient norm before clipping, and the routers' balance if there is one."""
+        """Run what is left of a step, clip its gradients, and begin its update; return its gradient
+        norm before clipping, the routers' balance if there is one, its loss, and its figures."""
         self._run(current)
-        loss, scale = current.loss.value(), loss_scale_of(self.training)
+        result, scale = current.loss.value(), loss_scale_of(self.training)
         sum_copies_(self.training)
         if scale is not None:
             scale.unscale_(self.training)
         norm = clip_gradients(self.optimizer, max_norm=self.settings.max_grad_norm)
-        dist.all_reduce(loss)  # all processes judge the step by the same numbers, so alike
+        dist.all_reduce(result)  # all processes judge the step by the same numbers, so alike
         # The device itself decides whether it updates. So the update is queued before the host
         # waits for the step, and the device need not wait for the host.
+        loss = loss_in(result)
         healthy = loss.isfinite() & norm.isfinite() & (norm > 0)
         self.optimizer.begin(unless=~healthy)
         balance = self.training.router_balance
-        return PendingScalars(loss, norm, *([] if balance is None else [balance.value()]))
+        balances = [] if balance is None else [balance.value()]
+        return PendingScalars(norm, *balances, *result.reshape(-1))
+
+    def _numbers(self, rows: StepRows, pending: PendingScalars) -> StepNumbers:
+        """Wait for what the device tells of a step."""
+        norm, *numbers = pending.wait()
+        balance = None if self.training.router_balance is None else numbers.pop(0)
+        loss, *sums = numbers
+        figures = {
+            figure.name: number * rows.divisor / rows.sizes[figure.per]
+            for figure, number in zip(self.training.objective.figures, sums, strict=True)
+            if rows.sizes[figure.per]
+        }
+        return StepNumbers(loss, norm, balance, figures)
 
     def _check_and_apply(
         self, rows: StepRows, result: PendingScalars, ahead: StepInProgress | None
     ) -> StepNumbers:
         """Complete a step, and return its numbers. Nothing is updated if `check_step` raises. In
         float16 gradients may overflow; they are made once more then, with a smaller loss scale."""
-        numbers = StepNumbers(*result.wait())
+        numbers = self._numbers(rows, result)
         scale = loss_scale_of(self.training)
         while (
             scale is not None
@@ -328,7 +362,8 @@ class Trainer:
         ):
             self._drop_gradients()
             batches = (batch for _, batch in self._made_again(rows))
-            numbers = StepNumbers(*self._finish_backward(self._in_progress(rows, batches)).wait())
+            again = self._finish_backward(self._in_progress(rows, batches))
+            numbers = self._numbers(rows, again)
         loss, norm = numbers.loss, numbers.grad_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
         origin = None if finite else self._origin(rows, gradients_are_there=ahead is None)

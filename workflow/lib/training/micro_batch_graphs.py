@@ -27,7 +27,7 @@ from workflow.lib.distributed.world import World, any_of_all, largest_of_all
 from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.model.documents import Documents, Room, documents_of, places_in, room_of
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 
 logger = logging.getLogger("workflow")
 
@@ -55,14 +55,19 @@ class Layout(NamedTuple):
 
 
 def forward_backward(
-    training: CausalLMForTraining, batch: MicroBatch, slope: torch.Tensor
+    training: CausalLMForTraining,
+    batch: MicroBatch,
+    slope: torch.Tensor,
+    *,
+    estimate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add a micro-batch's gradients times `slope` () fp32 to the parameters'; return its summed
-    loss (). Its autograd graph goes with this call: it holds hidden states."""
-    loss: torch.Tensor = training(batch)
-    loss.backward(slope)
+    loss, with its figures if there are any. Its autograd graph goes with this call: it holds hidden
+    states."""
+    result: torch.Tensor = training(replace(batch, estimate=estimate))
+    loss_in(result).backward(slope)
     training.after_backward()
-    return loss.detach()
+    return result.detach()
 
 
 class FixedInputs:

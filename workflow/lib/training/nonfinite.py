@@ -16,7 +16,7 @@ from workflow.lib.distributed.world import World, any_of_all
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local
-from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 
 ValueT = TypeVar("ValueT")
 
@@ -32,7 +32,7 @@ def find_origin(
     with forward_only(training):
         for rows, batch in batches:  # to the end: every forward gathers weights from all processes
             with first_module(training) as names:
-                loss = training(batch)
+                loss = loss_in(training(batch))
             if origin is None and (names or not loss.isfinite()):
                 origin = (
                     f"first in {names[0] if names else 'the loss'}, forward, rows {rows} of "

@@ -20,6 +20,7 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
 from workflow.lib.kernels.eight_bits.rounding import Format
 from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 from workflow.lib.system.errors import setting_error
@@ -96,15 +97,17 @@ def _loss(
     *,
     moved: Callable[[], None],
 ) -> float:
-    """Return the mean loss of a trained token of the first rows, those of each process in turn.
-    Collective."""
+    """Return the mean loss of a trained token of the first rows, those of each process in turn,
+    whatever the objective. Collective."""
+    objective, training.objective = training.objective, NEXT_TOKEN
     count = math.ceil(TOKENS / store.seq_len / world.size)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with forward_only(training), precision:
         for number in range(world.rank, count * world.size, world.size):
-            batch = stored_batch(store, np.array([number % store.num_rows])).to(world.device)
-            total[0] += training(batch)
-            total[1] += training.objective.size(batch)
+            row = np.array([number % store.num_rows])
+            total[0] += training(stored_batch(store, row).to(world.device))
+            total[1] += NEXT_TOKEN.step_sizes(store, row)[0]
             moved()
+    training.objective = objective
     dist.all_reduce(total)
     return float(total[0] / total[1])

@@ -4,6 +4,7 @@ recomputed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,11 @@ def startup_checks(
 def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: World) -> None:
     """Set FSDP up, which it does in its first forward: units can be gathered by hand only then.
     Collective."""
-    batch = stored_batch(store, np.arange(1)).to(world.device)
+    first = np.arange(1)
+    sizes = torch.tensor(training.objective.step_sizes(store, first))
+    batch = replace(stored_batch(store, first), step_sizes=sizes)
     with forward_only(training):
-        training(batch)
+        training(batch.to(world.device))
 
 
 def _check_weights(

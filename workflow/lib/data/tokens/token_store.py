@@ -14,6 +14,7 @@ prompt; or a rated answer, and the same prompt with the answer of another row. B
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, overload
@@ -90,6 +91,7 @@ class TokenStore:
         self.weights = arrays.get(WEIGHTS)
         self.desirable, self._heldout_desirable = map(arrays.get, DESIRABLE)
         self.num_rows, self.seq_len = self.input_ids.shape
+        self.scores: Any = None  # a `scores.store.ScoreStore` of these tokens
         self._offsets = arrays["heldout.offsets.npy"]
         self._heldout = HeldoutDocuments(
             ids=arrays["heldout.input_ids.npy"],
@@ -141,6 +143,12 @@ class TokenStore:
         Both have the shape (length,).
         """
         return self._heldout
+
+    def with_scores(self, scores: Any) -> "TokenStore":
+        """Return the same tokens with what a model says of them (`scores.store.ScoreStore`)."""
+        scored = copy(self)
+        scored.scores = scores
+        return scored
 
     @property
     def heldout_desirable(self) -> npt.NDArray[np.bool_] | None:

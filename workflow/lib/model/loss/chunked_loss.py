@@ -25,7 +25,9 @@ from workflow.lib.kernels.loss.head_matmul import (
     with_aligned_rows,
 )
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
+from workflow.lib.model.loss.outcomes import Outcomes
 from workflow.lib.model.trained_modules import trained_parts
+from workflow.lib.objectives.objective import Teacher
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,18 @@ class LinearCrossEntropy(nn.Module):
         losses: torch.Tensor = self(states, targets, by_row=True)
         return -losses
 
+    def distilled_loss(
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        teacher: Teacher,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum over rows of w (T^2 KL + sft_weight (-log p)) () fp32, and those of w KL
+        and w (-log p) (2,) without a gradient."""
+        sums: tuple[torch.Tensor, torch.Tensor] = self(states, targets, weights, teacher=teacher)
+        return sums
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -107,14 +121,16 @@ class LinearCrossEntropy(nn.Module):
         weights: torch.Tensor | None = None,
         *,
         by_row: bool = False,
-    ) -> torch.Tensor:
-        """Return the losses of `summed_loss`, or those of each row (rows,) fp32."""
+        teacher: Teacher | None = None,
+    ) -> Any:
+        """Return what `summed_loss` or `distilled_loss` does, or the losses of each row (rows,)
+        fp32."""
         masters = trained_parts(self.head.module)
+        if teacher is not None:
+            return _DistilledLoss.apply(hidden, targets, weights, teacher, self, *masters)  # type: ignore[no-untyped-call]
         if by_row:
-            losses: torch.Tensor = _RowLosses.apply(hidden, targets, self, *masters)  # type: ignore[no-untyped-call]
-            return losses
-        loss: torch.Tensor = _SummedLoss.apply(hidden, targets, weights, self, *masters)  # type: ignore[no-untyped-call]
-        return loss
+            return _RowLosses.apply(hidden, targets, self, *masters)  # type: ignore[no-untyped-call]
+        return _SummedLoss.apply(hidden, targets, weights, self, *masters)  # type: ignore[no-untyped-call]
 
     def computed(
         self,
@@ -122,23 +138,25 @@ class LinearCrossEntropy(nn.Module):
         targets: torch.Tensor,
         weights: torch.Tensor | None,
         masters: Sequence[torch.Tensor] | None,
+        teacher: Teacher | None = None,
     ) -> "Computed":
         """Return what all chunks give, each row times its weight. masters: of a trained head, whose
-        gradients are wanted too; None: no gradients are wanted."""
+        gradients are wanted too; None: no gradients are wanted. teacher: of `distilled_loss`."""
         wants_grad = masters is not None
         trained = TrainedHead(masters, hidden.dtype) if masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
-        losses = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
+        shape = (len(targets),) if teacher is None else (len(targets), 2)
+        losses = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
         hidden = hidden.detach()
         for rows in self.chunks(len(targets)):
             with torch.set_grad_enabled(wants_grad):
-                some, of_some = self.chunk_losses(hidden, targets, weights, rows, trained)
+                some, of_some = self.chunk_losses(hidden, targets, weights, rows, trained, teacher)
             losses[rows] = some
             if grad is not None:
                 assert of_some is not None
                 grad[rows] = of_some
         if weights is not None:
-            losses.mul_(weights)
+            losses.mul_(weights if teacher is None else weights[:, None])
             if grad is not None and trained is None:
                 grad.mul_(weights[:, None])
         return Computed(losses, grad, trained.gradients if trained else [])
@@ -204,12 +222,24 @@ class LinearCrossEntropy(nn.Module):
         weights: torch.Tensor | None,
         rows: slice,
         trained: "TrainedHead | None",
+        teacher: Teacher | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the losses of a chunk's rows and the gradient of their sum with respect to
         `hidden[rows]`, None where gradients are off. Rows have no weights here, but with a trained
-        head the gradient has them, as has the head's, which is added to `trained`."""
+        head the gradient has them, as has the head's, which is added to `trained`. With a teacher
+        the losses are KL and -log p (rows, 2), and the gradient is that of `distilled_loss`."""
         states, targets = hidden[rows], targets[rows]
         weights = None if weights is None else weights[rows]
+        if teacher is not None:
+            leaf, logits = self.leaf_and_logits(states, trained)
+            outcomes = Outcomes(logits.detach(), targets, teacher.of(rows))
+            numbers = outcomes.numbers()
+            if not torch.is_grad_enabled():
+                return outcomes.losses(numbers), None
+            (grad,) = torch.autograd.grad(logits, leaf, outcomes.slopes(numbers))
+            if trained is not None:
+                grad = trained.backward(states, grad, weights)
+            return outcomes.losses(numbers), grad
         if self.by_kernels(states):
             fused = self.fused_logits(states, trained)
             log_sums, chosen = fused.sums(targets)
@@ -262,6 +292,35 @@ class _SummedLoss(torch.autograd.Function):
         grad, ctx.grad = ctx.grad, None
         head_grads, ctx.head_grads = ctx.head_grads, []
         return grad.mul_(grads[0]), None, None, None, *(g.mul_(grads[0]) for g in head_grads)
+
+
+class _DistilledLoss(torch.autograd.Function):
+    """The sum of all rows' losses with a teacher, and the sums of their parts; gradients are
+    computed in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        teacher: Teacher,
+        cross_entropy: LinearCrossEntropy,
+        *masters: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted = masters if ctx.needs_input_grad[0] else None
+        computed = cross_entropy.computed(hidden, targets, weights, wanted, teacher)
+        ctx.grad, ctx.head_grads = computed.grad, computed.head_grads
+        sums = computed.losses.sum(dim=0)
+        ctx.mark_non_differentiable(sums)
+        return teacher.temperature**2 * sums[0] + teacher.sft_weight * sums[1], sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad, ctx.grad = ctx.grad, None
+        head_grads, ctx.head_grads = ctx.head_grads, []
+        scaled = (g.mul_(grads[0]) for g in head_grads)
+        return grad.mul_(grads[0]), None, None, None, None, *scaled
 
 
 class _RowLosses(torch.autograd.Function):

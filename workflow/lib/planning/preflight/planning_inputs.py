@@ -197,6 +197,8 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         attention_dropout=needs.asked(run.model.attention_dropout).dropout > 0,
         matmul_dtype=matmul_dtype(run, machine),
         matmul_passes=run.train.matmul_passes,
+        objective=run.train.objective,
+        top_k=run.distill.top_k if run.train.objective == "distill" else 0,
         optimizer=run.train.optimizer,
         rank=run.lora.r,
         ranks={name: rank for name, rank in ranks.items() if rank != run.lora.r},

@@ -109,7 +109,7 @@ def micro_batch_work(
     a step had one micro-batch."""
     t, layers = plan.tokens, shape.num_layers
     recomputed = plan.recomputed_layers(layers)
-    layer_passes = 2 * layers + recomputed
+    layer_passes = (plan.forwards + 1) * layers + recomputed
     passes = layer_passes / layers
     logits = t * trained_share * shape.vocab_size
     normed = shape.quantized_weights if plan.dora else 0
@@ -119,14 +119,14 @@ def micro_batch_work(
     return Work(
         product_flops=t * _frozen_flops(shape, plan, grouped=False, **made)
         + t * _adapter_flops(shape, plan, passes=passes)
-        + 4 * logits * shape.hidden_size
+        + 2 * (plan.forwards + 1) * logits * shape.hidden_size
         + 2 * plan.rank * normed,
         attention_flops=t * _attention_flops(shape, plan) * (passes - 1 + 2.5),
         dequantized_bytes=_decoded_bytes(shape, plan, _moved_to_decode, **made)
         + normed * DEQUANTIZED_BYTES,
         kept_bytes=layer_passes * _elementwise_bytes(shape, plan),
         layer_passes=layer_passes,
-        forward_share=layers / layer_passes,
+        forward_share=plan.forwards * layers / layer_passes,
         logit_bytes=logits * _logit_bytes(shape, plan),
         update_bytes=(UPDATE_BYTES + OPTIMIZERS[plan.optimizer].moved_bytes)
         * trainable_parameters(shape, plan)
@@ -152,7 +152,7 @@ def micro_batch_work(
 
 def _logit_bytes(shape: ModelShape, plan: StepPlan) -> int:
     """Moved in the loss for a logit."""
-    if plan.fused_loss:
+    if plan.fused_loss and not plan.top_k:  # with a teacher there is no kernel
         return FUSED_LOGIT_BYTES
     return CAPPED_LOGIT_BYTES if shape.logit_softcap else LOGIT_BYTES
 

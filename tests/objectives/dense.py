@@ -1,0 +1,159 @@
+"""Losses and figures of all rows at once, from all logits in float64, as published and as TRL
+computes them: by loops over documents, without what the library shares."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+from workflow.lib.data.tokens.token_store import TokenStore
+
+
+class Answer:
+    """A document: log p of its trained tokens (tokens,), and of the reference."""
+
+    def __init__(self, log_probs: torch.Tensor, reference: torch.Tensor) -> None:
+        self.log_probs, self.tokens = log_probs, len(log_probs)
+        self.total = log_probs.sum()
+        self.mean = log_probs.mean()
+        self.ratio = self.total - reference.sum()
+
+
+class TokenTable:
+    """What all rows of a store say, token by token."""
+
+    def __init__(self, store: TokenStore, logits: torch.Tensor) -> None:
+        """logits: (rows * seq_len, vocab)."""
+        rows, seq_len = store.input_ids.shape
+        self.log_probs = logits.log_softmax(dim=-1).view(rows, seq_len, -1)
+        self.store = store
+        self.scores = store.scores.of_rows(range(rows))
+        number = np.full((rows, seq_len), -1)
+        number[store.loss_mask] = np.arange(store.loss_mask.sum())
+        self._number = number
+
+    def tokens(self) -> tuple[list[int], torch.Tensor]:
+        """Return trained tokens, and log p (n, vocab) where they are predicted."""
+        places = np.argwhere(self.store.loss_mask)
+        ids = [int(self.store.input_ids[row, place]) for row, place in places]
+        return ids, torch.stack([self.log_probs[row, place - 1] for row, place in places])
+
+    def examples(self) -> list[tuple[Answer, Answer, bool]]:
+        """Return the two documents of each example, and whether it is desirable."""
+        found = []
+        for row, positions in enumerate(self.store.position_ids):
+            starts = [*np.flatnonzero(positions == 0), len(positions)]
+            for first in range(0, len(starts) - 2, 2):
+                spans = [range(starts[n], starts[n + 1]) for n in (first, first + 1)]
+                desirable = self.store.desirable
+                good = bool(desirable is not None and desirable[row, starts[first]])
+                found.append((*(self._answer(row, span) for span in spans), good))
+        return found
+
+    def _answer(self, row: int, span: range) -> Answer:
+        trained = [place for place in span if self.store.loss_mask[row, place]]
+        log_probs = [self.log_probs[row, p - 1, int(self.store.input_ids[row, p])] for p in trained]
+        reference = self.scores.log_probs[self._number[row, trained]]
+        return Answer(torch.stack(log_probs), torch.from_numpy(reference).double())
+
+
+Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _sft(table: TokenTable, given: dict[str, Any]) -> Losses:
+    ids, log_probs = table.tokens()
+    weights = torch.from_numpy(table.store.weights[table.store.loss_mask]).double()
+    losses = torch.stack([-log_probs[n, token] for n, token in enumerate(ids)])
+    return (weights * losses).sum() / weights.sum(), {}
+
+
+def mean(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(values).mean()
+
+
+def _of_pairs(
+    table: TokenTable,
+    loss_of: Callable[[Answer, Answer], torch.Tensor],
+    reward: Callable[[Answer], torch.Tensor],
+    sft_weight: float,
+) -> Losses:
+    pairs = [(chosen, rejected) for chosen, rejected, _ in table.examples()]
+    loss = mean([loss_of(*pair) for pair in pairs])
+    loss = loss - sft_weight * torch.cat([chosen.log_probs for chosen, _ in pairs]).mean()
+    margins = [reward(chosen) - reward(rejected) for chosen, rejected in pairs]
+    return loss, {
+        "reward_chosen": mean([reward(chosen) for chosen, _ in pairs]),
+        "reward_rejected": mean([reward(rejected) for _, rejected in pairs]),
+        "reward_margin": mean(margins),
+        "reward_accuracy": mean([(margin > 0).double() for margin in margins]),
+        "log_probs_chosen": mean([chosen.total for chosen, _ in pairs]),
+        "log_probs_rejected": mean([rejected.total for _, rejected in pairs]),
+    }
+
+
+def _dpo(table: TokenTable, given: dict[str, Any]) -> Losses:
+    p = given["preferences"]
+    beta, e = p["beta"], p["label_smoothing"]
+
+    def loss_of(chosen: Answer, rejected: Answer) -> torch.Tensor:
+        x = beta * (chosen.ratio - rejected.ratio)
+        return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
+
+    return _of_pairs(table, loss_of, lambda answer: beta * answer.ratio, p["sft_weight"])
+
+
+def _orpo(table: TokenTable, given: dict[str, Any]) -> Losses:
+    beta = given["preferences"]["beta"]
+
+    def odds(answer: Answer) -> torch.Tensor:
+        p = answer.mean.exp()
+        return p / (1 - p)
+
+    def loss_of(chosen: Answer, rejected: Answer) -> torch.Tensor:
+        return -beta * logsigmoid((odds(chosen) / odds(rejected)).log())
+
+    return _of_pairs(table, loss_of, lambda answer: beta * answer.mean, 1.0)
+
+
+def _distill(table: TokenTable, given: dict[str, Any]) -> Losses:
+    t, sft_weight = given["distill"]["temperature"], given["distill"]["sft_weight"]
+    ids, log_probs = table.tokens()
+    weights = torch.from_numpy(table.store.weights[table.store.loss_mask]).double()
+    divergences, losses = [], []
+    for n, token in enumerate(ids):
+        likeliest = [int(i) for i in table.scores.top_ids[n]]
+        others = [i for i in range(log_probs.shape[1]) if i not in likeliest]
+        own = log_probs[n].exp()
+        student = torch.cat([own[likeliest], own[others].sum()[None]]) ** (1 / t)
+        top, rest = table.scores.top_log_probs[n], table.scores.rest[n]
+        teacher = torch.tensor([*top, rest]).double().exp() ** (1 / t)
+        student, teacher = student / student.sum(), teacher / teacher.sum()
+        divergences.append((teacher * (teacher / student).log()).sum())
+        losses.append(-log_probs[n, token])
+    kl, sft = ((weights * torch.stack(x)).sum() / weights.sum() for x in (divergences, losses))
+    return t**2 * kl + sft_weight * sft, {"teacher_kl": kl, "sft_loss": sft}
+
+
+def _kto(table: TokenTable, given: dict[str, Any]) -> Losses:
+    p = given["preferences"]
+    examples = table.examples()
+    kl = mean([other.ratio for _, other, _ in examples])
+    z = kl.detach().clamp(min=0)
+    losses, rewards, totals = [], {True: [], False: []}, {True: [], False: []}
+    for answer, _, good in examples:
+        side, weight = (1, p["desirable_weight"]) if good else (-1, p["undesirable_weight"])
+        losses.append(weight * (1 - 1 / (1 + torch.exp(-side * p["beta"] * (answer.ratio - z)))))
+        rewards[good].append(p["beta"] * answer.ratio)
+        totals[good].append(answer.total)
+    return mean(losses), {
+        "reward_desirable": mean(rewards[True]),
+        "reward_undesirable": mean(rewards[False]),
+        "log_probs_desirable": mean(totals[True]),
+        "log_probs_undesirable": mean(totals[False]),
+        "kl": kl,
+    }
+
+
+DENSE = {"sft": _sft, "dpo": _dpo, "orpo": _orpo, "kto": _kto, "distill": _distill}

@@ -1,0 +1,152 @@
+"""Every loss of pairs by its formula, in float64 and by probabilities, and its gradients."""
+
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from workflow.lib.artifacts.training_record import Step
+from workflow.lib.objectives.from_settings import objective_of
+from workflow.lib.objectives.pairs import Answers, Pairs
+from workflow.lib.settings.objectives import (
+    DistillConfig,
+    ObjectiveName,
+    PairLoss,
+    PreferencesConfig,
+)
+
+PAIRS = 40
+Formula = Callable[..., torch.Tensor]
+
+
+def s(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def exo(b: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    policy = torch.stack([s(b * (c - r)), s(b * (r - c))])
+    label = torch.tensor([1 - e, e]).double()[:, None]
+    return (policy * (policy / label).log()).sum(dim=0)
+
+
+def discopop(b: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    x = b * (c - r)
+    share = s(x / 0.05)
+    return (1 - share) * (1 + torch.exp(-x)).log() + share * torch.exp(-x)
+
+
+def smoothed(x: torch.Tensor, e: float) -> torch.Tensor:
+    return -(1 - e) * s(x).log() - e * s(-x).log()
+
+
+# b: beta; e: label smoothing; c, r: log-ratios of chosen and rejected
+FORMULAS: dict[str, Formula] = {
+    "sigmoid": lambda b, e, c, r: smoothed(b * (c - r), e),
+    "sigmoid_norm": lambda b, e, c, r: smoothed(b * (c - r), 0),
+    "hinge": lambda b, e, c, r: torch.maximum(1 - b * (c - r), torch.zeros_like(c)),
+    "robust": lambda b, e, c, r: (
+        (-(1 - e) * s(b * (c - r)).log() + e * s(b * (r - c)).log()) / (1 - 2 * e)
+    ),
+    "exo_pair": exo,
+    "nca_pair": lambda b, e, c, r: -s(b * c).log() - (s(-b * c).log() + s(-b * r).log()) / 2,
+    "bco_pair": lambda b, e, c, r: -s(b * c).log() - s(-b * r).log(),
+    "sppo_hard": lambda b, e, c, r: (c - 1 / (2 * b)) ** 2 + (r + 1 / (2 * b)) ** 2,
+    "apo_zero": lambda b, e, c, r: 1 - s(b * c) + s(b * r),
+    "apo_down": lambda b, e, c, r: s(b * c) + 1 - s(b * (c - r)),
+    "discopop": discopop,
+}
+SMOOTHING = {"sigmoid": 0.15, "robust": 0.2, "exo_pair": 0.05}
+
+
+def sides(*, dtype: torch.dtype) -> list[Answers]:
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(1, 30, (PAIRS,), generator=draw).to(dtype)
+        mean = -0.02 - 4 * torch.rand(PAIRS, generator=draw, dtype=torch.float64)
+        away = torch.randn(PAIRS, generator=draw, dtype=torch.float64)
+        log_p = (mean * tokens).float().to(dtype)
+        reference = (mean * tokens + 3 * away).float().to(dtype)
+        found.append(Answers(log_p.requires_grad_(), reference, tokens))
+    return found
+
+
+def compare(objective: Any, formula: Callable[[Answers, Answers], torch.Tensor]) -> None:
+    assert isinstance(objective, Pairs)
+    ours, exact = sides(dtype=torch.float32), sides(dtype=torch.float64)
+    losses, expected = objective.losses(*ours), formula(*exact)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=1e-5)
+    losses.sum().backward()
+    expected.sum().backward()
+    for own, theirs in zip(ours, exact, strict=True):
+        assert own.log_p.grad is not None
+        assert theirs.log_p.grad is not None
+        largest = float(theirs.log_p.grad.abs().max())
+        torch.testing.assert_close(
+            own.log_p.grad.double(), theirs.log_p.grad, rtol=1e-3, atol=1e-5 * largest
+        )
+
+
+def given(**preferences: Any) -> PreferencesConfig:
+    return PreferencesConfig(**preferences)
+
+
+@pytest.mark.parametrize("loss_type", get_args(PairLoss))
+def test_losses_of_dpo_are_those_of_their_formulas(loss_type: str):
+    e, per_token = SMOOTHING.get(loss_type, 0.0), loss_type == "sigmoid_norm"
+    settings = given(loss_type=loss_type, beta=0.4, label_smoothing=e)
+
+    def formula(chosen: Answers, rejected: Answers) -> torch.Tensor:
+        ratios = [
+            (x.log_p - x.reference) / (x.tokens if per_token else 1) for x in (chosen, rejected)
+        ]
+        return FORMULAS[loss_type](0.4, e, *ratios)
+
+    compare(objective_of("dpo", settings, DistillConfig()), formula)
+
+
+def test_loss_of_ipo_is_the_square_of_mean_log_ratios_and_half_of_the_inverse_of_beta():
+    compare(
+        objective_of("ipo", given(beta=0.3), DistillConfig()),
+        lambda c, r: (
+            ((c.log_p - c.reference) / c.tokens - (r.log_p - r.reference) / r.tokens - 1 / 0.6) ** 2
+        ),
+    )
+
+
+def test_loss_of_simpo_has_the_published_beta_where_none_is_given():
+    settings = given(gamma=0.8, label_smoothing=0.1)
+    compare(
+        objective_of("simpo", settings, DistillConfig()),
+        lambda c, r: smoothed(2.0 * (c.log_p / c.tokens - r.log_p / r.tokens) - 0.8, 0.1),
+    )
+
+
+def test_loss_of_orpo_is_the_logistic_loss_of_log_odds_ratios():
+    def log_odds(answer: Answers) -> torch.Tensor:
+        p = (answer.log_p / answer.tokens).exp()
+        return (p / (1 - p)).log()
+
+    compare(
+        objective_of("orpo", given(), DistillConfig()),
+        lambda c, r: -0.1 * s(log_odds(c) - log_odds(r)).log(),
+    )
+
+
+def test_log_odds_of_answers_that_are_almost_certain_are_finite():
+    tokens = torch.ones(2)
+    sure = Answers(torch.tensor([-1e-7, -60.0], requires_grad=True), None, tokens)
+    unsure = Answers(torch.tensor([-math.log(2.0), -1e-7]), None, tokens)
+    objective = objective_of("orpo", given(), DistillConfig())
+    assert isinstance(objective, Pairs)
+    objective.losses(sure, unsure).sum().backward()
+    assert sure.log_p.grad is not None
+    assert sure.log_p.grad.isfinite().all()
+
+
+def test_what_objectives_tell_of_a_step_is_declared():
+    for name in get_args(ObjectiveName):
+        objective = objective_of(name, given(), DistillConfig())
+        assert {figure.name for figure in objective.figures} <= set(Step.model_fields), name

@@ -1,0 +1,100 @@
+"""Rows of packed documents with what a model is said to say of them, for tests of objectives."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.models import VOCAB
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.scores.store import Scores
+
+SEQ_LEN = 29
+# Lengths of the documents of each row; what is left is padding. Pairs are two neighbours.
+ROWS = ((7, 9), (5, 6, 8, 9), (12, 17), (4, 5, 6, 7), (13, 3), (8, 8, 6, 7))
+
+
+class DrawnScores:
+    """Scores of every trained token, drawn once."""
+
+    def __init__(self, loss_mask: npt.NDArray[np.bool_], *, top_k: int) -> None:
+        draw = np.random.default_rng(5)
+        self._mask = loss_mask
+        shape = (*loss_mask.shape, VOCAB)
+        logits = 2 * draw.standard_normal(shape)
+        log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        order = np.argsort(-log_probs, axis=-1)
+        likeliest, others = order[..., :top_k], order[..., top_k:]
+        self._top_ids = likeliest.astype(np.uint32)
+        self._top = np.take_along_axis(log_probs, likeliest, axis=-1).astype(np.float32)
+        rest = np.exp(np.take_along_axis(log_probs, others, axis=-1)).sum(axis=-1)
+        self._rest = np.log(rest).astype(np.float32)
+        self._log_probs = -3 * draw.random(loss_mask.shape).astype(np.float32)
+        self._teaches = top_k > 0
+
+    def of_rows(self, indices: Iterable[int]) -> Scores:
+        rows = list(indices)
+        mask = self._mask[rows]
+        if not self._teaches:
+            return Scores(self._log_probs[rows][mask])
+        arrays = (self._log_probs, self._top_ids, self._top, self._rest)
+        return Scores(*(array[rows][mask] for array in arrays))
+
+
+class GivenScores:
+    """Log-probabilities (n,) of the trained tokens of all rows, in their order."""
+
+    def __init__(
+        self, loss_mask: npt.NDArray[np.bool_], log_probs: npt.NDArray[np.float32] | None
+    ) -> None:
+        self._of = np.zeros(loss_mask.shape, dtype=np.float32)
+        self._mask = loss_mask
+        if log_probs is not None:
+            self._of[loss_mask] = log_probs
+
+    def of_rows(self, indices: Iterable[int]) -> Scores:
+        rows = list(indices)
+        return Scores(self._of[rows][self._mask[rows]])
+
+
+def scored_rows(
+    examples: str,
+    *,
+    rows: Sequence[Sequence[int]] = ROWS,
+    top_k: int = 0,
+    weights: bool = False,
+    all_trained: bool = False,
+) -> TokenStore:
+    """Return rows of documents, of which about six in ten tokens are trained, or all but the first,
+    with scores."""
+    draw = np.random.default_rng(0)
+    shape = (len(rows), SEQ_LEN)
+    positions, mask = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.bool_)
+    desirable = np.zeros(shape, dtype=np.bool_)
+    for row, lengths in enumerate(rows):
+        start = 0
+        for number, length in enumerate(lengths):
+            span = slice(start, start + length)
+            positions[row, span] = np.arange(length)
+            mask[row, span] = (draw.random(length) < 0.6) & (positions[row, span] > 0)
+            mask[row, span.stop - 1] = True
+            mask[row, start + 1 : span.stop] |= all_trained
+            desirable[row, span] = (row + number // 2) % 3 > 0
+            start = span.stop
+        positions[row, start:] = np.arange(SEQ_LEN - start)
+    arrays: dict[str, Any] = {
+        "train.input_ids.npy": draw.integers(0, VOCAB, shape, dtype=np.uint32),
+        "train.loss_mask.npy": mask,
+        "train.position_ids.npy": positions,
+        "heldout.input_ids.npy": np.zeros(1),
+        "heldout.loss_mask.npy": np.zeros(1),
+        "heldout.offsets.npy": np.array([0, 1]),
+    }
+    if examples == "rated":
+        arrays["train.desirable.npy"] = desirable
+    if weights:
+        drawn = draw.choice([0.25, 1.0, 2.0], shape).astype(np.float32)
+        arrays["train.weights.npy"] = mask * drawn
+    store = TokenStore(manifest={"examples": examples}, arrays=arrays)
+    return store.with_scores(DrawnScores(mask, top_k=top_k))  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""What a teacher's likeliest tokens, and all others together, have of a student's logits: the loss
+of `objectives.objective.Teacher` and its slopes, for a slice of the vocabulary.
+
+z: logits; A: log-sum-exp of all, R: of the tokens that are not among the teacher's likeliest i. The
+student's outcomes are softmax([z_i, R] / T) = r, the teacher's q. T^2 KL has the slopes T (r_i -
+q_i) by z_i and T (r_R - q_R) exp(z_j - R) by the others; -log p has exp(z - A), and 1 less by the
+target's.
+"""
+
+import torch
+from torch.nn.functional import pad
+
+from workflow.lib.kernels.loss.fused_logits import IGNORED
+from workflow.lib.objectives.objective import Teacher
+
+SUMS = 2  # of the numbers of a row, those that are log-sum-exp: A and R
+
+
+class Outcomes:
+    """Of rows of fp32 logits (rows, columns), which are the vocabulary from `first` on. targets,
+    teacher: of the same rows."""
+
+    def __init__(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher: Teacher, *, first: int = 0
+    ) -> None:
+        self._logits, self._teacher = logits, teacher
+        self._ignored = targets == IGNORED
+        self._ids = self._columns(teacher.ids, first)
+        self._target = self._columns(targets[:, None], first)
+
+    def _columns(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the columns of tokens; one behind the last where another slice has them."""
+        width = self._logits.shape[1]
+        columns = ids - first
+        return columns.where((columns >= 0) & (columns < width), width)
+
+    def _padded(self) -> torch.Tensor:
+        """Return a copy of the logits with a column of 0 for tokens of other slices."""
+        return pad(self._logits, (0, 1))
+
+    def numbers(self) -> torch.Tensor:
+        """Return of each row A, R, z of its target and z_i (3 + k, rows) fp32, as far as they are
+        in this slice: else -inf, and 0 for the logits."""
+        logits = self._padded()
+        target, likeliest = logits.gather(1, self._target), logits.gather(1, self._ids)
+        logits[:, -1] = -torch.inf
+        logits.scatter_(1, self._ids, -torch.inf)
+        # in place: `logsumexp` would make one more matrix
+        largest = logits.amax(dim=1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+        rest = largest + logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log()
+        here = likeliest.masked_fill(self._ids == self._logits.shape[1], -torch.inf)
+        whole = torch.cat([rest, here], dim=1).logsumexp(dim=1, keepdim=True)
+        return torch.cat([whole, rest, target, likeliest], dim=1).T.contiguous()
+
+    def losses(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return KL and -log p (rows, 2) of each row. numbers: over all slices."""
+        q, r = self._teacher_log_q(), self._log_r(numbers)
+        share = q.exp()
+        kl = (share * (q - r)).where(share > 0, 0.0).sum(dim=1)
+        losses = torch.stack([kl, numbers[0] - numbers[2]], dim=1)
+        return losses.masked_fill(self._ignored[:, None], 0.0)
+
+    def slopes(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the slopes (rows, columns) of the loss of each row by this slice's logits; a token
+        that is not among the likeliest has its share exp(z_j - R) of those of all others."""
+        t, sft = self._teacher.temperature, self._teacher.sft_weight
+        of_outcomes = t * (self._log_r(numbers).exp() - self._teacher_log_q().exp())
+        of_outcomes += sft * (_outcomes(numbers) - numbers[0][:, None]).exp()
+        of_outcomes.masked_fill_(self._ignored[:, None], 0.0)
+        slopes = self._padded()
+        slopes.sub_(numbers[1][:, None]).exp_().mul_(of_outcomes[:, -1:])
+        slopes.scatter_(1, self._ids, of_outcomes[:, :-1])
+        slopes.scatter_add_(1, self._target, of_outcomes.new_full((len(slopes), 1), -sft))
+        return slopes[:, :-1]
+
+    def _teacher_log_q(self) -> torch.Tensor:
+        return (self._teacher.log_probs / self._teacher.temperature).log_softmax(dim=1)
+
+    def _log_r(self, numbers: torch.Tensor) -> torch.Tensor:
+        return (_outcomes(numbers) / self._teacher.temperature).log_softmax(dim=1)
+
+
+def _outcomes(numbers: torch.Tensor) -> torch.Tensor:
+    """Return z_i and R (rows, k + 1)."""
+    return torch.cat([numbers[SUMS + 1 :], numbers[1:SUMS]]).T
+
+
+def over_slices(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the numbers (3 + k, rows) over slices that each have those of their own (slices,
+    3 + k, rows)."""
+    return torch.cat([numbers[:, :SUMS].logsumexp(dim=0), numbers[:, SUMS:].sum(dim=0)])

@@ -1,0 +1,62 @@
+"""Kahneman-Tversky optimization of rated answers (arXiv 2402.01306, eq. 8), TRL's `KTOTrainer` with
+loss_type `kto`.
+
+v: log p - log p_ref of an answer; z: the mean of that of answers to other prompts, at least 0 (an
+estimate of KL). z is that of the whole step, which a forward without dropout and without gradients
+finds first, so that neither processes nor micro-batches change it; TRL's is that of a batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workflow.lib.objectives.objective import Figure, Head, TokensOfBatch, TokensOfRows
+from workflow.lib.objectives.pairs import answers
+
+
+@dataclass(frozen=True)
+class RatedAnswers:
+    """The loss of a step is the mean over its answers of w_d (1 - s(beta (v - z))) for desirable
+    and w_u (1 - s(beta (z - v))) for undesirable ones."""
+
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
+
+    figures = (
+        Figure("reward_desirable", per=1),
+        Figure("reward_undesirable", per=2),
+        Figure("log_probs_desirable", per=1),
+        Figure("log_probs_undesirable", per=2),
+        Figure("kl"),
+    )
+    estimated = len(figures) - 1
+
+    def loss(
+        self, head: Head, states: torch.Tensor, batch: TokensOfBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum over answers; z is 0 where no estimate is there yet."""
+        answer, mismatched = answers(head.log_probs(states, batch.targets), batch)
+        good, v = batch.desirable, answer.ratio
+        assert good is not None, "the tokens hold rated answers"
+        z = v.new_zeros(()) if batch.estimate is None else batch.estimate.clamp(min=0)
+        lost = torch.where(
+            good, torch.sigmoid(self.beta * (z - v)), torch.sigmoid(self.beta * (v - z))
+        )
+        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        with torch.no_grad():
+            every = (self.beta * v, answer.log_p)
+            of_kinds = [x.where(kind, 0.0).sum() for x in every for kind in (good, ~good)]
+            figures = torch.stack([*of_kinds, mismatched.ratio.sum()])
+        return (weights * lost).sum(), figures
+
+    def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
+        """Return the answers of a step, the desirable and the undesirable ones."""
+        assert rows.desirable is not None, "the tokens hold rated answers"
+        begins = rows.position_ids[indices] == 0
+        first = begins & (begins.cumsum(axis=1) % 2 == 1)
+        first &= begins.cumsum(axis=1) < begins.sum(axis=1, keepdims=True)  # not a row's padding
+        desirable = int(rows.desirable[indices][first].sum())
+        return float(first.sum()), float(desirable), float(first.sum() - desirable)
