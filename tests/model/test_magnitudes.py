@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.experts.fused_experts import Gate
-from workflow.lib.model.fusion.fuse_layers import _as_fused_norm, as_gated_norm
-from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
+from workflow.lib.model.fusion.fuse_layers import _as_fused_norm, as_gated_norm, feed_forward_form
 from workflow.lib.model.tried_classes.magnitudes import magnitudes
 from workflow.lib.model.tried_classes.recurrence_functions import _ours_of
 from workflow.lib.model.tried_classes.rotary_functions import rotary_form

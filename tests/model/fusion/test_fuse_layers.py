@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.families import FAMILIES, FamilyCase
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
-from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
+from workflow.lib.model.fusion.fuse_layers import feed_forward_form
 
 PROJECTIONS = Form(("gate_proj", "up_proj"), "down_proj", "silu")
 FORMS = {
