@@ -16,7 +16,6 @@ def trained_content(
 ) -> str:
     """Return a short hash of the training tokens, of the base's weights and config, and, where a
     run has them, of the weights of the adapter that it starts from and of the scores that it reads.
-
     Raises `UserError` if a record is damaged."""
     tokens = read_artifact(manifest).get("files")
     if not isinstance(tokens, dict):

@@ -145,12 +145,10 @@ class Step(Record):
     """In float16: steps so far that were made once more with a smaller loss scale."""
     heldout_loss: float | None = None  # held-out loss after the step, where it was measured
     reward_chosen: float | None = None
-    """Of pairs: mean reward of chosen answers, beta (log p - log p_ref) where there is a
-    reference."""
+    """Of pairs: mean reward of chosen answers, beta (log p - log p_ref) if there is one."""
     reward_rejected: float | None = None  # the same of rejected ones
     reward_margin: float | None = None  # mean difference of the two
-    reward_accuracy: float | None = None
-    """Share of pairs whose chosen answer has the higher reward."""
+    reward_accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward
     log_probs_chosen: float | None = None  # of pairs: mean log p of chosen answers, nats
     log_probs_rejected: float | None = None  # the same of rejected ones
     reward_desirable: float | None = None  # of rated answers: mean reward of desirable ones

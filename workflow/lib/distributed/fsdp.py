@@ -119,8 +119,7 @@ def _keep_gradients_float32_(layer: nn.Module) -> None:
 
 
 def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a whole Transformers model with its adapters; each forward gathers unit by unit.
-    Collective; on a meta model."""
+    """Shard a whole model with its adapters, each forward gathered. Collective; on meta."""
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -19,8 +19,7 @@ TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another
 
 @dataclass(frozen=True)
 class Process:
-    """This process. `world`: those that share the work, None if it is alone; `sharded`: they share
-    the weights too."""
+    """This process. `world`: those that share the work, or None; `sharded`: the weights too."""
 
     device: torch.device
     world: World | None

@@ -66,8 +66,7 @@ class ModelFolders:
     adapter: Path
     model: Path | None = None  # the original
     merged: Path | None = None
-    start: Path | None = None
-    """The adapter of another run."""
+    start: Path | None = None  # the adapter of another run
 
     def made_here(self) -> list[Path]:
         """Return the folders that stages have made, which hold `SHA256SUMS`."""

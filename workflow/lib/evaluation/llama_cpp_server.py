@@ -52,8 +52,7 @@ class LlamaCppServer:
         return answer
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation that asks for an answer, by the file's own
-        template."""
+        """Return the token ids of a conversation asking for an answer, by the file's template."""
         prompt = self._ask("/apply-template", messages=messages)["prompt"]
         ids: list[int] = self._ask(
             "/tokenize", content=prompt, add_special=True, parse_special=True

@@ -59,11 +59,7 @@ class CausalLMForTraining(nn.Module):
     them: they gather weights, so they are collective."""
 
     def __init__(
-        self,
-        peft_model: nn.Module,
-        *,
-        fused_head: bool = True,
-        objective: Objective = NEXT_TOKEN,
+        self, peft_model: nn.Module, *, fused_head: bool = True, objective: Objective = NEXT_TOKEN
     ) -> None:
         super().__init__()
         self.objective = objective
@@ -103,8 +99,7 @@ class CausalLMForTraining(nn.Module):
 
     def multiply_in_(self, dtype: str, passes: str) -> None:
         """Have `train.matmul_dtype` hold in `train.matmul_passes`; raises `UserError` for a linear
-        that float8 cannot multiply.
-        """
+        that float8 cannot multiply."""
         kind = None if dtype == COMPUTE_DTYPE else dtype
         forward, backward = (kind if passes in ("both", way) else None for way in WAYS)
         self.product_types = ProductTypes(forward, backward)
@@ -164,10 +159,7 @@ class CausalLMForTraining(nn.Module):
         return self.head_loss.head.logits(hidden.index_select(0, positions))
 
     def _hidden_states(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        batch: MicroBatch | None = None,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: MicroBatch | None = None
     ) -> torch.Tensor:
         """Return the decoder's last hidden states (rows * seq_len, hidden). batch: has these rows;
         None: what else it would say of them is not known yet."""
@@ -189,8 +181,7 @@ class CausalLMForTraining(nn.Module):
         return saving.forward()
 
     def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes
-        them."""
+        """Return the logits (rows * seq_len, vocab) fp32 by the family's own forward."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         inputs = self._prepared.inputs(input_ids, position_ids)
         with self._embedding(None):
@@ -198,8 +189,7 @@ class CausalLMForTraining(nn.Module):
         return logits.flatten(0, 1).float()
 
     def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return the decoder's last hidden states (rows * seq_len, hidden). input_ids,
-        position_ids: (rows, seq_len) int64."""
+        """Return the decoder's last states (rows * seq_len, hidden) for rows (rows, seq_len)."""
         return self._hidden_states(input_ids, position_ids)
 
     def family_hidden_states(

@@ -2,8 +2,7 @@
 1503.02531, with forward KL to the teacher's likeliest tokens and all others as one outcome).
 
 T^2 keeps the size of gradients, as published. With k as large as the vocabulary it is the usual
-distillation.
-"""
+distillation."""
 
 from dataclasses import dataclass
 

@@ -2,8 +2,7 @@
 under the names of TRL's `DPOConfig.loss_type`.
 
 c, r: log p - log p_ref of chosen and rejected; d = c - r; e: label smoothing; s: the logistic
-function. TRL's losses that sort a batch (aot) are none of single pairs.
-"""
+function. TRL's losses that sort a batch (aot) are none of single pairs."""
 
 import math
 from collections.abc import Callable, Mapping

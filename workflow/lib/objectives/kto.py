@@ -3,8 +3,7 @@ loss_type `kto`.
 
 v: log p - log p_ref of an answer; z: the mean of that of answers to other prompts, at least 0 (an
 estimate of KL). z is that of the whole step, which a forward without dropout and without gradients
-finds first, so that neither processes nor micro-batches change it; TRL's is that of a batch.
-"""
+finds first, so that neither processes nor micro-batches change it; TRL's is that of a batch."""
 
 from dataclasses import dataclass
 

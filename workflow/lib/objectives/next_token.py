@@ -8,8 +8,7 @@ from workflow.lib.objectives.objective import Figure, Head, TokensOfBatch, Token
 
 
 class NextToken:
-    """The loss of a step is sum(w (-log p)) / sum(w) over its trained tokens; w is 1 where the data
-    have no weights."""
+    """A step's loss is sum(w (-log p)) / sum(w) over trained tokens; w is 1 without weights."""
 
     figures: tuple[Figure, ...] = ()
     estimated = None

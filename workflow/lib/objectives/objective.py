@@ -4,8 +4,7 @@ The head makes gradients while it makes log-probabilities, chunk by chunk, so a 
 before costs nothing: `summed_loss` and `distilled_loss`. Slopes that follow from the
 log-probabilities themselves (preferences: of the sums over documents) come in backward:
 `log_probs`. Then a head that is trained whole computes its chunks twice, since the gradient of its
-weight is a sum over all tokens.
-"""
+weight is a sum over all tokens."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +18,7 @@ class Teacher(NamedTuple):
     T^2 KL(teacher || student) + sft_weight (-log p). KL is of k + 1 outcomes, the teacher's
     likeliest tokens and all others together, whose log-probabilities T divides on both sides."""
 
-    ids: torch.Tensor
-    """(n, k) int64"""
+    ids: torch.Tensor  # (n, k) int64
     log_probs: torch.Tensor
     """(n, k + 1) fp32, the last of all other tokens; -inf where there are none."""
     temperature: float
@@ -125,15 +123,12 @@ class TokensOfRows(Protocol):
 class Figure(NamedTuple):
     """A number that a step tells beside its loss: a sum over micro-batches, divided by a size."""
 
-    name: str
-    """In `metrics.jsonl`."""
-    per: int = 0
-    """Which of `Objective.step_sizes`."""
+    name: str  # in `metrics.jsonl`
+    per: int = 0  # which of `Objective.step_sizes`
 
 
 class Objective(Protocol):
-    """The loss of a step = the sum of `loss` over its micro-batches, divided by the first of
-    `step_sizes`."""
+    """A step's loss = the sum of `loss` over micro-batches / the first of `step_sizes`."""
 
     @property
     def figures(self) -> tuple[Figure, ...]:

@@ -2,8 +2,7 @@
 paper's lambda), the log-odds ratio of mean log p. No reference.
 
 TRL's trainer and the authors' code take the prompt into the supervised loss; here, as everywhere,
-it is of what the data train.
-"""
+it is of what the data train."""
 
 import math
 

@@ -3,8 +3,7 @@ answer, and where there is a reference from those of the reference.
 
 The loss of a step is the mean over its pairs, plus `sft_weight` times the mean of -log p over the
 tokens of its chosen answers (TRL's loss_type `sft`). Rewards are beta (log p - log p_ref), by TRL's
-definition, or what an objective without a reference calls so.
-"""
+definition, or what an objective without a reference calls so."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,8 +48,7 @@ Rewards = Callable[[Answers], torch.Tensor]
 
 
 def answers(log_probs: torch.Tensor, batch: TokensOfBatch) -> tuple[Answers, Answers]:
-    """Return the first and the second document of each example, from log p (n,) of trained
-    tokens."""
+    """Return each example's first and second document, from log p (n,) of trained tokens."""
     assert batch.firsts is not None, "the tokens hold examples of two documents"
     every = [log_probs, batch.reference, torch.ones_like(log_probs)]
     sums = [None if x is None else document_sums(x, batch) for x in every]
@@ -62,8 +60,7 @@ def answers(log_probs: torch.Tensor, batch: TokensOfBatch) -> tuple[Answers, Ans
 
 @dataclass(frozen=True)
 class Pairs:
-    """An objective on pairs. losses: (pairs,) of chosen and rejected answers; rewards: of
-    answers."""
+    """An objective on pairs. losses: (pairs,) of chosen and rejected; rewards: of answers."""
 
     losses: PairLosses
     rewards: Rewards

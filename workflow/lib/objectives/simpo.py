@@ -8,8 +8,7 @@ from workflow.lib.objectives.pairs import Answers, PairLosses
 
 
 def simpo_losses(*, beta: float, gamma: float, label_smoothing: float) -> PairLosses:
-    """Return -log s(beta (c - r) - gamma) of mean log p; with label smoothing e, (1 - e) of it and
-    e of that of the opposite."""
+    """Return -log s(beta (c - r) - gamma) of mean log p, smoothed by e with the opposite."""
 
     def losses(chosen: Answers, rejected: Answers) -> torch.Tensor:
         x, e = beta * (chosen.mean - rejected.mean) - gamma, label_smoothing

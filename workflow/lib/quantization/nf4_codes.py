@@ -64,8 +64,7 @@ def packed_tensors(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Return a weight's checkpoint tensors by suffix, on the CPU. codes: uint8 (out * in,); dtype:
-    of the original weight."""
+    """Return a weight's checkpoint tensors by suffix, CPU; codes: uint8 (out * in,); dtype: old."""
     return stored_tensors(packed_codes(codes), scales, settings, shape=shape, dtype=dtype)
 
 

@@ -2,8 +2,7 @@
 
 All rows or documents go through a layer before the next one is read, so the weights are read once
 for them. Answers and tasks would read them once a token, so of such a model nothing is measured but
-log-probabilities of text that is there.
-"""
+log-probabilities of text that is there."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,8 +90,7 @@ def through_layers(
     layer_done: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
     """Return what comes out of the last layer for each batch, in host memory; `moved` is called for
-    every batch before the first layer, and in every layer.
-    """
+    every batch before the first layer, and in every layer."""
     hidden = []
     for batch in batches:
         stream.record([batch])
@@ -109,8 +107,7 @@ def through_layers(
 
 
 class StreamedScorer:
-    """Scores by a stream of layers. The processes of `world` take their share of the rows, and
-    each reads all layers."""
+    """Scores by a stream of layers; processes of `world` share the rows, each reads all."""
 
     def __init__(
         self,

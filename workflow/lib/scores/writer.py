@@ -91,8 +91,7 @@ class ScoreWriter:
         self._layout = arrays_of(self.top_k)
 
     def prepare(self) -> list[Part]:
-        """Make the folder of the shards; return what is still to be scored. Raises `UserError` if
-        the disk is too small for it."""
+        """Make the shards' folder; return what is left to score, or raise `UserError` for space."""
         begun_with = short_hash([self._facts, [vars(part) for part in self.parts]])
         mark = self._folder / BEGUN_WITH
         if not mark.is_file() or mark.read_text(encoding="utf-8") != begun_with:

@@ -3,8 +3,7 @@
 One frozen pydantic model per section; the docstring under a field is its only documentation, from
 which the JSON schema, the reference table and `config.yaml`'s comments are checked. `load_config`
 turns the YAML document into one `RunConfig` per run (`runs:` overrides any setting), so everything
-downstream sees complete, validated values. Imports no torch.
-"""
+downstream sees complete, validated values. Imports no torch."""
 
 import json
 import re
@@ -239,8 +238,7 @@ class Config(RunConfig):
 def check_yaml(path: Path) -> None:
     """Raise `UserError`, with the line, for a file of settings that is no YAML, or has a key twice.
 
-    YAML's own loaders take the second of two equal keys without a word.
-    """
+    YAML's own loaders take the second of two equal keys without a word."""
     try:
         loader = yaml.SafeLoader(_text(path))
         root = loader.get_single_node()
@@ -299,8 +297,7 @@ def _line(node: yaml.Node) -> int:
 def merge(base: Mapping[str, object], override: Mapping[str, object]) -> dict[str, object]:
     """Return `base` with `override` laid over it, section by section; lists are replaced.
 
-    A section with nothing below it (null) overrides nothing.
-    """
+    A section with nothing below it (null) overrides nothing."""
     merged = dict(base)
     for key, value in override.items():
         old = merged.get(key)
@@ -314,8 +311,7 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
     """Validate a parsed `config.yaml`; return the report's settings and every run's, by name.
 
     Raises `UserError` naming each wrong key's path, its value, the bound, and the nearest valid
-    key.
-    """
+    key."""
     config = _validate(Config, document, prefix="")
     shared = {key: document[key] for key in RunConfig.model_fields if key in document}
     runs = {
@@ -424,8 +420,7 @@ def is_hub_id(source: str) -> bool:
 def path_exists(path: str) -> bool:
     """Tell whether this user can see such a file or folder.
 
-    A name that no file can have is none.
-    """
+    A name that no file can have is none."""
     try:
         return Path(path).exists()
     except OSError:

@@ -128,9 +128,7 @@ NEEDS: Mapping[ObjectiveName, Needs] = {
         forward_first=True,
     ),
     "distill": Needs(
-        "texts",
-        "distill.teacher",
-        tuple(f"distill.{key}" for key in DistillConfig.model_fields),
+        "texts", "distill.teacher", tuple(f"distill.{key}" for key in DistillConfig.model_fields)
     ),
 }
 

@@ -73,8 +73,7 @@ class MemoryOption:
         return getattr(plan, self.field)
 
     def settled(self, wanted: Value, plan: BasePlan, where: Circumstances) -> Value:
-        """Return what a setting means for a plan before the search; raises `UserError` for what
-        cannot be."""
+        """Return what a setting means for a plan before the search, or raise `UserError`."""
         if wanted == "auto":
             return self.begins if self.automatic is None else self.automatic(plan, where)
         found = None if wanted == self.off else self.obstacle(plan, wanted, where)

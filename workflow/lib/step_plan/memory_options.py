@@ -35,8 +35,7 @@ class MemoryOptions(BasePlan):
     reshard_after_forward: bool = True
     """Gathered weights are freed after forward, and gathered again for backward."""
     offload_embedding: bool = False
-    """Embedding rows are looked up in host memory; a table that is the head's too is on the device
-    nevertheless."""
+    """Embedding rows are looked up on the host; a table that is the head's too is here anyway."""
     offload_activations: bool | int = False
     """Activations are offloaded to host memory until backward: all, or those of so many layers."""
     offload_window_bytes: int | None = None
@@ -288,8 +287,7 @@ def takes_host_memory(plan: BasePlan) -> bool:
 
 
 def demands(plan: BasePlan) -> tuple[bool, bool]:
-    """Return what a plan asks of the machine besides GPU memory: page-locked host memory, and room
-    for all gathered weights."""
+    """Return what a plan asks besides GPU memory: page-locked memory, room for gathered weights."""
     keeps = any(option.frees_gathered and not option.of(plan) for option in TABLE)
     return takes_host_memory(plan), keeps
 

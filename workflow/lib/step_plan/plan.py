@@ -17,8 +17,7 @@ class StepPlan(MemoryOptions):
 
     gpu_memory_bytes: int | None = None
     """Bound on what PyTorch reserves on each GPU; null: no bound."""
-    num_steps: int = 0
-    """Optimizer steps of the run; 0 while plans are compared."""
+    num_steps: int = 0  # optimizer steps of the run; 0 while plans are compared
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
@@ -39,7 +38,5 @@ class StepPlan(MemoryOptions):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients lie there throughout: those of earlier micro-batches, or those that a
-        graph adds to.
-        """
+        """Whether gradients lie there throughout: of earlier micro-batches, or for a graph."""
         return self.accumulates or self.graphed

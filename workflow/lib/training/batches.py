@@ -1,8 +1,7 @@
 """From rows of the tokens folder to the tensors of a forward pass.
 
 A micro-batch is made in host memory by a thread while the one before is computed, so the device
-does not wait for it.
-"""
+does not wait for it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,8 +31,7 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
 def text_lengths(
     position_ids: npt.NDArray[Any], loss_mask: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """Return the tokens of each row (rows,) before its padding: its last document, if nothing of it
-    is trained."""
+    """Return the tokens of each row (rows,) before its padding, the last, untrained document."""
     seq_len = position_ids.shape[1]
     last = seq_len - 1 - np.argmax(position_ids[:, ::-1] == 0, axis=1)
     trained = (loss_mask & (np.arange(seq_len) >= last[:, None])).any(axis=1)
@@ -68,10 +66,8 @@ def process_rows(
 
 
 class RowGroup(NamedTuple):
-    indices: npt.NDArray[np.int64]
-    """(micro_batch_size,), in the tokens folder."""
-    keys: list[int]
-    """As many, of `adapter_dropout.row_keys`."""
+    indices: npt.NDArray[np.int64]  # (micro_batch_size,), in the tokens folder
+    keys: list[int]  # as many, of `adapter_dropout.row_keys`
     step_sizes: tuple[float, ...] = (1.0,)
     """Of `Objective.step_sizes`; micro-batches have them where there are several."""
 
@@ -181,8 +177,7 @@ def make_batch(
     weights: npt.NDArray[np.float32] | None = None,
     device: torch.device,
 ) -> MicroBatch:
-    """Build a micro-batch from arrays of shape (rows, seq_len). A masked token i is predicted at
-    position i - 1."""
+    """Build a micro-batch from arrays (rows, seq_len); token i is predicted at i - 1."""
     flat_targets = np.flatnonzero(loss_mask)
     assert not loss_mask[:, 0].any(), (
         "the first token of a row has no predecessor to be predicted from"

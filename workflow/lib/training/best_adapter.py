@@ -3,8 +3,7 @@
 Documents are packed into rows as in training and go through the training model itself, sharded as
 it is. Every improvement is kept beside the checkpoints, in a folder `best-<8 digits>`, until no
 checkpoint from before it is left: a run that is resumed from any of them finds the best adapter
-that it had then.
-"""
+that it had then."""
 
 import math
 import shutil
@@ -31,8 +30,7 @@ from workflow.lib.training.gradients import step_estimate
 
 
 def heldout_rows(lengths: Sequence[int], *, seq_len: int) -> list[list[int]]:
-    """Return the numbers of what has these lengths in rows of at most `seq_len` tokens, in their
-    order."""
+    """Return the numbers of these lengths in rows of at most `seq_len` tokens, in order."""
     rows: list[list[int]] = []
     free = 0
     for number, length in enumerate(lengths):
@@ -52,8 +50,7 @@ class HeldOutRows(NamedTuple):
     position_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     desirable: npt.NDArray[np.bool_] | None
-    numbers: list[list[int]]
-    """The held-out documents in each row."""
+    numbers: list[list[int]]  # the held-out documents in each row
 
     @property
     def weights_per_row(self) -> npt.NDArray[Any]:
@@ -113,8 +110,7 @@ class HeldOut:
         self._rows = HeldOutRows.of(store, units)
 
     def due(self, step: int) -> bool:
-        """Tell whether the loss is to be measured after `step` (1-based): every so many steps, and
-        after the last."""
+        """Tell whether the loss is measured after `step` (1-based): every so many, and the last."""
         return step % self._every == 0 or step == self._num_steps
 
     def loss(
@@ -144,8 +140,7 @@ class HeldOut:
         return float(total) / sizes[0]
 
     def _batches(self, world: World, sizes: tuple[float, ...]) -> Iterator[MicroBatch]:
-        """Yield this process's rows. All processes have as many batches, because each gathers the
-        weights."""
+        """Yield this process's rows; all have as many batches, as each gathers the weights."""
         of_step = torch.tensor(sizes) if len(sizes) > 1 else None
         total = len(self._rows.input_ids)
         own_rows = list(range(total))[world.rank :: world.size]

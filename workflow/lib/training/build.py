@@ -2,8 +2,7 @@
 first step.
 
 quantized linears -> adapters -> fused layers -> activation checkpointing -> packed weights ->
-sharding -> memory -> weights -> adapter values.
-"""
+sharding -> memory -> weights -> adapter values."""
 
 import logging
 from collections import Counter
@@ -51,8 +50,7 @@ logger = logging.getLogger("workflow")
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """The sharded training module, its FSDP units (none with one process), and the bytes this
-    process read."""
+    """The sharded training module, its FSDP units, and the bytes that this process read."""
 
     training: CausalLMForTraining
     units: list[FSDPModule]
@@ -72,8 +70,7 @@ class TrainingModel:
         } | {"inference_mode": True}
 
     def state_bytes(self) -> int:
-        """Return the bytes of what training changes, over all processes: fp32 weights and Adam's
-        two moments."""
+        """Return the bytes of what training changes, everywhere: fp32 weights and two moments."""
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
     def trainable_by_module(self) -> dict[str, int]:
@@ -86,8 +83,7 @@ class TrainingModel:
         return dict(counts)
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return the trainable parameters, and all (quantized weights counted as weights, not as
-        bytes)."""
+        """Return the trainable parameters, and all (quantized weights counted as weights)."""
         model = self.training.peft_model
         trainable = sum(p.numel() for p in trainable_parameters(self.training).values())
         linears = sum(m.in_features * m.out_features for _, m in nf4_linears(model))
@@ -103,8 +99,7 @@ class TrainingModel:
 
 
 def plan_of_device(plan: StepPlan, base: Path, config: RunConfig, world: World) -> StepPlan:
-    """Return the plan with the dtypes and the attention that the settings mean on this device.
-    Collective."""
+    """Return the plan with dtypes and attention of the settings on this device. Collective."""
     settings, device = config.model, world.device
     dtype, needs = resolve_dtype(settings.compute_dtype, device), read_attention_needs(base)
     asked = needs.asked(settings.attention_dropout)
@@ -174,10 +169,7 @@ def dtype_of(plan: StepPlan) -> torch.dtype:
 
 
 def adapt_(
-    model: PreTrainedModel,
-    lora: LoraSettings,
-    plan: StepPlan,
-    choice: LayerChoice,
+    model: PreTrainedModel, lora: LoraSettings, plan: StepPlan, choice: LayerChoice
 ) -> tuple[CausalLMForTraining, Counter[str]]:
     """Give a meta-device NF4 model its adapters, its fused layers, its loss and its recomputation;
     return what trains it, and how many modules of each kind are fused. Raises `UserError` if the
@@ -196,10 +188,7 @@ def adapt_(
 
 
 def lay_out_(
-    training: CausalLMForTraining,
-    plan: StepPlan,
-    world: World,
-    choice: LayerChoice,
+    training: CausalLMForTraining, plan: StepPlan, world: World, choice: LayerChoice
 ) -> TrainingModel:
     """Divide a meta-device model between processes and host memory as the plan says; nothing is
     allocated or read yet. Collective."""
@@ -233,10 +222,7 @@ def _limit_memory(plan: StepPlan, device: torch.device) -> None:
 
 
 def _sharded(
-    training: CausalLMForTraining,
-    packed: PackedLayers | None,
-    plan: StepPlan,
-    world: World,
+    training: CausalLMForTraining, packed: PackedLayers | None, plan: StepPlan, world: World
 ) -> list[FSDPModule]:
     """Shard the model over all processes; return its units: none if there is one process."""
     if world.size == 1:

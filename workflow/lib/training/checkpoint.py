@@ -402,7 +402,6 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def trained_otherwise(folder: Path) -> str | None:
     """Say which other checkpoints a run has that has none in `folder`; None if there are none.
-
     folder: `<run>-<key of settings>-<key of content>`."""
     run = folder.name.rsplit("-", 2)[0]
     beside = [p for p in folder.parent.glob("*-*-*") if p.name.rsplit("-", 2)[0] == run]

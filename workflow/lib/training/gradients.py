@@ -1,7 +1,6 @@
 """The gradients of a step: summed over its micro-batches together with its loss, and clipped.
 
-Nothing here waits for the device.
-"""
+Nothing here waits for the device."""
 
 from collections.abc import Callable, Hashable, Iterable
 
@@ -51,11 +50,7 @@ class LossSum:
 
 
 def step_estimate(
-    training: CausalLMForTraining,
-    batches: Iterable[MicroBatch],
-    *,
-    divisor: float,
-    world: World,
+    training: CausalLMForTraining, batches: Iterable[MicroBatch], *, divisor: float, world: World
 ) -> torch.Tensor | None:
     """Return what the objective needs of the whole step before it () fp32, by a forward of all
     micro-batches without dropout; None where it needs nothing. Collective. batches: this

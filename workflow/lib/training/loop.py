@@ -8,8 +8,7 @@ processes.
 Where micro-batches are CUDA graphs, the first one of the next step is launched before the host
 waits for the loss and the gradient norm of the step before it. So the device has work while metrics
 are written and the next update is prepared. It changes gradients alone: weights, moments and counts
-are those of the step whose metrics are yielded.
-"""
+are those of the step whose metrics are yielded."""
 
 import logging
 import math
@@ -58,8 +57,7 @@ logger = logging.getLogger("workflow")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`; `step` counts from 1, `tokens` are those of the step over all
-    processes."""
+    """A line of `metrics.jsonl`; `step` from 1, `tokens` of the step over all processes."""
 
     step: int
     loss: float
@@ -71,11 +69,9 @@ class StepMetrics:
     peak_bytes: int
     elapsed_s: float
     router_aux_loss: float | None = None
-    """The routers' load-balancing loss, without its coefficient; None where it is not part of what
-    is trained."""
+    """The routers' load-balancing loss, without coefficient; None where it is not trained."""
     repeats: int | None = None
-    """In float16: steps so far that were made once more with a smaller loss scale; None in other
-    types."""
+    """In float16: steps so far that were repeated with a smaller loss scale; else None."""
     heldout_loss: float | None = None
     """Measured after the step; None where it was not, and then not in the line."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -94,8 +90,7 @@ def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimize
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return this process's peak so far, bytes: allocated by torch on a GPU, resident set on a
-    CPU."""
+    """Return this process's peak so far, bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -105,24 +100,18 @@ class StepNumbers(NamedTuple):
     """What the device tells of a step."""
 
     loss: float
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float  # before clipping
     router_aux_loss: float | None
     figures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class StepRows:
-    step: int
-    """Counts from 0."""
-    indices: npt.NDArray[np.int64]
-    """(global_batch_size,), the same on all processes."""
-    groups: list[RowGroup]
-    """Of this process's micro-batches."""
-    trained_tokens: int
-    """Over all processes."""
-    sizes: tuple[float, ...]
-    """Of `Objective.step_sizes`."""
+    step: int  # counts from 0
+    indices: npt.NDArray[np.int64]  # (global_batch_size,), the same on all processes
+    groups: list[RowGroup]  # of this process's micro-batches
+    trained_tokens: int  # over all processes
+    sizes: tuple[float, ...]  # of `Objective.step_sizes`
 
     @property
     def divisor(self) -> float:
@@ -135,8 +124,7 @@ class StepInProgress:
     """A step of which some micro-batches have run, or none."""
 
     rows: StepRows
-    batches: Iterator[MicroBatch]
-    """Those of this process that have not run."""
+    batches: Iterator[MicroBatch]  # those of this process that have not run
     loss: LossSum
 
 
@@ -162,8 +150,7 @@ class PendingScalars:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What takes steps: a model and its optimizer, over tokens, on this process among others. Steps
-    are collective."""
+    """Takes steps: a model and optimizer, over tokens, here among others. Collective."""
 
     training: CausalLMForTraining
     optimizer: ShardwiseOptimizer
@@ -221,8 +208,7 @@ class Trainer:
         return None if self.graphs is None else self.graphs.off
 
     def release_graphs(self) -> None:
-        """Give back the memory that CUDA graphs hold: what follows needs it. Later steps capture
-        them anew."""
+        """Give back the memory of CUDA graphs, which later steps capture anew."""
         if self.graphs is not None:
             self.graphs.release()
 
@@ -288,8 +274,7 @@ class Trainer:
         return StepInProgress(rows, batches, loss)
 
     def _estimate(self, rows: StepRows) -> torch.Tensor | None:
-        """Return what the objective needs of the whole step before it, None if nothing.
-        Collective."""
+        """Return what the objective needs of the whole step before it, or None. Collective."""
         batches = (batch for _, batch in self._made_again(rows))
         with self.training.product_types.in_eight_bits():
             return step_estimate(self.training, batches, divisor=rows.divisor, world=self.world)
@@ -405,8 +390,7 @@ def seed_dropout(seed: int, *, step: int, rank: int) -> None:
 
 
 def check_step(loss: float, norm: float, *, step: int, origin: str | None = None) -> None:
-    """Raise `UserError` if a step's loss or gradient norm cannot be that of a healthy run; origin:
-    where it arose."""
+    """Raise `UserError` if a loss or gradient norm is unhealthy; origin: where it arose."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
             f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has "

@@ -11,8 +11,7 @@ graphs are off, and the log says why.
 Collectives are captured with the rest: FSDP2 begins and ends every micro-batch with shards alone,
 and its streams join the capturing one, as that of activations in host memory does. All processes of
 a run must run the same graph then, so they agree on every layout, and on whether a capture has
-failed for any of them.
-"""
+failed for any of them."""
 
 import logging
 from collections.abc import Callable
@@ -41,17 +40,13 @@ MOST_PLACES = 2
 
 
 class Layout(NamedTuple):
-    """What a graph is captured for, the same on all processes; everything else is copied into its
-    inputs."""
+    """What a graph is captured for, the same everywhere; all else is copied into its inputs."""
 
     rows: int
-    trained_tokens: int
-    """Padded."""
-    documents: int
-    """Padded; as many as rows if every row is one document."""
+    trained_tokens: int  # padded
+    documents: int  # Padded; as many as rows if every row is one document
     room: Room
-    """Of recurrent layers, for packed rows; () where a model has none, or every row is one
-    document."""
+    """Of recurrent layers, for packed rows; () without any, or where rows are documents."""
 
 
 def forward_backward(
@@ -127,9 +122,8 @@ def _padded_(
 
 
 class CudaCapture:
-    """Captures functions into CUDA graphs that share their memory: only one runs at a time.
-
-    torch ends a capture in several steps, and leaves out all that follow one that fails
+    """Captures functions into CUDA graphs that share their memory: only one runs at a time. torch
+    ends a capture in several steps, and leaves out all that follow one that fails
     (`CUDAGraph::capture_end`, torch 2.11 to 2.13). Its allocator then goes on as during a capture,
     where it frees no page to make room. In torch 2.11 the device's random numbers do so too, and
     cannot be drawn. `_end` does what was left out."""
@@ -176,8 +170,7 @@ def has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def first_cause(error: RuntimeError) -> RuntimeError:
-    """Return what went wrong first: the end of a capture fails because of an earlier error, and
-    tells nothing of it."""
+    """Return what went wrong first: a capture's end fails of an earlier error."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return error

@@ -2,8 +2,7 @@
 
 Adapters change nothing yet, so the loss is the base's, and the rows of the data are as new to it as
 held-out ones are. Matmuls in backward change no loss: `docs/numerics.md` says what they were
-measured to do.
-"""
+measured to do."""
 
 import logging
 import math
@@ -61,9 +60,7 @@ def check_precision(
 def _judged(
     training: CausalLMForTraining, train: TrainConfig, form: Format, *, plain: float, rounded: float
 ) -> Check:
-    """Return the check of both losses, nats per trained token, or end the run as `check_precision`
-    says.
-    """
+    """Return the check of both losses, nats per trained token, or end the run."""
     bound = train.max_matmul_loss_rise
     detail = (
         f"{plain:.4f} nats per token in the compute dtype, {rounded:.4f} in {form.name}; allowed "

@@ -93,8 +93,7 @@ def startup_checks(
 
 
 def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: World) -> None:
-    """Set FSDP up, which it does in its first forward: units can be gathered by hand only then.
-    Collective."""
+    """Set FSDP up in its first forward, before units are gathered by hand. Collective."""
     first = np.arange(1)
     sizes = torch.tensor(training.objective.step_sizes(store, first))
     batch = replace(stored_batch(store, first), step_sizes=sizes)
@@ -185,8 +184,7 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
 
 
 def _growing(_: Any, __: Any, output: Any) -> Any:
-    """Multiply the hidden states of a decoder's output: of half of the tokens by 1, then by more
-    and more."""
+    """Multiply a decoder's output states: of half of the tokens by 1, then by more and more."""
     hidden = output.last_hidden_state
     steps = torch.arange(hidden.shape[1], device=hidden.device) - hidden.shape[1] // 2 + 1
     factors = GROWN ** steps.clamp(min=0)

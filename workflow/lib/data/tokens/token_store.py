@@ -74,13 +74,10 @@ class HeldoutDocuments(Sequence[Document]):
 
 
 class TokenStore:
-    """A tokens folder opened for reading; arrays stay on disk until they are indexed.
-
-    Attributes: `manifest`; `examples`; `num_rows`; `seq_len`, tokens; `input_ids` uint32,
-    `loss_mask` bool and `position_ids` int32, the training arrays, each of shape (num_rows,
-    seq_len); `weights` float32, None if all are 0 or 1; `desirable` bool, None but for rated
-    answers.
-    """
+    """A tokens folder opened for reading; arrays stay on disk until they are indexed. Attributes:
+    `manifest`; `examples`; `num_rows`; `seq_len`, tokens; `input_ids` uint32, `loss_mask` bool and
+    `position_ids` int32, the training arrays, each of shape (num_rows, seq_len); `weights` float32,
+    None if all are 0 or 1; `desirable` bool, None but for rated answers."""
 
     def __init__(self, *, manifest: dict[str, Any], arrays: dict[str, Array]) -> None:
         self.manifest = manifest
@@ -102,9 +99,7 @@ class TokenStore:
     @classmethod
     def open(cls, path: Path) -> "TokenStore":
         """Map the arrays of the folder `path`, after checks of version, types, shapes and sizes.
-
-        Raises `UserError` if the folder is missing, of another format version, or damaged.
-        """
+        Raises `UserError` if the folder is missing, of another format version, or damaged."""
         manifest = _read_manifest(path)
         shapes = _shapes(path, manifest)
         _check_examples(path, manifest)
@@ -126,8 +121,7 @@ class TokenStore:
     @cached_property
     def weights_per_row(self) -> npt.NDArray[Any]:
         """The sum of the weights of each training row, shape (num_rows,), read at the first use;
-        its prediction targets where all weights are 0 or 1.
-        """
+        its prediction targets where all weights are 0 or 1."""
         if self.weights is None:
             return self.trained_tokens_per_row
         sums = np.empty(self.num_rows, dtype=np.float64)
@@ -138,10 +132,7 @@ class TokenStore:
         return sums
 
     def heldout_documents(self) -> Sequence[Document]:
-        """Return the held-out documents, each as (token ids uint32, loss mask bool).
-
-        Both have the shape (length,).
-        """
+        """Return the held-out documents, as (token ids uint32, loss mask bool), (length,) both."""
         return self._heldout
 
     def with_scores(self, scores: Any) -> "TokenStore":
@@ -158,10 +149,8 @@ class TokenStore:
         return None if every is None else np.asarray(every[self._offsets[:-1]])
 
     def heldout_sources(self) -> list[str]:
-        """Return the name of the source of each held-out document, as the manifest tells it.
-
-        Raises `UserError` if it tells of another number of documents.
-        """
+        """Return the name of the source of each held-out document, as the manifest tells it. Raises
+        `UserError` if it tells of another number of documents."""
         try:
             parts = self.manifest["splits"]["heldout"]["sources"]
             names = [part["source"] for part in parts for _ in range(part["documents"])]
@@ -277,10 +266,7 @@ def _damaged(path: Path, finding: str) -> UserError:
 
 
 def choose_documents(documents: Sequence[Document], *, at_most: int | None, seed: int) -> list[int]:
-    """Return the numbers of the documents with trained tokens, in order.
-
-    It is all of them, or `at_most` drawn by `seed`.
-    """
+    """Return the numbers of documents with trained tokens: all, or `at_most` drawn by `seed`."""
     trained = [number for number, (_, mask) in enumerate(documents) if mask.any()]
     if at_most is None or at_most >= len(trained):
         return trained

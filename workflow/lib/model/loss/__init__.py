@@ -1,2 +1,1 @@
-"""The loss of a micro-batch: the output head's matmul, cross-entropy in chunks, and the scale of
-float16."""
+"""The loss of a micro-batch: the head's matmul, cross-entropy in chunks, float16's scale."""

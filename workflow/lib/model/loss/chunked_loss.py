@@ -5,8 +5,7 @@ The gradient with respect to the hidden states is computed chunk by chunk in the
 of a head which is trained (`lora.modules_to_save`) is summed there, so backward needs no logits.
 Only where a trained head's gradient has slopes that are not known before (`log_probs`), backward
 computes the chunks once more. The idea is that of fused linear cross-entropy (Liger, arXiv
-2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll).
-"""
+2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,8 +36,7 @@ class OutputHead:
     module: nn.Module
     scale: float
     softcap: float | None
-    fused: bool = True
-    """Its loss is computed by kernels where they can be used."""
+    fused: bool = True  # its loss is computed by kernels where they can be used
 
     @property
     def form(self) -> LogitForm:
@@ -55,8 +53,7 @@ class OutputHead:
         return self.finished(self.module(hidden))
 
     def finished(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 logits that the head's matmul means; element by element, so of any part
-        of it too."""
+        """Return the fp32 logits that the head's matmul means, element by element."""
         logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -109,8 +106,7 @@ class LinearCrossEntropy(nn.Module):
         weights: torch.Tensor | None,
         teacher: Teacher,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over rows of w (T^2 KL + sft_weight (-log p)) () fp32, and those of w KL
-        and w (-log p) (2,) without a gradient."""
+        """Return the sum of w (T^2 KL + sft_weight (-log p)) (), and w KL and w (-log p) (2,)."""
         sums: tuple[torch.Tensor, torch.Tensor] = self(states, targets, weights, teacher=teacher)
         return sums
 
@@ -123,8 +119,7 @@ class LinearCrossEntropy(nn.Module):
         by_row: bool = False,
         teacher: Teacher | None = None,
     ) -> Any:
-        """Return what `summed_loss` or `distilled_loss` does, or the losses of each row (rows,)
-        fp32."""
+        """Return as `summed_loss` or `distilled_loss`, or the losses of each row (rows,) fp32."""
         masters = trained_parts(self.head.module)
         if teacher is not None:
             return _DistilledLoss.apply(hidden, targets, weights, teacher, self, *masters)  # type: ignore[no-untyped-call]
@@ -260,8 +255,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 class Computed(NamedTuple):
-    """Of a micro-batch: losses (rows,), and the gradients of their sum with respect to hidden
-    states and to what is trained of the head."""
+    """Of a micro-batch: losses (rows,), and gradients of their sum: states, and trained head."""
 
     losses: torch.Tensor
     grad: torch.Tensor | None
@@ -295,8 +289,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _DistilledLoss(torch.autograd.Function):
-    """The sum of all rows' losses with a teacher, and the sums of their parts; gradients are
-    computed in forward."""
+    """The sum of all rows' losses with a teacher, and of their parts; gradients in forward."""
 
     @staticmethod
     def forward(
@@ -362,8 +355,7 @@ class TrainedHead:
         self.gradients = [torch.zeros_like(master) for master in masters]
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the matmul (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a
-        gradient."""
+        """Return the matmul (rows, vocab) of states (rows, hidden) as a leaf with a gradient."""
         return head_product(hidden, self.weight, self._bias).requires_grad_()
 
     def backward(

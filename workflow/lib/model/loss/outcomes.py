@@ -4,8 +4,7 @@ of `objectives.objective.Teacher` and its slopes, for a slice of the vocabulary.
 z: logits; A: log-sum-exp of all, R: of the tokens that are not among the teacher's likeliest i. The
 student's outcomes are softmax([z_i, R] / T) = r, the teacher's q. T^2 KL has the slopes T (r_i -
 q_i) by z_i and T (r_R - q_R) exp(z_j - R) by the others; -log p has exp(z - A), and 1 less by the
-target's.
-"""
+target's."""
 
 import torch
 from torch.nn.functional import pad
@@ -17,8 +16,7 @@ SUMS = 2  # of the numbers of a row, those that are log-sum-exp: A and R
 
 
 class Outcomes:
-    """Of rows of fp32 logits (rows, columns), which are the vocabulary from `first` on. targets,
-    teacher: of the same rows."""
+    """Of rows of fp32 logits (rows, columns), the vocabulary from `first` on; targets, teacher."""
 
     def __init__(
         self, logits: torch.Tensor, targets: torch.Tensor, teacher: Teacher, *, first: int = 0
@@ -86,6 +84,5 @@ def _outcomes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def over_slices(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the numbers (3 + k, rows) over slices that each have those of their own (slices,
-    3 + k, rows)."""
+    """Return the numbers (3 + k, rows) over slices with their own (slices, 3 + k, rows)."""
     return torch.cat([numbers[:, :SUMS].logsumexp(dim=0), numbers[:, SUMS:].sum(dim=0)])
