@@ -109,13 +109,15 @@ def test_name_of_a_run_counts_before_a_folders():
     ("name", "files", "text"),
     [
         ("nowhere", None, "it is no run, no folder and no hub id (owner/name); other runs are a"),
+        ("~/theirs", None, "it is no run, no folder"),
         ("theirs", [], "it has no adapter_model.safetensors"),
+        ("theirs/adapter_config.json", [], "it is a file. Name the folder of the adapter"),
         ("theirs", ["adapter_model.bin"], "weights_only=True"),
     ],
 )
 def test_start_that_is_nothing_is_refused(name, files, text):
     if files is not None:
-        adapter(Path(name), *files)
+        adapter(Path("theirs"), *files)
     with pytest.raises(UserError) as error:
         runs({"a": {}, "b": start(name)})
     assert text in str(error.value)

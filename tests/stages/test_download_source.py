@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.model.architecture.test_adapter_config import OLD
 from tests.support.hub_server import HubRepo, start_hub
 from tests.support.preflight_examples import TINY
 from tests.support.shared import reserved_ports
@@ -105,6 +106,26 @@ def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_pat
     written = b"".join(contents(tmp_path).values()) + (result.stdout + result.stderr).encode()
     assert b"is commit" in written  # the log is among them
     assert TOKEN.encode() not in written
+
+
+def test_adapter_is_its_two_files_and_its_settings_are_those_of_the_runs(tmp_path):
+    files = {
+        "adapter_config.json": json.dumps(OLD).encode(),
+        "adapter_model.safetensors": b"values" * 99,
+    }
+    lora = {"r": 64, "alpha": 16.0, "target_modules": ["q_proj", "v_proj"]}
+    runs = {"same": {"lora": lora}, "other": {"lora": lora | {"r": 8}}}
+    with start_hub({"owner/name": HubRepo(files | JUNK | MODEL)}) as endpoint:
+        options = ["--checks", json.dumps({"trains_here": True, "runs": runs})]
+        said = download(endpoint, tmp_path / "out", kind="adapter", options=options)
+        assert "run other: train.start_from = 'owner/name'" in said.stderr
+        assert "lora.r = 8: set it to 64" in said.stderr
+        assert not (tmp_path / "out").exists()
+        options = ["--checks", json.dumps({"trains_here": True, "runs": {"same": runs["same"]}})]
+        done = download(endpoint, tmp_path / "out", kind="adapter", options=options)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out").keys() == {*files, "source.json"}
+    assert len(manifest(tmp_path / "out")["commit"]) == 40
 
 
 def test_commit_whose_branch_moved_is_there_and_a_single_file_comes_before_shards(tmp_path):

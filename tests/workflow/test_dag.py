@@ -72,6 +72,25 @@ def test_edit_runs_the_stages_that_read_it_and_those_after_them(project, edit, r
     assert project.planned("all") == once(rules)
 
 
+def test_run_waits_for_the_one_that_it_starts_from_and_follows_its_data(project):
+    """Its own data are others, so that only the adapter tells of the first run's."""
+    (project.root / "data" / "other.jsonl").write_bytes(
+        (project.root / "data" / "train.jsonl").read_bytes()
+    )
+    runs = {
+        "demo": {},
+        "next": {"train": {"start_from": "demo"}, "data": {"train": "data/other.jsonl"}},
+    }
+    project.edit({"runs": runs})
+    assert project.planned("all") == once(["tokenize_dataset", *TRAINING])
+    change_training_rows(project)
+    planned = project.planned("all")
+    assert (planned["finetune"], planned["consolidate"], planned["tokenize_dataset"]) == (2, 2, 2)
+    project.edit({"runs": {"demo": {"train": {"start_from": "next"}}}})
+    refused = project.snakemake("all", "--dry-run").output
+    assert "the runs start from each other: demo from next, next from demo" in refused
+
+
 def test_reordered_keys_and_touched_inputs_run_nothing(project):
     for path in [*(project.root / "data").iterdir(), *(project.root / "model").iterdir()]:
         path.touch()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_path
+from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.adapter_config import (
     adapter_settings,
     check_continued,
@@ -101,9 +102,10 @@ def _check_folder(name: str, start: str, *, runs: list[str]) -> None:
             start,
             f"it is no run, no folder and no hub id (owner/name); other runs are "
             f"{', '.join(runs) or 'none'}",
-            "Correct it",
+            f"{unexpanded(start)}Correct it",
         )
     check_path(SETTING, start, run=name)
-    names = {path.name for path in Path(start).iterdir()} if Path(start).is_dir() else set()
-    if fault := fault_of_adapter(names):
+    if not Path(start).is_dir():
+        raise setting_error(SETTING, start, "it is a file", "Name the folder of the adapter")
+    if fault := fault_of_adapter({path.name for path in Path(start).iterdir()}):
         raise UserError(f"run {name}: {setting_error(SETTING, start, *fault)}")
