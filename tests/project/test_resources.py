@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from workflow.lib.system.files import file_sha256
+from workflow.resources import make_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESOURCES = ROOT / "workflow" / "resources"
@@ -56,10 +57,21 @@ def items():
 
 
 def test_files_have_the_digests_and_row_counts_of_the_manifest(manifest):
-    assert len(manifest["sha256"]) == 3
+    assert len(manifest["sha256"]) == 5
     for name, digest in manifest["sha256"].items():
         assert hashlib.sha256(content(RESOURCES / name)).hexdigest() == digest
         assert len(read_jsonl(RESOURCES / name)) == manifest["rows"][name]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_pairs_are_made_of_their_own_split_and_are_the_same_each_time(split, request):
+    made = list(make_pairs.pairs(split))
+    assert made == read_jsonl(RESOURCES / "pydocs" / f"pairs-{split}.jsonl.gz")
+    answers = {row["completion"] for row in request.getfixturevalue(split)}
+    right = {(row["prompt"], row["completion"]) for row in request.getfixturevalue(split)}
+    for pair in made:
+        assert (pair["prompt"], pair["chosen"]) in right
+        assert pair["rejected"] in answers - {pair["chosen"]}
 
 
 def test_lm_eval_runs_the_task_offline(tmp_path):
