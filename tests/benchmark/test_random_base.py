@@ -1,20 +1,14 @@
 """The random base of the benchmark is a checkpoint like any other, for our engine and for stock
 Transformers."""
 
-from pathlib import Path
-
 import bitsandbytes as bnb
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import tiny_llama
-from workflow.lib.benchmark.cases import load_benchmark, requests
-from workflow.lib.benchmark.prediction import imagined_tokens
-from workflow.lib.benchmark.random_base import random_rows, write_random_base
-from workflow.lib.model.describe_model import describe_config
+from workflow.lib.benchmark.random_base import write_random_base
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.settings.config import QuantizeConfig
@@ -51,19 +45,6 @@ def test_peers_get_packed_weights_in_a_type_that_fsdp_shards(bases):
     weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
     assert type(weight).__name__ == "Params4bit"
     assert weight.dtype == torch.bfloat16
-
-
-def test_rows_are_what_preflight_was_told():
-    (request,) = requests(
-        load_benchmark({"benchmark": {"cases": ["flash"], "seq_len": 61, "documents": 7}}),
-        num_gpus=0,
-    )
-    config = read_json(Path("workflow/resources/base/config.json"))
-    tokens = imagined_tokens(request, describe_config(config, origin=Path("x")))
-    store = random_rows(rows=tokens.packed_rows, seq_len=61, documents=7, vocab_size=101)
-    assert store.input_ids.shape == (tokens.packed_rows, 61)
-    assert int(store.trained_tokens_per_row.sum()) == tokens.trained_tokens
-    assert np.all(store.position_ids[:, 0] == 0)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])

@@ -14,12 +14,11 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from markdown_it import MarkdownIt
 
-from tests.evaluation.test_results import facts as calibration_facts
 from tests.support.families import FAMILIES, tiny_model
 from tests.support.forked_stage import forked_stage
 from tests.support.hub_server import start_hub
 from tests.support.models import quantized
-from tests.support.report_examples import HOSTILE, add_original, edit, quantization, write_run
+from tests.support.report_examples import HOSTILE, edit, quantization, write_run
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import tiny_adapter
 from workflow.lib.artifacts.manifest_record import Manifest
@@ -27,7 +26,6 @@ from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.evaluation.results import summarize
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.report.card_inputs import CardInputs
 from workflow.lib.report.model_card import model_card
@@ -295,14 +293,3 @@ def test_hostile_text_is_neither_markup_nor_metadata(run):
     page = MarkdownIt("commonmark", {"html": True}).enable("table").render(ModelCard(text).text)
     assert not [tag for tag in ("<script", "<img", "<a ", "<strong", "\x1b") if tag in page]
     assert page.count("<h1>") == 1
-
-
-def test_cost_of_4_bits_is_that_of_the_report_by_evaluation_or_calibration(run):
-    assert "What 4 bits cost was not measured." in model_card(read(run))
-    bits = summarize(calibration_facts()).model_dump(mode="json")
-    edit(run / "evaluate_run" / "base.json", lambda d: d.update(four_bits=bits))
-    assert "4 bits cost +0.1000 " in model_card(read(run))
-    assert "(NF4 base - original), as its calibration measured." in model_card(read(run))
-    add_original(run, loss=2.5)
-    assert "4 bits cost +0.4877 " in model_card(read(run))
-    assert "(NF4 base - original)." in model_card(read(run))

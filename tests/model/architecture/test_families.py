@@ -69,10 +69,6 @@ def assert_same(result, expected):
         torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-3, atol=atol)
 
 
-def test_documents_stay_apart_in_eager_attention(base, expected):
-    assert_same(trained(adapted(base, attention="eager", r=3)), expected)
-
-
 def plain_varlen_attn(
     q, k, v, bounds, *_,
     scale, window_size, **__,

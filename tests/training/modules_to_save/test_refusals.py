@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.support.models import adapted, quantized, tiny_llama
 from workflow.lib.export.adapter_files import merged_tensors
 from workflow.lib.model.nf4_model import build_nf4_on_meta
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -18,24 +17,6 @@ def test_trained_module_that_the_model_has_not_is_refused(folder):
         tensors = merged_tensors(adapter, {}, original=source, nf4=nf4, onto="original")
         with pytest.raises(UserError, match=r"tensors for base_model.model.embed_out.weight, wh"):
             list(tensors)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["norm"], "= 'norm': only .* in this model they are lm_head and embed_tokens"),
-        (["head"], "= 'head': only"),
-    ],
-)
-def test_engine_refuses_other_modules(folder, names, message):
-    with pytest.raises(UserError, match=rf"lora\.modules_to_save {message}"):
-        adapted(folder / "nf4", r=4, modules_to_save=names)
-
-
-def test_engine_refuses_a_tied_model(tmp_path):
-    base = quantized(tiny_llama(tmp_path / "original", tied=True), tmp_path / "nf4")
-    with pytest.raises(UserError, match="this model ties its output head to its input embedding"):
-        adapted(base, r=4, modules_to_save=["lm_head"])
 
 
 def test_name_that_peft_would_find_elsewhere_too_is_refused(folder):
