@@ -172,7 +172,7 @@ STAGES = sorted(
 )
 
 
-@pytest.mark.parametrize("stage", ["download_source", "render_report", "finetune"])
+@pytest.mark.parametrize("stage", ["download_source", "finetune"])
 def test_every_stage_explains_itself(stage):
     command = [sys.executable, "-m", f"workflow.scripts.{stage}", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])

@@ -67,7 +67,7 @@ def full_host(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leases")
     jobs = {job.pid: job for job in (start_holder(folder, 2, seconds=600) for _ in range(5))}
     wait_for(folder, NUM_CARDS // 2)
-    time.sleep(2)  # in which the fifth looks for cards again and again
+    time.sleep(0.5)  # in which the fifth looks for cards again and again
     (folder / "early").write_text((folder / "journal").read_text())
     killed = jobs.pop(int(journal(folder)[0][1]))
     killed.kill()
@@ -180,7 +180,7 @@ def test_lock_stays_with_the_program_that_takes_the_process_place(tmp_path):
     assert stage.stdout.readline() == b"leased\n"
     other = start_holder(tmp_path, 1, seconds=0)
     with pytest.raises(subprocess.TimeoutExpired):
-        other.wait(timeout=3)
+        other.wait(timeout=1)
     stage.communicate(b"\n")
     assert other.wait() == 0
 
