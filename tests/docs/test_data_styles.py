@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.support.styles_page import PAGE, STYLES, TEMPLATE, read_style, written
+from tests.support.styles_page import PAGE, PREFERENCES, STYLES, TEMPLATE, read_style, written
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.preference_rows import Judged, begin_judged
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.system.errors import UserError
 
@@ -28,6 +29,16 @@ def test_rows_of_a_style_have_trained_tokens(name, encoder):
     assert rows
     for row in rows:
         assert any(encoded.mask.any() for encoded in encoder.encode(row))
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_rows_of_a_style_of_preferences_share_their_prompt(name, encoder):
+    _, examples = PREFERENCES[name]
+    rows = [row for row in read_style(name, examples).rows if isinstance(row, Judged)]
+    assert rows
+    for row in rows:
+        documents = begin_judged(encoder, row)()
+        assert len(documents) == (2 if examples == "pairs" else 1)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

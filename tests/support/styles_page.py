@@ -1,4 +1,4 @@
-"""The table of public dataset styles in `workflow/docs/data.md`, from what becomes of a small
+"""The tables of public dataset styles in `workflow/docs/data.md`, from what becomes of a small
 sample of each.
 
 `python -m tests.support.styles_page` writes it anew."""
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.preference_rows import Judged, to_judged
 from workflow.lib.data.encoding.row_columns import choose_format
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
@@ -17,12 +18,12 @@ from workflow.lib.data.reading.data_file import column_names, read_rows
 from workflow.lib.data.reading.row import Row
 from workflow.lib.data.reading.sources import SourceFile
 from workflow.lib.settings.data import DataColumns
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "data.md"
 SAMPLES = Path(__file__).parents[1] / "data" / "encoding" / "styles"
 TEMPLATE = (SAMPLES / "template.jinja").read_text(encoding="utf-8")
-MARKS = ("<!-- styles: begin -->\n", "<!-- styles: end -->")
 HEAD = "| style | columns read | its first row becomes | not read |\n|---|---|---|---|\n"
 # Styles by their samples' names, as the page calls them.
 STYLES = {
@@ -51,54 +52,87 @@ STYLES = {
     "preference": "preference pairs",
     "kto": "judged answers (KTO)",
 }
+# The same of preferences, with what they are read as.
+PREFERENCES: dict[str, tuple[str, Examples]] = {
+    "preference": ("TRL", "pairs"),
+    "preference_conversations": ("TRL, the prompt in both", "pairs"),
+    "preference_tools": ("TRL with tools", "pairs"),
+    "openai_preference": ("OpenAI", "pairs"),
+    "preference_sharegpt": ("ShareGPT (LLaMA-Factory)", "pairs"),
+    "hh": ("HH-RLHF", "pairs"),
+    "ultrafeedback": ("UltraFeedback", "pairs"),
+    "ultrafeedback_binarized": ("UltraFeedback, binarized", "pairs"),
+    "nectar": ("Nectar", "pairs"),
+    "orca_dpo": ("Orca DPO", "pairs"),
+    "kto": ("TRL, judged", "rated"),
+    "kto_messages": ("conversations, judged", "rated"),
+}
 
 
 class Read(NamedTuple):
     """What became of a sample: its rows' conversations or why they are dropped, and the keys."""
 
-    rows: list[Conversation | str]
+    rows: list[Conversation | Judged | str]
     columns: list[str]
     not_read: dict[str, int]
 
 
-def read_style(name: str) -> Read:
+def read_style(name: str, examples: Examples = "texts") -> Read:
     """Read a sample as `tokenize_dataset` does. Raises `UserError` if its columns are refused."""
     path = SAMPLES / f"{name}.jsonl"
     present = column_names([SourceFile(path, path.name, "jsonl")], setting="data.train")
     format, columns = choose_format(
-        present, format="auto", columns=DataColumns(), setting="data.train"
+        present, format="auto", columns=DataColumns(), setting="data.train", examples=examples
     )
     keys = KeyAccount(template_keys=keys_in_template(TEMPLATE))
-    rows: list[Conversation | str] = []
+    given: dict[str, Any] = {"format": format, "columns": columns, "keys": keys}
+    rows: list[Conversation | Judged | str] = []
     for row in read_rows(path, setting="data.train"):
         assert isinstance(row, Row)
         try:
-            sample = to_sample(row.value, format=format, columns=columns, keys=keys)
+            if examples == "texts":
+                sample = to_sample(row.value, **given)
+            else:
+                sample = to_judged(row.value, **given, rated=examples == "rated")
         except RowError as error:
             rows.append(str(error))
         else:
-            assert isinstance(sample, Conversation)
+            assert isinstance(sample, Conversation | Judged)
             rows.append(sample)
     return Read(rows, *keys.report())
 
 
-def table() -> str:
-    return HEAD + "".join(_line(name, title) for name, title in STYLES.items())
+def tables() -> dict[str, str]:
+    lines = {
+        "styles": [_line(name, title) for name, title in STYLES.items()],
+        "preferences": [_line(name, *style) for name, style in PREFERENCES.items()],
+    }
+    return {name: HEAD + "".join(some) for name, some in lines.items()}
 
 
-def _line(name: str, title: str) -> str:
+def _line(name: str, title: str, examples: Examples = "texts") -> str:
     try:
-        read = read_style(name)
+        read = read_style(name, examples)
     except UserError as error:
         return f"| {title} | none | refused: {_cure(str(error))} | |\n"
     columns = ", ".join(f"`{column}`" for column in read.columns)
     (first, *_), dropped = read.rows, Counter(row for row in read.rows if isinstance(row, str))
-    assert isinstance(first, Conversation)
-    becomes = _shown(first)
+    assert not isinstance(first, str)
+    becomes = _shown(first) if isinstance(first, Conversation) else _answers(first)
     for reason, count in dropped.items():
         becomes += f"; {count} of {len(read.rows)} rows dropped ({reason})"
     not_read = ", ".join(f"`{key}`" for key in read.not_read)
     return f"| {title} | {columns} | {becomes} | {not_read} |\n"
+
+
+def _answers(judged: Judged) -> str:
+    names = ["chosen", "rejected"]
+    if judged.desirable:
+        names = ["good" if good else "bad" for good in judged.desirable]
+    shown = [_shown(answer) for answer in judged.answers]
+    if len({*shown}) == 1:
+        return f"{' and '.join(names)}: {shown[0]}"
+    return "; ".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
 
 
 def _cure(message: str) -> str:
@@ -127,9 +161,11 @@ def _role(message: dict[str, Any], is_trained: bool) -> str:
 
 
 def written(page: str) -> str:
-    before, rest = page.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    return f"{before}{MARKS[0]}{table()}{MARKS[1]}{after}"
+    for name, table in tables().items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}{table}{end}{rest.split(end)[1]}"
+    return page
 
 
 if __name__ == "__main__":
