@@ -1,15 +1,32 @@
 """The stage reads no base and no tokens that were damaged, and says that it looked."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.finished import CONFIG, arguments, finetune, finished, prepare
+from tests.support.finished import (
+    CONFIG,
+    PLAN,
+    SEQ_LEN,
+    arguments,
+    finetune,
+    finished,
+    prepare,
+)
+from tests.support.models import VOCAB
+from tests.support.scores import FACTS
 from tests.system.test_checksums import flip, flip_tensor
+from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import read_whole
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.scores.scoring import rows_of
+from workflow.lib.scores.whole_model import WholeModel
+from workflow.lib.scores.writer import ScoreWriter
+from workflow.lib.settings.config import DistillConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 
@@ -81,6 +98,29 @@ def test_summary_tells_that_the_files_were_compared_with_their_record(prepared):
         "detail": f"{len(files)} files, {sum(p.stat().st_size for p in files):,} bytes",
     }
     assert any("gathered bytes equal checkpoint bytes" in check["name"] for check in others)
+
+
+def test_student_that_is_its_own_teacher_begins_without_loss(prepared):
+    """Its scores are of stock packages, by document, and rows are in another order."""
+    tokens, top_k = TokenStore.open(prepared / "tokens"), 5
+    device, dtype = torch.device("cpu"), torch.float32
+    model = load_base(prepared / "base", device=device, compute_dtype=dtype, attention="sdpa")
+    scorer = WholeModel(model, device=device, top_k=top_k, vocabulary=VOCAB)
+    facts = FACTS | {"model": "start", "top_k": top_k}
+    writer = ScoreWriter(prepared / "scores", facts, tokens, shard_tokens=3 * SEQ_LEN)
+    for part in writer.prepare():
+        rows = rows_of(tokens, part, attention=scorer.attention)
+        writer.add(part, scorer.scores(rows, lambda share: None))
+    writer.finish()
+    train = CONFIG.train.model_copy(update={"objective": "distill"})
+    teacher = DistillConfig(teacher="start", top_k=top_k)
+    config = CONFIG.model_copy(update={"train": train, "distill": teacher})
+    args = arguments(prepared)
+    args.scores = prepared / "scores"
+    plan = replace(PLAN, objective="distill", top_k=top_k)
+    run_distributed(finetune, args, config, plan, world_size=2)
+    # of scores of other tokens it would be of the size of an untrained model's loss
+    assert abs(read_checked_json(args.output / "summary.json")["first_loss"]) < 1e-5
 
 
 def test_continued_run_that_resumes_is_bit_equal(prepared, shared_folder):
