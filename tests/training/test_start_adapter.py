@@ -25,7 +25,7 @@ from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.loop import Trainer, make_optimizer
-from workflow.lib.training.start_adapter import plain_name
+from workflow.lib.training.start_adapter import of_this_class, plain_name
 
 BATCH, ROWS, SEQ_LEN, CPU = 6, 7, 19, torch.device("cpu")
 TRAIN = TrainConfig(
@@ -188,6 +188,21 @@ def test_names_of_whole_modules_and_magnitudes_are_pefts():
     head = "base_model.model.lm_head.modules_to_save.default.weight"
     assert plain_name(head) == "base_model.model.lm_head.weight"
     assert plain_name("a.lora_magnitude_vector.default.weight").endswith(".lora_magnitude_vector")
+
+
+def test_names_of_another_class_of_the_model_are_found_by_their_layers():
+    part = "layers.0.self_attn.q_proj.lora_A.weight"
+    places = [f"base_model.model.model.language_model.{part}", "base_model.model.lm_head.weight"]
+    theirs = [f"base_model.model.language_model.model.{part}", places[1]]
+    assert of_this_class(dict(zip(theirs, "ab", strict=True)), places) == dict(
+        zip(places, "ab", strict=True)
+    )
+
+
+def test_names_that_layers_do_not_tell_apart_stay():
+    part = "layers.0.self_attn.q_proj.lora_A.weight"
+    theirs = {f"base_model.model.{tower}.{part}": tower for tower in ("vision", "text")}
+    assert of_this_class(theirs, [f"base_model.model.model.{part}"]) == theirs
 
 
 def change(tensors: dict[str, torch.Tensor], how: str) -> None:

@@ -5,7 +5,7 @@ The values are exactly the file's. Every tensor of it has a place, or the messag
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ logger = logging.getLogger("workflow")
 EXACT = ("F32", "BF16", "F16")  # types whose values fp32 holds
 # What wrappers of torch leave in names, and PEFT's name of an adapter in a raw state.
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+LAYERS = re.compile(r"\blayers\.\d.*")
 OWN_NAME = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\.default\b")
 
 
@@ -42,6 +43,7 @@ def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: P
             if (plain := plain_name(name)) in stored:
                 raise error(f"{name} and {stored[plain]} are one tensor", "Remove one of them")
             stored[plain] = name
+        stored = of_this_class(stored, places)
         if findings := _findings(reader, stored, places, own):
             raise error(
                 f"this adapter does not fit model.source and the section lora: {findings}",
@@ -69,6 +71,27 @@ def plain_name(name: str) -> str:
     if ".lora_magnitude_vector" in name:
         name = name.removesuffix(".weight")
     return name if name.startswith(PREFIX) else PREFIX + name
+
+
+def of_this_class(stored: dict[str, str], places: Collection[str]) -> dict[str, str]:
+    """Return the stored names by the places, where only what stands before the layers differs.
+
+    So do the classes of one model: text alone, or multimodal, in Transformers 4 or 5. Names that
+    are not told apart by what they are within the layers stay as they are.
+    """
+    own, theirs = ({_in_layers(name): name for name in names} for names in (places, stored))
+    if stored.keys() <= {*places} or len(own) < len(places) or len(theirs) < len(stored):
+        return stored
+    found = {own.get(part, name): stored[name] for part, name in theirs.items()}
+    if moved := next((name for name in stored if name not in found), None):
+        logger.info("%s and others are found by their layers: the class is another", stored[moved])
+    return found
+
+
+def _in_layers(name: str) -> str:
+    """Return what of a name is below the decoder (`layers.3.mlp...`, `lm_head.weight`)."""
+    match = LAYERS.search(name)
+    return match.group() if match else ".".join(name.split(".")[-2:])
 
 
 def _places(training: nn.Module) -> dict[str, nn.Parameter]:
