@@ -11,8 +11,7 @@ from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.engine_run import record
 from workflow.lib.recording.layer_tape import LayerTape
-from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
-from workflow.lib.recording.some_layers import representatives
+from workflow.lib.recording.some_layers import NotRepeatableError, repeated, representatives
 
 LLAMA = {
     "model_type": "llama",

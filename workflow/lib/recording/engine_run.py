@@ -42,10 +42,14 @@ from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.phases import Phases
-from workflow.lib.recording.recorded_capture import RecordedCapture
-from workflow.lib.recording.recorded_gpu import recorded_gpu
-from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
-from workflow.lib.recording.some_layers import keep_layers_, layer_kinds, representatives
+from workflow.lib.recording.recorded_gpu import RecordedCapture, recorded_gpu
+from workflow.lib.recording.some_layers import (
+    NotRepeatableError,
+    keep_layers_,
+    layer_kinds,
+    repeated,
+    representatives,
+)
 from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
 from workflow.lib.settings.objectives import NEEDS, DistillConfig, PreferencesConfig

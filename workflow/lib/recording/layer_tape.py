@@ -1,5 +1,5 @@
 """A tape that knows the decoder layer of each event, so that layers can be repeated
-(`repeat_layers`).
+(`some_layers`).
 
 In forward and backward that is the layer that is at work. Before and after them, where all layers
 are gone through one after the other, it is the layer of the tensors at hand."""

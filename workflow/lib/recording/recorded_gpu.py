@@ -4,7 +4,7 @@ Its tensors are fake (`torch._subclasses.FakeTensorMode`), and it has what engin
 ask of `torch.cuda`. A process keeps this device, so recordings have one (`recording_process`)."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from workflow.lib.recording.known_results import KnownResults
+from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.system.device_types import RECORDED
+
+
+class RecordedCapture:
+    """Stands for `micro_batch_graphs.CudaCapture`: `torch.cuda.graph` gives free pages back and
+    captures in a pool of its own, here that of another stream."""
+
+    def __init__(self, tape: LayerTape) -> None:
+        self._tape, self._stream = tape, RecordedStream()
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Run `function`, whose allocations are noted; what is returned allocates nothing."""
+        self._tape.empty_cache()
+        with recorded_gpu().stream(self._stream):
+            result = function()
+        return lambda: result
+
 
 # Operations for which GPUs have kernels of their own, and which torch makes of others, with
 # temporaries, on a device that has none.
