@@ -103,3 +103,12 @@ def test_shared_settings_reach_the_runs_whose_objective_reads_them_and_no_other(
     )
     assert runs["second"].preferences.beta == 0.3
     assert runs["first"] == loaded({"first": {}})["first"]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize(("key", "value"), [("loss_on", "all"), ("overlong", "split")])
+def test_answers_are_not_trained_with_their_prompts_or_divided(objective, key, value) -> None:
+    train = {"objective": objective}
+    with pytest.raises(UserError, match=rf"data\.{key} = {value}: train.objective = {objective}"):
+        loaded({"a": {"data": {key: value}}}, train=train)
+    loaded({"a": {"data": {key: value}, "train": {"objective": "sft"}}}, train=train)

@@ -121,3 +121,58 @@ def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setti
     with pytest.raises(UserError) as caught:
         choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
     assert setting in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "examples", "format", "names"),
+    [
+        (["prompt", "chosen", "rejected"], "pairs", "pairs", {}),
+        (["chosen", "rejected", "messages", "prompt"], "pairs", "pairs", {}),
+        (["question", "chosen", "rejected"], "pairs", "pairs", {"prompt": "question"}),
+        (["input", "preferred_output", "non_preferred_output"], "pairs", "pairs",
+         {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}),
+        (["prompt", "chosen", "rejected", "chosen_rating", "rejected_rating"], "pairs", "pairs",
+         {"score_chosen": "chosen_rating", "score_rejected": "rejected_rating"}),
+        (["instruction", "completions"], "pairs", "ranked",
+         {"prompt": "instruction", "answers": "completions"}),
+        (["prompt", "completion", "label"], "rated", "prompt_completion", {}),
+        (["conversations", "desirable"], "rated", "messages",
+         {"messages": "conversations", "label": "desirable"}),
+        (["prompt", "chosen", "rejected"], "rated", "pairs", {}),
+    ],
+)  # fmt: skip
+def test_columns_of_preferences_are_known_by_their_public_names(columns, examples, format, names):
+    chosen = choose_format(
+        columns, format="auto", columns=DataColumns(), setting="data.train", examples=examples
+    )
+    assert chosen == (format, DataColumns(**names))
+
+
+@pytest.mark.parametrize(
+    ("columns", "examples", "message"),
+    [
+        (["prompt", "completion"], "pairs", r"those of pairs \(chosen, rejected\) or ranked"),
+        (["prompt", "completion"], "rated", r"data\.columns\.label names the column that says"),
+        (
+            ["prompt", "chosen", "rejected"],
+            "texts",
+            "train.objective: dpo, for one, trains",
+        ),
+    ],
+)
+def test_columns_of_other_examples_are_refused_with_the_cure(columns, examples, message):
+    with pytest.raises(UserError, match=message):
+        choose_format(
+            columns, format="auto", columns=DataColumns(), setting="data.train", examples=examples
+        )
+
+
+@pytest.mark.parametrize(
+    ("format", "examples"), [("messages", "pairs"), ("pairs", "texts"), ("text", "rated")]
+)
+def test_format_of_other_examples_is_refused(format, examples):
+    reason = rf"data\.format = '{format}': .* is trained on {examples}, .* Set auto, or one of"
+    with pytest.raises(UserError, match=reason):
+        choose_format(
+            ["text"], format=format, columns=DataColumns(), setting="data.train", examples=examples
+        )

@@ -94,8 +94,8 @@ def choose_format(
         raise setting_error(
             "data.format",
             format,
-            f"train.objective asks for {examples}, which it does not give",
-            f"Set auto, or {' or '.join(FORMATS[examples])}",
+            f"train.objective is trained on {examples}, and rows of this format are none",
+            f"Set auto, or one of {', '.join(FORMATS[examples])}",
         )
     if not present:
         return candidates[0], columns
