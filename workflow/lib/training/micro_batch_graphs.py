@@ -45,8 +45,7 @@ class Layout(NamedTuple):
     rows: int
     trained_tokens: int  # padded
     documents: int  # Padded; as many as rows if every row is one document
-    room: Room
-    """Of recurrent layers, for packed rows; () without any, or where rows are documents."""
+    room: Room  # of recurrent layers, for packed rows; () without any, or where rows are documents
 
 
 def forward_backward(

@@ -74,11 +74,9 @@ def plain_name(name: str) -> str:
 
 
 def of_this_class(stored: dict[str, str], places: Collection[str]) -> dict[str, str]:
-    """Return the stored names by the places, where only what stands before the layers differs.
-
-    So do the classes of one model: text alone, or multimodal, in Transformers 4 or 5. Names that
-    are not told apart by what they are within the layers stay as they are.
-    """
+    """Return the stored names by the places, where only what stands before the layers differs. So
+    do the classes of one model: text alone, or multimodal, in Transformers 4 or 5. Names that are
+    not told apart by what they are within the layers stay as they are."""
     own, theirs = ({_in_layers(name): name for name in names} for names in (places, stored))
     if stored.keys() <= {*places} or len(own) < len(places) or len(theirs) < len(stored):
         return stored
