@@ -1,12 +1,8 @@
 """`Op`: a GPU kernel beside torch's operations that compute the same, and `OPS`, the table of all.
 
-A kernel runs on a GPU once it has been tried there: compilers differ by GPU and version, and some
-make wrong programs of kernels like ours. The trial compares it with the reference on the small
-arguments of `Op.case`, at its first use. CPUs take the reference. A recorded device
-(`recording`) takes the kernel, whose launch computes nothing there.
-
-Before the first step the processes of a run decide together (`distributed.world`): a kernel
-that one of them cannot use is used by none."""
+Compilers make wrong programs of some kernels, so each is compared with its reference (`Op.case`) at
+its first use on a GPU. CPUs take the reference, a recorded device the kernel, which computes
+nothing there. A kernel that one process of a run cannot use is used by none (`distributed.world`)."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager

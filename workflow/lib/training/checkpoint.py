@@ -1,11 +1,9 @@
-"""Checkpoints of a run in progress: adapter, optimizer, step and metrics, written in the
-background.
+"""Checkpoints of a run in progress: adapter, optimizer, step and metrics, in the background.
 
-A checkpoint is a folder `step-<8 digits>` below a folder that carries the fingerprint of the run's
-trajectory. It is written under a temporary name, synced, and renamed when all processes have
-finished, so a folder with the final name is whole; if a disk damages it later, its checksums say
-so, and the one before it is taken. Only trainable tensors are in it; it can be read by another
-number of processes. Random numbers need no state: they are functions of (seed, step, rank)."""
+A folder `step-<8 digits>` below that of the trajectory's fingerprint is written under a temporary
+name, synced, and renamed when all processes have finished; if a disk damages it, its checksums say
+so, and the one before is taken. Any number of processes can read it. Random numbers need no state:
+they are functions of (seed, step, rank)."""
 
 import logging
 import queue

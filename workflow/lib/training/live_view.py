@@ -1,9 +1,7 @@
 """The live view of a training: TensorBoard files, and on request Weights & Biases.
 
-Both show the lines of `metrics.jsonl` and are never read again. At every start they get what the
-rewound journal holds before what comes: TensorBoard's files are written anew, Weights & Biases is
-sent what it has not got. So resuming, after whatever end, neither doubles nor loses a point. Called
-on the main process alone."""
+Both show the lines of `metrics.jsonl`. At a start TensorBoard's files are written anew, and Weights
+& Biases is sent what it lacks, so no point is doubled or lost. On the main process alone."""
 
 import importlib
 import importlib.util

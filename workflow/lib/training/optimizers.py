@@ -1,11 +1,9 @@
 """The optimizers over the shards of what is trained: each process updates its own.
 
-AdamW is element by element, so a shard is updated as if it were a whole tensor: bitsandbytes knows
-no DTensor, and torch dispatches each one by itself, in 15 times the time of plain tensors, for
-which the GPU would wait. Moments of 8 bits have a scale per 256 neighbouring elements of a shard
-(arXiv 2110.02861): another number of processes cuts other blocks, so from their checkpoint moments
-are decoded and quantized anew, which moves them by at most half a step of their code; everything
-else is exact. Muon gathers whole matrices (`muon`)."""
+AdamW is element by element, so a shard is a whole tensor to it: bitsandbytes knows no DTensor, and
+torch takes 15 times as long for one. Moments of 8 bits have a scale per 256 elements of a shard
+(arXiv 2110.02861): for other processes they are decoded and quantized anew, off by at most half a
+step of their code. Muon gathers whole matrices (`muon`)."""
 
 import math
 from collections.abc import Callable, Mapping

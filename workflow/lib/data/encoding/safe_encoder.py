@@ -1,11 +1,9 @@
 """Text to token ids, where only the chat template can write a special token, never the data.
 
-A tokenizer recognizes special tokens anywhere in its input, so a user's text with "<|end|>" in it
-would end the turn. Here such text is *guarded* before rendering: every character of the occurrence
-is replaced by one of the private-use plane. After rendering, guarded and unguarded spellings are
-swapped, and a second tokenizer reads the result whose special tokens are spelled guarded: the
-template's tokens match, the data's text is ordinary. Lengths do not change, so character positions
-stay valid. Text without such strings, nearly all, takes the first tokenizer as it is."""
+Special tokens in a user's text are *guarded* before rendering: each character becomes one of the
+private-use plane. After rendering both spellings are swapped, and a second tokenizer, whose special
+tokens are spelled guarded, reads the result. Lengths and positions do not change. Text without
+them, nearly all, takes the first tokenizer as it is."""
 
 import json
 import re

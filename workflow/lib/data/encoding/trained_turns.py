@@ -1,11 +1,8 @@
 """Conversations to text through a chat template, and where in it the trained turns stand.
 
-A turn begins where the prompt ends that the template renders for inference, and ends with the last
-special token of the conversation up to this turn; where the template writes none there, with the
-token that the next role begins with, at which inference stops. Both are positions in the rendered
-text. A turn that the whole conversation shows otherwise (templates of reasoning models leave
-reasoning out of earlier turns) stands in a text of its own: the prompt and the turn as inference
-has them."""
+A turn begins where the prompt of inference ends, and ends with the last special token
+up to this turn, or with the token that the next role begins with. A turn that later text shows
+otherwise (reasoning is left out of earlier turns) stands in a text of its own."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace

@@ -1,9 +1,8 @@
-"""How a turn begins where the rendered conversation does not begin with the turn's prompt.
+"""How a turn begins where the rendered conversation does not begin with the turn's prompt, which
+may open the reasoning (`<think>`) or close it, or have the system text elsewhere.
 
-The prompt of inference may open the reasoning (`<think>`), or close it, where the conversation
-shows neither, or an empty pair; and it may have the system text in another place. The turn then
-follows the prompt as the model has to write it: a reasoning that the prompt opens is closed once.
-How the template begins a turn is found with a turn of one mark, once for each end of a prompt."""
+The turn then follows the prompt as the model has to write it. How the template begins a turn is
+found with a turn of one mark, once for each end of a prompt."""
 
 import re
 from collections.abc import Collection, Iterator

@@ -1,11 +1,8 @@
 """Files of a Hugging Face hub repository at one commit: chosen, downloaded, verified.
 
-Everything is asked for by commit, never by branch, so a branch that moves meanwhile changes
-nothing. A folder appears under its name only when the hub's checksums are those of its files. Until
-then they lie in the hidden sibling folder `.<name>.partial`, from which a repeated command goes on.
-Weights are safetensors only: pickles can run code when loaded, and code is never fetched.
-
-The access token (`HF_TOKEN`) and the endpoint (`HF_ENDPOINT`) are `huggingface_hub`'s business."""
+A folder appears under its name only when the hub's checksums are those of its files; until then
+they lie in `.<name>.partial`, from which a repeated command goes on. Weights are safetensors only,
+and code is never fetched. `HF_TOKEN` and `HF_ENDPOINT` are `huggingface_hub`'s business."""
 
 import difflib
 import errno

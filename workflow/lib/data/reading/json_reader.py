@@ -1,9 +1,7 @@
 """A JSON array of objects, read as a stream: one element's text is in memory at a time.
 
-The standard decoder parses an element at a place of a buffer. Where the buffer ends within an
-element it fails at the buffer's end, or at the start of a string that it does not see the end of;
-then more is read. An error anywhere else is the file's. Buffers double, so that a large element is
-not parsed too often."""
+The standard decoder fails at a buffer's end within an element, or at a string whose end it does not
+see: then more is read, in doubling buffers. An error anywhere else is the file's."""
 
 import io
 import json

@@ -1,10 +1,7 @@
 """From settings to files: which ones a source has, in which order, and of which type.
 
-A source is a file, a folder, a folder written by `datasets.save_to_disk`, or a glob (`**` crosses
-folders). The same rules hold below the working directory and below a downloaded hub dataset, whose
-listing `hub_paths` filters before anything is there. Files are sorted by name, so the order of rows
-is the same on every machine. Reads no data, only names and the small JSON files of a saved dataset.
-"""
+A source is a file, a folder, a saved dataset, or a glob (`**` crosses folders), below
+the working directory or a hub dataset (`hub_paths`). Files are sorted by name. Reads no data."""
 
 import difflib
 import json

@@ -1,10 +1,7 @@
 """Parquet and Arrow files as chunks, a batch at a time, with the values that `datasets` gives.
 
-An Arrow file is an IPC file (Feather) or an IPC stream. Arrow's own values are those of `datasets`,
-but for two types. A column of type JSON, alone or inside of lists and structs, holds JSON text,
-which is decoded here; and a map becomes an object, where `datasets` reads no maps at all. Its own
-reader is not used: it knows no numbers of broken rows, and the process that reads would decode for
-all others."""
+An Arrow file is an IPC file (Feather) or stream. Columns of type JSON hold JSON text, decoded here;
+a map becomes an object. The own reader of `datasets` knows no numbers of broken rows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,11 +1,8 @@
 """Documents to rows of `seq_len` tokens: best-fit decreasing, offline and deterministic.
 
-A row is opened by the longest document left. Its space is then closed exactly where one document or
-two can do so; where none can, the longest document that fits goes in, and the search goes on. So a
-row ends in padding only if nothing that is left fits, and documents are never cut here. Documents
-of equal length are interchangeable: the search works on the *lengths* that are left, the set of
-them kept as the bits of one integer. All pairs that close a space are then found by one shift and
-one AND, `seq_len` / 64 machine words, so the cost is linear in the documents.
+A row is opened by the longest document left, and closed exactly by one document or two if possible;
+else the longest that fits goes in. Documents are never cut. The search works on the *lengths* that
+are left, as bits of one integer: pairs that close a space are found by one shift and one AND.
 
 Source: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithms" (1973); rows
 closed one at a time, Gupta and Ho, "A new heuristic algorithm for the one-dimensional bin-packing

@@ -1,9 +1,7 @@
 """Work spread over any number of processes; results come in the order of the tasks.
 
-Each process prepares itself once and then takes tasks. Processes are forked, so they share what is
-loaded and start at once; nothing that needs threads (torch, parallel tokenizers) may have run
-before. They ignore Ctrl-C, which their parent answers by cancelling what has not begun, and end by
-themselves as soon as the parent is gone, however it went."""
+Processes are forked, so they share what is loaded; nothing that needs threads (torch, parallel
+tokenizers) may have run before. They ignore Ctrl-C, which their parent answers, and end with it."""
 
 import gc
 import multiprocessing

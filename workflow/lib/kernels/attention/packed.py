@@ -1,11 +1,9 @@
 """Attention over packed rows: no mask, and no way from one document to another.
 
-Flash implementations get all rows of a micro-batch as one row, with the documents' boundaries
-(`cu_seq_lens`). Documents of one length, as rows that one long document fills, go to cuDNN where
-that is faster, and heads wider than FlashAttention's to kernels of ours. Transformers would find
-the boundaries itself only in batches of one row, and otherwise attend across documents without a
-word (`_is_packed_sequence` in modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention
-as built into torch (torch.nn.attention.varlen), so it needs no further package."""
+Flash implementations get all rows as one, with the documents' boundaries (`cu_seq_lens`), which
+Transformers would find in batches of one row alone (`_is_packed_sequence`, 5.23). Documents of one
+length go to cuDNN where that is faster, wide heads to kernels of ours. `varlen` is torch's own
+FlashAttention (torch.nn.attention.varlen)."""
 
 import inspect
 from typing import Any

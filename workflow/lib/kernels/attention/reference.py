@@ -1,9 +1,6 @@
-"""The family's own eager attention, with the family's own masks: what the attention of a training
-is compared with before the first step.
-
-Transformers hands a layer's mask to some implementations, and to others only what the layer tells
-besides (a window, say). So it is compared, too, whether the layer tells what its mask does. A
-window may be longer than the documents that are tried."""
+"""The family's own eager attention and masks: what a training's attention is compared with before
+the first step, and whether a layer tells what its mask does, a window say, as some implementations get
+no mask. A window may be longer than the documents that are tried."""
 
 import sys
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
 """GPU kernels of grouped matmuls, which read each row where it lies and add what belongs to it.
 
-torch's grouped matmul wants its rows copied into the order of the experts, knows neither bias nor
-a term to begin with, and writes whole tensors. Here a token's row is read by its number, a slice of
-the outputs is written where it belongs, and sums of gradients are written in fp32 as the masters
-lie. `grouped_matmul` says what is computed, and computes it without these kernels elsewhere."""
+torch's wants rows copied into the order of the experts, and knows no bias and no term to begin
+with. `grouped_matmul` says what is computed, and computes it elsewhere."""
 
 from typing import NamedTuple
 

@@ -1,10 +1,8 @@
 """Matmuls of rows with the weights of the expert that each goes to.
 
-Rows are sorted by expert, so those of an expert are one range, and where the ranges end stays on
-the device: all shapes are known beforehand, and a GPU never waits for the host. There kernels of
-our own make all matmuls at once (`grouped_kernels`), or torch's grouped matmul where they cannot
-be built. It is a loop over experts on CPUs, where a matmul for each expert costs no launch, and
-rows may have any width."""
+Rows are sorted by expert, and where the ranges end stays on the device: no GPU waits for the host.
+Kernels of ours make all matmuls at once (`grouped_kernels`), or torch's grouped matmul; CPUs loop
+over experts."""
 
 import torch
 from torch import nn
