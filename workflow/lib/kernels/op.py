@@ -2,7 +2,7 @@
 
 Compilers make wrong programs of some kernels, so each is compared with its reference (`Op.case`) at
 its first use on a GPU. CPUs take the reference, a recorded device the kernel, which computes
-nothing there. A kernel that one process of a run cannot use is used by none (`distributed.world`)."""
+nothing there. What one process of a run cannot use none uses (`distributed.world`)."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager

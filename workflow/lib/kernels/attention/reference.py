@@ -1,5 +1,5 @@
 """The family's own eager attention and masks: what a training's attention is compared with before
-the first step, and whether a layer tells what its mask does, a window say, as some implementations get
+the first step, and whether a layer tells what its mask does (a window), as some implementations get
 no mask. A window may be longer than the documents that are tried."""
 
 import sys
