@@ -51,3 +51,18 @@ def test_trained_text_is_coloured_on_a_terminal_and_bracketed_elsewhere(manifest
 def test_control_characters_of_the_data_are_spelled_out(manifest):
     text = shown(manifest, terminal=True)
     assert "a\\x1b[31m\nb" in text
+
+
+def test_answers_of_a_pair_are_shown_one_after_the_other(tmp_path):
+    tiny_tokenizer(tmp_path / "tokenizer")
+    stage = Stage(tmp_path, tmp_path / "tokenizer")
+    stage.examples = "pairs"
+    for path, first in ((stage.train, 0), (stage.heldout, 50)):
+        numbers = range(first, first + 3)
+        save_rows(path, [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in numbers])
+    stage.run()
+    text = shown(stage.output / MANIFEST, terminal=False)
+    chosen, rejected = f"row 1 of {stage.train} (chosen)", f"row 1 of {stage.train} (rejected)"
+    answers = [chosen, "\u27e6yes<|end|>\u27e7", rejected, "\u27e6no<|end|>\u27e7"]
+    places = [text.index(part) for part in answers]
+    assert places == sorted(places)
