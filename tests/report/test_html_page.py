@@ -30,7 +30,9 @@ def two_runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
     write_run(root, "demo", num_steps=13)
     folder = write_run(root, "hostile", num_steps=11)
-    keep = frozenset({"hostile", "base", "tuned", "fits", "replay", "cuda_allocated", "dd" * 32})
+    keep = frozenset(
+        {"hostile", "base", "tuned", "fits", "replay", "cuda_allocated", "sft", "dd" * 32}
+    )
     written = [path for path in folder.rglob("*.json") if path.name != "adapter_config.json"]
     for path in [*written, root / "tokens" / "hostile-data" / "manifest.json"]:
         edit(path, lambda d: d.update(poison(d, keep=keep)))
