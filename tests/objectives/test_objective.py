@@ -23,6 +23,7 @@ from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.training.batches import stored_batch
+from workflow.lib.training.best_adapter import HeldOut
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
 
@@ -108,6 +109,10 @@ def survey(base: Path) -> dict[str, Any]:
                 for rows in {share, 1}:
                     step = one_step(model, config, world, rows, store=store)
                     found[f"{head}, {name}, {rows}"] = step
+                heldout = HeldOut(
+                    store, every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=2
+                )
+                found[f"held out, {head}, {name}"] = heldout.loss(model.training, world=world)
                 if world.size == 1:
                     found[f"{head}, {name}, dense"] = dense(model, name)
                     model.training.zero_grad()
@@ -151,6 +156,13 @@ def test_step_has_the_loss_the_figures_and_the_gradients_of_a_dense_reference(
             torch.testing.assert_close(
                 found[form][2][key], gradient, rtol=1e-3, atol=1e-4 * largest
             )
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "kto"])  # they have weights
+@pytest.mark.parametrize("head", HEADS)
+def test_held_out_loss_is_that_of_one_step_over_all_documents(found, alone, head, name):
+    loss, *_ = alone[f"{head}, {name}, dense"]
+    assert found[f"held out, {head}, {name}"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_weights_that_are_all_equal_change_nothing():

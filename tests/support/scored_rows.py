@@ -41,6 +41,20 @@ class DrawnScores:
         arrays = (self._log_probs, self._top_ids, self._top, self._rest)
         return Scores(*(array[rows][mask] for array in arrays))
 
+    def heldout(self, number: int) -> Scores:
+        """Of the document of this number in the rows: the held-out documents are the same."""
+        spans = [(row, span) for row, of_row in enumerate(ROWS) for span in spans_of(of_row)]
+        row, span = spans[number]
+        before = int(self._mask[row, : span.start].sum())
+        here = slice(before, before + int(self._mask[row, span].sum()))
+        return Scores(*(None if x is None else x[here] for x in self.of_rows([row])))
+
+
+def spans_of(lengths: Sequence[int]) -> list[slice]:
+    """Return where documents of these lengths lie in a row."""
+    ends = np.cumsum(lengths).tolist()
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
 
 class GivenScores:
     """Log-probabilities (n,) of the trained tokens of all rows, in their order."""
@@ -67,7 +81,7 @@ def scored_rows(
     all_trained: bool = False,
 ) -> TokenStore:
     """Return rows of documents, of which about six in ten tokens are trained, or all but the first,
-    with scores."""
+    with scores. The held-out documents are the same."""
     draw = np.random.default_rng(0)
     shape = (len(rows), SEQ_LEN)
     positions, mask = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.bool_)
@@ -87,12 +101,17 @@ def scored_rows(
         "train.input_ids.npy": draw.integers(0, VOCAB, shape, dtype=np.uint32),
         "train.loss_mask.npy": mask,
         "train.position_ids.npy": positions,
-        "heldout.input_ids.npy": np.zeros(1),
-        "heldout.loss_mask.npy": np.zeros(1),
-        "heldout.offsets.npy": np.array([0, 1]),
     }
+    spans = [(row, span) for row, of_row in enumerate(rows) for span in spans_of(of_row)]
+    lengths = [span.stop - span.start for _, span in spans]
+    arrays["heldout.offsets.npy"] = np.cumsum([0, *lengths])
+    names = ["input_ids", "loss_mask"]
     if examples == "rated":
         arrays["train.desirable.npy"] = desirable
+        names.append("desirable")
+    for name in names:
+        whole = arrays[f"train.{name}.npy"]
+        arrays[f"heldout.{name}.npy"] = np.concatenate([whole[row, span] for row, span in spans])
     if weights:
         drawn = draw.choice([0.25, 1.0, 2.0], shape).astype(np.float32)
         arrays["train.weights.npy"] = mask * drawn

@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -50,7 +51,6 @@ class HeldOutRows(NamedTuple):
     position_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     desirable: npt.NDArray[np.bool_] | None
-    numbers: list[list[int]]  # the held-out documents in each row
 
     @property
     def weights_per_row(self) -> npt.NDArray[Any]:
@@ -58,19 +58,15 @@ class HeldOutRows(NamedTuple):
         return counts
 
     @classmethod
-    def of(cls, store: TokenStore, units: Sequence[Sequence[int]]) -> Self:
-        """Pack units of documents, each into one row at least as long as the training rows."""
+    def of(cls, store: TokenStore, rows: Sequence[Sequence[int]], *, seq_len: int) -> Self:
+        """Return rows of these documents each; one of none is padding alone."""
         documents, good = store.heldout_documents(), store.heldout_desirable
-        lengths = [sum(len(documents[number][0]) for number in unit) for unit in units]
-        seq_len = max(store.seq_len, *lengths)
-        packed = heldout_rows(lengths, seq_len=seq_len)
-        shape = (len(packed), seq_len)
+        shape = (len(rows), seq_len)
         ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         mask, desirable = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
-        numbers = [[number for unit in row for number in units[unit]] for row in packed]
-        for row, of_row in enumerate(numbers):
+        for row, numbers in enumerate(rows):
             start = 0
-            for number in of_row:
+            for number in numbers:
                 document_ids, document_mask = documents[number]
                 span = slice(start, start + len(document_ids))
                 ids[row, span], mask[row, span] = document_ids, document_mask
@@ -78,7 +74,7 @@ class HeldOutRows(NamedTuple):
                 desirable[row, span] = good is not None and good[number]
                 start = span.stop
             position_ids[row, start:] = np.arange(seq_len - start)
-        return cls(ids, position_ids, mask, None if good is None else desirable, numbers)
+        return cls(ids, position_ids, mask, None if good is None else desirable)
 
 
 class HeldOut:
@@ -107,7 +103,11 @@ class HeldOut:
                 "Set it to null, or give held-out data (data.heldout, data.heldout_share)."
             )
         self._store, self._micro_batch_size = store, micro_batch_size
-        self._rows = HeldOutRows.of(store, units)
+        lengths = [sum(len(documents[number][0]) for number in unit) for unit in units]
+        self._seq_len = max(store.seq_len, *lengths)
+        packed = heldout_rows(lengths, seq_len=self._seq_len)
+        # the held-out documents in each row
+        self._rows = [[number for unit in row for number in units[unit]] for row in packed]
 
     def due(self, step: int) -> bool:
         """Tell whether the loss is measured after `step` (1-based): every so many, and the last."""
@@ -125,47 +125,47 @@ class HeldOut:
         after every batch."""
         was_training = training.training
         training.eval()
-        every = np.arange(len(self._rows.input_ids))
-        sizes = training.objective.step_sizes(self._rows, every)
-        estimate = step_estimate(
-            training, self._batches(world, sizes), divisor=sizes[0], world=world
-        )
+        by_row = [
+            training.objective.step_sizes(self._arrays([row]), np.arange(1)) for row in self._rows
+        ]
+        sizes = tuple(map(sum, zip(*by_row, strict=True)))
+        batches = partial(self._batches, world, sizes, moved)
+        estimate = step_estimate(training, batches(), divisor=sizes[0], world=world)
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         with forward_only(training):
-            for batch in self._batches(world, sizes):
+            for batch in batches():
                 total += loss_in(training(replace(batch, estimate=estimate)))
-                moved()
         training.train(was_training)
         dist.all_reduce(total)
         return float(total) / sizes[0]
 
-    def _batches(self, world: World, sizes: tuple[float, ...]) -> Iterator[MicroBatch]:
-        """Yield this process's rows; all have as many batches, as each gathers the weights."""
+    def _arrays(self, rows: Sequence[Sequence[int]]) -> HeldOutRows:
+        return HeldOutRows.of(self._store, rows, seq_len=self._seq_len)
+
+    def _batches(
+        self, world: World, sizes: tuple[float, ...], moved: Callable[[], None]
+    ) -> Iterator[MicroBatch]:
+        """Yield this process's rows; call `moved` after each batch. All processes have as many
+        batches, because each gathers the weights."""
         of_step = torch.tensor(sizes) if len(sizes) > 1 else None
-        total = len(self._rows.input_ids)
-        own_rows = list(range(total))[world.rank :: world.size]
-        num_rows = math.ceil(total / world.size)  # of the process that has most
+        own_rows = self._rows[world.rank :: world.size]
+        num_rows = math.ceil(len(self._rows) / world.size)  # of the process that has most
         for start in range(0, num_rows, self._micro_batch_size):
             count = min(self._micro_batch_size, num_rows - start)
             rows = own_rows[start : start + count]
-            batch = self._batch(rows, missing=count - len(rows))
+            batch = self._batch([*rows, *([] for _ in range(count - len(rows)))])
             yield replace(batch, step_sizes=of_step).to(world.device)
+            moved()
 
-    def _batch(self, rows: list[int], *, missing: int) -> MicroBatch:
-        """Return rows, and rows of padding alone for what is missing."""
-
-        def of(array: Any) -> Any:
-            return None if array is None else np.pad(array[rows], ((0, missing), (0, 0)))
-
-        ids, positions, mask, desirable = map(of, self._rows[:4])
-        positions[len(rows) :] = np.arange(positions.shape[1])
+    def _batch(self, rows: Sequence[Sequence[int]]) -> MicroBatch:
+        ids, positions, mask, desirable = self._arrays(rows)
         batch = make_batch(ids, positions, mask, device=torch.device("cpu"))
         if self._store.examples != "texts":
             batch = with_examples(batch, desirable)
         if self._store.scores is None:
             return batch
-        numbers = [number for row in rows for number in self._rows.numbers[row]]
-        return with_scores(batch, [self._store.scores.heldout(n) for n in numbers or [0]])
+        numbers = [number for row in rows for number in row] or [0]
+        return with_scores(batch, [self._store.scores.heldout(number) for number in numbers])
 
 
 class BestAdapter:
