@@ -26,7 +26,8 @@ from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import measure, parts, prepare
 from workflow.lib.evaluation.results import evaluations, summary_lines
-from workflow.lib.export.stock_models import load_base
+from workflow.lib.evaluation.rewards import Preferences
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.errors import UserError
@@ -73,12 +74,21 @@ class Evaluator:
     """Evaluates the folder's models against an archive; tells which parts were measured, by
     subject."""
 
-    def __init__(self, folder, archive, tokenizer, *, streamed=False):
+    def __init__(self, folder, archive, tokenizer, *, tokens="tokens", streamed=False):
         self.folder, self.archive, self.tokenizer = folder, Archive(archive), tokenizer
-        self.streamed = streamed
+        self.tokens, self.streamed = tokens, streamed
+
+    def preferences(self, tokens, settings):
+        return None
 
     def __call__(self, settings, world=None):
-        questions = prepare(store(self.folder), tokenizer=self.tokenizer, settings=settings)
+        tokens = store(self.folder, self.tokens)
+        questions = prepare(
+            tokens,
+            tokenizer=self.tokenizer,
+            settings=settings,
+            preferences=self.preferences(tokens, settings),
+        )
         options = load_options(self.folder / "base", device=CPU, settings=ModelConfig())
         asked = parts(questions, world=world)
         measured, new = {}, {}
@@ -152,6 +162,67 @@ def test_original_that_is_streamed_has_the_losses_of_a_loaded_one(
     assert found["tuned"].comparisons["original"].tasks == {}
 
 
+def test_start_is_the_base_with_its_own_adapter(folder, evaluator, evaluated, settings):
+    _, measured, _, _ = evaluator(settings)
+    plain = load_adapter(load(folder), folder / "start")
+    assert measured["start"].losses == heldout_losses(plain, DOCUMENTS, batch_size=4, device=CPU)
+    assert measured["tuned"].losses != measured["start"].losses
+
+
+class OfPairs(Evaluator):
+    """Evaluates training on pairs: the rewards of their two answers, without a reference."""
+
+    def preferences(self, tokens, settings):
+        return Preferences.of(tokens, lambda answer: answer.mean, None, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def of_pairs(folder, tokenizer):
+    tiny_tokens(folder / "pairs", DOCUMENTS[:8], examples="pairs")
+    return OfPairs(folder, folder / "archive-of-pairs", tokenizer, tokens="pairs")
+
+
+LOSS_ONLY = EvaluateConfig(tasks=(), samples=2, max_new_tokens=3, bootstrap_resamples=100)
+
+
+def test_rewards_are_of_the_answers_of_all_models(of_pairs):
+    _, measured, found, new = of_pairs(LOSS_ONLY)
+    assert new == {name: ["heldout", "other_answers", "samples"] for name in SUBJECTS}
+    chosen, rejected = (
+        [-loss / count for loss, count in losses]
+        for losses in (measured["tuned"].losses, measured["tuned"].others)
+    )
+    rewards = found["tuned"].rewards
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    assert rewards.margin == pytest.approx(sum(margins) / 4)
+    assert rewards.accuracy == sum(margin > 0 for margin in margins) / 4
+    paired = found["tuned"].comparisons["base"].rewards
+    assert paired.margin == pytest.approx(rewards.margin - found["base"].rewards.margin)
+    assert of_pairs(LOSS_ONLY)[3] == NOTHING
+
+
+def test_heldout_loss_of_pairs_is_that_of_chosen_answers(of_pairs, evaluated):
+    _, measured, found, _ = of_pairs(LOSS_ONLY)
+    whole = [loss for loss, _ in evaluated[1].losses[:8:2]]
+    assert [loss for loss, _ in measured["base"].losses] == pytest.approx(whole)
+    assert (found["base"].heldout.of, found["base"].heldout.documents) == ("chosen answers", 4)
+    assert {sample.document % 2 for sample in found["base"].samples} == {0}
+    assert any("4 chosen answers" in line for line in summary_lines(found))
+    assert any(
+        line.startswith("rewards of tuned on 4 held-out pairs") for line in summary_lines(found)
+    )
+
+
+def test_rewards_of_an_original_that_is_streamed_are_not_measured(
+    folder, tokenizer, tmp_path, of_pairs
+):
+    streaming = OfPairs(folder, tmp_path, tokenizer, tokens="pairs", streamed=True)
+    _, _, found, new = streaming(LOSS_ONLY)
+    assert new["original"] == ["heldout"]
+    assert found["original"].rewards is None
+    assert found["tuned"].comparisons["original"].rewards is None
+
+
 def test_merging_is_compared_with_tuned(evaluator, evaluated, settings):
     """The merged weights are rounded to bf16, which costs a little and is not nothing."""
     *_, found, _ = evaluator(settings)
@@ -223,11 +294,11 @@ def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settin
 def test_base_is_not_measured_again_for_another_adapter(
     folder, tokenizer, evaluated, settings, tmp_path
 ):
-    for name in ("base", "base-original", "start"):
+    for name in ("base", "base-original"):
         shutil.copytree(folder / name, tmp_path / name)
     tiny_adapter(load(folder), tmp_path / "adapter", rank=2)
-    shutil.copytree(folder / "merged", tmp_path / "merged")
-    shutil.copytree(folder / "tokens", tmp_path / "tokens")
+    for name in ("merged", "start", "tokens"):
+        shutil.copytree(folder / name, tmp_path / name)
     write_checksums(tmp_path / "adapter")
     *_, new = Evaluator(tmp_path, folder / "archive", tokenizer)(
         settings.model_copy(update={"tasks": ()})
@@ -245,9 +316,8 @@ def test_one_document_is_too_few_for_an_interval(folder, tokenizer):
 
 def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
     broken = tmp_path / "broken"
-    for name in ("base", "base-original", "tokens", "merged", "start"):
+    for name in ("base", "base-original", "tokens", "merged", "start", "adapter"):
         shutil.copytree(folder / name, broken / name)
-    shutil.copytree(folder / "adapter", broken / "adapter")
     tensors = load_file(broken / "adapter" / "adapter_model.safetensors")
     name = min(n for n in tensors if "layers.1.mlp.down_proj.lora_B" in n)
     tensors[name].fill_(float("nan"))

@@ -124,6 +124,22 @@ def test_base_of_the_hub_has_no_second_id():
         ({"evaluate": {"require": {"t/acc": 5.0}}}, "no model can gain more than 1 by acc"),
         ({"evaluate": {"require": {"t/bleu,strict": 200.0}}}, "more than 100 by bleu"),
         ({"evaluate": {"require": {"heldout_loss": 500.0}}}, "more than 20 by heldout_loss"),
+        ({"evaluate": {"require": {"reward_accuracy": 60.0}}}, "a share is at most 1"),
+        (
+            {"evaluate": {"require": {"reward": 0.6}}},
+            "heldout_loss, reward_accuracy, reward_margin or",
+        ),
+        (
+            {"evaluate": {"require": {"reward_margin": 0.1}}},
+            "reward_margin: train.objective = sft trains no preferences",
+        ),
+        (
+            {
+                "train": {"objective": "dpo"},
+                "evaluate": {"heldout": False, "require": {"reward_accuracy": 0.6}},
+            },
+            "held-out answers are not measured",
+        ),
         ({"data": {"train": [{"path": "a", "weight": 1e-300}]}}, "must be at least 1e-06"),
         ({"data": {"heldout": None, "heldout_share": 1e-300}}, "must be at least 1e-06"),
         ({"data": {"columns": {"prompt": "a", "completion": "a"}}}, "prompt is read from this"),
@@ -135,6 +151,12 @@ def test_what_could_never_work_is_refused_with_the_settings(document, said):
     with pytest.raises(UserError) as refusal:
         load_config(document)
     assert said in str(refusal.value)
+
+
+def test_rewards_may_be_required_of_the_runs_that_train_preferences():
+    dpo = {"train": {"objective": "dpo"}, "evaluate": {"require": {"reward_accuracy": 0.6}}}
+    _, runs = load_config({"runs": {"sft": {}, "dpo": dpo}})
+    assert runs["dpo"].evaluate.require == {"reward_accuracy": 0.6}
 
 
 def test_roles_of_different_formats_may_share_a_column():

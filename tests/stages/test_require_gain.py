@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.report_examples import evaluation
+from tests.support.report_examples import evaluation, rewards
 from tests.support.workflow_project import Finished, Project, executed, make_project
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.report.required_gains import refuse_unmet, verdicts
@@ -16,6 +16,9 @@ from workflow.lib.system.files import canonical_json, read_checked_json, write_c
 TUNED = evaluation(
     "demo", "tuned"
 )  # gains 1.475 [1.371, 1.580] of loss and 0.362 [0.302, 0.421] of acc
+
+
+REWARDS = rewards(0.75)  # [0.6875, 0.8125], margin 0.375 [0.25, 0.5]
 
 
 def judged(require, *, by="estimate", change=None):
@@ -38,10 +41,16 @@ def judged(require, *, by="estimate", change=None):
         ("pydocs_mc/acc", 0.36, "estimate", True),
         ("pydocs_mc/acc", 0.36, "interval", False),
         ("pydocs_mc/acc_norm", 0.3, "estimate", True),
+        ("reward_accuracy", 0.75, "estimate", True),
+        ("reward_accuracy", 0.75, "interval", False),
+        ("reward_margin", 0.25, "interval", True),
+        ("reward_margin", 0.376, "estimate", False),
     ],
 )
 def test_gain_or_the_lower_end_of_its_interval_must_reach_the_requirement(name, least, by, met):
-    (verdict,) = judged({name: least}, by=by)
+    (verdict,) = judged(
+        {name: least}, by=by, change=lambda content: content.update(rewards=REWARDS)
+    )
     assert verdict.met is met
 
 
@@ -74,6 +83,14 @@ def test_every_missed_requirement_of_every_run_is_named():
         in str(caught.value)
     )
     assert "a: pydocs_mc" not in str(caught.value)
+
+
+def test_missed_reward_is_told_as_what_it_is():
+    missed = judged(
+        {"reward_accuracy": 0.9}, change=lambda content: content.update(rewards=REWARDS)
+    )
+    with pytest.raises(UserError, match=r"demo: reward_accuracy is \+0\.75, required \+0\.9"):
+        refuse_unmet({"demo": missed})
 
 
 def gate(folder, least):

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.plans import make_forecast, make_plan, tried_plan
 from workflow.lib.settings.subjects import SUBJECTS
-from workflow.lib.system.artifact_files import write_lines
+from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.files import (
     read_checked_json,
     write_checked_json,
@@ -391,6 +391,58 @@ def add_gguf(folder: Path) -> None:
     base = merged | adapter | {"form": "adapter", "file": "demo-base-q4_k_m.gguf"}
     document = {"files": [merged, base], "provenance": provenance("convert_gguf")}
     write_checked_json(folder / "convert_gguf" / "gguf.json", document)
+
+
+def rewards(accuracy: float, *, of: str = "pairs", ratio: bool = True) -> dict[str, Any]:
+    """Return what a subject prefers; ratio: there is a reference."""
+    found = {
+        "of": of,
+        "examples": 61,
+        "accuracy": accuracy,
+        "accuracy_ci95": [accuracy - 0.0625, accuracy + 0.0625],
+        "margin": 0.375,
+        "margin_ci95": [0.25, 0.5],
+    }
+    ratios = {"chosen_log_ratio": -0.03125, "chosen_log_ratio_ci95": [-0.0625, -0.015625]}
+    ratios |= {"rejected_log_ratio": -0.5, "rejected_log_ratio_ci95": [-0.75, -0.25]}
+    return found | (ratios if ratio else {})
+
+
+def add_preferences(
+    folder: Path, objective: str = "dpo", *, accuracy: float = 0.75, fall: float = 0.5
+) -> None:
+    """Make the run in `folder` one on pairs: rewards of chosen answers end `fall` below 0."""
+    ratio = objective == "dpo"
+
+    def told(step: int) -> dict[str, float]:
+        chosen, rejected = -fall * step / 13, -(fall + 1) * step / 13
+        sums = {"log_probs_chosen": 10 * chosen - 40, "log_probs_rejected": 10 * rejected - 50}
+        both = {"reward_chosen": chosen, "reward_rejected": rejected}
+        return both | sums | {"reward_margin": chosen - rejected, "reward_accuracy": 0.6875}
+
+    lines = folder / "finetune" / "metrics.jsonl"
+    write_lines(lines, [step | told(step["step"]) for step in read_lines(lines)])
+    chosen = {"reference": "start", "beta": 0.25, "gamma": 0.5}
+
+    def trained(document: Any) -> None:
+        document["settings"]["train"]["objective"] = objective
+        document["settings"]["preferences"] = chosen
+
+    edit(folder / "finetune" / "summary.json", trained)
+    for subject in ("tuned",) if ratio else ("base", "tuned"):
+        found = rewards(accuracy if subject == "tuned" else 0.5, ratio=ratio)
+        edit(folder / "evaluate_run" / f"{subject}.json", lambda d, f=found: d.update(rewards=f))
+    if not ratio:
+        paired = {"accuracy": 0.25, "accuracy_ci95": [0.125, 0.375], "margin": 0.25}
+        edit(
+            folder / "evaluate_run" / "tuned.json",
+            lambda d: d["comparisons"]["base"].update(rewards=paired | {"margin_ci95": None}),
+        )
+    for subject in ("base", "tuned"):
+        edit(
+            folder / "evaluate_run" / f"{subject}.json",
+            lambda d: d["heldout"].update(of="chosen answers"),
+        )
 
 
 def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False) -> None:

@@ -95,7 +95,13 @@ def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Do
     return documents
 
 
-def tiny_tokens(folder: Path, documents: list[Document], *, rows: Sequence[Document] = ()) -> None:
+def tiny_tokens(
+    folder: Path,
+    documents: list[Document],
+    *,
+    rows: Sequence[Document] = (),
+    examples: str = "texts",
+) -> None:
     """Write held-out documents, and training rows of a document each; without any, an empty row."""
     ids, masks = zip(*documents, strict=True)
     train = np.zeros((3, max(1, len(rows)), LONGEST))
@@ -124,6 +130,6 @@ def tiny_tokens(folder: Path, documents: list[Document], *, rows: Sequence[Docum
     splits = {"train": {"packed_rows": train.shape[1]}, "heldout": heldout}
     template = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
     facts = {"format_version": 1, "seq_len": LONGEST, "chat_template_sha256": template}
-    facts |= {"template_kwargs": {}}
+    facts |= {"template_kwargs": {}, "examples": examples}
     facts |= {"splits": splits, "files": {name: file_sha256(folder / name) for name in ARRAYS}}
     write_checked_json(folder / "manifest.json", facts)

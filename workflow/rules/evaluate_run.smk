@@ -5,6 +5,7 @@ rule evaluate_run:
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         model=lambda w: original_files(RUNS[w.run]),
         start=lambda w: layout.start_files(RUNS[w.run]) if "start" in RUNS[w.run].subjects else [],
+        scores=lambda w: reference_scores(w.run),
         merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].subjects else [],
         tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
@@ -33,7 +34,7 @@ rule evaluate_run:
         archive=layout.EVALUATIONS,
         subjects=lambda w: list(RUNS[w.run].subjects),
         served=lambda w: RUNS[w.run].served,
-        models=lambda w, input: model_options(RUNS[w.run], input),
+        models=lambda w, input: evaluated_options(RUNS[w.run], input),
         chat_template=lambda w, input: (
             ["--chat-template", *input.chat_template] if input.chat_template else []
         ),

@@ -52,6 +52,17 @@ def original_files(run):
     return model_files(run) if loads else []
 
 
+def reference_scores(name):
+    """The reference's scores as input, if the evaluation has rewards that compare with it."""
+    compares = name in SCORED and SCORED[name].setting == "preferences.reference"
+    return SCORED[name].scores if compares and RUNS[name].evaluate.heldout else []
+
+
+def evaluated_options(run, input):
+    """The options of the evaluation for the models and the reference's scores, if it has them as inputs."""
+    return [*model_options(run, input), *(["--scores", input.scores] if input.scores else [])]
+
+
 def task_files(run):
     """Task files as inputs."""
     folder = run.evaluate.tasks_dir

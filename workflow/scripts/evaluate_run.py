@@ -84,6 +84,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
     parser.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
+    parser.add_argument(
+        "--scores", type=Path, help="folder of the reference's scores of the tokens"
+    )
     parser.add_argument("--archive", type=Path, required=True, help="folder of finished parts")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument(

@@ -25,12 +25,24 @@ from workflow.lib.evaluation.questions import (
     Measurement,
     Questions,
     Subject,
+    asked_of,
     measure,
     parts,
     prepare,
 )
 from workflow.lib.evaluation.results import evaluations, four_bits_of, method_of, summary_lines
-from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.evaluation.rewards import Preferences
+from workflow.lib.objectives.from_settings import objective_of
+from workflow.lib.objectives.kto import RatedAnswers
+from workflow.lib.objectives.pairs import Pairs
+from workflow.lib.scores.store import ScoreStore, recorded_scores
+from workflow.lib.settings.config import (
+    DistillConfig,
+    EvaluateConfig,
+    ModelConfig,
+    PreferencesConfig,
+    TrainConfig,
+)
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files
 from workflow.lib.system.files import put_in_place, write_checked_json
@@ -91,18 +103,36 @@ def check_inputs(
     store: TokenStore,
     process: Process,
 ) -> list[RecordedFile]:
-    """Hold models and tokens to their recorded checksums; return the files of the original, if it
-    is measured. Collective.
+    """Hold models, tokens and scores to their recorded checksums; return the files of the original,
+    if it is measured. Collective.
     """
     process.pulse.phase("checking the files")
     recorded = [file for folder in folders.made_here() for file in listed_files(folder)]
     recorded += recorded_arrays(args.tokens, store.manifest)
+    recorded += recorded_scores(args.scores) if args.scores else []
     check_recorded(recorded, world=process.world, moved=process.pulse.moved)
     if folders.model is None:
         return []
     return evaluated_models.source_files(
         folders.model, world=process.world, moved=process.pulse.moved
     )
+
+
+def preferences_of(
+    args: argparse.Namespace, settings: EvaluateConfig, store: TokenStore
+) -> Preferences | None:
+    """Return the held-out examples whose rewards are measured, if the run trains preferences."""
+    if "train" not in args.config:  # supervised
+        return None
+    objective = objective_of(
+        TrainConfig.model_validate(args.config["train"]).objective,
+        PreferencesConfig.model_validate(args.config.get("preferences", {})),
+        DistillConfig(),
+    )
+    if not isinstance(objective, Pairs | RatedAnswers):
+        return None
+    scores = ScoreStore.open(args.scores, tokens=store) if args.scores else None
+    return Preferences.of(store, objective.rewards, scores, settings=settings)
 
 
 def prepare_questions(
@@ -114,7 +144,8 @@ def prepare_questions(
     if args.chat_template is not None or arguments:
         template = read_chat_template(tokenizer, args.chat_template)
         tokenizer.chat_template = with_arguments(template, arguments)
-    return prepare(store, tokenizer=tokenizer, settings=settings)
+    preferences = preferences_of(args, settings, store)
+    return prepare(store, tokenizer=tokenizer, settings=settings, preferences=preferences)
 
 
 def log_questions(
@@ -160,8 +191,8 @@ def measure_all(
             if model.streamed
             else "",
             ", ".join(new) or "nothing",
-            (1 if model.streamed else len(asked)) - len(new),
-            1 if model.streamed else len(asked),
+            len(asked_of(model, asked)) - len(new),
+            len(asked_of(model, asked)),
         )
     return measured
 

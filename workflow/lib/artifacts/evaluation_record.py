@@ -34,6 +34,8 @@ class Heldout(SourceLoss):
     """Loss on all held-out documents, and by their source."""
 
     loss_ci95: Interval  # 95% interval over documents
+    of: str = "documents"
+    """What the documents are: of pairs `chosen answers`, of rated answers `good answers`."""
     sources: dict[str, SourceLoss]  # the same by source
     per_document: list[DocumentLoss]  # loss of each document
 
@@ -86,11 +88,43 @@ class LossDifference(Record):
     documents: int  # documents compared
 
 
+class RewardDifference(Record):
+    """Paired difference of what two subjects prefer, second - first."""
+
+    accuracy: float  # of the share of examples that are right
+    accuracy_ci95: Interval | None  # 95% interval over examples
+    margin: float  # of the mean margin
+    margin_ci95: Interval | None  # 95% interval over examples
+
+
+class Rewards(Record):
+    """What a subject prefers on held-out examples, by the reward of the run's objective."""
+
+    of: str  # `pairs` or `rated answers`
+    examples: int  # examples measured
+    accuracy: float
+    """Share that is right: the chosen answer has the higher reward; a rated answer's reward lies on
+    its side of KTO's reference point."""
+    accuracy_ci95: Interval | None  # 95% interval over examples
+    margin: float
+    """Mean by how much: reward of the chosen answer - of the rejected one; of a rated answer its
+    reward - the reference point, with the sign of its rating."""
+    margin_ci95: Interval | None  # 95% interval over examples
+    chosen_log_ratio: float | None = None
+    """Mean of log p - log p_ref over the tokens of chosen (good) answers, nats. It stands for the
+    KL divergence to the reference, but is of given answers and not of the model's own: it may be
+    negative. Null without a reference."""
+    chosen_log_ratio_ci95: Interval | None = None  # 95% interval over examples
+    rejected_log_ratio: float | None = None  # the same of rejected (bad) answers
+    rejected_log_ratio_ci95: Interval | None = None  # 95% interval over examples
+
+
 class Comparison(LossDifference):
     """Paired comparison of two subjects on the same questions."""
 
     sources: dict[str, LossDifference]  # loss differences by source
     tasks: dict[str, dict[str, MetricDifference]]  # differences by task and metric
+    rewards: RewardDifference | None = None  # of preferences, where both subjects have rewards
 
 
 class WorstLinear(LinearErrors):
@@ -128,6 +162,9 @@ class Evaluation(Record):
     heldout: Heldout | None  # held-out loss; null where it is switched off
     tasks: dict[str, Task]  # scores by task
     samples: list[Sample]  # answers to some held-out prompts
+    rewards: Rewards | None = None
+    """What it prefers, of runs that train preferences; with a reference model, of subjects with the
+    trained adapter alone."""
     comparisons: dict[SubjectName, Comparison]
     """With each measured subject before it, which comes first in the difference."""
     four_bits: FourBits | None = None  # of the base, if it was calibrated
@@ -166,12 +203,13 @@ def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost |
 class GainVerdict(Record):
     """A least gain that `evaluate.require` asks for, and what was reached."""
 
-    requirement: str  # `heldout_loss`, or task/metric
-    least: float  # the gain asked for
+    requirement: str  # `heldout_loss`, `reward_accuracy`, `reward_margin`, or task/metric
+    least: float  # the gain asked for; of rewards the value
     subject: SubjectName  # what is served
-    reference: SubjectName
-    """What it is compared with: the original, or the NF4 base if that was not measured."""
-    gain: float  # the gain over the reference; positive is better
+    reference: SubjectName | None
+    """What it is compared with: the original, or the NF4 base if that was not measured; null for
+    rewards."""
+    gain: float  # the gain over the reference, positive is better; of rewards the value
     gain_ci95: Interval | None  # its 95% interval; null if there is none
     judged_by: Literal["estimate", "interval"]
     """Whether the gain counts, or the lower end of its interval."""

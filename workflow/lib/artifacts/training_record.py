@@ -61,6 +61,9 @@ class TrainedSettings(Record):
     model: ModelSettings  # section `model`
     lora: AdapterSettings  # section `lora`
     train: dict[str, Any]  # section `train`
+    preferences: dict[str, Any] = Field(default={})
+    """Section `preferences`, of runs that train them."""
+    distill: dict[str, Any] = Field(default={})  # section `distill`, of runs with a teacher
 
 
 class Ancestor(Record):

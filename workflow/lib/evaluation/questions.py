@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peft import PeftModel
@@ -20,6 +20,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.lm_eval_tasks import LoadedTasks, load_tasks, run_tasks, task_facts
 from workflow.lib.evaluation.measurement_cache import Archive
+from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.evaluation.sample_answers import (
     AnswerSettings,
     Prompt,
@@ -30,10 +31,11 @@ from workflow.lib.evaluation.sample_answers import (
 from workflow.lib.evaluation.task_scores import NO_SCORES, TaskScores
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError, setting_error
 
 HELDOUT = "heldout"
+OTHERS = "other_answers"
 Model = PeftModel | PreTrainedModel
 
 
@@ -50,7 +52,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Questions:
-    """What subjects are asked. `losses_of`: documents by number, `sources`: where they are from."""
+    """What all subjects are asked. `losses_of`: documents whose loss is measured, by number; may be
+    none. `sources`: where each of these is from. `preferences`: of runs that train them, if their
+    held-out loss is measured."""
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase
@@ -59,6 +63,7 @@ class Questions:
     sources: list[str]
     prompts: list[Prompt]
     tasks: dict[str, LoadedTasks]
+    preferences: Preferences | None = None
 
 
 @dataclass(frozen=True)
@@ -68,31 +73,43 @@ class Part:
     name: str
     facts: dict[str, Any]
     compute: Callable[[Any], Any]
+    subjects: tuple[SubjectName, ...] = SUBJECTS
 
 
 @dataclass(frozen=True)
 class Measurement:
     """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by
-    prompt. `drawn`: the answers at a temperature; empty if none were asked for."""
+    prompt. `drawn`: the answers at a temperature; empty if none were asked for. `others`: losses of
+    `preferences.others`."""
 
     losses: list[tuple[float, int]]
     tasks: TaskScores
     answers: list[str]
     drawn: list[str]
+    others: list[tuple[float, int]]
 
 
 def prepare(
-    store: TokenStore, *, tokenizer: PreTrainedTokenizerBase, settings: EvaluateConfig
+    store: TokenStore,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EvaluateConfig,
+    preferences: Preferences | None = None,
 ) -> Questions:
     """Choose documents and prompts and load the tasks. Raises `UserError` as `load_tasks`, or for a
     held-out loss with fewer than two documents: there would be no interval."""
     documents = store.heldout_documents()
-    chosen = choose_documents(documents, at_most=settings.max_documents, seed=settings.seed)
+    chosen = (
+        choose_documents(documents, at_most=settings.max_documents, seed=settings.seed)
+        if preferences is None
+        else preferences.losses_of
+    )
     if settings.heldout and len(chosen) < 2:
+        what = "documents" if preferences is None else preferences.what
         raise setting_error(
             "evaluate.heldout",
             True,
-            "an interval needs at least 2 held-out documents with trained tokens, and there are "
+            f"an interval needs at least 2 held-out {what} with trained tokens, and there are "
             f"{len(chosen)}",
             "Raise evaluate.max_documents, hold out more rows (data.heldout or "
             "data.heldout_share), or set it to false",
@@ -111,6 +128,7 @@ def prepare(
             tokenizer=tokenizer,
             trained_template_sha256=store.manifest["chat_template_sha256"],
         ),
+        preferences=preferences if settings.heldout else None,
     )
 
 
@@ -119,7 +137,10 @@ def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
     settings = questions.settings
     measurements = []
     if questions.losses_of:
-        measurements.append(_losses(questions, world=world))
+        measurements.append(_losses(HELDOUT, questions.losses_of, questions, world=world))
+    if asked := questions.preferences:
+        others = _losses(OTHERS, asked.others, questions, world=world)
+        measurements.append(replace(others, subjects=asked.subjects))
     if questions.prompts:
         measurements.append(_samples(questions, temperature=0.0, world=world))
     if questions.prompts and settings.sample_temperature is not None:
@@ -129,8 +150,8 @@ def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
     return measurements + [_task(name, questions, world=world) for name in questions.tasks]
 
 
-def _losses(questions: Questions, *, world: World | None) -> Part:
-    documents = [questions.documents[number] for number in questions.losses_of]
+def _losses(name: str, of: list[int], questions: Questions, *, world: World | None) -> Part:
+    documents = [questions.documents[number] for number in of]
 
     def compute(model: Model | StreamedModel) -> list[tuple[float, int]]:
         if isinstance(model, StreamedModel):
@@ -143,7 +164,7 @@ def _losses(questions: Questions, *, world: World | None) -> Part:
 
         return shared_out(documents, of, world=world, model=model)
 
-    return Part(HELDOUT, {"documents": _digest(documents)}, compute)
+    return Part(name, {"documents": _digest(documents)}, compute)
 
 
 def _digest(documents: Sequence[Document]) -> str:
@@ -206,6 +227,12 @@ def _task(name: str, questions: Questions, *, world: World | None) -> Part:
     return Part(f"task-{name}", facts, compute)
 
 
+def asked_of(subject: Subject, asked: Sequence[Part]) -> list[Part]:
+    """Return the parts that are measured on a subject."""
+    parts = [part for part in asked if subject.name in part.subjects]
+    return [part for part in parts if part.name == HELDOUT or not subject.streamed]
+
+
 def measure(
     subject: Subject,
     asked: Sequence[Part],
@@ -218,7 +245,7 @@ def measure(
     is not archived. machine: types, attention, versions. Collective: the main process has the
     files."""
     is_main = world is None or world.is_main
-    asked = [part for part in asked if part.name == HELDOUT or not subject.streamed]
+    asked = asked_of(subject, asked)
     values = agreed(
         {
             part.name: archive.find(subject.key, part.name, machine | part.facts)
@@ -232,7 +259,7 @@ def measure(
         with subject.opened() as model:
             for part in (part for part in asked if part.name in missing):
                 value = part.compute(model)
-                if part.name == HELDOUT:
+                if part.name in (HELDOUT, OTHERS):
                     _check_finite(value, subject=subject.name)
                 if is_main:
                     archive.keep(subject.key, part.name, machine | part.facts, value)
@@ -246,8 +273,13 @@ def _measurement(values: dict[str, Any]) -> Measurement:
         if name.startswith("task-"):
             tasks |= TaskScores.from_json(value)
     return Measurement(
-        losses=[(float(loss_sum), int(tokens)) for loss_sum, tokens in values.get(HELDOUT, [])],
+        losses=_sums(values.get(HELDOUT, [])),
         tasks=tasks,
         answers=list(values.get("samples", [])),
         drawn=list(values.get("drawn", [])),
+        others=_sums(values.get(OTHERS, [])),
     )
+
+
+def _sums(stored: list[Any]) -> list[tuple[float, int]]:
+    return [(float(loss_sum), int(tokens)) for loss_sum, tokens in stored]

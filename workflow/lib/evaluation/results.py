@@ -24,6 +24,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval, Provenance
 from workflow.lib.evaluation.bootstrap import estimate_ratio
 from workflow.lib.evaluation.questions import Measurement, Questions
+from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
 from workflow.lib.evaluation.task_scores import task_differences
 from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.config import EvaluateConfig
@@ -87,7 +88,8 @@ def _difference(
     )
 
 
-Losses = Sequence[tuple[float, int]]
+Loss = tuple[float, int]
+Losses = Sequence[Loss]
 
 
 def evaluations(
@@ -115,12 +117,40 @@ def evaluations(
                 other: compare(measured[other], measured[name], questions)
                 for other in shown[:position]
             },
+            **_rewards(measured[name], questions),
             four_bits=four_bits if name == "base" else None,
             quantized_by=quantized_by if name == "base" else None,
             provenance=provenance,
         )
         for position, name in enumerate(shown)
     }
+
+
+def _rewards(measured: Measurement, questions: Questions) -> dict[str, Any]:
+    """Return the field of a subject that has rewards; of another none."""
+    losses, preferences = _answer_losses(measured, questions), questions.preferences
+    if losses is None or preferences is None:
+        return {}
+    return {"rewards": rewards_record(preferences, losses, settings=questions.settings)}
+
+
+def _reward_difference(
+    before: Measurement, after: Measurement, questions: Questions
+) -> dict[str, Any]:
+    """Return the field of two subjects that both have rewards."""
+    old, new = (_answer_losses(measured, questions) for measured in (before, after))
+    if old is None or new is None or questions.preferences is None:
+        return {}
+    settings = questions.settings
+    return {"rewards": rewards_difference(questions.preferences, old, new, settings=settings)}
+
+
+def _answer_losses(measured: Measurement, questions: Questions) -> dict[int, Loss] | None:
+    """Return the losses of both answers of all examples by document, if they were measured."""
+    if (preferences := questions.preferences) is None or not measured.others:
+        return None
+    numbers = [*preferences.losses_of, *preferences.others]
+    return dict(zip(numbers, [*measured.losses, *measured.others], strict=True))
 
 
 def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
@@ -147,8 +177,10 @@ def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
         return None
     settings = questions.settings
     by_source = _by_source(losses, questions.sources)
+    of: dict[str, Any] = {"of": questions.preferences.what} if questions.preferences else {}
     return Heldout(
         **_loss_fields(losses, settings=settings),
+        **of,
         sources={
             name: SourceLoss(**_loss_fields(some, settings=settings))
             for name, some in by_source.items()
@@ -205,6 +237,7 @@ def compare(before: Measurement, after: Measurement, questions: Questions) -> Co
         tasks=task_differences(
             before.tasks, after.tasks, resamples=settings.bootstrap_resamples, seed=settings.seed
         ),
+        **_reward_difference(before, after, questions),
     )
 
 
@@ -239,6 +272,7 @@ def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
             if name != reference
             for line in _comparison_lines(results[reference], after)
         ),
+        *(line for after in results.values() for line in _reward_lines(after)),
     ]
 
 
@@ -261,7 +295,8 @@ def _comparison_lines(before: Evaluation, after: Evaluation) -> list[str]:
             comparison.loss_difference, comparison.loss_difference_ci95, comparison.p_value
         )
         lines.append(
-            f"held-out loss {losses}: {old} - {new} {gain}, {comparison.documents} documents"
+            f"held-out loss {losses}: {old} - {new} {gain}, {comparison.documents} "
+            f"{after.heldout.of}"
         )
     for task, metrics in comparison.tasks.items():
         for metric, paired in metrics.items():
@@ -273,6 +308,22 @@ def _comparison_lines(before: Evaluation, after: Evaluation) -> list[str]:
     return lines
 
 
+def _reward_lines(found: Evaluation) -> list[str]:
+    if (rewards := found.rewards) is None:
+        return []
+    ratio, ci95 = rewards.chosen_log_ratio, rewards.chosen_log_ratio_ci95
+    moved = "" if ratio is None else f"; log p - log p_ref of a token {_signed(ratio, ci95, None)}"
+    return [
+        f"rewards of {SUBJECT_LABELS[found.subject]} on {rewards.examples} held-out {rewards.of}: "
+        f"{rewards.accuracy:.1%} right ({_interval(rewards.accuracy_ci95)}), margin "
+        f"{_signed(rewards.margin, rewards.margin_ci95, None)}{moved}"
+    ]
+
+
 def _signed(value: float, ci95: Interval | None, p_value: float | None) -> str:
-    interval = "no interval" if ci95 is None else f"95% interval {ci95[0]:+.4f} to {ci95[1]:+.4f}"
-    return f"{value:+.4f} ({interval})" + ("" if p_value is None else f", p = {p_value:.2g}")
+    test = "" if p_value is None else f", p = {p_value:.2g}"
+    return f"{value:+.4f} ({_interval(ci95)}){test}"
+
+
+def _interval(ci95: Interval | None) -> str:
+    return "no interval" if ci95 is None else f"95% interval {ci95[0]:+.4f} to {ci95[1]:+.4f}"

@@ -38,15 +38,30 @@ GGUF_MEANING = (
 
 
 def verdict_sentence(inputs: CardInputs) -> str:
-    """Return what the held-out loss of what is served says, in one sentence."""
+    """Return what the rewards, if it has any, and the held-out loss of what is served say."""
+    return " ".join([*_reward_sentences(inputs), _loss_sentence(inputs)])
+
+
+def _reward_sentences(inputs: CardInputs) -> list[str]:
+    if (rewards := inputs.measured.served.rewards) is None:
+        return []
+    return [
+        f"Of {count(rewards.examples)} held-out {rewards.of}, its rewards are right in "
+        f"{share(rewards.accuracy)} {_shares(rewards.accuracy_ci95)}; chance is one half."
+    ]
+
+
+def _loss_sentence(inputs: CardInputs) -> str:
     measured = inputs.measured
     difference = measured.comparison
-    if measured.outcome == "not measured" or difference.loss_difference is None:
+    if measured.loss_outcome == "not measured" or difference.loss_difference is None:
         return "Its held-out loss was not measured."
     reference, served = label(measured.reference), label(measured.served)
+    heldout = measured.served.heldout
+    of = "" if heldout is None or heldout.of == "documents" else f" of {heldout.of}"
     return (
-        f"Its held-out loss ({served}: {SUBJECT_MEANINGS[measured.served.subject]}) is "
-        f"{OUTCOME_WORDS[measured.outcome]} that of the {reference}: {reference} - {served} "
+        f"Its held-out loss{of} ({served}: {SUBJECT_MEANINGS[measured.served.subject]}) is "
+        f"{OUTCOME_WORDS[measured.loss_outcome]} that of the {reference}: {reference} - {served} "
         f"{signed(difference.loss_difference)} {_interval(difference.loss_difference_ci95)} nats "
         "per token."
     )
@@ -54,7 +69,7 @@ def verdict_sentence(inputs: CardInputs) -> str:
 
 def results_section(inputs: CardInputs) -> str:
     shown = list(inputs.measured.subjects.values())
-    rows = [*_heldout_rows(inputs, shown), *_task_rows(inputs, shown)]
+    rows = [*_heldout_rows(inputs, shown), *_reward_rows(shown), *_task_rows(inputs, shown)]
     if not rows:
         return "Nothing was measured.\n"
     labels = [label(found) for found in shown]
@@ -114,11 +129,29 @@ def _heldout_rows(inputs: CardInputs, shown: list[Evaluation]) -> list[list[str]
     losses = [found.heldout for found in shown]
     return [
         [
-            f"loss on {count(served.documents)} held-out documents, nats per token",
+            f"loss on {count(served.documents)} held-out {served.of}, nats per token",
             *(f"{loss(h.loss)} {_interval(h.loss_ci95)}" if h else "" for h in losses),
             f"{signed(paired.loss_difference)} {_interval(paired.loss_difference_ci95)}{p}",
         ],
         ["perplexity", *(general(h.perplexity) if h else "" for h in losses), ""],
+    ]
+
+
+def _reward_rows(shown: list[Evaluation]) -> list[list[str]]:
+    found = [one.rewards for one in shown]
+    if (known := next((rewards for rewards in found if rewards), None)) is None:
+        return []
+    return [
+        [
+            f"rewards that are right, of {count(known.examples)} held-out {known.of}",
+            *(f"{share(r.accuracy)} {_shares(r.accuracy_ci95)}" if r else "" for r in found),
+            "",
+        ],
+        [
+            "margin of rewards",
+            *(f"{signed(r.margin)} {_interval(r.margin_ci95)}" if r else "" for r in found),
+            "",
+        ],
     ]
 
 
@@ -140,6 +173,10 @@ def _score(found: Evaluation, task: str, metric: str) -> str:
 
 def _interval(ends: Interval | None) -> str:
     return "" if ends is None else f"\\[{loss(ends[0])}, {loss(ends[1])}\\]"
+
+
+def _shares(ends: Interval | None) -> str:
+    return "" if ends is None else f"\\[{share(ends[0])}, {share(ends[1])}\\]"
 
 
 def gguf_section(checks: GgufChecks) -> str:

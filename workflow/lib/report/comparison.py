@@ -87,7 +87,11 @@ def _results(run: Run) -> dict[str, Value]:
     low, high = comparison.loss_difference_ci95 or (None, None)
     cost = measured.four_bits_cost
     cost_low, cost_high = (cost and cost.ci95) or (None, None)
-    losses = {k: v for found in measured.subjects.values() for k, v in _heldout(found).items()}
+    losses = {
+        k: v
+        for found in measured.subjects.values()
+        for k, v in (_heldout(found) | _rewards(found)).items()
+    }
     return {
         "first_loss": summary.first_loss,
         "final_loss": summary.final_loss,
@@ -125,6 +129,19 @@ def _heldout(found: Evaluation) -> dict[str, Value]:
     }
 
 
+def _rewards(found: Evaluation) -> dict[str, Value]:
+    """Return columns of a subject that has rewards; runs without any have none."""
+    if (rewards := found.rewards) is None:
+        return {}
+    name, values = COLUMN_NAMES.get(found.subject, found.subject), dict[str, Value]()
+    for key in ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio"):
+        low, high = getattr(rewards, f"{key}_ci95") or (None, None)
+        column = f"{name}_{key}" if key.endswith("ratio") else f"{name}_reward_{key}"
+        values |= {column: getattr(rewards, key)}
+        values |= {f"{column}_ci95_low": low, f"{column}_ci95_high": high}
+    return values
+
+
 def _task_results(run: Run) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for score in run.measured.scores:
@@ -152,12 +169,14 @@ def comparable(runs: list[Run]) -> bool:
 
 
 def best_run(runs: list[Run]) -> Run | None:
-    """Return the run with the lowest held-out loss; None for one run, or other documents."""
-    served = [(run.measured.served.heldout, run) for run in runs]
-    losses = [(heldout.loss, run) for heldout, run in served if heldout]
+    """Return the run whose rewards are right most often, or without rewards that with the lowest
+    held-out loss; None for one run, or other documents."""
+    served = [(run.measured.served, run) for run in runs]
+    losses = [(found.heldout.loss, run) for found, run in served if found.heldout]
+    wrong = [(-found.rewards.accuracy, run) for found, run in served if found.rewards]
     if len(losses) < 2 or not comparable(runs):
         return None
-    return min(losses, key=lambda pair: pair[0])[1]
+    return min(wrong or losses, key=lambda pair: pair[0])[1]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

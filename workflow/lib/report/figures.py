@@ -61,10 +61,11 @@ CURVES = (
     Curve(
         "loss",
         "Training loss",
-        "Mean over the trained tokens of a step, nats per token.",
+        "Mean over the trained tokens of a step, nats per token; of pairs and rated answers, the "
+        "objective's loss, mean over these.",
         lambda step: step.loss,
         ".4f",
-        "nats per token",
+        "nats",
     ),
     Curve(
         "grad_norm",
@@ -110,23 +111,24 @@ def _heldout_curve(runs: list[Run]) -> Figure | None:
     for index, run in measured:
         steps = run.heldout_steps
         losses = [step.heldout_loss for step in steps if step.heldout_loss is not None]
-        traces.append(_line(run, index, losses, ".4f", steps=steps) | {"mode": "lines+markers"})
+        traces.append(line_of(run, index, losses, ".4f", steps=steps) | {"mode": "lines+markers"})
     return Figure(
         "heldout_loss",
         "Held-out loss while training",
-        "Mean loss per trained token on held-out documents, nats, as the training measured it.",
+        "Mean loss per trained token on held-out documents, nats, as the training measured it; of "
+        "pairs and rated answers, the objective's loss.",
         CURVE_NUMBERS,
         traces,
-        _over_steps(runs, axis="nats per token"),
+        over_steps(runs, axis="nats"),
     )
 
 
 def _curve(curve: Curve, runs: list[Run]) -> Figure:
     traces = [
-        _line(run, index, [curve.value(step) for step in run.steps], curve.number)
+        line_of(run, index, [curve.value(step) for step in run.steps], curve.number)
         for index, run in enumerate(runs)
     ]
-    layout = _over_steps(runs, axis=curve.axis, from_zero=curve.from_zero)
+    layout = over_steps(runs, axis=curve.axis, from_zero=curve.from_zero)
     return Figure(curve.key, curve.title, curve.caption, CURVE_NUMBERS, traces, layout)
 
 
@@ -134,18 +136,19 @@ def _memory_curve(runs: list[Run]) -> Figure:
     """Memory is drawn in the binary unit of the highest peak: 21.3 and not 22871015424."""
     unit, name = binary_unit(max(step.peak_bytes for run in runs for step in run.steps))
     traces = [
-        _line(run, index, [step.peak_bytes / unit for step in run.steps], ".3f")
+        line_of(run, index, [step.peak_bytes / unit for step in run.steps], ".3f")
         for index, run in enumerate(runs)
     ]
     caption = f"Peak so far of the process that logs, {name}."
-    layout = _over_steps(runs, axis=name, from_zero=True)
+    layout = over_steps(runs, axis=name, from_zero=True)
     return Figure("peak_bytes", "Peak memory", caption, CURVE_NUMBERS, traces, layout)
 
 
-def _line(
+def line_of(
     run: Run, index: int, values: list[float], number: str, *, steps: list[Step] | None = None
 ) -> dict[str, Any]:
-    """Return a run's line through `values` at `steps` (default: all logged ones)."""
+    """Return a run's line through `values` at `steps` (default: all logged ones); its colour is
+    that of `index`."""
     steps = run.steps if steps is None else steps
     positions = thinned(values, limit=POINTS_PER_CURVE)
     return {
@@ -160,7 +163,7 @@ def _line(
     }
 
 
-def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[str, Any]:
+def over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[str, Any]:
     """Return the layout of a curve in `axis`. `from_zero`: of a quantity whose share matters."""
     return {
         "height": 300,
@@ -186,10 +189,11 @@ def heldout_figure(runs: list[Run]) -> Figure | None:
     if not measured:
         return None
     shown = [name for name in SUBJECTS if any(name in run.measured.subjects for run in measured)]
+    what = " or ".join(sorted({r.measured.served.heldout.of for r in measured}))  # type: ignore[union-attr]
     return Figure(
         "heldout",
         "Held-out loss: " + ", ".join(SUBJECT_LABELS[name] for name in shown),
-        "Mean loss per trained token on the held-out documents, nats; bars are 95% bootstrap "
+        f"Mean loss per trained token on the held-out {what}, nats; bars are 95% bootstrap "
         "intervals. Lower is better.",
         "comparison-numbers" if len(runs) > 1 else "verdict",
         [_interval_points(measured, name) for name in shown],

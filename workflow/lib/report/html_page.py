@@ -31,6 +31,7 @@ from workflow.lib.report.comparison import (
 )
 from workflow.lib.report.figures import Figure, curve_figures, heldout_figure, memory_figure
 from workflow.lib.report.length_figure import length_figure
+from workflow.lib.report.preferences import both_fell, reward_fields, reward_figures, reward_runs
 from workflow.lib.report.required_gains import gate
 from workflow.lib.report.run_results import Run
 from workflow.lib.report.verdict import Measured, label
@@ -94,6 +95,16 @@ def _comparison(content: Content) -> dict[str, Any]:
     }
 
 
+def _preferences(content: Content) -> dict[str, Any]:
+    runs = content.runs
+    return {
+        "preference_runs": reward_runs(runs),
+        "reward_curves": reward_figures(runs),
+        "reward_fields": {run.name: reward_fields(run) for run in runs},
+        "falls": {run.name: fall for run in runs if (fall := both_fell(run)) is not None},
+    }
+
+
 def _samples(content: Content) -> dict[str, Any]:
     asked = {run.name: content.evaluation_settings(run) for run in content.runs}
     return {"temperatures": {name: found.sample_temperature for name, found in asked.items()}}
@@ -127,6 +138,9 @@ SECTIONS = (
     Section("verdict", "Verdict", _verdict),
     Section("comparison", "Comparison", _comparison, shown=lambda runs: len(runs) > 1),
     Section("training", "Training", lambda content: {"curves": curve_figures(content.runs)}),
+    Section(
+        "preferences", "Preferences", _preferences, shown=lambda runs: bool(reward_runs(runs))
+    ),
     Section("tasks", "Tasks"),
     Section("samples", "Samples", _samples),
     Section("gguf", "GGUF files", shown=lambda runs: any(run.gguf for run in runs)),

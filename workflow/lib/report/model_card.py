@@ -9,10 +9,11 @@ from pathlib import PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.artifacts.training_record import Summary, TrainedSettings
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.card_results import gguf_section, results_section, verdict_sentence
 from workflow.lib.report.card_use import serving_section, use_section
+from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.number_formats import count, duration, hours, loss, share, visible
 
 
@@ -112,6 +113,7 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
     return [
         ("Base model", f"{code(inputs.base_name)}, NF4 with bitsandbytes"),
         *_lineage(summary),
+        *_objective(summary.settings),
         (
             "Adapter",
             f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets "
@@ -162,6 +164,19 @@ def _lineage(summary: Summary) -> list[tuple[str, str]]:
     """Return what was trained before, from the first, as a line; nothing of a new adapter."""
     before = " → ".join(code(ancestor.told) for ancestor in summary.lineage)
     return [("Continues", f"{before} → this adapter, on the same base")] if before else []
+
+
+def _objective(settings: TrainedSettings) -> list[tuple[str, str]]:
+    """Return what was trained and its reference or teacher; nothing of supervised training."""
+    name = settings.train.get("objective", "sft")
+    if name == "sft":
+        return []
+    given = []
+    for setting in needs_of(name).settings:
+        section, _, key = setting.partition(".")
+        value = getattr(settings, section).get(key)
+        given += [] if value is None else [f"{text(key)} {text(value)}"]
+    return [("Objective", ", ".join([text(name), *given]))]
 
 
 def _whole(modules: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 from workflow.lib.artifacts.evaluation_record import Evaluation, GainVerdict
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.report.verdict import Measured
-from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
+from workflow.lib.settings.evaluate import HELDOUT_LOSS, REWARDS, EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS
 from workflow.lib.system.errors import UserError, setting_error
 
@@ -38,15 +38,18 @@ def gate(settings: EvaluateConfig, measured: Measured) -> Gate:
 def verdicts(
     require: Mapping[str, float], measured: Measured, *, by: RequireBy
 ) -> list[GainVerdict]:
-    """Return the verdict on each requirement; a gain is positive where the served model is better.
-    by: `estimate`, or `interval` (its lower end of 95%). Raises `UserError` for a metric that is
-    not measured, or without direction or interval."""
+    """Return the verdict on each requirement; a gain is positive where the served model is better,
+    and rewards are judged as they are. by: `estimate`, or `interval` (its lower end of 95%). Raises
+    `UserError` for a metric that is not measured, or without direction or interval."""
     return [_verdict(name, least, measured, by=by) for name, least in require.items()]
 
 
 def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> GainVerdict:
+    reference: Evaluation | None
     if name == HELDOUT_LOSS:
         reference, (gain, ci95) = measured.reference, _loss_gain(measured)
+    elif name in REWARDS:
+        reference, (gain, ci95) = None, _reward(name, measured.served)
     else:
         reference = measured.task_reference
         gain, ci95 = _metric_gain(name, measured.served, reference)
@@ -59,7 +62,7 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
         requirement=name,
         least=least,
         subject=measured.served.subject,
-        reference=reference.subject,
+        reference=None if reference is None else reference.subject,
         gain=gain,
         gain_ci95=ci95,
         judged_by=by,
@@ -71,6 +74,14 @@ def _loss_gain(measured: Measured) -> tuple[float, Interval | None]:
     comparison = measured.comparison
     assert comparison.loss_difference is not None, "the settings require it to be measured"
     return comparison.loss_difference, comparison.loss_difference_ci95
+
+
+def _reward(name: str, served: Evaluation) -> tuple[float, Interval | None]:
+    rewards = served.rewards
+    assert rewards is not None, "the settings require it to be measured"
+    if name == "reward_accuracy":
+        return rewards.accuracy, rewards.accuracy_ci95
+    return rewards.margin, rewards.margin_ci95
 
 
 def _metric_gain(
@@ -102,8 +113,7 @@ def _metric_gain(
 def refuse_unmet(by_run: Mapping[str, list[GainVerdict]]) -> None:
     """Raise `UserError` naming every requirement that a run missed."""
     lines = [
-        f"{run}: {verdict.requirement} gained {_spelled(verdict)} over the "
-        f"{SUBJECT_LABELS[verdict.reference]}, required {verdict.least:+.4g}"
+        f"{run}: {verdict.requirement} {_spelled(verdict)}, required {verdict.least:+.4g}"
         for run, verdicts_of_run in by_run.items()
         for verdict in verdicts_of_run
         if not verdict.met
@@ -117,7 +127,8 @@ def refuse_unmet(by_run: Mapping[str, list[GainVerdict]]) -> None:
 
 
 def _spelled(verdict: GainVerdict) -> str:
-    if verdict.judged_by == "estimate" or verdict.gain_ci95 is None:
-        return f"{verdict.gain:+.4g}"
-    low, high = verdict.gain_ci95
-    return f"{verdict.gain:+.4g} (95% interval {low:+.4g} to {high:+.4g}, whose lower end counts)"
+    amount = f"{'gained' if verdict.reference else 'is'} {verdict.gain:+.4g}"
+    if verdict.judged_by == "interval" and verdict.gain_ci95 is not None:
+        low, high = verdict.gain_ci95
+        amount += f" (95% interval {low:+.4g} to {high:+.4g}, whose lower end counts)"
+    return amount + (f" over the {SUBJECT_LABELS[verdict.reference]}" if verdict.reference else "")

@@ -14,21 +14,19 @@ from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.artifacts.training_record import Check, Step, Summary
-from workflow.lib.report.verdict import Measured, read_measured, refuse_mismatch
+from workflow.lib.report.verdict import Measured, label, read_measured, refuse_mismatch
 from workflow.lib.system.checksums import damaged
 
 
 @dataclass(frozen=True)
-class SamplePair:
-    """A held-out prompt with the answers of reference and served model: greedy, and drawn."""
+class Answers:
+    """A held-out prompt with the answers of some models, by what people call them."""
 
     document: int
     prompt: str
     reference: str
-    before: str
-    after: str
-    before_drawn: str | None
-    after_drawn: str | None
+    greedy: dict[str, str]
+    drawn: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -51,28 +49,27 @@ class Run:
         return [step for step in self.steps if step.heldout_loss is not None]
 
     @property
-    def samples(self) -> list[SamplePair]:
-        """Both answers to each sampled prompt."""
-        pairs = zip(
-            self.measured.sample_reference.samples, self.measured.served.samples, strict=True
-        )
+    def samples(self) -> list[Answers]:
+        """What the reference, the start of the training and the served model answer."""
+        found = self.measured
+        shown = {label(e): e for e in (found.sample_reference, found.start, found.served) if e}
         return [
-            SamplePair(
-                document=before.document,
-                prompt=before.prompt,
-                reference=before.reference,
-                before=before.answer,
-                after=after.answer,
-                before_drawn=before.drawn,
-                after_drawn=after.drawn,
+            Answers(
+                document=of_all[0].document,
+                prompt=of_all[0].prompt,
+                reference=of_all[0].reference,
+                greedy={name: s.answer for name, s in zip(shown, of_all, strict=True)},
+                drawn={
+                    n: s.drawn for n, s in zip(shown, of_all, strict=True) if s.drawn is not None
+                },
             )
-            for before, after in pairs
+            for of_all in zip(*(e.samples for e in shown.values()), strict=True)
         ]
 
     @property
     def has_drawn(self) -> bool:
         """Whether answers were drawn at a temperature too."""
-        return any(sample.after_drawn is not None for sample in self.samples)
+        return any(sample.drawn for sample in self.samples)
 
     @property
     def checks(self) -> list[Check]:

@@ -18,6 +18,7 @@ from workflow.lib.artifacts.evaluation_record import (
     four_bits_cost,
 )
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Interval
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import UserError
@@ -58,6 +59,11 @@ class Measured:
         return next(found for found in self.subjects.values() if found.served)
 
     @property
+    def start(self) -> Evaluation | None:
+        """The adapter of the run that the training started from; None without one."""
+        return self.subjects.get("start")
+
+    @property
     def reference(self) -> Evaluation:
         return self._reference(lambda found: found.heldout is not None)
 
@@ -81,11 +87,28 @@ class Measured:
 
     @property
     def outcome(self) -> Outcome:
+        """What the interval says: of preferences that of the rewards that are right, of other runs
+        that of the held-out loss."""
+        return self.loss_outcome if self.served.rewards is None else _outcome(self.reward_gain_ci95)
+
+    @property
+    def loss_outcome(self) -> Outcome:
         """What the interval says of the held-out loss; `unclear`: it holds 0."""
-        ends = self.comparison.loss_difference_ci95
-        if ends is None:
-            return "not measured"
-        return "improved" if ends[0] > 0 else "worsened" if ends[1] < 0 else "unclear"
+        return _outcome(self.comparison.loss_difference_ci95)
+
+    @property
+    def rewards_beat(self) -> str:
+        """What the share of right rewards is compared with: the reference subject, if it has
+        rewards, or chance."""
+        return label(self.reference) if self.comparison.rewards else "chance"
+
+    @property
+    def reward_gain_ci95(self) -> Interval | None:
+        """The interval of the share of right rewards above `rewards_beat`."""
+        if (paired := self.comparison.rewards) is not None:
+            return paired.accuracy_ci95
+        ends = None if self.served.rewards is None else self.served.rewards.accuracy_ci95
+        return ends and (ends[0] - 0.5, ends[1] - 0.5)
 
     @property
     def scores(self) -> list[TaskScore]:
@@ -110,6 +133,12 @@ class Measured:
     def four_bits_cost(self) -> FourBitsCost | None:
         """What quantization cost; None if it was not measured."""
         return four_bits_cost(self.subjects)
+
+
+def _outcome(gain: Interval | None) -> Outcome:
+    if gain is None:
+        return "not measured"
+    return "improved" if gain[0] > 0 else "worsened" if gain[1] < 0 else "unclear"
 
 
 def label(evaluation: Evaluation) -> str:

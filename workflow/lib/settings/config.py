@@ -25,7 +25,7 @@ from pydantic import (
 
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
-from workflow.lib.settings.evaluate import EvaluateConfig, ExportConfig, ReportConfig
+from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, ExportConfig, ReportConfig
 from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig, needs_of, readers_of
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
@@ -144,6 +144,16 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _required_rewards_are_trained(self) -> "RunConfig":
+        asked = [name for name in REWARDS if name in self.evaluate.require]
+        if asked and needs_of(self.train.objective).examples == "texts":
+            raise ValueError(
+                f"evaluate.require = {asked[0]}: train.objective = {self.train.objective} trains "
+                "no preferences. Require it of the runs that do (runs.<name>.evaluate.require)"
+            )
+        return self
+
     @property
     def base_id(self) -> str | None:
         """The base model's id on the hub; None if only a folder of this machine is known."""
@@ -203,6 +213,10 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _answers_are_documents(self) -> "Config":
+        return self  # likewise
+
+    @model_validator(mode="after")
+    def _required_rewards_are_trained(self) -> "Config":
         return self  # likewise
 
     @model_validator(mode="after")

@@ -9,6 +9,8 @@ from workflow.lib.settings.section_base import Section
 from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
+# Of held-out pairs or rated answers: what is required is the value itself, no gain over a model.
+REWARDS = ("reward_accuracy", "reward_margin")
 HUB_REPO = r"^[A-Za-z0-9][\w.-]*/[\w.-]+$"
 CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
@@ -93,6 +95,7 @@ MOST_GAIN = {
     **dict.fromkeys(("mcc", "brier_score"), 2.0),
     **dict.fromkeys(("bleu", "chrf", "chrf++"), 100.0),
     HELDOUT_LOSS: 20.0,
+    "reward_accuracy": 1.0,
 }
 
 
@@ -147,7 +150,8 @@ class EvaluateConfig(Section):
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
     ] = Field({})
     """Least gain of the served model over the original, by `heldout_loss` (nats per token) or
-    `task/metric`; if missed, the workflow fails."""
+    `task/metric`; of preferences the least `reward_accuracy` or `reward_margin` itself. If missed,
+    the workflow fails."""
     require_by: Annotated[
         Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
     ] = "estimate"
@@ -180,24 +184,31 @@ class EvaluateConfig(Section):
 
     @model_validator(mode="after")
     def _requirements_are_measured(self) -> "EvaluateConfig":
+        own = (HELDOUT_LOSS, *REWARDS)
         for name in self.require:
-            if name == HELDOUT_LOSS and not self.heldout:
+            if name in own and not self.heldout:
                 raise ValueError(
-                    f"require = {name}: the held-out loss is not measured (heldout = False). Set "
+                    f"require = {name}: held-out answers are not measured (heldout = False). Set "
                     "heldout to true, or remove the requirement"
                 )
-            if name != HELDOUT_LOSS and not all(name.partition("/")):
+            if name not in own and not all(name.partition("/")):
                 raise ValueError(
-                    f"require = {name}: must be {HELDOUT_LOSS} or task/metric, as pydocs_mc/acc. "
-                    "Correct the name"
+                    f"require = {name}: must be {', '.join(own)} or task/metric, as "
+                    "pydocs_mc/acc. Correct the name"
                 )
             metric = name.rpartition("/")[2].partition(",")[0]
             most = MOST_GAIN.get(metric)
             if most is not None and self.require[name] > most:
+                least = f"require = {name}: {self.require[name]:g}"
+                if name in REWARDS:
+                    raise ValueError(
+                        f"{least}: a share is at most {most:g}. Ask for less: 0.6 is 60% of the "
+                        "examples"
+                    )
                 raise ValueError(
-                    f"require = {name}: {self.require[name]:g}: no model can gain more than "
-                    f"{most:g} by {metric}. Ask for less: gains are differences in the metric's "
-                    "own unit (0.05 of an accuracy is 5 percentage points)"
+                    f"{least}: no model can gain more than {most:g} by {metric}. Ask for less: "
+                    "gains are differences in the metric's own unit (0.05 of an accuracy is 5 "
+                    "percentage points)"
                 )
         return self
 

@@ -32,7 +32,9 @@ class PreferencesConfig(Section):
     """Training on pairs of a chosen and a rejected answer, or on rated answers (`train.objective`);
     an objective takes the settings that name it."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"), later=True)
+    affects: ClassVar = Affects(
+        "result", read_by=("preflight_run", "finetune", "evaluate_run"), later=True
+    )
 
     reference: Annotated[ScoredModel, SCORED] = "start"
     """Model whose log-probabilities dpo, ipo and kto compare with: `start` of the training,

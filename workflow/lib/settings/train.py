@@ -147,7 +147,14 @@ class TrainConfig(Section):
 
     affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
 
-    objective: Annotated[ObjectiveName, Affects(later=True, told=("tokenize_dataset",))] = "sft"
+    objective: Annotated[
+        ObjectiveName,
+        Affects(
+            read_by=("preflight_run", "finetune", "evaluate_run"),
+            told=("tokenize_dataset",),
+            later=True,
+        ),
+    ] = "sft"
     """What is trained: the next token (`sft`); pairs (`dpo`, `ipo`, `simpo`, `orpo`) or rated
     answers (`kto`), see `preferences`; a teacher's predictions, see `distill`."""
     start_from: Annotated[str | None, Affects(read_by=("finetune",), later=True)] = Field(

@@ -16,6 +16,7 @@ from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.settings.config import RunConfig, TrainConfig
+from workflow.lib.settings.objectives import needs_of
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import checked_line, write_lines
@@ -171,10 +172,15 @@ def _device(world: World) -> dict[str, str | int]:
     }
 
 
+def _trained_sections(config: RunConfig) -> set[str]:
+    read = needs_of(config.train.objective).settings
+    return {"model", "lora", "train"} | {setting.partition(".")[0] for setting in read}
+
+
 def _sizes(run: TrainingRun) -> dict[str, Any]:
     trainable, total = run.model.num_parameters()
     return {
-        "settings": run.config.model_dump(mode="json", include={"model", "lora", "train"}),
+        "settings": run.config.model_dump(mode="json", include=_trained_sections(run.config)),
         "global_batch_size": run.config.train.global_batch_size,
         "micro_batch_size": run.plan.micro_batch_size,
         "accumulation_steps": run.plan.accumulation_steps,

@@ -1,0 +1,127 @@
+"""What report, comparison and card say of runs on preferences."""
+
+import csv
+import io
+
+import plotly.graph_objects as go
+import pytest
+
+from tests.report.test_model_card import read as read_card
+from tests.support.report_examples import add_preferences, edit, write_run
+from tests.support.report_pages import Page, read, rendered
+from workflow.lib.report.comparison import best_run, comparison_csv
+from workflow.lib.report.model_card import model_card
+from workflow.lib.report.preferences import both_fell, reward_figures
+from workflow.lib.system.artifact_files import read_lines, write_lines
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = write_run(tmp_path, "demo", num_steps=13)
+    add_preferences(folder)
+    return folder
+
+
+def words(page):
+    return " ".join("".join(Page(page).text).split())
+
+
+def test_section_is_of_runs_on_preferences_alone(tmp_path, run):
+    write_run(tmp_path, "plain", num_steps=13)
+    assert 'id="preferences"' in rendered(tmp_path, "demo")
+    assert 'id="preferences"' not in rendered(tmp_path, "plain")
+
+
+def test_curves_hold_the_logged_rewards_of_both_kinds(tmp_path, run):
+    (found,) = read(tmp_path, "demo")
+    figures = {figure.key: figure for figure in reward_figures([found])}
+    assert [*figures] == ["rewards", "log_probs", "reward_accuracy", "reward_margin"]
+    chosen, rejected = figures["rewards"].data
+    assert chosen["y"] == [step.reward_chosen for step in found.steps]
+    assert rejected["y"] == [step.reward_rejected for step in found.steps]
+    assert (chosen["line"]["dash"], rejected["line"]["dash"]) == ("solid", "dash")
+    for figure in figures.values():
+        go.Figure({"data": figure.data, "layout": figure.layout})  # raises on unknown properties
+
+
+def test_curves_of_rated_answers_are_those_of_their_two_kinds(tmp_path):
+    folder = write_run(tmp_path, "rated", num_steps=3)
+    lines = folder / "finetune" / "metrics.jsonl"
+    told = {"reward_desirable": 0.5, "reward_undesirable": -0.25, "kl": 0.125}
+    write_lines(lines, [step | told for step in read_lines(lines)])
+    figures = reward_figures(read(tmp_path, "rated"))
+    names = [trace["name"] for figure in figures for trace in figure.data]
+    assert names == ["rated, desirable", "rated, undesirable", "rated"]
+    assert "reward undesirable" in words(rendered(tmp_path, "rated"))
+
+
+@pytest.mark.parametrize("objective", ["dpo", "simpo"])
+def test_it_is_said_where_both_kinds_became_less_likely(tmp_path, objective):
+    for name, fall in (("falls", 0.5), ("rises", -0.5)):
+        add_preferences(write_run(tmp_path, name, num_steps=13), objective, fall=fall)
+    falls, rises = read(tmp_path, "falls", "rises")
+    found = both_fell(falls)
+    assert found.rejected < found.chosen < 0
+    assert both_fell(rises) is None
+    assert "chosen and rejected answers both became less likely" in words(
+        rendered(tmp_path, "falls")
+    )
+    assert "became less likely against" not in words(rendered(tmp_path, "rises"))
+
+
+def test_table_has_rewards_with_intervals_and_the_distance_to_the_reference(tmp_path, run):
+    table = rendered(tmp_path, "demo").partition('id="rewards-numbers"')[2].partition("</table>")[0]
+    text = words(f"<table>{table.partition('>')[2]}</table>")
+    right, margin = "75.0 % [68.8 %, 81.2 %]", "+0.3750 [+0.2500, +0.5000]"
+    ratios = "−0.0312 [−0.0625, −0.0156]−0.5000 [−0.7500, −0.2500]"  # noqa: RUF001
+    assert f"tuned (served)61 pairs{right}{margin}{ratios}" in text
+
+
+@pytest.mark.parametrize(
+    ("objective", "accuracy", "title"),
+    [
+        ("dpo", 0.75, "Rewards of held-out pairs are right more often than chance"),
+        ("dpo", 0.5, "Rewards of held-out pairs are not clearly more often right than chance"),
+        ("dpo", 0.25, "Rewards of held-out pairs are right less often than chance"),
+        ("simpo", 0.75, "Rewards of held-out pairs are right more often than the NF4 base's"),
+    ],
+)
+def test_verdict_follows_the_interval_of_the_rewards(tmp_path, objective, accuracy, title):
+    add_preferences(write_run(tmp_path, "demo", num_steps=13), objective, accuracy=accuracy)
+    page = rendered(tmp_path, "demo")
+    assert f"<h3>{title}</h3>" in page
+    assert "Loss of the chosen answers alone: nats per trained token" in words(page)
+
+
+def test_csv_has_rewards_of_runs_that_have_them(tmp_path, run):
+    write_run(tmp_path, "plain", num_steps=13)
+    rows = list(csv.DictReader(io.StringIO(comparison_csv(read(tmp_path, "demo", "plain")))))
+    assert float(rows[0]["tuned_reward_accuracy"]) == 0.75
+    assert float(rows[0]["tuned_reward_accuracy_ci95_low"]) == 0.6875
+    assert float(rows[0]["tuned_chosen_log_ratio"]) == -0.03125
+    assert rows[1]["tuned_reward_accuracy"] == ""
+    assert "tuned_reward_accuracy" not in comparison_csv(read(tmp_path, "plain"))
+
+
+def test_best_run_of_preferences_is_right_most_often(tmp_path):
+    for name, accuracy, loss in (("often", 0.75, 2.0), ("seldom", 0.6875, 1.0)):
+        folder = write_run(tmp_path, name, num_steps=13)
+        add_preferences(folder, accuracy=accuracy)
+        edit(folder / "evaluate_run" / "tuned.json", lambda d, x=loss: d["heldout"].update(loss=x))
+    assert best_run(read(tmp_path, "seldom", "often")).name == "often"
+
+
+def test_card_says_objective_reference_and_accuracy(run):
+    text = model_card(read_card(run))
+    assert "| Objective | dpo, reference start, beta 0.25 |" in text
+    assert "Of 61 held-out pairs, its rewards are right in 75.0 % \\[68.8 %, 81.2 %\\]" in text
+    assert (
+        "| rewards that are right, of 61 held-out pairs |  | 75.0 % \\[68.8 %, 81.2 %\\] |  |"
+        in text
+    )
+    assert "Its held-out loss of chosen answers (tuned: " in text
+    assert "| loss on 127 held-out chosen answers, nats per token |" in text
+
+
+def test_card_of_supervised_training_names_no_objective(tmp_path):
+    assert "Objective" not in model_card(read_card(write_run(tmp_path, "plain", num_steps=3)))
