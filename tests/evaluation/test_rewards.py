@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from workflow.lib.objectives.from_settings import objective_of
 
 from workflow.lib.data.tokens.token_store import ARRAYS, DESIRABLE, TokenStore
 from workflow.lib.evaluation.rewards import Preferences, rewards_difference, rewards_record
+from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.settings.config import DistillConfig, EvaluateConfig, PreferencesConfig
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from workflow.lib.objectives.objective import Figure, Head, TokensOfBatch, TokensOfRows
-from workflow.lib.objectives.pairs import answers
+from workflow.lib.objectives.pairs import Rewards, answers, reward_by_reference
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class RatedAnswers:
         Figure("kl"),
     )
     estimated = len(figures) - 1
+
+    @property
+    def rewards(self) -> Rewards:
+        return reward_by_reference(self.beta)
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch

@@ -138,9 +138,7 @@ SECTIONS = (
     Section("verdict", "Verdict", _verdict),
     Section("comparison", "Comparison", _comparison, shown=lambda runs: len(runs) > 1),
     Section("training", "Training", lambda content: {"curves": curve_figures(content.runs)}),
-    Section(
-        "preferences", "Preferences", _preferences, shown=lambda runs: bool(reward_runs(runs))
-    ),
+    Section("preferences", "Preferences", _preferences, shown=lambda runs: bool(reward_runs(runs))),
     Section("tasks", "Tasks"),
     Section("samples", "Samples", _samples),
     Section("gguf", "GGUF files", shown=lambda runs: any(run.gguf for run in runs)),
