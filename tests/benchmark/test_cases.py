@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from workflow.lib.benchmark.cases import (
+from workflow.benchmark.cases import (
     BenchmarkConfig,
     load_benchmark,
     model_config,

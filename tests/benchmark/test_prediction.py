@@ -4,9 +4,9 @@ from typing import Any, cast
 
 import pytest
 
-from workflow.lib.benchmark import prediction
-from workflow.lib.benchmark.cases import load_benchmark, requests
-from workflow.lib.benchmark.prediction import prepare
+from workflow.benchmark import prediction
+from workflow.benchmark.cases import load_benchmark, requests
+from workflow.benchmark.prediction import prepare
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import tiny_llama
-from workflow.lib.benchmark.random_base import write_random_base
+from workflow.benchmark.random_base import write_random_base
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.settings.config import QuantizeConfig

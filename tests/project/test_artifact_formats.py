@@ -22,7 +22,7 @@ OTHERS_FORMATS = {
         "scripts/write_model_descriptions.py",
     },
     "write_json": {
-        "lib/benchmark/random_base.py",
+        "benchmark/random_base.py",
         "lib/export/adapter_files.py",
         "lib/export/gguf_files.py",
         "lib/quantization/nf4_checkpoint.py",

@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.models import tiny_llama
 from tests.support.preloaded_python import preloaded_python
-from workflow.lib.artifacts.benchmark_record import Observed
-from workflow.lib.benchmark.cases import load_benchmark, requests
-from workflow.lib.benchmark.measure import Job, together
-from workflow.lib.benchmark.prediction import prepare
+from workflow.benchmark.cases import load_benchmark, requests
+from workflow.benchmark.measure import Job, together
+from workflow.benchmark.prediction import prepare
+from workflow.benchmark.record import Observed
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.step_plan.plan import StepPlan

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.families import FAMILIES
 from tests.support.measurements import all_lines, sizes_of
-from workflow.lib.benchmark.cases import BenchmarkConfig, model_config
+from workflow.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workflow.lib.benchmark.cases import BenchmarkConfig, model_config
+from workflow.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import Replay, replay

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from workflow.lib.artifacts.benchmark_record import BenchmarkRow, Measurement
+from workflow.benchmark.cases import Request, load_benchmark, requests
+from workflow.benchmark.measure import OUT_OF_MEMORY, Job, measure
+from workflow.benchmark.prediction import Prepared, prepare
+from workflow.benchmark.random_base import write_random_base
+from workflow.benchmark.record import BenchmarkRow, Measurement
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Provenance
-from workflow.lib.benchmark.cases import Request, load_benchmark, requests
-from workflow.lib.benchmark.measure import OUT_OF_MEMORY, Job, measure
-from workflow.lib.benchmark.prediction import Prepared, prepare
-from workflow.lib.benchmark.random_base import write_random_base
 from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.settings.config import merge
 from workflow.lib.system.artifact_files import read_artifact, read_lines, write_lines

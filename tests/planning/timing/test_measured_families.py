@@ -5,7 +5,7 @@ import json
 from statistics import median
 
 from tests.support.measurements import described, measured_lines, recorded_plan, sizes_of
-from workflow.lib.benchmark.cases import model_config
+from workflow.benchmark.cases import model_config
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import constants_of, gpu_seconds

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.measurements import described, measured_lines, sizes_of
 from tests.support.time_fit import Timing, fit, serves, timing_of
-from workflow.lib.benchmark.cases import model_config
+from workflow.benchmark.cases import model_config
 from workflow.lib.planning.timing.step_time import H200, Constants
 from workflow.lib.system.gpu_models import BY_NAME
 

@@ -32,9 +32,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer
 
-from workflow.lib.artifacts.benchmark_record import Observed
-from workflow.lib.artifacts.training_record import Check
-from workflow.lib.benchmark.measure import (
+from workflow.benchmark.measure import (
     OUT_OF_MEMORY,
     STEP_S,
     Job,
@@ -43,7 +41,9 @@ from workflow.lib.benchmark.measure import (
     synchronize,
     together,
 )
-from workflow.lib.benchmark.random_base import random_rows
+from workflow.benchmark.random_base import random_rows
+from workflow.benchmark.record import Observed
+from workflow.lib.artifacts.training_record import Check
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import die_with_parent
 from workflow.lib.settings.config import RunConfig

@@ -22,7 +22,7 @@ from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.step_plan.memory_options import unsearched_settings
 from workflow.lib.system.errors import UserError, setting_error
 
-SHIPPED = Path(__file__).parents[2] / "resources" / "benchmark" / "cases.yaml"
+SHIPPED = Path(__file__).parents[1] / "resources" / "benchmark" / "cases.yaml"
 # What a case cannot change, because it decides which cases there are.
 CHOICE = frozenset({"cases", "cases_file", "peers", "processes", "device"})
 CPU_PROCESSES = 2  # the least that shards

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import torch
 
-from workflow.lib.artifacts.benchmark_record import Measurement, Observed
-from workflow.lib.benchmark.random_base import random_rows
+from workflow.benchmark.random_base import random_rows
+from workflow.benchmark.record import Measurement, Observed
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.settings.config import RunConfig

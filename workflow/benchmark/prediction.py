@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.benchmark.cases import Request, model_config, run_settings
+from workflow.benchmark.cases import Request, model_config, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
