@@ -2,8 +2,7 @@
 
 A stage writes a record (`Record.as_json`), another reads it (`read_records.read_record`). The
 comment at a field is its reference. The files of the stages are in `manifest_record` (tokens),
-`preflight_record`, `training_record`, `parity_record` and `evaluation_record`.
-"""
+`preflight_record`, `training_record`, `parity_record` and `evaluation_record`."""
 
 from typing import Any, ClassVar, Self
 

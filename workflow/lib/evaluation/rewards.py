@@ -5,8 +5,7 @@ A pair is right where the chosen answer has the higher reward. A rated answer is
 reward is above the reference point of KTO (arXiv 2402.01306, section 4.1) if it is a good one, and
 below it if not; the point is the mean reward of prompts with answers of other rows, at least 0.
 log p - log p_ref is of answers that the data give. Its mean is no KL divergence, which is over the
-model's own answers: it may be negative.
-"""
+model's own answers: it may be negative."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +32,8 @@ Losses = Mapping[int, tuple[float, int]]
 class Preferences:
     """The held-out examples of two documents whose rewards are measured, and what a reward is."""
 
-    firsts: list[int]
-    """The first document of each."""
-    desirable: list[bool] | None
-    """Of rated answers: whether each is a good one. None of pairs."""
+    firsts: list[int]  # the first document of each
+    desirable: list[bool] | None  # of rated answers: whether each is a good one. None of pairs.
     rewards: pairs.Rewards
     reference: Mapping[int, float] | None
     """log p of the answer by the reference, by document; None for objectives without one."""

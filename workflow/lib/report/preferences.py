@@ -117,10 +117,9 @@ class Fall:
 
 
 def both_fell(run: Run) -> Fall | None:
-    """Return what training took from both kinds of answers, or None.
-
-    With a reference model the rewards of the last tenth of the steps say it, which compare the same
-    answers; without one their log-probabilities beside those of the first tenth."""
+    """Return what training took from both kinds of answers, or None. With a reference model the
+    rewards of the last tenth of the steps say it, which compare the same answers; without one their
+    log-probabilities beside those of the first tenth."""
     needs = needs_of(run.summary.settings.train.get("objective", "sft"))
     if needs.examples not in KINDS or len(run.steps) < 2:
         return None
