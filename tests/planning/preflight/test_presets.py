@@ -52,7 +52,12 @@ def setting(document, path):
 
 
 def test_every_preset_for_gpus_has_a_promise_here():
-    assert {path.stem for path in PRESETS} == {*PROMISES, "sweep-demo", "mixture-demo", "preferences-demo"}
+    assert {path.stem for path in PRESETS} == {
+        *PROMISES,
+        "sweep-demo",
+        "mixture-demo",
+        "preferences-demo",
+    }
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
