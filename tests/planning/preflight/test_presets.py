@@ -57,6 +57,7 @@ def test_every_preset_for_gpus_has_a_promise_here():
         "sweep-demo",
         "mixture-demo",
         "preferences-demo",
+        "teacher-demo",
     }
 
 

@@ -136,14 +136,10 @@ class ScoreWriter:
     def finish(self) -> ScoresManifest:
         """Write the manifest and give the folder its name; all shards are there."""
         shards = list(self._shards())
-        sums = [
-            float(
-                np.load(self._folder / file_name("train", p.number, "log_probs")).sum(dtype=float)
-            )
-            for p in self.parts
-            if p.split == "train"
-        ]
-        trained = sum(part.tokens for part in self.parts if part.split == "train")
+        train = [part for part in self.parts if part.split == "train"]
+        files = (self._folder / file_name("train", part.number, "log_probs") for part in train)
+        sums = [float(np.load(file, allow_pickle=False).sum(dtype=float)) for file in files]
+        trained = sum(part.tokens for part in train)
         manifest = ScoresManifest.model_validate(
             {
                 **self._facts,
