@@ -1,7 +1,7 @@
 """Scores by a whole or sharded stock model, called with packed rows as in training."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.distributed.work_sharing import is_sharded, shared_out
 from workflow.lib.distributed.world import World
+from workflow.lib.kernels.attention.packed import FLATTENED
 from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.scores.scoring import Row, scores_of
@@ -19,12 +20,16 @@ from workflow.lib.scores.store import Scores
 LOGITS_BYTES = 2**32
 
 
+# Tokens of one forward of several rows: weights of 4 bits are decoded once for all of them.
+STACKED_TOKENS = 4096
+
+
 @dataclass(frozen=True)
 class _Pass:
-    """A forward of a row, for some of its trained tokens."""
+    """A forward of some rows, for some of their trained tokens."""
 
-    row: Row
-    trained: torch.Tensor
+    rows: Sequence[Row]
+    trained: Sequence[torch.Tensor]  # of each row, as in `Row`
 
 
 class WholeModel:
@@ -50,7 +55,7 @@ class WholeModel:
         self.attention = self._prepared.attention
 
     def scores(self, rows: Sequence[Row], worked: Callable[[float], None]) -> Scores:
-        passes = [_Pass(row, some) for row in rows for some in row.trained.split(self._most)]
+        passes = [*self._passes(rows)]
         own = math.ceil(len(passes) / (1 if self._world is None else self._world.size))
 
         def compute(mine: list[_Pass]) -> list[Scores]:
@@ -64,11 +69,47 @@ class WholeModel:
 
         return Scores.joined(shared_out(passes, compute, world=self._world))
 
+    def _passes(self, rows: Sequence[Row]) -> Iterator[_Pass]:
+        """Yield the forwards of rows: several together, a row with many trained tokens again."""
+        alone = self.attention in FLATTENED  # where rows are long already
+        stack: list[Row] = []
+        for row in rows:
+            size = (1 + len(stack)) * max(x.input_ids.shape[1] for x in [*stack, row])
+            if stack and (alone or size > min(self._most, STACKED_TOKENS)):
+                yield from self._of_stack(stack)
+                stack = []
+            stack.append(row)
+        yield from self._of_stack(stack)
+
+    def _of_stack(self, stack: list[Row]) -> Iterator[_Pass]:
+        if len(stack) > 1:
+            yield _Pass(stack, [row.trained for row in stack])
+        else:
+            yield from (_Pass([x], [some]) for x in stack for some in x.trained.split(self._most))
+
     # FSDP gathers into the same buffers in every mode, and inference mode would mark them
     @torch.no_grad()
     def _forward(self, one: _Pass) -> Scores:
-        ids, trained = one.row.input_ids.to(self._device), one.trained.to(self._device)
-        inputs = self._prepared.inputs(ids, one.row.position_ids.to(self._device))
-        logits = self._model(**inputs, logits_to_keep=trained - 1).logits[0]
-        assert len(logits) == len(trained), "the model ignores logits_to_keep"
-        return scores_of(logits, ids[0, trained], top_k=self._top_k, vocabulary=self._vocabulary)
+        ids, positions = (x.to(self._device) for x in _stacked(one.rows))
+        every = [trained.to(self._device) for trained in one.trained]
+        columns = torch.cat(every).sub(1).unique()
+        inputs = self._prepared.inputs(ids, positions)
+        logits = self._model(**inputs, logits_to_keep=columns).logits
+        assert logits.shape[1] == len(columns), "the model ignores logits_to_keep"
+        places = [torch.searchsorted(columns, trained - 1) for trained in every]
+        wanted = torch.cat([logits[row, place] for row, place in enumerate(places)])
+        targets = torch.cat([ids[row, trained] for row, trained in enumerate(every)])
+        return scores_of(wanted, targets, top_k=self._top_k, vocabulary=self._vocabulary)
+
+
+def _stacked(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and positions (rows, longest) int64; what pads a row is one more document."""
+    longest = max(row.input_ids.shape[1] for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    positions = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        length = row.input_ids.shape[1]
+        ids[number, :length] = row.input_ids[0]
+        positions[number, :length] = row.position_ids[0]
+        positions[number, length:] = torch.arange(longest - length)
+    return ids, positions
