@@ -65,9 +65,11 @@ def mxfp4_checkpoint(folder: Path) -> Path:
     return _save(folder, packed, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
-def integer_checkpoint(folder: Path, method: str, *, bits: int = 4, **settings: Any) -> Path:
+def integer_checkpoint(
+    folder: Path, method: str, *, bits: int = 4, said: dict[str, Any] | None = None
+) -> Path:
     """Save a tiny llama in random codes of GPTQ (with inputs in no order) or AWQ, groups of 16
-    inputs, packed code by code."""
+    inputs, packed code by code; said: what its config.json has besides."""
     tensors = load_file(tiny_llama(folder) / "model.safetensors")
     draw = torch.Generator().manual_seed(7)
     packed = {}
@@ -91,8 +93,8 @@ def integer_checkpoint(folder: Path, method: str, *, bits: int = 4, **settings: 
             order = (torch.arange(out // 8)[:, None] * 8 + columns).flatten()
             packed[f"{linear}.qweight"] = _packed(codes[:, order], bits)
             packed[f"{linear}.qzeros"] = _packed(zeros[:, order], bits)
-    said = {"quant_method": method, "bits": bits, "group_size": 16, **settings}
-    return _save(folder, packed, said)
+    settings = {"quant_method": method, "bits": bits, "group_size": 16}
+    return _save(folder, packed, settings | (said or {}))
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CompressedTensorsConfig, LlamaForCausalLM
 
 from tests.support.models import quantized
@@ -30,7 +30,7 @@ def code(packed: torch.Tensor, row: int, column: int, *, bits: int) -> int:
 def test_gptq_is_code_less_zero_times_the_scale_of_the_inputs_group(
     tmp_path: Path, bits: int, version: str, less: int
 ) -> None:
-    folder = integer_checkpoint(tmp_path, "gptq", bits=bits, checkpoint_format=version)
+    folder = integer_checkpoint(tmp_path, "gptq", bits=bits, said={"checkpoint_format": version})
     stored = load_file(folder / "model.safetensors")
     parts = (stored[f"{LINEAR}.{name}"] for name in ("qweight", "qzeros", "scales", "g_idx"))
     packed, zeros, scales, groups = parts
@@ -45,7 +45,7 @@ def test_gptq_is_code_less_zero_times_the_scale_of_the_inputs_group(
 
 
 def test_awq_has_its_columns_in_the_order_of_its_kernels(tmp_path: Path) -> None:
-    folder = integer_checkpoint(tmp_path, "awq", version="gemm")
+    folder = integer_checkpoint(tmp_path, "awq", said={"version": "gemm"})
     stored = load_file(folder / "model.safetensors")
     packed, zeros, scales = (stored[f"{LINEAR}.{x}"] for x in ("qweight", "qzeros", "scales"))
     place = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}
@@ -100,24 +100,54 @@ def test_original_is_described_quantized_and_loaded_as_it_is_decoded(
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("method", "settings", "words"),
     [
-        ({"method": "gptq", "bits": 3}, "bits = 3"),
-        ({"method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
-        ({"method": "awq", "version": "gemv"}, "version = 'gemv'"),
+        ("gptq", {"bits": 3}, "bits = 3"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        ("gptq", {"format": "MARLIN"}, "checkpoint_format = 'marlin'"),
+        ("awq", {"version": "GEMV"}, "version = 'gemv'"),
+        ("awq", {"format": "gemv"}, "version = 'gemv'"),
     ],
 )
-def test_form_that_is_not_decoded_is_refused_by_name(
-    tmp_path: Path, settings: dict[str, object], words: str
-) -> None:
-    method = str(settings.pop("method"))
-    folder = integer_checkpoint(tmp_path, method)
-    text = (folder / "config.json").read_text()
-    for key, value in settings.items():
-        said = f'"quant_method": "{method}"'
-        new = repr(value).replace("'", '"')
-        text = text.replace('"bits": 4', '"bits": 3' if key == "bits" else '"bits": 4')
-        text = text if key == "bits" else text.replace(said, f'{said}, "{key}": {new}')
-    (folder / "config.json").write_text(text)
+def test_form_that_is_not_decoded_is_refused_by_name(tmp_path, method, settings, words):
+    folder = integer_checkpoint(tmp_path, method, said=settings)
     with pytest.raises(UserError, match=words):
         describe_folder(folder)
+
+
+def test_format_of_a_group_that_is_not_decoded_is_refused_by_name(tmp_path):
+    folder = compressed_checkpoint(tmp_path, "W4A16")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"pack-quantized"', '"marlin-24"', 1))
+    with pytest.raises(UserError, match=r"group_0\.format = 'marlin-24'"):
+        describe_folder(folder)
+
+
+def test_gptq_of_the_second_version_is_known_by_either_name(tmp_path):
+    folder = integer_checkpoint(tmp_path, "gptq", said={"checkpoint_format": "gptq_v2"})
+    name = f"{LINEAR}.weight"
+    with DecodedReader(folder) as reader:
+        expected = reader.tensor(name)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("checkpoint_format", "format"))
+    with DecodedReader(folder) as reader:
+        assert torch.equal(reader.tensor(name), expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("qzeros", None, "down_proj.qzeros is not there"),
+        ("qweight", lambda x: x[: len(x) * 3 // 4], "down_proj.qweight has 2.91 bits a weight"),
+    ],
+)
+def test_module_that_cannot_be_decoded_is_named(tmp_path, part, change, words):
+    """A module of its own number of bits, as GPTQModel's `dynamic` makes them, too."""
+    folder = integer_checkpoint(tmp_path, "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    found = tensors.pop(f"{LINEAR}.{part}")
+    if change is not None:
+        tensors[f"{LINEAR}.{part}"] = change(found).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=words), DecodedReader(folder) as reader:
+        reader.tensor(f"{LINEAR}.weight")

@@ -16,24 +16,27 @@ TEXT_PART = "text_config"  # of a multimodal model
 METHOD = "quant_method"
 # As Transformers calls them; read by `published.decoded_reader`.
 DECODED_FORMATS = ("fp8", "mxfp4", "bitsandbytes", "gptq", "awq", "compressed-tensors")
-# What is decoded of some of these: a setting, its value if it is absent, and all values.
-DECODED_VALUES: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
-    "gptq": {"bits": (None, (2, 4, 8)), "checkpoint_format": ("gptq", ("gptq", "gptq_v2"))},
-    "awq": {"bits": (None, (4,)), "version": ("gemm", ("gemm", "GEMM"))},
+GPTQ_BITS = (2, 4, 8)
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
+# What is decoded of some of these: a setting by its names, the first of which counts, its value if
+# it is absent, and all values.
+FORMAT_NAMES = {"gptq": ("checkpoint_format", "format"), "awq": ("version", "format")}
+DECODED_VALUES: dict[str, dict[tuple[str, ...], tuple[Any, tuple[Any, ...]]]] = {
+    "gptq": {
+        ("bits",): (None, GPTQ_BITS),
+        FORMAT_NAMES["gptq"]: ("gptq", ("gptq", "gptq_v2")),
+    },
+    "awq": {("bits",): (None, (4,)), FORMAT_NAMES["awq"]: ("gemm", ("gemm",))},
     "compressed-tensors": {
-        "format": (
-            None,
-            (
-                "pack-quantized",
-                "int-quantized",
-                "float-quantized",
-                "naive-quantized",
-                "nvfp4-pack-quantized",
-                "mxfp4-pack-quantized",
-                "mixed-precision",
-            ),
-        ),
-        "transform_config": ({}, ({}, None)),
+        ("format",): (None, (*COMPRESSED_FORMATS, "mixed-precision")),
+        ("transform_config",): ({}, ({},)),
     },
 }
 # What packed weights look like, by type or by the end of a name, and what lies beside them alone.
@@ -107,14 +110,30 @@ def _check_nf4(settings: Mapping[str, Any], path: Path) -> None:
 
 def _check_values(settings: Mapping[str, Any], path: Path) -> None:
     """Raise `UserError` for a kind of a format that is not decoded."""
-    for key, (default, known) in DECODED_VALUES.get(settings[METHOD], {}).items():
-        value = settings.get(key, default)
+    found = [
+        (names[0], said_value(settings, names, default), known)
+        for names, (default, known) in DECODED_VALUES.get(settings[METHOD], {}).items()
+    ]
+    groups = settings.get("config_groups") or {}
+    found += [
+        (f"config_groups.{name}.format", group["format"], COMPRESSED_FORMATS)
+        for name, group in groups.items()
+        if isinstance(group, Mapping) and group.get("format") is not None
+    ]
+    for key, value, known in found:
         if value not in known:
             raise UserError(
                 f"{path}: {QUANTIZATION}.{key} = {value!r} with {METHOD} = {settings[METHOD]!r}; "
                 f"{', '.join(map(str, known))} can be read. Set model.source to the original bf16, "
                 "fp16 or fp32 checkpoint."
             )
+
+
+def said_value(settings: Mapping[str, Any], names: tuple[str, ...], default: Any) -> Any:
+    """Return a setting of quantization by the first of its names that says something."""
+    said = [settings[name] for name in names if settings.get(name) is not None]
+    value = said[0] if said else default
+    return value.lower() if isinstance(value, str) else value
 
 
 def said_of_quantization(config: Mapping[str, Any]) -> Any:

@@ -15,8 +15,15 @@ from typing import Any, Protocol
 
 import torch
 
-from workflow.lib.model.architecture.quantization_settings import METHOD, PACKED_TYPES
+from workflow.lib.model.architecture.quantization_settings import (
+    FORMAT_NAMES,
+    GPTQ_BITS,
+    METHOD,
+    PACKED_TYPES,
+    said_value,
+)
 from workflow.lib.model.architecture.safetensors_headers import TensorInfo
+from workflow.lib.system.errors import UserError
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in an int32, of the codes of eight columns
 WEIGHT = ".weight"
@@ -57,6 +64,7 @@ class _GPTQ:
         linears = [name.removesuffix(ends) for name in tensors if name.endswith(ends)]
         self.codes = {f"{linear}{WEIGHT}": f"{linear}{ends}" for linear in linears}
         self.hidden = {f"{linear}{part}" for linear in linears for part in self.PARTS}
+        _check_there(tensors, linears, self.PARTS[1:3])
 
     def shape(self, name: str, read: Read) -> tuple[int, ...]:
         linear = name.removesuffix(WEIGHT)
@@ -73,9 +81,15 @@ class _GPTQ:
         packed, scales = read(f"{linear}.qweight"), read(f"{linear}.scales").float()
         inputs = self._inputs(linear)
         bits = packed.shape[0] * 32 // inputs  # a module may have others than config.json says
+        if bits not in GPTQ_BITS or len(packed) != -(-inputs * bits // 32):
+            raise UserError(
+                f"{linear}.qweight has {len(packed) * 32 / inputs:.3g} bits a weight; "
+                f"{', '.join(map(str, GPTQ_BITS))} can be read. Set model.source to the original "
+                "bf16, fp16 or fp32 checkpoint."
+            )
         codes = _unpacked(packed.T, bits)[:, :inputs]
         zeros = _unpacked(read(f"{linear}.qzeros"), bits)
-        if self._settings.get("checkpoint_format", "gptq") == "gptq":
+        if said_value(self._settings, FORMAT_NAMES["gptq"], "gptq") == "gptq":
             zeros = zeros + 1
         if f"{linear}.g_idx" in self._tensors:
             groups = read(f"{linear}.g_idx").long()
@@ -111,6 +125,8 @@ class _CompressedTensors:
             if stored == f"{linear}.weight_packed" or (stored == f"{linear}{WEIGHT}" and scaled):
                 self.codes[f"{linear}{WEIGHT}"] = stored
                 self.hidden |= {stored, *self._parts(linear)} - {f"{linear}{WEIGHT}"}
+        linears = [name.removesuffix(WEIGHT) for name in self.codes]
+        _check_there(tensors, linears, (".weight_scale",))
 
     def _parts(self, linear: str) -> list[str]:
         ends = ("scale", "zero_point", "shape", "g_idx", "global_scale")
@@ -145,7 +161,23 @@ class _CompressedTensors:
         from compressed_tensors.utils import is_match
 
         groups, module = self._config.config_groups.values(), torch.nn.Linear(1, 1, device="meta")
-        return next(x for x in groups if len(groups) == 1 or is_match(linear, module, x.targets))
+        fitting = [x for x in groups if len(groups) == 1 or is_match(linear, module, x.targets)]
+        if not fitting:
+            raise UserError(
+                f"{linear} is packed, and no group of quantization_config.config_groups names it. "
+                "The files do not belong together: download them again."
+            )
+        return fitting[0]
+
+
+def _check_there(tensors: Tensors, linears: list[str], parts: tuple[str, ...]) -> None:
+    """Raise `UserError` for a packed linear without what its codes are decoded by."""
+    missing = [f"{x}{part}" for x in linears for part in parts if f"{x}{part}" not in tensors]
+    if missing:
+        raise UserError(
+            f"{missing[0]} is not there, without which packed weights cannot be decoded. Complete "
+            "the download, or set model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
 
 
 def _unpacked(
