@@ -11,7 +11,7 @@ from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import HOSTILE, edit, write_run
 from workflow.lib.system.artifact_files import read_lines
 
-NUM_FIGURES = 9  # held-out loss, five curves, memory, lengths of two data sets
+NUM_FIGURES = 7  # held-out loss, five curves, memory
 
 
 # Of all runs: one gain is reached, the other missed.

@@ -285,10 +285,6 @@ def manifest() -> dict[str, Any]:
         "length_percentiles": {"p50": 89, "p90": 201, "p99": 255, "max": 257},
         "duplicates": 2,
         "near_duplicates": 13,
-        "length_histogram": {
-            "edges": [1, 65, 129, 193, 258, 314],
-            "counts": [701, 802, 390, 63, 41],
-        },
         "longest": [
             {"file": "train.jsonl", "row": 1201, "tokens": 313},
             {"file": "train.jsonl", "row": 17, "tokens": 301},

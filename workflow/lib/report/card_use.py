@@ -1,12 +1,5 @@
 """The sections Use and Serving of a model card: the code that loads what was evaluated and will be
-served, and the commands of vLLM and SGLang, if these take the adapter. Neither is run here.
-
-Rules: vLLM `vllm/lora/peft_helper.py` and `vllm/config/lora.py`, SGLang
-`python/sglang/srt/lora/lora_config.py`, read 2026-11-23; of experts vLLM's pull request 41384 and
-SGLang's 25528."""
-
-from collections.abc import Mapping
-from typing import Any
+served, and the commands of vLLM and SGLang, if these take the adapter. Neither is run here."""
 
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.verdict import label
@@ -14,8 +7,9 @@ from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, Sub
 from workflow.lib.system.number_formats import visible
 
 NF4_FOLDER = "path/to/nf4/base"  # stands for the folder of a base that is nowhere else
-# What vLLM's --max-lora-rank may be; its slots have that rank.
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Keys of PEFT's configuration by which an adapter is more than one rank and alpha of linears. vLLM
+# and SGLang refuse some of them, and leave others out without a word (read 2026-11-23).
+BEYOND_PLAIN = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters")
 FORMS: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
 
 
@@ -152,29 +146,6 @@ def _loading_by_the_workflow(inputs: CardInputs, *, dtype: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def obstacles(config: Mapping[str, Any]) -> list[str]:
-    """Return why vLLM or SGLang would refuse an adapter, by PEFT's `adapter_config.json`."""
-    found = []
-    if config.get("use_dora"):
-        found.append("it is DoRA, which vLLM refuses")
-    if modules := config.get("modules_to_save"):
-        names = ", ".join(str(name) for name in modules)
-        found.append(f"it replaces whole modules ({names}), which vLLM refuses")
-    for key, default in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
-        if any(value != default for value in (config.get(key) or {}).values()):
-            found.append(f"{key} differs by module: vLLM reads one rank and one alpha")
-    if config.get("target_parameters"):
-        found.append(
-            "it adapts experts (target_parameters), which vLLM and SGLang leave out without a word "
-            "for several families"
-        )
-    if config.get("bias", "none") != "none":
-        found.append("it has biases, which vLLM leaves out")
-    if config["r"] > VLLM_RANKS[-1]:
-        found.append(f"its rank {config['r']} is above {VLLM_RANKS[-1]}, the largest of vLLM")
-    return found
-
-
 def serving_section(inputs: CardInputs) -> str:
     """Return the commands for vLLM and SGLang, or why the adapter needs to be merged."""
     if inputs.measured.served.subject == "merged":
@@ -183,14 +154,12 @@ def serving_section(inputs: CardInputs) -> str:
             "python -m sglang.launch_server --model-path path/to/merged",
         ]
         return f"{_commands(lines)}{NOT_RUN}\n"
-    if found := obstacles(inputs.adapter_config):
-        reasons = "".join(f"- {code(reason)}\n" for reason in found)
+    if found := [key for key in BEYOND_PLAIN if inputs.adapter_config.get(key)]:
         return (
-            "By their published rules vLLM and SGLang cannot serve this adapter on its base:\n\n"
-            f"{reasons}\nExport the merged model (<code>export.merged: true</code>) and serve "
-            "that.\n"
+            f"vLLM and SGLang do not serve all of this adapter ({', '.join(map(code, found))}). "
+            "Export the merged model (<code>export.merged: true</code>) and serve that.\n"
         )
-    rank = next(rank for rank in VLLM_RANKS if rank >= inputs.adapter_config["r"])
+    rank = max(8, 1 << (inputs.adapter_config["r"] - 1).bit_length())  # vLLM takes powers of two
     base, name = visible(inputs.model_id or "path/to/base"), inputs.summary.run
     adapter = f"{name}=path/to/this/folder"
     lines = [
@@ -205,7 +174,7 @@ def serving_section(inputs: CardInputs) -> str:
     return f"{_commands(lines)}Both put the adapter on the base in 16 bits. {measured} {NOT_RUN}\n"
 
 
-NOT_RUN = "The rules of vLLM and SGLang were checked; neither was run here."
+NOT_RUN = "Neither was run here."
 
 
 def _commands(lines: list[str]) -> str:

@@ -30,7 +30,6 @@ from workflow.lib.report.comparison import (
     task_columns,
 )
 from workflow.lib.report.figures import Figure, curve_figures, heldout_figure, memory_figure
-from workflow.lib.report.length_figure import length_figure
 from workflow.lib.report.preferences import both_fell, reward_fields, reward_figures, reward_runs
 from workflow.lib.report.required_gains import gate
 from workflow.lib.report.run_results import Run
@@ -110,18 +109,12 @@ def _samples(content: Content) -> dict[str, Any]:
     return {"temperatures": {name: found.sample_temperature for name, found in asked.items()}}
 
 
-def _datasets(content: Content) -> dict[str, list[tuple[Run, list[str], Figure | None]]]:
-    """One run per tokens folder, with the names of all runs that used it, and its lengths drawn."""
-    names: dict[str, list[str]] = {}
+def _datasets(content: Content) -> dict[str, list[tuple[Run, list[str]]]]:
+    """One run per tokens folder, with the names of all runs that used it."""
+    users: dict[str, list[Run]] = {}
     for run in content.runs:
-        names.setdefault(run.tokens_name, []).append(run.name)
-    firsts = {run.tokens_name: run for run in reversed(content.runs)}
-    return {
-        "datasets": [
-            (firsts[tokens], users, length_figure(firsts[tokens].manifest, number=number))
-            for number, (tokens, users) in enumerate(names.items(), 1)
-        ]
-    }
+        users.setdefault(run.tokens_name, []).append(run)
+    return {"datasets": [(runs[0], [run.name for run in runs]) for runs in users.values()]}
 
 
 def _provenance(content: Content) -> dict[str, Any]:
