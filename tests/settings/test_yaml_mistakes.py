@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from workflow.lib.settings.config import check_yaml
+from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system.errors import UserError
 
 NO_SETTINGS = {

@@ -65,7 +65,7 @@ def test_measured_case_has_speed_losses_and_peaks(measured):
 def test_case_that_cannot_run_is_a_line_with_its_cause(measured):
     row = measured["ddp"]
     assert row["status"] == "failed"
-    assert "shard_size = 1: a model is sharded over at least 2 processes" in row["cause"]
+    assert "shard_size = 1: must be at least 2" in row["cause"]
 
 
 def test_line_has_shape_plan_and_prediction(measured):

@@ -26,7 +26,8 @@ from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.command_line import as_in_yaml
-from workflow.lib.settings.config import check_yaml, load_config
+from workflow.lib.settings.config import load_config
+from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import use_this_interpreter
 from workflow.lib.system.errors import UserError

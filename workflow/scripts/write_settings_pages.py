@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from workflow.lib.settings.config import Config, RunConfig, Section, json_schema
+from workflow.lib.settings.config import Config, RunConfig, Section
 from workflow.lib.settings.effects import Affects, Stage
 from workflow.lib.settings.errors_in_words import is_section
 from workflow.lib.system.files import write_text
@@ -67,6 +68,26 @@ def schema_json() -> str:
     runs["additionalProperties"] = {"anyOf": [{"$ref": "#/$defs/RunConfig"}, {"type": "null"}]}
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     return json.dumps(schema, ensure_ascii=False) + "\n"
+
+
+def json_schema(model: type[BaseModel] = Config) -> dict[str, Any]:
+    """Return the JSON schema of `config.yaml` or of a part of it, each description on one line."""
+    schema: dict[str, Any] = _unwrapped(model.model_json_schema())
+    return schema
+
+
+def _unwrapped(schema: Any) -> Any:
+    """Join the lines of every description: line breaks of the source mean nothing."""
+    if isinstance(schema, list):
+        return [_unwrapped(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: " ".join(value.split())
+        if key == "description" and isinstance(value, str)
+        else _unwrapped(value)
+        for key, value in schema.items()
+    }
 
 
 def _sections(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:

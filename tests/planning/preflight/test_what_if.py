@@ -129,7 +129,7 @@ def test_any_setting_can_be_given(tmp_path):
         )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.r"), "--set = 'lora.r'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.offload_layers=-1"), (
-            "offload_layers = -1: must be 0 to 10000"
+            "offload_layers = -1: must be at least 0 or 'auto'"
         )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.rr=3"), "lora.rr"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),

@@ -1,5 +1,6 @@
 """Files and folders that the settings name: they are looked for before anything starts."""
 
+import re
 from pathlib import Path
 
 from workflow.lib.data.reading.sources import resolve_splits, unexpanded
@@ -9,10 +10,13 @@ from workflow.lib.model.architecture.model_files import (
     fault_of_tokenizer,
     named_weights,
 )
-from workflow.lib.settings.config import RunConfig, _check_dataset_id, is_hub_id, path_exists
+from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import why_unreadable
+
+# What the hub allows; some old datasets have no owner.
+DATASET_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 
 
 def check_local_paths(name: str, run: RunConfig) -> None:
@@ -47,6 +51,18 @@ def check_local_paths(name: str, run: RunConfig) -> None:
     for key, value in paths.items():
         if value is not None:
             check_path(key, value, run=name)
+
+
+def _check_dataset_id(name: str, source: str) -> None:
+    """Raise `UserError` for a local path in `data.source`, which names datasets of the hub."""
+    setting = f"data.source (run {name})"
+    change = "Set data.source to null, and data.train to the files or the folder"
+    if path_exists(source):
+        bound = "a file or folder of this name is here, and data.source is for datasets of the hub"
+        raise setting_error(setting, source, bound, f"{change}; or rename what is here")
+    if not DATASET_ID.fullmatch(source):
+        bound = "no dataset of the hub has such an id (owner/name)"
+        raise setting_error(setting, source, bound, f"Correct it. For local data: {change}")
 
 
 def check_path(key: str, value: str, *, run: str) -> None:

@@ -5,16 +5,12 @@ which the JSON schema, the reference table and `config.yaml`'s comments are chec
 turns the YAML document into one `RunConfig` per run (`runs:` overrides any setting), so everything
 downstream sees complete, validated values. Imports no torch."""
 
-import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -37,9 +33,7 @@ from workflow.lib.settings.train import (
     QuantizeConfig,
     TrainConfig,
 )
-from workflow.lib.settings.yaml_files import check_aliases
-from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.input_files import read_input
+from workflow.lib.system.errors import UserError
 
 __all__ = [
     "Config",
@@ -59,24 +53,21 @@ __all__ = [
     "Section",
     "TrackingConfig",
     "TrainConfig",
-    "check_yaml",
     "is_hub_id",
-    "json_schema",
     "load_config",
     "merge",
 ]
 
-# What the hub allows; some old datasets have no owner.
+# What the hub allows.
 MODEL_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
-DATASET_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 SectionT = TypeVar("SectionT", bound=Section)
 OWN_KEYS = "x-"  # what the user's own top-level keys begin with
 # Of all files and options together: which of them a setting stands in, only Snakemake knows.
 NOT_VALID = "the settings are not valid:"
 
 
-class RunConfig(Section):
-    """All settings of one run."""
+class Sections(Section):
+    """The sections of a run, each by itself."""
 
     model: ModelConfig = ModelConfig()
     """The base model."""
@@ -100,6 +91,11 @@ class RunConfig(Section):
     """What is exported."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """What is measured."""
+
+
+class RunConfig(Sections):
+    """All settings of one run."""
+
     _start: "RunConfig | None" = PrivateAttr(None)
 
     @property
@@ -197,7 +193,7 @@ class RunConfig(Section):
         return self
 
 
-class Config(RunConfig):
+class Config(Sections):
     """The whole document: shared settings, the report, and the runs that override the settings."""
 
     model_config = ConfigDict(json_schema_extra={"patternProperties": {f"^{OWN_KEYS}": {}}})
@@ -206,26 +202,6 @@ class Config(RunConfig):
     """The report over all runs."""
     runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
-
-    @model_validator(mode="after")
-    def _what_is_served_is_measured(self) -> "Config":
-        return self  # runs are held to it: one may export what the shared settings name
-
-    @model_validator(mode="after")
-    def _answers_are_documents(self) -> "Config":
-        return self  # likewise
-
-    @model_validator(mode="after")
-    def _required_rewards_are_trained(self) -> "Config":
-        return self  # likewise
-
-    @model_validator(mode="after")
-    def _adapter_is_one_for_gguf(self) -> "Config":
-        return self  # likewise
-
-    @model_validator(mode="after")
-    def _base_has_one_id(self) -> "Config":
-        return self  # likewise
 
     @model_validator(mode="before")
     @classmethod
@@ -247,65 +223,6 @@ class Config(RunConfig):
                     "in one folder. Rename one of them"
                 )
         return runs
-
-
-def check_yaml(path: Path) -> None:
-    """Raise `UserError`, with the line, for a file of settings that is no YAML, or has a key twice.
-
-    YAML's own loaders take the second of two equal keys without a word."""
-    try:
-        loader = yaml.SafeLoader(_text(path))
-        root = loader.get_single_node()
-        check_aliases(root)
-        _check_keys(root, path)
-        loader.construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        location = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise UserError(
-            f"{location}: {error.problem or error.context}: this is no YAML. Correct that line or "
-            "the one before it; indent with spaces, not with tabs."
-        ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: it cannot be read as YAML ({error}). Correct the file.") from None
-
-
-def _text(path: Path) -> str:
-    text = read_input(path)
-    with suppress(ValueError):
-        json.loads(text)
-        return text.replace("\t", " ")  # JSON, but for tabs, is YAML
-    return text
-
-
-def _check_keys(root: yaml.Node | None, path: Path) -> None:
-    """Raise `UserError` for a key that stands twice in a section."""
-    waiting, seen = [(root, "")], set[int]()
-    while waiting:
-        node, prefix = waiting.pop()
-        if id(node) in seen:  # an alias, or an anchor that holds itself
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += [(entry, prefix) for entry in node.value]
-        if isinstance(node, yaml.MappingNode):
-            firsts: dict[str, yaml.Node] = {}
-            for key, value in node.value:
-                name = f"{prefix}{key.value}"
-                first = firsts.setdefault(name, key)
-                if first is not key:
-                    raise UserError(
-                        f"{path}, line {_line(key)}: the key {name} stands there for the second "
-                        f"time, and would replace the first in line {_line(first)}. Join the two, "
-                        "or remove one."
-                    )
-                waiting.append((value, f"{name}."))
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
 
 
 def merge(base: Mapping[str, object], override: Mapping[str, object]) -> dict[str, object]:
@@ -336,7 +253,7 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
     return config.report, {name: _of_objective(run) for name, run in runs.items()}
 
 
-def _objective_settings(run: RunConfig) -> dict[str, tuple[Section, str]]:
+def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:
     """Return the settings of `preferences` and `distill` that are not at their defaults."""
     sections = {"preferences": run.preferences, "distill": run.distill}
     return {
@@ -392,38 +309,6 @@ def _validate(model: type[SectionT], document: Mapping[str, object], *, prefix: 
     except ValidationError as error:
         lines = [prefix + line for line in explain(model, document, error)]
         raise UserError(f"{NOT_VALID}\n  " + "\n  ".join(lines)) from None
-
-
-def json_schema(model: type[BaseModel] = Config) -> dict[str, Any]:
-    """Return the JSON schema of `config.yaml` or of a part of it, each description on one line."""
-    schema: dict[str, Any] = _unwrapped(model.model_json_schema())
-    return schema
-
-
-def _unwrapped(schema: Any) -> Any:
-    """Join the lines of every description: line breaks of the source mean nothing."""
-    if isinstance(schema, list):
-        return [_unwrapped(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: " ".join(value.split())
-        if key == "description" and isinstance(value, str)
-        else _unwrapped(value)
-        for key, value in schema.items()
-    }
-
-
-def _check_dataset_id(name: str, source: str) -> None:
-    """Raise `UserError` for a local path in `data.source`, which names datasets of the hub."""
-    setting = f"data.source (run {name})"
-    change = "Set data.source to null, and data.train to the files or the folder"
-    if path_exists(source):
-        bound = "a file or folder of this name is here, and data.source is for datasets of the hub"
-        raise setting_error(setting, source, bound, f"{change}; or rename what is here")
-    if not DATASET_ID.fullmatch(source):
-        bound = "no dataset of the hub has such an id (owner/name)"
-        raise setting_error(setting, source, bound, f"Correct it. For local data: {change}")
 
 
 def is_hub_id(source: str) -> bool:

@@ -136,10 +136,14 @@ class EvaluateConfig(Section):
     answers alone."""
     max_new_tokens: int = Field(96, ge=1, le=8192)
     """Length of a sample answer at most, tokens."""
-    batch_size: Annotated[int | Literal["auto"], Affects("none")] = "auto"
+    batch_size: Annotated[
+        Annotated[int, Field(ge=1, le=4096)] | Literal["auto"], Affects("none")
+    ] = "auto"
     """Sequences per forward pass at most, halved where memory runs out; `auto` = as free memory
     allows."""
-    processes: Annotated[int | Literal["auto"], Affects("none")] = "auto"
+    processes: Annotated[Annotated[int, Field(ge=1, le=64)] | Literal["auto"], Affects("none")] = (
+        "auto"
+    )
     """Processes that share the items; `auto` = one per GPU."""
     shard: Annotated[bool | Literal["auto"], Affects("none")] = "auto"
     """Shard the weights over processes; `auto` = where they do not fit on one GPU. `false`: one
@@ -156,18 +160,6 @@ class EvaluateConfig(Section):
         Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
     ] = "estimate"
     """Compared with it: the gain itself, or the lower end of its 95% interval."""
-
-    @model_validator(mode="after")
-    def _counts_are_positive(self) -> "EvaluateConfig":
-        for name, count, most in (
-            ("batch_size", self.batch_size, 4096),
-            ("processes", self.processes, 64),
-        ):
-            if count != "auto" and not 1 <= count <= most:
-                raise ValueError(
-                    f"{name} = {count}: must be between 1 and {most}. Change it, or set auto"
-                )
-        return self
 
     @model_validator(mode="after")
     def _something_is_compared(self) -> "EvaluateConfig":

@@ -60,7 +60,8 @@ class Section(BaseModel):
         without a word."""
         assert info.field_name is not None, "a validator of fields runs for a field"
         annotation = cls.model_fields[info.field_name].annotation
-        kinds = {annotation, *get_args(annotation)}
+        branches = {annotation, *get_args(annotation)}
+        kinds = {get_args(b)[0] if get_origin(b) is Annotated else b for b in branches}
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise PydanticCustomError("true_for_number", "must be a number, not true or false")
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]

@@ -15,6 +15,8 @@ OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
 OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
 OF_MUON = Affects(later=True, needs=("optimizer", "muon"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
+Layers = Annotated[int, Field(ge=0, le=10_000)]
+Gib = Annotated[float, Field(gt=0.0)]
 
 
 class ModelConfig(Section):
@@ -170,7 +172,9 @@ class TrainConfig(Section):
     """Optimizer steps; set exactly one of `epochs` and `max_steps`, the other to null."""
     global_batch_size: int = Field(16, ge=1, le=2**20)
     """Rows per optimizer step over all processes; the number of GPUs does not change it."""
-    micro_batch_size: Annotated[int | Literal["auto"], Affects("plan")] = "auto"
+    micro_batch_size: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], Affects("plan")] = (
+        "auto"
+    )
     """Rows per process and forward pass, a divisor of the rows per process; `auto` = the fastest
     that preflight predicts to fit."""
     optimizer: OptimizerName = "adamw"
@@ -265,13 +269,10 @@ class TrainConfig(Section):
                 f"epochs = {self.epochs} and max_steps = {self.max_steps}: exactly one sets the "
                 "length. Set the other to null"
             )
-        if (
-            self.micro_batch_size != "auto"
-            and not 1 <= self.micro_batch_size <= self.global_batch_size
-        ):
+        if self.micro_batch_size != "auto" and self.micro_batch_size > self.global_batch_size:
             raise ValueError(
-                f"micro_batch_size = {self.micro_batch_size}: must be between 1 and "
-                f"global_batch_size = {self.global_batch_size}. Lower it, or set auto"
+                f"micro_batch_size = {self.micro_batch_size}: must be at most global_batch_size = "
+                f"{self.global_batch_size}. Lower it, or set auto"
             )
         if self.select == "best" and self.evaluate_every_steps is None:
             raise ValueError(
@@ -297,7 +298,7 @@ class HardwareConfig(Section):
 
     affects: ClassVar = Affects("plan", read_by=("preflight_run",))
 
-    gpus: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    gpus: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
     """GPUs of a run, on each of its nodes; `auto` = all visible ones; 0 = train on the CPU."""
     nodes: int = Field(1, ge=1, le=512)
     """Machines that train one run together; more than one needs a cluster profile (`--profile
@@ -307,26 +308,26 @@ class HardwareConfig(Section):
     only visible ones."""
     cpu_processes: int = Field(2, ge=1, le=64)
     """Processes (gloo ranks) when no GPU is used, on each node."""
-    gpu_memory_gib: float | Literal["auto"] = "auto"
+    gpu_memory_gib: Gib | Literal["auto"] = "auto"
     """Memory of each GPU that may be used, GiB; `auto` = as the driver reports. A smaller value is
     enforced."""
-    host_memory_gib: float | Literal["auto"] = "auto"
+    host_memory_gib: Gib | Literal["auto"] = "auto"
     """Host memory that may be used by all processes of a node together, GiB; `auto` = what is
     available."""
     memory_margin_gib: float = Field(0.5, ge=0.0, le=64.0)
     """GPU memory that must stay free in the prediction, GiB."""
-    shard_size: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    shard_size: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Processes that share one copy of the model, a divisor of all; several groups are replicas
     (HSDP). `auto` = all processes."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of a GPU hour in any currency, for the predicted cost; null = no cost is shown."""
-    offload_activations: bool | int | Literal["auto"] = "auto"
+    offload_activations: bool | Layers | Literal["auto"] = "auto"
     """Offload activations kept for backward to page-locked host memory: of all layers, or of so
     many. `auto` = where it fits or is faster."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Look embedding rows up in the model's file on the host, without a table on GPUs. `auto` =
     with several GPUs."""
-    offload_layers: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    offload_layers: Layers | Literal["auto"] = "auto"
     """Decoder layers whose packed weights are offloaded to page-locked host memory, spread evenly.
     `auto` = as many as fit or speed need."""
     reshard_after_forward: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
@@ -335,26 +336,3 @@ class HardwareConfig(Section):
     cuda_graphs: bool = True
     """Launch a micro-batch as one CUDA graph, on one machine with FlashAttention or flex; preflight
     says why not. Only rounding differs."""
-
-    @model_validator(mode="after")
-    def _positive(self) -> "HardwareConfig":
-        if self.gpus != "auto" and not 0 <= self.gpus <= 4096:
-            raise ValueError(
-                f"gpus = {self.gpus}: must be 0 to 4096. Set auto to use all visible GPUs"
-            )
-        if self.shard_size != "auto" and self.shard_size < 2:
-            raise ValueError(
-                f"shard_size = {self.shard_size}: a model is sharded over at least 2 processes. "
-                "Set auto to shard over all"
-            )
-        for key in ("offload_layers", "offload_activations"):
-            count = getattr(self, key)
-            if count != "auto" and not 0 <= count <= 10_000:
-                raise ValueError(
-                    f"{key} = {count}: must be 0 to 10000. Set auto to take as many as a run needs"
-                )
-        for key in ("gpu_memory_gib", "host_memory_gib"):
-            value = getattr(self, key)
-            if value != "auto" and value <= 0:
-                raise ValueError(f"{key} = {value}: must be above 0. Set auto to use what is there")
-        return self

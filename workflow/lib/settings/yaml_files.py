@@ -4,10 +4,13 @@ Nine levels of nine aliases are a file of a hundred bytes and a document of 400 
 reader that walks it, or copies it, never ends. So what a document would be without aliases is
 counted before anything walks it."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
 
 MOST_NODES = 200_000  # a task file with thousands of examples written out has some 10,000
@@ -44,3 +47,62 @@ def _count(node: yaml.Node, counted: dict[int, int], open_nodes: set[int]) -> in
         counted[id(node)] = 1 + sum(_count(n, counted, open_nodes) for pair in pairs for n in pair)
         open_nodes.remove(id(node))
     return counted[id(node)]
+
+
+def check_yaml(path: Path) -> None:
+    """Raise `UserError`, with the line, for a file of settings that is no YAML, or has a key twice.
+
+    YAML's own loaders take the second of two equal keys without a word."""
+    try:
+        loader = yaml.SafeLoader(_text(path))
+        root = loader.get_single_node()
+        check_aliases(root)
+        _check_keys(root, path)
+        loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        location = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise UserError(
+            f"{location}: {error.problem or error.context}: this is no YAML. Correct that line or "
+            "the one before it; indent with spaces, not with tabs."
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: it cannot be read as YAML ({error}). Correct the file.") from None
+
+
+def _text(path: Path) -> str:
+    text = read_input(path)
+    with suppress(ValueError):
+        json.loads(text)
+        return text.replace("\t", " ")  # JSON, but for tabs, is YAML
+    return text
+
+
+def _check_keys(root: yaml.Node | None, path: Path) -> None:
+    """Raise `UserError` for a key that stands twice in a section."""
+    waiting, seen = [(root, "")], set[int]()
+    while waiting:
+        node, prefix = waiting.pop()
+        if id(node) in seen:  # an alias, or an anchor that holds itself
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += [(entry, prefix) for entry in node.value]
+        if isinstance(node, yaml.MappingNode):
+            firsts: dict[str, yaml.Node] = {}
+            for key, value in node.value:
+                name = f"{prefix}{key.value}"
+                first = firsts.setdefault(name, key)
+                if first is not key:
+                    raise UserError(
+                        f"{path}, line {_line(key)}: the key {name} stands there for the second "
+                        f"time, and would replace the first in line {_line(first)}. Join the two, "
+                        "or remove one."
+                    )
+                waiting.append((value, f"{name}."))
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
