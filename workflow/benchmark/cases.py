@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from workflow.benchmark.random_pairs import packed, random_pairs
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
@@ -46,6 +47,9 @@ class BenchmarkConfig(Section):
     """Micro-batches of a step."""
     documents: int = Field(1, ge=1, le=2**19)
     """Documents packed into a row, each of at least 4 tokens."""
+    pairs: int | None = Field(None, ge=1, le=2**16)
+    """Pairs of a step, of drawn lengths, packed into rows (`train.objective: dpo` and the like);
+    they replace `accumulation` and `documents`. null = no pairs."""
     rank: int = Field(16, ge=1, le=1024)
     """Rank of the adapter, on all linear layers."""
     steps: int = Field(6, ge=1, le=10_000)
@@ -97,6 +101,10 @@ class PeerSettings(Section):
     """Liger's fused kernels."""
     checkpointing: bool = True
     """Recomputation of every layer."""
+    pairs: int = Field(1, ge=1, le=2**16)
+    """Pairs of a micro-batch, where the case has pairs."""
+    by_length: bool = False
+    """Pairs in the order of their lengths, which leaves the least padding."""
 
 
 class CaseEntry(Section):
@@ -229,6 +237,15 @@ def _request(name: str, entry: CaseEntry, benchmark: BenchmarkConfig, *, process
     return Request(name, entry.title, processes, sizes, entry.settings, peer)
 
 
+def step_rows(sizes: BenchmarkConfig, *, processes: int) -> int:
+    """Return the rows of a step."""
+    if sizes.pairs is None:
+        return processes * sizes.micro_batch_size * sizes.accumulation
+    # How long pairs are does not depend on the vocabulary.
+    pairs = random_pairs(sizes.pairs, seq_len=sizes.seq_len, vocab_size=2)
+    return packed(pairs, seq_len=sizes.seq_len).num_rows
+
+
 def run_settings(request: Request, *, device: str) -> RunConfig:
     """Return the settings of a request's run; raises `UserError` for one that no run may have."""
     sizes, count = request.sizes, request.processes
@@ -238,7 +255,7 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
         "train": {
             "epochs": None,
             "max_steps": sizes.steps,
-            "global_batch_size": count * sizes.micro_batch_size * sizes.accumulation,
+            "global_batch_size": step_rows(sizes, processes=count),
             "micro_batch_size": sizes.micro_batch_size,
             "learning_rate": 1e-4,
         },

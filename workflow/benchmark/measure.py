@@ -6,21 +6,30 @@ the time between two ends is the device's work of the steps between, also if lau
 import gc
 import os
 import resource
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from workflow.benchmark.random_base import random_rows
+from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.benchmark.record import Measurement, Observed
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import World, process_group
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.scores.store import Scores
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
+from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
@@ -48,6 +57,7 @@ class Job:
     plan: StepPlan
     documents: int
     rows: int
+    pairs: int | None
     vocab_size: int
     check_bytes: bool
     peer: dict[str, Any] | None
@@ -90,10 +100,12 @@ def together(everyone: Sequence[Observed], job: Job) -> Measurement:
     main = everyone[0]
     timed = main.step_s[len(main.step_s) // 3 :]
     tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * job.run["data"]["seq_len"]
+    pairs_per_s = job.pairs and job.pairs / len(everyone) / statistics.median(timed)
     largest = {name: max(getattr(seen, name) for seen in everyone) for name in LARGEST}
     return Measurement(
         **dict(main) | largest,
         tokens_per_s_per_process=tokens * len(timed) / sum(timed),
+        pairs_per_s_per_process=pairs_per_s,
         allocated_bytes_by_process=[seen.allocated_bytes for seen in everyone],
         reserved_bytes_by_process=[seen.reserved_bytes for seen in everyone],
     )
@@ -116,15 +128,12 @@ def end_training(seen: Observed) -> None:
 def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pulse) -> None:
     """Build, check and train the job's model; note in `seen` what is measured. Collective."""
     plan = job.plan
-    store = random_rows(
-        rows=job.rows,
-        seq_len=config.data.seq_len,
-        documents=job.documents,
-        vocab_size=job.vocab_size,
-    )
+    store = _rows(job, config)
     if world.device.type == "cuda":  # those of the case before are no part
         torch.cuda.reset_peak_memory_stats()
     model = _load(job, config, world, seen)
+    if job.pairs is not None:
+        store = store.with_scores(_ScoresOfStart.of(model.training, store, world))
     if job.check_bytes:
         seen.checks = startup_checks(model, store, Path(job.base), world)
     trainer = Trainer(
@@ -146,6 +155,38 @@ def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pul
         ended_s = metrics.elapsed_s
     end_training(seen)
     seen.graphs_off = trainer.graphs_off
+
+
+def _rows(job: Job, config: RunConfig) -> TokenStore:
+    seq_len, vocab_size = config.data.seq_len, job.vocab_size
+    if job.pairs is not None:
+        pairs = random_pairs(job.pairs, seq_len=seq_len, vocab_size=vocab_size)
+        return pair_rows(pairs, seq_len=seq_len)
+    return random_rows(
+        rows=job.rows, seq_len=seq_len, documents=job.documents, vocab_size=vocab_size
+    )
+
+
+class _ScoresOfStart:
+    """Log-probabilities of trained tokens by the model before its first step, as a reference."""
+
+    def __init__(self, by_row: list[npt.NDArray[np.float32]]) -> None:
+        self._by_row = by_row
+
+    @classmethod
+    def of(cls, training: CausalLMForTraining, store: TokenStore, world: World) -> Self:
+        """Score every row on every process. Collective."""
+        by_row = []
+        with forward_only(training):
+            for number in range(store.num_rows):
+                batch = stored_batch(store, np.array([number])).to(world.device)
+                hidden = training.hidden_states(batch.input_ids, batch.position_ids)
+                states = hidden.index_select(0, batch.positions)
+                by_row.append(training.head_loss.log_probs(states, batch.targets).cpu().numpy())
+        return cls(by_row)
+
+    def of_rows(self, indices: Iterable[int]) -> Scores:
+        return Scores(np.concatenate([self._by_row[int(row)] for row in indices]))
 
 
 def _load(job: Job, config: RunConfig, world: World, seen: Observed) -> TrainingModel:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.benchmark.cases import Request, model_config, run_settings
+from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
@@ -100,8 +101,20 @@ def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
 
 
 def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
-    """Return the counts of the random rows: all tokens are trained but a document's first."""
+    """Return the counts of the random rows: all tokens are trained but a document's first, of pairs
+    the answers."""
     sizes = request.sizes
+    if sizes.pairs is not None:
+        pairs = random_pairs(sizes.pairs, seq_len=sizes.seq_len, vocab_size=shape.vocab_size)
+        store = pair_rows(pairs, seq_len=sizes.seq_len)
+        return TokenCounts(
+            seq_len=sizes.seq_len,
+            vocab_size=shape.vocab_size,
+            heldout_tokens=sizes.seq_len,
+            packed_rows=store.num_rows,
+            trained_tokens=int(store.loss_mask.sum()),
+            documents=2 * sizes.pairs,
+        )
     rows = ROWS_OF_STEPS * request.processes * sizes.micro_batch_size * sizes.accumulation
     documents = len(range(0, sizes.seq_len, sizes.seq_len // sizes.documents))
     return TokenCounts(

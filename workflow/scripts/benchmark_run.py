@@ -225,6 +225,7 @@ def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
         plan=prepared.plan,
         documents=sizes.documents,
         rows=prepared.num_rows,
+        pairs=sizes.pairs,
         vocab_size=prepared.shape.vocab_size,
         check_bytes=sizes.check_bytes,
         peer=None if prepared.request.peer is None else dict(prepared.request.peer),
@@ -234,11 +235,12 @@ def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
 
 def find_base(bases: Path, prepared: Prepared) -> Path:
     """Return the folder of the random base of this shape, written now if it is not there."""
-    settings, peer = prepared.run.quantize, prepared.request.peer is not None
-    folder = bases / short_hash([prepared.config, settings.model_dump(mode="json"), peer])
+    settings, peer = prepared.run.quantize, prepared.request.peer
+    as_floats = peer is not None and peer["strategy"] != "ddp"
+    folder = bases / short_hash([prepared.config, settings.model_dump(mode="json"), as_floats])
     with exclusive(bases / f".{folder.name}.lock", doing=f"writing {folder}", wait_s=BASE_WAIT_S):
         if not folder.is_dir():
-            write_random_base(folder, prepared.config, settings, float_storage=peer)
+            write_random_base(folder, prepared.config, settings, float_storage=as_floats)
     return folder
 
 
@@ -249,6 +251,8 @@ def summary_words(row: BenchmarkRow) -> str:
     memory = measured.allocated_bytes or measured.host_bytes
     off = f"; CUDA graphs were off ({measured.graphs_off})" if measured.graphs_off else ""
     speed = f"{measured.tokens_per_s_per_process:,.0f} tokens/s per process"
+    if measured.pairs_per_s_per_process is not None:
+        speed = f"{measured.pairs_per_s_per_process:.2f} pairs/s per process"
     return f"{speed}, peak {size(memory)}{off}"
 
 

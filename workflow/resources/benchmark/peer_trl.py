@@ -1,9 +1,10 @@
-"""The same case by other software: TRL's SFTTrainer over Accelerate (DDP, FSDP1 or FSDP2),
-bitsandbytes NF4, PEFT LoRA.
+"""The same case by other software: TRL's SFTTrainer, or DPOTrainer for pairs, over Accelerate (DDP,
+FSDP1 or FSDP2), bitsandbytes NF4, PEFT LoRA.
 
 A worker of the benchmark (`benchmark_run` starts it), and no part of the training. It loads the
-same random base, with the packed weights as bf16 views, the storage that these stacks recommend for
-sharding, and takes the same rows, batch, rank and steps. Peaks are measured by the same code.
+same random base, to be sharded with the packed weights as bf16 views, the storage that these stacks
+recommend, and takes the same rows or pairs, batch, rank and steps. Peaks are measured by the same
+code.
 Accelerate is told what to do by the environment variables that `accelerate launch` sets.
 Packages: envs/peers.txt.
 """
@@ -30,7 +31,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.utils import is_flash_attn_2_available
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from workflow.benchmark.measure import (
     OUT_OF_MEMORY,
@@ -42,10 +43,12 @@ from workflow.benchmark.measure import (
     together,
 )
 from workflow.benchmark.random_base import random_rows
+from workflow.benchmark.random_pairs import Pair, random_pairs
 from workflow.benchmark.record import Observed
 from workflow.lib.artifacts.training_record import Check
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import die_with_parent
+from workflow.lib.objectives.from_settings import BETA
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import read_artifact
@@ -71,6 +74,13 @@ VERSIONS = {
     },
     "fsdp2": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
 }
+
+
+class PairTrainer(DPOTrainer):
+    """TRL's trainer on pairs that are token ids already."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
+        return dataset
 
 
 class Watch(TrainerCallback):
@@ -158,7 +168,7 @@ def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pul
         (layer, *_) = model._no_split_modules
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = str(layer)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = SFTTrainer(
+        trainer = (SFTTrainer if job.pairs is None else PairTrainer)(
             model=model,
             args=arguments(job, config, folder, device, sharded=sharded),
             train_dataset=dataset(job, config),
@@ -197,15 +207,25 @@ def held(found: int, total: int, *, sharded: bool) -> Check:
 
 def arguments(
     job: Job, config: RunConfig, folder: str, device: torch.device, *, sharded: bool
-) -> SFTConfig:
+) -> SFTConfig | DPOConfig:
     """Return the trainer's settings; sharded models are recomputed by Accelerate, as it
     recommends.
     """
     assert job.peer is not None
-    return SFTConfig(
+    if job.pairs is None:
+        kind, own = SFTConfig, {"packing": False}
+        batch, accumulated = job.plan.micro_batch_size, job.plan.accumulation_steps
+    else:
+        kind = DPOConfig
+        own = {"precompute_ref_log_probs": True, "beta": config.preferences.beta or BETA}
+        own |= {"train_sampling_strategy": "sequential"} if job.peer["by_length"] else {}
+        batch = job.peer["pairs"]
+        accumulated = job.pairs // (batch * int(os.environ["WORLD_SIZE"]))
+    return kind(
         output_dir=folder,
-        per_device_train_batch_size=job.plan.micro_batch_size,
-        gradient_accumulation_steps=job.plan.accumulation_steps,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulated,
+        **own,
         max_steps=job.plan.num_steps,
         max_length=config.data.seq_len,
         learning_rate=config.train.learning_rate,
@@ -216,7 +236,6 @@ def arguments(
         gradient_checkpointing=job.peer["checkpointing"] and not sharded,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         use_liger_kernel=job.peer["liger"],
-        packing=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -227,7 +246,14 @@ def arguments(
 
 
 def dataset(job: Job, config: RunConfig) -> Dataset:
-    """Return the random rows that our engine trains on."""
+    """Return the random rows or pairs that our engine trains on."""
+    if job.pairs is not None:
+        pairs = random_pairs(job.pairs, seq_len=config.data.seq_len, vocab_size=job.vocab_size)
+        pairs.sort(key=lambda p: -len(p.prompt) - max(len(p.chosen), len(p.rejected)))
+        names = [f"{name}_ids" for name in Pair._fields]
+        return Dataset.from_list(
+            [dict(zip(names, (ids.tolist() for ids in pair), strict=True)) for pair in pairs]
+        )
     store = random_rows(
         rows=job.rows, seq_len=config.data.seq_len, documents=1, vocab_size=job.vocab_size
     )
