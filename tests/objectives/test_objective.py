@@ -12,10 +12,10 @@ import torch
 from tests.objectives.dense import DENSE, TokenTable
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.gathering import all_full
 from tests.support.models import quantized, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.scored_rows import ROWS, scored_rows
+from tests.support.stock_training import whole
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -59,8 +59,9 @@ def store_of(name: str) -> TokenStore:
 def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradients of the family's own forward, with all logits in float64."""
     store, params = store_of(name), trainable_parameters(model.training)
-    batch = stored_batch(store, np.arange(len(ROWS)))
-    logits = model.training.family_logits(batch.input_ids, batch.position_ids).double()
+    device = next(iter(params.values())).device
+    batch = stored_batch(store, np.arange(len(ROWS))).to(device)
+    logits = model.training.family_logits(batch.input_ids, batch.position_ids).cpu().double()
     loss, figures = DENSE[name](TokenTable(store, logits), SETTINGS[name])
     loss.backward()
     return (
@@ -80,7 +81,7 @@ def one_step(
     optimizer = make_optimizer(training, train)
 
     def keep(*_: Any) -> None:
-        gradients.update(all_full({key: param.grad for key, param in params.items()}))
+        gradients.update(whole({key: param.grad for key, param in params.items()}, world))
 
     optimizer.register_step_pre_hook(keep)
     trainer = Trainer(training, optimizer, store, train, rows, world)
@@ -88,8 +89,9 @@ def one_step(
     return metrics.loss, metrics.figures, gradients
 
 
-def build(base: Path, config: RunConfig, world: World) -> TrainingModel:
-    model = built_model(base, config, make_plan(), world)
+def build(base: Path, config: RunConfig, world: World, **options: Any) -> TrainingModel:
+    plan = make_plan(device=world.device.type, processes=world.size)
+    model = built_model(base, config, plan, world, **options)
     for key, param in trainable_parameters(model.training).items():
         if ".lora_B." in key:  # else those of lora_A have no gradient
             torch.nn.init.constant_(param, 0.03)

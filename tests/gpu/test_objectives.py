@@ -1,0 +1,79 @@
+"""Objectives on GPUs: a step in bf16 by FlashAttention on NF4 weights, against a dense reference in
+fp32 with logits in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.objectives.test_objective import build, configured, dense, one_step, store_of
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import quantized, tiny_llama
+from tests.support.scored_rows import ROWS
+from workflow.lib.distributed.world import process_group
+
+pytestmark = pytest.mark.gpu
+
+OBJECTIVES = ("dpo", "kto", "distill")
+# Of what stock code in bf16 is off: ours rounds elsewhere, but no more.
+MORE_THAN_STOCK = 2.0
+HEAD = "frozen head"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("objectives")
+    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
+
+
+def steps(base, device="cuda", attention="varlen") -> dict[str, Any]:
+    """Return loss, figures and gradients of a step of each objective: ours, and of one process also
+    those of dense references in fp32 and bf16."""
+    found: dict[str, Any] = {}
+    with process_group(device, timeout_s=TIMEOUT_S) as world:
+        for name in OBJECTIVES:
+            config, bf16 = configured(name, HEAD), torch.bfloat16
+            model = build(base, config, world, dtype=bf16, attention=attention)
+            rows = len(ROWS) // world.size
+            found[name] = one_step(model, config, world, rows, store=store_of(name))
+            for dtype in (torch.float32, bf16) if world.size == 1 else ():
+                model = build(base, config, world, dtype=dtype)
+                found[f"{name}, {dtype}"] = dense(model, name)
+    return found
+
+
+def off(step, exact) -> tuple[float, float]:
+    """Return how far loss and gradients are from exact ones, as shares of these."""
+    (loss, _, gradients), (true_loss, _, true_gradients) = step, exact
+    assert gradients.keys() == true_gradients.keys()
+    ours, true = (
+        torch.cat([g[name].cpu().float().flatten() for name in true_gradients])
+        for g in (gradients, true_gradients)
+    )
+    return abs(loss - true_loss) / abs(true_loss), float((ours - true).norm() / true.norm())
+
+
+def check(step, found, name):
+    exact, stock = (found[f"{name}, {dtype}"] for dtype in (torch.float32, torch.bfloat16))
+    (loss, gradients), (stock_loss, stock_gradients) = off(step, exact), off(stock, exact)
+    print(f"{name}: loss off by {loss:.2g} ({stock_loss:.2g}), gradients {gradients:.2g} "
+          f"({stock_gradients:.2g})")  # fmt: skip
+    assert 0 < gradients < MORE_THAN_STOCK * stock_gradients
+    assert loss < MORE_THAN_STOCK * max(stock_loss, torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.fixture(scope="module")
+def alone(base, one_gpu):
+    (found,) = run_distributed(steps, base, world_size=one_gpu)
+    return found
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objective_in_bf16_is_as_near_to_fp32_as_stock_code(alone, name):
+    check(alone[name], alone, name)
+
+
+def test_objectives_over_two_gpus_are_those_of_one(base, alone, two_gpus):
+    found = run_distributed(steps, base, world_size=two_gpus)[0]
+    for name in OBJECTIVES:
+        check(found[name], alone, name)
