@@ -280,17 +280,6 @@ def test_other_resamples_measure_no_loss_again(evaluator, evaluated, settings):
     assert evaluator(other)[3] == NOTHING
 
 
-def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settings):
-    warm = settings.model_copy(update={"sample_temperature": 2.0})
-    _, _, found, new = evaluator(warm)
-    assert new["base"] == ["drawn"]
-    greedy, drawn = (
-        [getattr(sample, key) for sample in found["base"].samples] for key in ("answer", "drawn")
-    )
-    assert greedy == [sample.answer for sample in evaluated[3].samples]
-    assert drawn != greedy
-
-
 def test_base_is_not_measured_again_for_another_adapter(
     folder, tokenizer, evaluated, settings, tmp_path
 ):

@@ -87,7 +87,7 @@ def make_settings(folder):
     task_file(folder / "tasks", "writes", template=WRITE)
     local = task_file(folder / "tasks", "local")
     asked = {"tasks": ("local", "writes"), "samples": 3, "max_new_tokens": 5}
-    return local.model_copy(update={**asked, "sample_temperature": 0.7, "batch_size": 6})
+    return local.model_copy(update={**asked, "batch_size": 6})
 
 
 def evaluate(folder, settings, device="cpu", *, world, shards=None):
@@ -171,7 +171,6 @@ def test_losses_are_those_of_one_process(alone, measured, subject):
 @EACH
 def test_answers_are_those_of_one_process(alone, measured, subject):
     assert measured[subject].answers == alone[subject].answers
-    assert measured[subject].drawn == alone[subject].drawn
 
 
 @EACH

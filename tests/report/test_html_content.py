@@ -6,8 +6,6 @@ from tests.evaluation.test_results import facts as calibration_facts
 from tests.support.report_examples import add_original, add_subject, edit, write_run
 from tests.support.report_pages import Page, change_evaluations, read, rendered
 from workflow.lib.evaluation.results import summarize
-from workflow.lib.report.html_page import render_page
-from workflow.lib.settings.config import ReportConfig
 
 
 def test_numbers_shown_are_those_of_the_files(tmp_path):
@@ -177,17 +175,3 @@ def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path):
     assert {1.5625, 2.5 - 1.5625, 2.9876543211 - 2.5} <= page.numbers
     assert "Cost of 4 bits+0.4877" in text
     assert "Merged: one model with the adapter in its weights, in 16 bits." in text
-
-
-def test_drawn_answers_stand_below_the_greedy_ones(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    assert "drawn" not in "".join(Page(rendered(tmp_path, "demo")).text)
-    for subject in ("base", "tuned"):
-        path = folder / "evaluate_run" / f"{subject}.json"
-        edit(path, lambda d: [s.update(drawn=f"luck of {d['subject']}") for s in d["samples"]])
-    settings = {"demo": {"evaluate": {"sample_temperature": 0.7}}}
-    page = render_page(read(tmp_path, "demo"), report=ReportConfig(), settings=settings)
-    text = "".join(Page(page).text)
-    for subject in ("base", "tuned"):
-        label = {"base": "NF4 base", "tuned": "Tuned"}[subject]
-        assert text.count(f"{label}, drawn at 0.7\nluck of {subject}\n") == 3

@@ -69,7 +69,7 @@ def with_gate(root, require, *, by="estimate"):
     """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss,
     with this gate."""
     write_run(root, "demo", num_steps=3)
-    evaluate = {"require": require, "require_by": by, "sample_temperature": 0.7}
+    evaluate = {"require": require, "require_by": by}
     page = render_page(
         read(root, "demo"), report=ReportConfig(), settings={"demo": {"evaluate": evaluate}}
     )

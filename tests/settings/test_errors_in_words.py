@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.settings_examples import message
 from workflow.lib.settings.config import RunConfig, load_config
-from workflow.lib.settings.errors_in_words import RENAMED_KEYS, REPLACED_VALUES
+from workflow.lib.settings.errors_in_words import REMOVED_KEYS, RENAMED_KEYS, REPLACED_VALUES
 from workflow.lib.system.errors import UserError
 
 
@@ -157,6 +157,14 @@ def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name):
 def test_runs_that_a_file_system_may_take_for_one_are_refused():
     with pytest.raises(UserError, match="runs: 'wide' and 'Wide' differ in case alone"):
         load_config({"runs": {"wide": {}, "other": {}, "Wide": {}}})
+
+
+@pytest.mark.parametrize(("key", "reason"), REMOVED_KEYS.items())
+def test_key_that_is_no_longer_offered_is_refused_with_the_reason(key, reason):
+    section, name = key.split(".")
+    assert message({section: {name: 1}}) == [
+        f"{key}: this key is no longer offered ({reason}). Remove it."
+    ]
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())

@@ -251,7 +251,6 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
                 ),
                 "reference": "Return a new sorted list from the items in values.",
                 "answer": answers[subject],
-                "drawn": None,
             }
             for number in (3, 11, 29)
         ],

@@ -63,7 +63,6 @@ class Sample(Record):
     prompt: str  # what precedes its first trained token
     reference: str  # its first run of trained tokens
     answer: str  # the greedy answer
-    drawn: str | None  # an answer drawn at `evaluate.sample_temperature`; null if that is not set
 
 
 class MetricDifference(Record):

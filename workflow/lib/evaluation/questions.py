@@ -79,13 +79,11 @@ class Part:
 @dataclass(frozen=True)
 class Measurement:
     """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by
-    prompt. `drawn`: the answers at a temperature; empty if none were asked for. `others`: losses of
-    `preferences.others`."""
+    prompt. `others`: losses of `preferences.others`."""
 
     losses: list[tuple[float, int]]
     tasks: TaskScores
     answers: list[str]
-    drawn: list[str]
     others: list[tuple[float, int]]
 
 
@@ -134,7 +132,6 @@ def prepare(
 
 def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
     """Return the measurements that are asked for; `world`: the processes that share each."""
-    settings = questions.settings
     measurements = []
     if questions.losses_of:
         measurements.append(_losses(HELDOUT, questions.losses_of, questions, world=world))
@@ -142,11 +139,7 @@ def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
         others = _losses(OTHERS, asked.others, questions, world=world)
         measurements.append(replace(others, subjects=asked.subjects))
     if questions.prompts:
-        measurements.append(_samples(questions, temperature=0.0, world=world))
-    if questions.prompts and settings.sample_temperature is not None:
-        measurements.append(
-            _samples(questions, temperature=settings.sample_temperature, world=world)
-        )
+        measurements.append(_samples(questions, world=world))
     return measurements + [_task(name, questions, world=world) for name in questions.tasks]
 
 
@@ -184,23 +177,18 @@ def _check_finite(losses: list[tuple[float, int]], *, subject: SubjectName) -> N
         )
 
 
-def _samples(questions: Questions, *, temperature: float, world: World | None) -> Part:
+def _samples(questions: Questions, *, world: World | None) -> Part:
     settings, tokenizer = questions.settings, questions.tokenizer
-    name = "drawn" if temperature else "samples"
 
     def compute(model: Model) -> list[str]:
         how = AnswerSettings(
             stop_ids=stop_token_ids(questions.prompts, tokenizer=tokenizer, model=model),
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
-            temperature=temperature,
-            seed=settings.seed,
         )
 
         def of(mine: list[Prompt]) -> list[list[int]]:
-            return generate_answers(
-                model, mine, settings=how, device=model.device, description=name
-            )
+            return generate_answers(model, mine, settings=how, device=model.device)
 
         answers = shared_out(questions.prompts, of, world=world, model=model)
         return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
@@ -208,10 +196,10 @@ def _samples(questions: Questions, *, temperature: float, world: World | None) -
     facts = {
         "prompts": [[p.document, p.prompt, p.reference[-1]] for p in questions.prompts],
         "max_new_tokens": settings.max_new_tokens,
-        "temperature": temperature,
-        "seed": settings.seed if temperature else None,
+        "temperature": 0.0,  # which archives name, and a seed of drawn answers
+        "seed": None,
     }
-    return Part(name, facts, compute)
+    return Part("samples", facts, compute)
 
 
 def _task(name: str, questions: Questions, *, world: World | None) -> Part:
@@ -276,7 +264,6 @@ def _measurement(values: dict[str, Any]) -> Measurement:
         losses=_sums(values.get(HELDOUT, [])),
         tasks=tasks,
         answers=list(values.get("samples", [])),
-        drawn=list(values.get("drawn", [])),
         others=_sums(values.get(OTHERS, [])),
     )
 

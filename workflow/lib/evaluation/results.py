@@ -159,16 +159,14 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
 
     if not measured.answers:  # of a model that was read layer by layer
         return []
-    drawn: list[str] | list[None] = measured.drawn or [None] * len(questions.prompts)
     return [
         Sample(
             document=prompt.document,
             prompt=decode(prompt.prompt),
             reference=decode(prompt.reference, skip_special_tokens=True),
             answer=answer,
-            drawn=other,
         )
-        for prompt, answer, other in zip(questions.prompts, measured.answers, drawn, strict=True)
+        for prompt, answer in zip(questions.prompts, measured.answers, strict=True)
     ]
 
 

@@ -1,8 +1,7 @@
 """Answers to held-out prompts, for a person to read base and tuned side by side.
 
 A prompt is what precedes a document's first trained token; its reference, the first run of trained
-tokens. Answers are greedy, or drawn: the argmax of logits plus T times Gumbel noise (Gumbel 1954).
-The noise is a function of (seed, document, place), so no batch changes a draw."""
+tokens. Answers are greedy."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ import torch
 from peft import PeftModel
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -75,11 +72,9 @@ class AnswerSettings:
     stop_ids: list[int]  # tokens that end an answer
     max_new_tokens: int
     batch_size: int | str  # Prompts, or `auto`; halved where memory runs out
-    temperature: float = 0.0  # 0 takes the most likely token; above 0, tokens are drawn with `seed`
-    seed: int = 0
 
     def for_generate(self) -> GenerationConfig:
-        """Return what `generate` of Transformers takes; noise makes its argmax a draw."""
+        """Return what `generate` of Transformers takes."""
         return GenerationConfig(
             do_sample=False,
             num_beams=1,
@@ -87,29 +82,6 @@ class AnswerSettings:
             max_new_tokens=self.max_new_tokens,
             eos_token_id=self.stop_ids or None,
             pad_token_id=self.stop_ids[0] if self.stop_ids else 0,
-        )
-
-    def noise(self, prompts: Sequence[Prompt]) -> LogitsProcessorList | None:
-        """Return what makes the answers to these prompts draws; None at temperature 0."""
-        if self.temperature == 0.0:
-            return None
-        documents = [prompt.document for prompt in prompts]
-        noise = GumbelNoise(documents, temperature=self.temperature, seed=self.seed)
-        return LogitsProcessorList([noise])
-
-
-class GumbelNoise(LogitsProcessor):
-    """Adds `temperature` times Gumbel noise to the logits, from a generator for each row."""
-
-    def __init__(self, documents: Sequence[int], *, temperature: float, seed: int) -> None:
-        self._temperature = temperature
-        self._generators = [np.random.default_rng([seed, document]) for document in documents]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, (rows, vocabulary), with noise; one call a generated token."""
-        noise = np.stack([g.gumbel(size=scores.shape[-1]) for g in self._generators])
-        return scores.float() + self._temperature * torch.from_numpy(noise).to(
-            device=scores.device, dtype=torch.float32
         )
 
 
@@ -177,7 +149,6 @@ def _continue(
         input_ids=ids,
         attention_mask=mask,
         generation_config=settings.for_generate(),
-        logits_processor=settings.noise(prompts),
         synced_gpus=False,  # `work_sharing.in_step` does it, for any number of calls
     )
     rows: list[list[int]] = output[:, ids.shape[1] :].tolist()

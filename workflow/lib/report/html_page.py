@@ -104,11 +104,6 @@ def _preferences(content: Content) -> dict[str, Any]:
     }
 
 
-def _samples(content: Content) -> dict[str, Any]:
-    asked = {run.name: content.evaluation_settings(run) for run in content.runs}
-    return {"temperatures": {name: found.sample_temperature for name, found in asked.items()}}
-
-
 def _datasets(content: Content) -> dict[str, list[tuple[Run, list[str]]]]:
     """One run per tokens folder, with the names of all runs that used it."""
     users: dict[str, list[Run]] = {}
@@ -133,7 +128,7 @@ SECTIONS = (
     Section("training", "Training", lambda content: {"curves": curve_figures(content.runs)}),
     Section("preferences", "Preferences", _preferences, shown=lambda runs: bool(reward_runs(runs))),
     Section("tasks", "Tasks"),
-    Section("samples", "Samples", _samples),
+    Section("samples", "Samples"),
     Section("gguf", "GGUF files", shown=lambda runs: any(run.gguf for run in runs)),
     Section("memory", "Memory and time", lambda content: {"memory": memory_figure(content.runs)}),
     Section("data", "Data", _datasets),

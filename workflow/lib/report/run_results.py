@@ -20,13 +20,12 @@ from workflow.lib.system.checksums import damaged
 
 @dataclass(frozen=True)
 class Answers:
-    """A held-out prompt with the answers of some models, by what people call them."""
+    """A held-out prompt with the greedy answers of some models, by what people call them."""
 
     document: int
     prompt: str
     reference: str
-    greedy: dict[str, str]
-    drawn: dict[str, str]
+    answers: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,10 @@ class Run:
                 document=of_all[0].document,
                 prompt=of_all[0].prompt,
                 reference=of_all[0].reference,
-                greedy={name: s.answer for name, s in zip(shown, of_all, strict=True)},
-                drawn={
-                    n: s.drawn for n, s in zip(shown, of_all, strict=True) if s.drawn is not None
-                },
+                answers={name: s.answer for name, s in zip(shown, of_all, strict=True)},
             )
             for of_all in zip(*(e.samples for e in shown.values()), strict=True)
         ]
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether answers were drawn at a temperature too."""
-        return any(sample.drawn for sample in self.samples)
 
     @property
     def checks(self) -> list[Check]:

@@ -18,6 +18,7 @@ RENAMED_KEYS = {
     "train.products_in": "train.matmul_passes",
     "train.max_products_loss_rise": "train.max_matmul_loss_rise",
 }
+REMOVED_KEYS = {"evaluate.sample_temperature": "sample answers are greedy"}
 REPLACED_VALUES = {
     ("train.matmul_dtype", "int8"): "float8",
     ("train.optimizer", "paged_adamw"): "adamw",
@@ -158,6 +159,8 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
     if better := RENAMED_KEYS.get(_spell(location)):
         return f"{_spell(location)}: this key is called {better} now. Rename it."
+    if reason := REMOVED_KEYS.get(_spell(location)):
+        return f"{_spell(location)}: this key is no longer offered ({reason}). Remove it."
     elsewhere = [
         f"{section}.{key}"
         for section in model.model_fields

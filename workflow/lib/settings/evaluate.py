@@ -131,9 +131,6 @@ class EvaluateConfig(Section):
     """Wrap task items in the tokenizer's chat template."""
     samples: int = Field(8, ge=0, le=1000)
     """Held-out prompts that every subject answers, greedily, for reading side by side."""
-    sample_temperature: float | None = Field(None, gt=0.0, le=10.0)
-    """Also draw an answer to each sample prompt at this temperature, with `seed`; null = greedy
-    answers alone."""
     max_new_tokens: int = Field(96, ge=1, le=8192)
     """Length of a sample answer at most, tokens."""
     batch_size: Annotated[
@@ -149,7 +146,7 @@ class EvaluateConfig(Section):
     """Shard the weights over processes; `auto` = where they do not fit on one GPU. `false`: one
     process fills GPU after GPU."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of bootstrap, choice of samples and drawn answers."""
+    """Seed of bootstrap and choice of samples."""
     require: Annotated[
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
     ] = Field({})
