@@ -6,7 +6,7 @@ SIGHUP a lost terminal."""
 
 import signal
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -28,12 +28,7 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._ask) for number in wanted}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

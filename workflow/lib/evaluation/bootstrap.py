@@ -15,32 +15,32 @@ CHUNK_ENTRIES = 2**22  # resampled indices held at a time: 32 MiB
 
 @dataclass(frozen=True)
 class Estimate:
-    """A ratio of sums, its 95% interval, and the two-sided p-value of the ratio being 0."""
+    """A ratio of sums, its 95% interval, and the two-sided p-value of the ratio being 0; of a
+    single unit the ratio alone."""
 
     value: float
-    ci95: tuple[float, float]
-    p_value: float
+    ci95: tuple[float, float] | None = None
+    p_value: float | None = None
 
 
 def estimate_ratio(
     numerators: npt.ArrayLike, denominators: npt.ArrayLike, *, resamples: int, seed: int
 ) -> Estimate:
-    """Estimate sum(numerators) / sum(denominators) over independent units, at least two, with
+    """Estimate sum(numerators) / sum(denominators) over independent units, at least one, with
     positive denominators. p: twice the smaller share of resamples on a side of 0, counting the
     sample itself."""
     tops = np.asarray(numerators, dtype=np.float64)
     bottoms = np.asarray(denominators, dtype=np.float64)
     assert tops.shape == bottoms.shape, f"{tops.shape} against {bottoms.shape}"
-    assert len(tops) >= 2, "an interval needs at least two units"
+    assert len(tops) >= 1, "nothing was measured"
     assert (bottoms > 0).all(), "denominators must be positive"
+    value = float(tops.sum() / bottoms.sum())
+    if len(tops) == 1:
+        return Estimate(value)
     ratios = _resampled_ratios(tops, bottoms, resamples=resamples, seed=seed)
     low, high = (float(edge) for edge in np.quantile(ratios, [0.025, 0.975]))
     tail = min(int((ratios <= 0).sum()), int((ratios >= 0).sum()))
-    return Estimate(
-        value=float(tops.sum() / bottoms.sum()),
-        ci95=(low, high),
-        p_value=min(1.0, 2 * (tail + 1) / (resamples + 1)),
-    )
+    return Estimate(value, (low, high), p_value=min(1.0, 2 * (tail + 1) / (resamples + 1)))
 
 
 def _resampled_ratios(tops: Floats, bottoms: Floats, *, resamples: int, seed: int) -> Floats:

@@ -4,7 +4,7 @@ answers, and what 4 bits cost: the losses that the base's calibration has measur
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from workflow.lib.artifacts.evaluation_record import (
     Comparison,
@@ -72,13 +72,8 @@ def summarize(calibration: CalibrationFacts) -> FourBits:
 def _difference(
     first: Sequence[float], second: Sequence[float], tokens: Sequence[int]
 ) -> LossDifference:
-    """Return first - second per token, with its interval if there are two documents."""
+    """Return first - second per token, with its interval."""
     differences = [one - other for one, other in zip(first, second, strict=True)]
-    if len(tokens) < 2:
-        mean = sum(differences) / sum(tokens)
-        return LossDifference(
-            loss_difference=mean, loss_difference_ci95=None, p_value=None, documents=len(tokens)
-        )
     estimate = estimate_ratio(differences, tokens, resamples=RESAMPLES, seed=SEED)
     return LossDifference(
         loss_difference=estimate.value,
@@ -88,6 +83,7 @@ def _difference(
     )
 
 
+T = TypeVar("T")
 Loss = tuple[float, int]
 Losses = Sequence[Loss]
 
@@ -174,14 +170,13 @@ def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
     if not losses:
         return None
     settings = questions.settings
-    by_source = _by_source(losses, questions.sources)
     of: dict[str, Any] = {"of": questions.preferences.what} if questions.preferences else {}
     return Heldout(
         **_loss_fields(losses, settings=settings),
         **of,
         sources={
             name: SourceLoss(**_loss_fields(some, settings=settings))
-            for name, some in by_source.items()
+            for name, some in _by_source(losses, questions.sources).items()
         },
         per_document=[
             DocumentLoss(document=number, source=source, loss_sum=loss_sum, tokens=count)
@@ -192,9 +187,9 @@ def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
     )
 
 
-def _by_source(losses: Losses, sources: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
+def _by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T]]:
     return {
-        name: [entry for entry, source in zip(losses, sources, strict=True) if source == name]
+        name: [entry for entry, source in zip(entries, sources, strict=True) if source == name]
         for name in sorted(set(sources))
     }
 
@@ -202,14 +197,12 @@ def _by_source(losses: Losses, sources: Sequence[str]) -> dict[str, list[tuple[f
 def _loss_fields(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
     sums, tokens = zip(*losses, strict=True)
     loss = sum(sums) / sum(tokens)
-    ci95 = None
-    if len(sums) >= 2:
-        ci95 = estimate_ratio(
-            sums, tokens, resamples=settings.bootstrap_resamples, seed=settings.seed
-        ).ci95
+    estimate = estimate_ratio(
+        sums, tokens, resamples=settings.bootstrap_resamples, seed=settings.seed
+    )
     return {
         "loss": loss,
-        "loss_ci95": ci95,
+        "loss_ci95": estimate.ci95,
         "perplexity": math.exp(loss),
         "documents": len(sums),
         "trained_tokens": sum(tokens),
@@ -220,17 +213,11 @@ def compare(before: Measurement, after: Measurement, questions: Questions) -> Co
     """Return the paired comparison of two subjects on the same questions."""
     settings = questions.settings
     pairs = list(zip(before.losses, after.losses, strict=True))
-    by_source = {
-        name: [
-            pair for pair, source in zip(pairs, questions.sources, strict=True) if source == name
-        ]
-        for name in sorted(set(questions.sources))
-    }
     return Comparison(
         **_difference_fields(pairs, settings=settings),
         sources={
             name: LossDifference(**_difference_fields(some, settings=settings))
-            for name, some in by_source.items()
+            for name, some in _by_source(pairs, questions.sources).items()
         },
         tasks=task_differences(
             before.tasks, after.tasks, resamples=settings.bootstrap_resamples, seed=settings.seed
@@ -245,17 +232,14 @@ def _difference_fields(
     """Return the fields of `LossDifference`; pairs: (summed loss, tokens) before and after."""
     gains = [before - after for (before, _), (after, _) in pairs]
     tokens = [count for (_, count), _ in pairs]
-    estimate = None
-    if len(pairs) >= 2:
+    fields: dict[str, Any] = dict.fromkeys(("loss_difference", "loss_difference_ci95", "p_value"))
+    if pairs:
         estimate = estimate_ratio(
             gains, tokens, resamples=settings.bootstrap_resamples, seed=settings.seed
         )
-    return {
-        "loss_difference": sum(gains) / sum(tokens) if pairs else None,
-        "loss_difference_ci95": None if estimate is None else estimate.ci95,
-        "p_value": None if estimate is None else estimate.p_value,
-        "documents": len(pairs),
-    }
+        mean = sum(gains) / sum(tokens)
+        fields = dict(zip(fields, (mean, estimate.ci95, estimate.p_value), strict=True))
+    return fields | {"documents": len(pairs)}
 
 
 def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:

@@ -161,9 +161,7 @@ def _estimated(
     name: str, tops: list[float], bottoms: list[float], *, settings: EvaluateConfig
 ) -> dict[str, Any]:
     """Return a ratio of sums and its interval as fields; there is none of a single unit."""
-    ci95 = None
-    if len(tops) > 1:
-        ci95 = estimate_ratio(
-            tops, bottoms, resamples=settings.bootstrap_resamples, seed=settings.seed
-        ).ci95
-    return {name: sum(tops) / sum(bottoms), f"{name}_ci95": ci95}
+    estimate = estimate_ratio(
+        tops, bottoms, resamples=settings.bootstrap_resamples, seed=settings.seed
+    )
+    return {name: sum(tops) / sum(bottoms), f"{name}_ci95": estimate.ci95}

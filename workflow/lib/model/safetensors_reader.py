@@ -5,7 +5,6 @@ Layout: one `model.safetensors`, or shards with `model.safetensors.index.json`."
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -98,12 +97,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.clear()
 
     def __contains__(self, name: str) -> bool:

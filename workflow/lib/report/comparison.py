@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.records import Interval
 from workflow.lib.report.run_results import Run
 from workflow.lib.settings.subjects import SubjectName
 
@@ -84,9 +85,7 @@ def _settings(run: Run) -> dict[str, Value]:
 def _results(run: Run) -> dict[str, Value]:
     summary, measured = run.summary, run.measured
     comparison = measured.comparison
-    low, high = comparison.loss_difference_ci95 or (None, None)
     cost = measured.four_bits_cost
-    cost_low, cost_high = (cost and cost.ci95) or (None, None)
     losses = {
         k: v
         for found in measured.subjects.values()
@@ -98,12 +97,12 @@ def _results(run: Run) -> dict[str, Value]:
         "served": measured.served.subject,
         "reference": measured.reference.subject,
         **losses,
-        "four_bits_cost": None if cost is None else cost.nats,
-        "four_bits_cost_ci95_low": cost_low,
-        "four_bits_cost_ci95_high": cost_high,
-        "heldout_loss_difference": comparison.loss_difference,
-        "heldout_loss_difference_ci95_low": low,
-        "heldout_loss_difference_ci95_high": high,
+        **_estimated("four_bits_cost", cost.nats if cost else None, cost.ci95 if cost else None),
+        **_estimated(
+            "heldout_loss_difference",
+            comparison.loss_difference,
+            comparison.loss_difference_ci95,
+        ),
         "heldout_p_value": comparison.p_value,
         "tokens": summary.tokens,
         "trained_tokens": summary.trained_tokens,
@@ -119,14 +118,21 @@ def _results(run: Run) -> dict[str, Value]:
 
 def _heldout(found: Evaluation) -> dict[str, Value]:
     heldout = found.heldout
-    low, high = (None, None) if heldout is None else heldout.loss_ci95
     name = COLUMN_NAMES.get(found.subject, found.subject)
     return {
-        f"{name}_heldout_loss": None if heldout is None else heldout.loss,
-        f"{name}_heldout_loss_ci95_low": low,
-        f"{name}_heldout_loss_ci95_high": high,
-        f"{name}_perplexity": None if heldout is None else heldout.perplexity,
+        **_estimated(
+            f"{name}_heldout_loss",
+            heldout.loss if heldout else None,
+            heldout.loss_ci95 if heldout else None,
+        ),
+        f"{name}_perplexity": heldout.perplexity if heldout else None,
     }
+
+
+def _estimated(name: str, value: Value, ci95: Interval | None) -> dict[str, Value]:
+    """Return the columns of a value and its interval."""
+    low, high = ci95 or (None, None)
+    return {name: value, f"{name}_ci95_low": low, f"{name}_ci95_high": high}
 
 
 def _rewards(found: Evaluation) -> dict[str, Value]:
@@ -135,26 +141,21 @@ def _rewards(found: Evaluation) -> dict[str, Value]:
         return {}
     name, values = COLUMN_NAMES.get(found.subject, found.subject), dict[str, Value]()
     for key in ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio"):
-        low, high = getattr(rewards, f"{key}_ci95") or (None, None)
         column = f"{name}_{key}" if key.endswith("ratio") else f"{name}_reward_{key}"
-        values |= {column: getattr(rewards, key)}
-        values |= {f"{column}_ci95_low": low, f"{column}_ci95_high": high}
+        values |= _estimated(column, getattr(rewards, key), getattr(rewards, f"{key}_ci95"))
     return values
 
 
 def _task_results(run: Run) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for score in run.measured.scores:
-        low, high = score.difference.difference_ci95 or (None, None)
-        key = f"{score.task}.{score.metric}"
+        paired, key = score.difference, f"{score.task}.{score.metric}"
         values |= {
             f"{key}.reference": score.before.value,
             f"{key}.reference_stderr": score.before.stderr,
             f"{key}.served": score.after.value,
             f"{key}.served_stderr": score.after.stderr,
-            f"{key}.difference": score.difference.difference,
-            f"{key}.difference_ci95_low": low,
-            f"{key}.difference_ci95_high": high,
+            **_estimated(f"{key}.difference", paired.difference, paired.difference_ci95),
         }
     return values
 

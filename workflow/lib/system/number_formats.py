@@ -5,6 +5,7 @@ lines up."""
 
 import math
 import re
+from collections.abc import Sequence
 
 from workflow.lib.system.units import GIB, KIB, MIB
 
@@ -89,6 +90,12 @@ def minus(text: str) -> str:
 def spoken(name: str) -> str:
     """Turn an identifier into words: `global_batch_size` becomes `global batch size`."""
     return name.replace("_", " ")
+
+
+def some_of(names: Sequence[str], *, limit: int = 8) -> str:
+    """Spell a list that may be long or empty."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest or "no files"
 
 
 def thinned(values: list[float], *, limit: int) -> list[int]:

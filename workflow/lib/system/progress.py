@@ -5,7 +5,6 @@ import logging
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 from tqdm import tqdm
@@ -42,12 +41,7 @@ class Progress:
             self._lines.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._bar.disable:
             self._lines.join()

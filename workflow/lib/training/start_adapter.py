@@ -5,7 +5,7 @@ The values are exactly the file's. Every tensor of it has a place, or the messag
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import setting_error
+from workflow.lib.system.number_formats import some_of
 
 logger = logging.getLogger("workflow")
 
@@ -130,9 +131,4 @@ def _findings(
             f"{name} ({reader.dtype(name)})" for name, _ in pairs if reader.dtype(name) not in EXACT
         ],
     }
-    return "; ".join(f"{what}: {_some(names)}" for what, names in found.items() if names)
-
-
-def _some(names: Sequence[str], *, limit: int = 3) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    return "; ".join(f"{what}: {some_of(names, limit=3)}" for what, names in found.items() if names)

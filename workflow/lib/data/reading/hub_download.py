@@ -32,6 +32,7 @@ from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, read_json, sync
+from workflow.lib.system.number_formats import some_of
 
 MANIFEST = HUB_RECORD
 MODEL_FILES = (
@@ -140,7 +141,7 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
     wrong = sorted(s for s in shards if s not in listed or not s.endswith(".safetensors"))
     if wrong:
         raise source.error(
-            f"{INDEX} names {_some(wrong)}, no safetensors file of this repository", change
+            f"{INDEX} names {some_of(wrong)}, no safetensors file of this repository", change
         )
     return shards
 
@@ -152,7 +153,7 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
         matches = matching(paths, name)
         if not matches:
             near = difflib.get_close_matches(name, paths, n=5, cutoff=0.5)
-            hint = f"near names are {_some(near)}" if near else f"it has {_some(paths)}"
+            hint = f"near names are {some_of(near)}" if near else f"it has {some_of(paths)}"
             raise UserError(
                 f"data.train or data.heldout = {name!r}: the dataset {source.repo_id!r} has no "
                 f"such file; {hint}. Set it to a path in the dataset's repository."
@@ -168,12 +169,6 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
 def _matches(path: str, patterns: Iterable[str]) -> bool:
     """Tell whether a pattern of the same depth matches: `*` does not cross a slash."""
     return any(path.count("/") == p.count("/") and fnmatchcase(path, p) for p in patterns)
-
-
-def _some(names: Sequence[str], *, limit: int = 8) -> str:
-    """Spell a list that may be long or empty."""
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest or "no files"
 
 
 def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) -> None:
@@ -214,8 +209,8 @@ def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) ->
         (folder / path).unlink()
     if wrong:
         raise UserError(
-            f"{_some(wrong)} of {source.repo_id} was damaged on the way: the checksum is not what "
-            "the hub announces. It was removed; repeat the command to download it again."
+            f"{some_of(wrong)} of {source.repo_id} was damaged on the way: the checksum is not "
+            "what the hub announces. It was removed; repeat the command to download it again."
         )
 
 
