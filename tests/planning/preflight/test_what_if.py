@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -12,8 +13,9 @@ from tests.support.families import tiny_family
 from tests.support.forked_stage import forked_stage
 from tests.support.preflight_examples import TINY, write_checkpoint
 from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.planning.preflight.what_if import find_shape, settings_of
+from workflow.lib.planning.preflight.what_if import find_shape, machine_by_hand, settings_of
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.gpu_models import BY_NAME
 from workflow.scripts.preflight_run import described
 
 
@@ -134,13 +136,75 @@ def test_any_setting_can_be_given(tmp_path):
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.rr=3"), "lora.rr"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.gpus=2"), (
+            "--gpus says which GPUs there are"
+        )),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--deadline", "3"), "--deadline = '3'"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--largest"), (
+            "--largest = []: --longest is asked too"
+        )),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--seq-len", "8"), (
+            "--seq-len = '8': it has no meaning with --longest"
+        )),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--set", "data.seq_len=8"), (
+            "--longest finds it"
+        )),
+        (("--gpus", "4090", "--largest", "Qwen3-8B", "Qwen3-88B"), "--largest: Qwen3-88B: "),
+        (("--gpus", "4090", "--model", "Qwen3-8B", "--largest"), "--model = 'Qwen3-8B'"),
+        (("--gpus", "4090", "--longest"), "--model = None: it is needed with --longest"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--compare", "4090"), "--gpus = '4090'"),
+        (("--model", "Qwen3-8B", "--compare", "2x4090,3x4091"), "machines.2.gpus = '3x4091'"),
+        (("--model", "Qwen3-8B", "--cheapest", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
+          "--deadline", "2020-01-01"), "--deadline = '2020-01-01': it is in the past"),
         (("--config", "{}", "--model", "x"), "--tokens = None"),
+        (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
+          "--longest"), "--longest = 'True'"),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--estimate"), "--estimate = 'True'"),
     ],
 )  # fmt: skip
 def test_mistake_is_one_message(words, part):
     assert part in refused(*words)
+
+
+def test_nodes_are_counted_into_processes_and_rows_of_a_step():
+    changes = ["hardware.nodes=3"]
+    run = settings_of(changes, seq_len=64, rank=4, processes=4, batch=None)
+    on = machine_by_hand((4, BY_NAME["NVIDIA L40S"]), asked_gib=None, hardware=run.hardware)
+    assert (on.processes, on.nodes, on.processes_per_node) == (12, 3, 4)
+    assert run.train.global_batch_size == 24
+
+
+QUESTIONS = {
+    "longest": (["--gpus", "4090", "--longest"], "the longest row: data.seq_len = 128, "),
+    "largest": (["--gpus", "4090", "--seq-len", "64", "--largest"], "the largest of 1 models: "),
+    "compare": (["--compare", "4090,A100", "--seq-len", "64"], "A100"),
+    "cheapest": (
+        ["--cheapest", "TABLE", "--deadline", "9", "--seq-len", "64"],
+        "the cheapest: A100, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_question_is_answered_with_a_command_that_gives_the_answer_alone(tmp_path, question):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    words, said = QUESTIONS[question]
+    table = tmp_path / "machines.yaml"
+    table.write_text(
+        "machines: [{gpus: 4090, price_per_hour: 9000}, {gpus: A100, price_per_hour: 2}]"
+    )
+    words = [str(table) if word == "TABLE" else word for word in words]
+    model = [str(tmp_path)] if question == "largest" else ["--model", str(tmp_path)]
+    answer = ask(*words, *model, "--estimate")
+    assert answer.returncode == 0, answer.stderr
+    assert said in answer.stderr
+    command = shlex.split(answer.stderr.strip().splitlines()[-1])
+    assert command[:3] == ["python", "-m", "workflow.scripts.preflight_run"]
+    again = ask(*command[3:], "--estimate")
+    assert again.returncode == 0, again.stderr
+    assert "fits" in again.stderr
 
 
 def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path):

@@ -90,10 +90,11 @@ def decide(
     disk_free_bytes: int | None,
     record: Recorder,
     estimate: bool = False,
+    advise: bool = True,
 ) -> Decision:
     """Choose the plan and say whether the run fits memory and disk (`disk_free_bytes`: None without
-    one). estimate: by lines alone. Raises `UserError` if a setting cannot work here, or leaves a
-    choice for a model that cannot be recorded."""
+    one). estimate: by lines alone; advise: also say what would fit. Raises `UserError` if a
+    setting cannot work here, or leaves a choice for a model that cannot be recorded."""
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
     plan = replace(
@@ -122,7 +123,11 @@ def decide(
         shape, chosen.plan, tokens,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
     )  # fmt: skip
-    lack = _memory_lack(run, shape, machine, chosen, limits, record)
+    lack = None
+    if chosen.lacking_bytes > 0:
+        lack = _reason(chosen, limits, machine)
+        if advise:
+            lack += f". {_advice(run, shape, machine, chosen, record)}"
     lack = lack or _host_lack(chosen, limits, machine)
     lack = lack or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
     return Decision(
@@ -179,16 +184,9 @@ def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
     )
 
 
-def _memory_lack(
-    run: RunConfig,
-    shape: ModelShape,
-    machine: Machine,
-    chosen: Candidate,
-    limits: Budget,
-    record: Recorder,
-) -> str | None:
-    if chosen.lacking_bytes <= 0:
-        return None
+def _advice(
+    run: RunConfig, shape: ModelShape, machine: Machine, chosen: Candidate, record: Recorder
+) -> str:
     options = remedies(
         shape,
         chosen.plan,
@@ -200,11 +198,10 @@ def _memory_lack(
         most=MOST_REMEDIES,
     )
     enough = [str(remedy) for remedy in options if remedy.fits]
-    advice = f"Any one of these would fit: {'; '.join(enough)}"
-    if not enough:
-        most = "; ".join(map(str, options)) or "there is none"
-        advice = f"No single change is enough; the largest savings are: {most}"
-    return f"{_reason(chosen, limits, machine)}. {advice}"
+    if enough:
+        return f"Any one of these would fit: {'; '.join(enough)}"
+    most = "; ".join(map(str, options)) or "there is none"
+    return f"No single change is enough; the largest savings are: {most}"
 
 
 def _host_lack(chosen: Candidate, limits: Budget, machine: Machine) -> str | None:

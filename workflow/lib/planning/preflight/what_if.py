@@ -6,6 +6,7 @@ anything else) and the tokens (rows without padding, every token trained)."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,19 @@ from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape, nearest_models
+from workflow.lib.planning.machine import Machine, imagined_machine
 from workflow.lib.planning.token_counts import TokenCounts
-from workflow.lib.settings.config import NOT_VALID, RunConfig, is_hub_id, load_config
+from workflow.lib.settings.config import (
+    NOT_VALID,
+    HardwareConfig,
+    RunConfig,
+    is_hub_id,
+    load_config,
+)
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import read_json
+from workflow.lib.system.gpu_models import GpuModel
+from workflow.lib.system.units import GIB
 
 NAME = "what-if"
 MOST_ROWS = 10**12
@@ -70,16 +80,42 @@ def _unknown(model: str, why: str) -> UserError:
     return setting_error("--model", model, why, unexpanded(model) + change.rstrip("?"))
 
 
+def machine_by_hand(
+    gpus: tuple[int, GpuModel], *, asked_gib: float | None, hardware: HardwareConfig
+) -> Machine:
+    """Return `hardware.nodes` machines of such GPUs, with the host memory that is asked for, or
+    usual."""
+    if asked_gib is not None and not asked_gib > 0:
+        raise setting_error("--host-gib", asked_gib, "it must be above 0", "Give the host's GiB")
+    count, gpu = gpus
+    origin = "--host-gib" if asked_gib is not None else "hardware.host_memory_gib"
+    allowed = hardware.host_memory_gib
+    if asked_gib is None and not isinstance(allowed, str):
+        asked_gib = allowed
+    if asked_gib is None:
+        asked_gib = count * gpu.host_gib
+        origin = "what machines with such GPUs usually have; --host-gib says how much it is"
+    host_bytes = int(asked_gib * GIB)
+    machine = imagined_machine(count, gpu, nodes=hardware.nodes, host_bytes=host_bytes)
+    return replace(machine, imagined_host=origin)
+
+
+SAID_BY = {
+    f"hardware.{key}": "--gpus says which GPUs there are"
+    for key in ("gpus", "gpu_model", "cpu_processes")
+}
+
+
 def settings_of(
     changes: Sequence[str], *, seq_len: int, rank: int, processes: int, batch: int | None
 ) -> RunConfig:
     """Return the default settings with `changes` (`train.epochs=1`, as in YAML); rows of a step:
-    the smallest multiple of the processes from 16 on. Raises as `load_config`."""
-    rows = math.ceil(16 / processes) * processes if batch is None else batch
+    the smallest multiple of the processes from 16 on. processes: of a node. Raises as
+    `load_config`."""
     document: dict[str, Any] = {
         "data": {"seq_len": seq_len},
         "lora": {"r": rank},
-        "train": {"global_batch_size": rows, "epochs": 1},
+        "train": {"epochs": 1} | ({} if batch is None else {"global_batch_size": batch}),
         "runs": {NAME: {}},
     }
     for change in changes:
@@ -89,12 +125,17 @@ def settings_of(
             raise setting_error(
                 "--set", change, "it is not section.key=value", "Write it like train.epochs=1"
             )
+        if key in SAID_BY:
+            raise setting_error("--set", change, SAID_BY[key], "Remove it")
         try:
             document.setdefault(section, {})[name] = yaml.safe_load(value)
         except (yaml.YAMLError, TypeError) as error:
             raise setting_error(
                 "--set", change, f"it cannot be read ({error})", "Correct it"
             ) from None
+    nodes = document.get("hardware", {}).get("nodes", 1)
+    processes *= nodes if isinstance(nodes, int) and nodes > 0 else 1  # else refused below
+    document["train"].setdefault("global_batch_size", math.ceil(16 / processes) * processes)
     try:
         return load_config(document)[1][NAME]
     except UserError as error:  # there is no file that could be changed

@@ -1,0 +1,173 @@
+"""Preflight asked backwards: the longest row, the largest model, machines beside each other.
+
+Every answer is `decide` and `forecast`, asked again with one thing changed: nothing here knows what
+a plan takes, or how long."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from workflow.lib.artifacts.preflight_record import Forecast
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.peaks import Peaks, combined
+from workflow.lib.planning.preflight.checks import check_tokens
+from workflow.lib.planning.preflight.decision import Decision, decide, disk_bytes
+from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
+from workflow.lib.planning.preflight.replay_check import Recorder
+from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.units import GIB
+
+LENGTH_STEP = 64  # tokens between the row lengths that are tried
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run on a machine, and what records its plans."""
+
+    settings: RunConfig
+    shape: ModelShape
+    machine: Machine
+    tokens: TokenCounts
+    record: Recorder
+    estimate: bool = False
+    disk_free_bytes: int | None = None
+
+    def predicted(self, *, advise: bool = False) -> tuple[Decision, Forecast]:
+        """Return the decision and what `preflight.json` says of it; advise: search for changes that
+        would make it fit. Raises as `check_tokens` and `decide`."""
+        check_tokens(self.tokens, self.settings, self.shape)
+        decision = decide(
+            self.settings,
+            self.shape,
+            self.machine,
+            self.tokens,
+            disk_free_bytes=self.disk_free_bytes,
+            record=self.record,
+            estimate=self.estimate,
+            advise=advise,
+        )
+        return decision, forecast(decision, self.settings, self.shape, self.machine, self.tokens)
+
+    def with_rows_of(self, seq_len: int) -> "Asked":
+        """Return the same run with as many full rows of another length."""
+        rows = self.tokens.packed_rows
+        tokens = replace(self.tokens, seq_len=seq_len, trained_tokens=rows * seq_len)
+        data = self.settings.data.model_copy(update={"seq_len": seq_len})
+        return replace(
+            self, settings=self.settings.model_copy(update={"data": data}), tokens=tokens
+        )
+
+    def with_fewest_rows(self) -> "Asked":
+        """Return the same run with a row a micro-batch, where the search decides on its rows."""
+        if self.settings.train.micro_batch_size != "auto":
+            return self
+        train = self.settings.train.model_copy(update={"micro_batch_size": 1})
+        return replace(self, settings=self.settings.model_copy(update={"train": train}))
+
+    def too_large(self) -> str | None:
+        """Why no plan can fit: the base is larger than all memory together; None if it is not."""
+        machine = self.machine
+        if machine.gpu_bytes is None or machine.host_bytes is None:
+            return None
+        plan = plan_from_settings(self.settings, self.shape, machine)
+        base = disk_bytes(self.shape, plan, self.tokens, keep_checkpoints=0, keep_best=False)[
+            "base"
+        ]
+        there = machine.processes * machine.gpu_bytes + machine.nodes * machine.host_bytes
+        if base <= there:
+            return None
+        return f"its base of {base / GIB:.1f} GiB is larger than all memory, {there / GIB:.1f} GiB"
+
+
+@dataclass
+class _LengthLines:
+    """A recorder of rows of any length, by lines between recordings at two lengths."""
+
+    record: Recorder
+    short: int
+    long: int
+    known: dict[str, Peaks] = field(default_factory=dict)
+
+    def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
+        """Return the peaks of plans, between (or beyond) those of the same at the two lengths."""
+        ends = [replace(plan, seq_len=n) for plan in plans for n in (self.short, self.long)]
+        new = {str(end): end for end in ends if str(end) not in self.known}
+        self.known |= zip(new, self.record.peaks(list(new.values())), strict=True)
+        return [self._between(plan) for plan in plans]
+
+    def _between(self, plan: StepPlan) -> Peaks:
+        place = (plan.seq_len - self.short) / max(1, self.long - self.short)
+        ends = ((self.short, 1 - place), (self.long, place))
+        return combined((self.known[str(replace(plan, seq_len=n))], share) for n, share in ends)
+
+    def tape(self, plan: StepPlan) -> Tape:
+        """Return the recording of a plan."""
+        return self.record.tape(plan)
+
+
+def longest(asked: Asked) -> Forecast | None:
+    """Return the prediction of the longest row that trains, within 1% or 64 tokens; None if the
+    shortest does not. Lines tell where to look, recordings of the chosen plans decide; with
+    `estimate` the lines do."""
+    lengths = range(LENGTH_STEP, asked.shape.max_position_embeddings + 1, LENGTH_STEP)
+    lines = _LengthLines(asked.record, lengths[len(lengths) // 8], lengths[-1])
+    run = replace(asked.with_fewest_rows(), record=lines)
+    by_lines = replace(run, estimate=True)
+    found: Forecast | None = None
+
+    def at(place: int, one: Asked) -> Forecast | None:
+        decision, forecast = one.with_rows_of(lengths[place]).predicted()
+        return forecast if decision.fits else None
+
+    place = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
+    if asked.estimate:
+        return at(place, by_lines) if place >= 0 else None
+    fits, fails = -1, len(lengths)  # the last place that is known to, and the first
+    place, stride = max(place, 0), max(1, place // 100)
+    while fails - fits > max(1, fits // 100):
+        if (held := at(place, run)) is not None:
+            fits, found = place, held
+        else:
+            fails = place
+        below, above = max(0, fails - stride), min(len(lengths) - 1, fits + stride)
+        place = below if fits < 0 else above if fails == len(lengths) else (fits + fails) // 2
+        stride *= 2
+    return found
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest model that fits, with its forecast, and why those that are larger do not."""
+
+    name: str | None
+    decision: Decision | None
+    forecast: Forecast | None
+    larger: Mapping[str, str]
+
+
+def largest(models: Mapping[str, ModelShape], ask: Callable[[str], Asked]) -> Largest:
+    """Return the largest of some models that fits. What cannot be trained so at all (its context is
+    too short, it lacks a target) does not fit."""
+    larger = dict[str, str]()
+    for name in sorted(models, key=lambda name: -num_weights(models[name])):
+        asked = ask(name)
+        try:
+            lack = asked.too_large()
+            decision, found = (None, None) if lack else asked.predicted()
+        except UserError as error:
+            decision, lack = None, str(error).splitlines()[0]
+        if decision is not None and decision.fits:
+            return Largest(name, decision, found, larger)
+        larger[name] = lack or (decision.reason if decision else "")
+    return Largest(None, None, None, larger)
+
+
+def num_weights(shape: ModelShape) -> int:
+    """Return how many weights a model has."""
+    return shape.quantized_weights + shape.plain_weights
