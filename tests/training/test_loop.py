@@ -25,13 +25,14 @@ from tests.support.training_loops import (
     settings,
     values_of,
 )
+from workflow.lib.artifacts.training_record import Step
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.schedule import learning_rate
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
+from workflow.lib.training.loop import Trainer, make_optimizer
 
 MICRO_BATCH = 3  # rows of one process
 SHARDED_MICRO_BATCH = 2  # of three processes the whole share of a step
@@ -277,7 +278,7 @@ def test_clipping_is_torchs_over_the_gathered_gradients(single, sharded, process
 
 
 def test_metrics_count_steps_tokens_and_time(single):
-    metrics: list[StepMetrics] = single["6 rows at once"]["metrics"]
+    metrics: list[Step] = single["6 rows at once"]["metrics"]
     train = settings().train
     assert [m.step for m in metrics] == [1, 2, 3]
     assert [m.learning_rate for m in metrics] == [
@@ -293,7 +294,7 @@ def test_metrics_count_steps_tokens_and_time(single):
     assert all(m.peak_bytes > 10 * 2**20 for m in metrics), (
         "resident memory of a Python process with torch"
     )
-    assert set(metrics[0].as_dict()) == {
+    assert set(metrics[0].as_json()) == {
         "step",
         "loss",
         "grad_norm",

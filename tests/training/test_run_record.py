@@ -1,7 +1,6 @@
 """The record of a run: its lines, its history, and a summary that counts all steps, logged or
 not."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +8,15 @@ import pytest
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS, finished
 from tests.support.models import random_store
+from workflow.lib.artifacts.training_record import Step
 from workflow.lib.distributed.world import process_group
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import Resumed
-from workflow.lib.training.loop import StepMetrics
 from workflow.lib.training.run_record import Journal, trained_tokens
 
-METRICS = StepMetrics(
+METRICS = Step(
     step=1,
     loss=5.0,
     grad_norm=1.5,
@@ -126,7 +125,9 @@ def journals(folder):
             )
             found["skipped"] = journal.skipped
             for step in range(first + 1, 6):
-                journal.add(replace(METRICS, step=step, elapsed_s=step / 2 + 10 * number))
+                journal.add(
+                    METRICS.model_copy(update={"step": step, "elapsed_s": step / 2 + 10 * number})
+                )
         if world.is_main:
             journal.copy_to(folder / "copy.jsonl")
     return found

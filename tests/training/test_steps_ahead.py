@@ -13,11 +13,12 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store
 from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, settings
+from workflow.lib.artifacts.training_record import Step
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.expert_load import routed_rows
-from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
+from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
 MICRO_BATCHES = 3  # of a step: 6 rows, 2 at a time
@@ -108,7 +109,7 @@ def diverged(base, place, graphs):
     (layer,) = (m for name, m in training.named_modules() if name.endswith("layers.1"))
     layer.mlp.register_forward_hook(poison)
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        steps: Iterator[StepMetrics] = made(training, world, kind=Trainer, graphs=graphs).steps(
+        steps: Iterator[Step] = made(training, world, kind=Trainer, graphs=graphs).steps(
             first_step=0, num_steps=STEPS
         )
         next(steps)

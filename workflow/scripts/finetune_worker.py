@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.training_record import Check
+from workflow.lib.artifacts.training_record import Check, Step
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
@@ -47,7 +47,7 @@ from workflow.lib.training.checkpoint import (
 from workflow.lib.training.expert_load import expert_load
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import View, live_view
-from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer, peak_bytes
+from workflow.lib.training.loop import Trainer, make_optimizer, peak_bytes
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.precision_check import check_precision
 from workflow.lib.training.run_record import Journal, TrainingRun, summarize
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Jou
         ):
             metrics = with_heldout_loss(metrics, state)
             if journal.add(metrics):
-                show(metrics.as_dict())
+                show(metrics.as_json())
             if state.best is not None and metrics.heldout_loss is not None:
                 state.best.offer(training, loss=metrics.heldout_loss, step=metrics.step)
             bar.update()
@@ -220,7 +220,7 @@ def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
     )
 
 
-def with_heldout_loss(metrics: StepMetrics, state: RunState) -> StepMetrics:
+def with_heldout_loss(metrics: Step, state: RunState) -> Step:
     """Return a step's metrics with the held-out loss where it is due. Collective."""
     if state.heldout is None or not state.heldout.due(metrics.step):
         return metrics
@@ -228,7 +228,7 @@ def with_heldout_loss(metrics: StepMetrics, state: RunState) -> StepMetrics:
     trainer = state.trainer
     trainer.release_graphs()
     loss = state.heldout.loss(trainer.training, world=trainer.world, moved=state.pulse.moved)
-    return replace(metrics, heldout_loss=loss)
+    return metrics.model_copy(update={"heldout_loss": loss})
 
 
 def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 # Hexadecimal digits of a short hash: 48 bits, no collision among any user's artifacts.
 KEY_LENGTH = 12
@@ -239,19 +239,9 @@ def source_commit() -> str | None:
     return described.stdout.strip() or None
 
 
-class Provenance(TypedDict):
-    """What made an artifact: no host, user or absolute path."""
-
-    stage: str
-    commit: str | None
-    packages: dict[str, str]
-    platform: str
-    cpu_count: int | None
-    created_utc: str
-
-
-def provenance() -> Provenance:
-    """Return what makes an artifact now: stage, commit, versions, platform, UTC time."""
+def provenance() -> dict[str, Any]:
+    """Return what makes an artifact now: stage, commit, versions, platform, UTC time; no host, user
+    or absolute path."""
     return {
         "stage": Path(sys.argv[0]).stem,
         "commit": source_commit(),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -232,19 +232,12 @@ def _pieces(
     }
 
 
-class SkippedCheckpoint(TypedDict):
-    """A checkpoint that was not whole, as the history and the summary list it."""
-
-    step: int
-    reason: str
-
-
 @dataclass(frozen=True)
 class Resumed:
     """Where a run continues: after `step` steps, and the checkpoints that were not whole."""
 
     step: int
-    skipped: list[SkippedCheckpoint]
+    skipped: list[dict[str, Any]]  # of `SkippedCheckpoint`
     metrics: Path | None  # the checkpoint's own copy of metrics.jsonl
 
 
@@ -253,7 +246,7 @@ def resume_(
 ) -> Resumed:
     """Load the newest whole checkpoint into `training` and `optimizer`. Collective. A damaged one
     is set aside and the one before it taken. Raises `UserError` for a checkpoint of another run."""
-    skipped: list[SkippedCheckpoint] = []
+    skipped: list[dict[str, Any]] = []
     for step in reversed(_steps_on_main(folder, world)):
         path = step_dir(folder, step)
         problem = _problem(path, world=world)

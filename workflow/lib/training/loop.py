@@ -15,10 +15,10 @@ import math
 import resource
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workflow.lib.artifacts.training_record import Step
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
@@ -53,34 +54,6 @@ from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 logger = logging.getLogger("workflow")
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """A line of `metrics.jsonl`; `step` from 1, `tokens` of the step over all processes."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    trained_tokens: int
-    tokens: int
-    tokens_per_s: float
-    peak_bytes: int
-    elapsed_s: float
-    router_aux_loss: float | None = None
-    """The routers' load-balancing loss, without coefficient; None where it is not trained."""
-    repeats: int | None = None
-    """In float16: steps so far that were repeated with a smaller loss scale; else None."""
-    heldout_loss: float | None = None
-    """Measured after the step; None where it was not, and then not in the line."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """What the objective tells of the step, by name."""
-
-    def as_dict(self) -> dict[str, float]:
-        line = {key: value for key, value in vars(self).items() if value is not None}
-        figures: Mapping[str, float] = line.pop("figures")
-        return {**line, **figures}
 
 
 def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimizer:
@@ -161,9 +134,7 @@ class Trainer:
     graphs: MicroBatchGraphs | None = None
     """What launches micro-batches as CUDA graphs; None: Python launches each kernel."""
 
-    def steps(
-        self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0
-    ) -> Iterator[StepMetrics]:
+    def steps(self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0) -> Iterator[Step]:
         """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
         processes. elapsed_s: seconds that earlier invocations of this run have trained. Raises
         `UserError` if the loss or the gradient is not finite, or the gradient is zero."""
@@ -186,7 +157,12 @@ class Trainer:
             rows = current.rows
             tokens = len(rows.indices) * self.store.seq_len
             scale = loss_scale_of(self.training)
-            yield StepMetrics(
+            told: dict[str, Any] = {
+                "router_aux_loss": numbers.router_aux_loss,
+                "repeats": None if scale is None else scale.repeats,
+                **numbers.figures,
+            }
+            yield Step(
                 step=step + 1,
                 loss=numbers.loss,
                 grad_norm=numbers.grad_norm,
@@ -196,9 +172,7 @@ class Trainer:
                 tokens_per_s=tokens / seconds,
                 peak_bytes=peak,
                 elapsed_s=elapsed_s,
-                router_aux_loss=numbers.router_aux_loss,
-                repeats=None if scale is None else scale.repeats,
-                figures=numbers.figures,
+                **{name: number for name, number in told.items() if number is not None},
             )
         self.release_graphs()
 

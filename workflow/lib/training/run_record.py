@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workflow.lib.artifacts.training_record import Check
+from workflow.lib.artifacts.training_record import Check, Step
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.settings.config import RunConfig, TrainConfig
@@ -24,11 +24,10 @@ from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import (
     METRICS,
     Resumed,
-    SkippedCheckpoint,
     rewind_metrics,
     whole_rows,
 )
-from workflow.lib.training.loop import StepMetrics, peak_bytes
+from workflow.lib.training.loop import peak_bytes
 
 logger = logging.getLogger("workflow")
 
@@ -44,7 +43,7 @@ class Journal:
         self._last_line_s = 0.0
         self.rows: list[dict[str, Any]] = []
         self.resumed_from: list[int] = []
-        self.skipped: list[SkippedCheckpoint] = []
+        self.skipped: list[dict[str, Any]] = []  # of `SkippedCheckpoint`
         if world.is_main:
             self.rows = rewind_metrics(self._path, step=resumed.step, source=resumed.metrics)
             starts = _note_start(folder / "history.jsonl", resumed)
@@ -59,24 +58,24 @@ class Journal:
         self.graphs_off: str | None = None
         """Why micro-batches of this start were no CUDA graphs any more."""
 
-    def add(self, metrics: StepMetrics) -> bool:
+    def add(self, metrics: Step) -> bool:
         """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to
         the log now and then. Return whether it has a line."""
         self.elapsed_s = metrics.elapsed_s
         measured = metrics.heldout_loss is not None
         if metrics.step % self._log_every and metrics.step != 1 and not measured:
             return False
-        self.rows.append(metrics.as_dict())
+        self.rows.append(metrics.as_json())
         if not self._world.is_main:
             return True
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(checked_line(metrics.as_dict()))
+            file.write(checked_line(metrics.as_json()))
         if time.monotonic() - self._last_line_s >= HEARTBEAT_S:
             self._last_line_s = time.monotonic()
             logger.debug("step %d: %s", metrics.step, self.line(metrics))
         return True
 
-    def line(self, metrics: StepMetrics) -> str:
+    def line(self, metrics: Step) -> str:
         heldout, balance = metrics.heldout_loss, metrics.router_aux_loss
         return (
             f"loss {metrics.loss:.3f}, {'' if balance is None else f'balance {balance:.3f}, '}"

@@ -28,7 +28,6 @@ from workflow.lib.model.layers.shared_input import share_input_
 from workflow.lib.model.tried_classes.magnitudes import agree, alike, magnitudes
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
-from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # a module that has several gives them one input
 NORM_PARAMETERS = (["weight"], ["weight", "bias"])
@@ -247,3 +246,28 @@ def _as_fused_norm(module: nn.Module) -> FusedNorm | None:
         if agree(theirs, partial(ours, options), at=at, tolerance=NORM_TOLERANCE):
             return FusedNorm(**params, **options)
     return None
+
+
+def stand_in_for(module: nn.Module) -> nn.Module:
+    """Return a module of the same class and attributes, without its parameters and children."""
+    made = type(module).__new__(type(module))  # with the class's methods, which its forward calls
+    nn.Module.__init__(made)
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "training":
+            setattr(made, name, value)
+    return made
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Whether a class's forward has one argument: an optional other one could change its value."""
+    return len(inspect.signature(type(module).forward).parameters) == 2  # self is the first
+
+
+@torch.no_grad()
+def tried(stand_in: nn.Module, *given: torch.Tensor) -> torch.Tensor | None:
+    """Return what a stand-in's forward gives; None: no tensor, other attributes or shapes."""
+    try:
+        output = type(stand_in).forward(stand_in, *given)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return output if isinstance(output, torch.Tensor) else None

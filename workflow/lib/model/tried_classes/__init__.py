@@ -1,2 +1,2 @@
-"""Classes of families, tried on random values: `stand_ins` tries any, `magnitudes` says how large
-the values are and when two results are alike, `rotary_functions` which function rotates heads."""
+"""Classes of families, tried on random values: `magnitudes` says how large the values are and when
+two results are alike, `rotary_functions` which function rotates heads."""
