@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -56,7 +56,7 @@ class BenchmarkConfig(Section):
     """Optimizer steps of a case; speed is that of the last two thirds together."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto` = the GPUs, if any is visible."""
-    processes: tuple[int, ...] | Literal["auto"] = "auto"
+    processes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | Literal["auto"] = "auto"
     """Numbers of processes that every case is measured with; `auto` = all GPUs, or 2 on a CPU."""
     memory_cap_gib: float | None = Field(None, gt=0.0, le=4096.0)
     """What PyTorch may reserve of each GPU, GiB, to emulate a smaller card; null = all of it. CUDA
@@ -82,14 +82,9 @@ class BenchmarkConfig(Section):
                 f"documents = {self.documents}: a row of seq_len = {self.seq_len} tokens holds at "
                 f"most {self.seq_len // 4}. Lower it"
             )
-        counts = () if self.processes == "auto" else self.processes
-        if self.processes != "auto" and (not counts or not all(1 <= n <= 4096 for n in counts)):
-            raise ValueError(
-                f"processes = {list(counts)}: must be numbers of 1 to 4096. Set auto to use all "
-                "visible GPUs"
-            )
-        if not self.cases:
-            raise ValueError("cases = []: there is nothing to measure. Name cases, or set all")
+        for name, all_of_them in (("processes", "auto"), ("cases", "all")):
+            if not getattr(self, name):
+                raise ValueError(f"{name} = []: there is nothing to measure. Set {all_of_them}")
         return self
 
 

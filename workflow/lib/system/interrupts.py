@@ -75,14 +75,15 @@ def _tell(parent: int, number: signal.Signals) -> None:
 def group_below(pid: int) -> list[int]:
     """Return the processes below `pid` in its group, as a terminal would; no workers."""
     processes = []
-    for child in _children(pid):
+    for child in children_of(pid):
         with suppress(ProcessLookupError):
             if os.getpgid(child) == os.getpgrp():
                 processes += [child, *group_below(child)]
     return processes
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Return the ids of a process's children, however far they are; none once it has ended."""
     try:
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:  # it has ended

@@ -28,6 +28,7 @@ from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
 from workflow.lib.system.hardware import threads_of_job
+from workflow.lib.system.interrupts import children_of
 from workflow.lib.system.nodes import ALONE, Place
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
 
@@ -200,16 +201,10 @@ def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
         if verdict is None:
             continue
         hung.append(verdict)
-        for pid in children():
+        for pid in children_of(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # a process that hangs hears nothing else
         return
-
-
-def children() -> list[int]:
-    """Return the ids of this process's children, the workers, however far they are."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in lists for pid in path.read_text().split()]
 
 
 def _cause(

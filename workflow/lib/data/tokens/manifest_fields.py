@@ -3,11 +3,10 @@
 What each one means says `artifacts.manifest_record`."""
 
 from collections.abc import Mapping
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from workflow.lib.data.encoding.probes import ChatProbe, TextProbe
 from workflow.lib.settings.objectives import Examples
-from workflow.lib.system.files import Provenance
 
 
 class TokenizerFacts(TypedDict):
@@ -166,4 +165,4 @@ class Manifest(TokenizerFacts, DropFacts, ChatFacts):
     samples: list[list[tuple[str, bool]]]
     sample_origins: list[SampleOrigin]
     files: dict[str, str]
-    provenance: Provenance
+    provenance: dict[str, Any]
