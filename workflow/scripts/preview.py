@@ -7,13 +7,12 @@ what `data.special_tokens_in_text` is.
 
 import argparse
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from workflow.lib.data.reading.row import printable
-from workflow.lib.data.tokens.manifest_fields import Manifest
 from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.system.files import read_checked_json
 from workflow.scripts.command import run, stage_parser
@@ -25,12 +24,12 @@ OPEN, CLOSE = "\u27e6", "\u27e7"  # around what is trained, where there are no c
 def main(args: argparse.Namespace) -> None:
     console = Console()
     for path, special_tokens in zip(args.manifests, args.config, strict=True):
-        facts = cast(Manifest, read_checked_json(path))
+        facts = read_checked_json(path)
         log_facts(facts, output=path.parent, special_tokens=special_tokens)
         show_samples(facts, console)
 
 
-def show_samples(facts: Manifest, console: Console) -> None:
+def show_samples(facts: dict[str, Any], console: Console) -> None:
     """Print the sample documents of a manifest, each below where it comes from."""
     marked = "green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
     _print(console, Text(f"Documents as the model sees them; what is trained is {marked}"))

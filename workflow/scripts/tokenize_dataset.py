@@ -10,6 +10,7 @@ on where it was. If unusable rows stop the run, their list is kept beside the ou
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,7 +43,6 @@ from workflow.lib.data.tokens.heldout_drops import (
     drop_overlap,
     drop_shared_groups,
 )
-from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
 from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.data.tokens.neighbours import with_neighbours
 from workflow.lib.data.tokens.process_pool import available_processes
@@ -208,7 +208,7 @@ def check_group_by(group_by: str | None, columns: list[str], *, setting: str) ->
 
 
 def work_key(
-    corpora: dict[str, Corpus], encodings: dict[str, Encoding], tokenizer_facts: TokenizerFacts
+    corpora: dict[str, Corpus], encodings: dict[str, Encoding], tokenizer_facts: dict[str, Any]
 ) -> str:
     """Return what the encoded rows depend on, as one short hash."""
     files = {split: [file.sha256 for file in corpus.files] for split, corpus in corpora.items()}
@@ -314,7 +314,7 @@ def write_arrays(
     train: Split,
     heldout: Split,
     settings: DataConfig,
-    tokenizer_facts: TokenizerFacts,
+    tokenizer_facts: dict[str, Any],
 ) -> int:
     """Write packed training rows and held-out documents; return the number of rows."""
     windows = packing_windows(

@@ -47,13 +47,6 @@ class Percentiles(Record):
     max: float  # longest
 
 
-class Histogram(Record):
-    """Rows by length before any cut, tokens."""
-
-    edges: list[int]  # ends of the bins, one more than there are bins
-    counts: list[int]  # rows of at least `edges[i]` and fewer than `edges[i + 1]` tokens
-
-
 class LongRow(Record):
     """One of the longest rows."""
 
@@ -74,7 +67,6 @@ class Split(Record):
     length_percentiles: Percentiles  # lengths of rows before any cut
     duplicates: int  # rows that equal an earlier one
     near_duplicates: int | None = None  # rows that resemble an earlier one and do not equal it
-    length_histogram: Histogram | None = None  # rows by length before any cut
     longest: list[LongRow] = Field(default=[])  # the longest rows
     good_answers: int | None = None  # examples whose answer is rated as good
 

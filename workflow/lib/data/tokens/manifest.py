@@ -1,9 +1,12 @@
-"""The manifest of a tokens folder: every fact on the data that later stages and the report need."""
+"""The manifest of a tokens folder: every fact on the data that later stages and the report need.
+
+What each field means says `artifacts.manifest_record`."""
 
 import hashlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,22 +16,6 @@ from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.dropped_rows import OVERLAP, Listing
-from workflow.lib.data.tokens.manifest_fields import (
-    ChatFacts,
-    DropFacts,
-    FileCounts,
-    Histogram,
-    LongRow,
-    Manifest,
-    Percentiles,
-    SampleOrigin,
-    SourceDocuments,
-    SourceFacts,
-    SplitFacts,
-    SplitsFacts,
-    TokenizerFacts,
-    WeightFacts,
-)
 from workflow.lib.data.tokens.repetition.near_duplicates import NearDuplicates
 from workflow.lib.data.tokens.seeded_draws import Numbers
 from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
@@ -44,14 +31,14 @@ from workflow.lib.data.tokens.token_store import (
 )
 from workflow.lib.system.files import file_sha256, provenance
 
-HISTOGRAM_BINS = 16
+Facts = dict[str, Any]  # a JSON object of the manifest
 LONGEST_ROWS = 5
 SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at most
 
 
 def manifest(
     tokenizer: PreTrainedTokenizerBase,
-    tokenizer_facts: TokenizerFacts,
+    tokenizer_facts: Facts,
     encodings: Mapping[str, Encoding],
     corpora: Mapping[str, Corpus],
     *,
@@ -61,7 +48,7 @@ def manifest(
     packed_rows: int,
     listing: Listing,
     folder: Path,
-) -> Manifest:
+) -> Facts:
     """Return the manifest of a folder in which all other files are written. train: as an epoch
     takes it, `packed_rows` rows in the folder. listing: closed."""
     encoding = encodings["train"]
@@ -92,7 +79,7 @@ def manifest(
 
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str | None
-) -> TokenizerFacts:
+) -> Facts:
     """Return vocabulary size, special ids and digests; without pad, eos fills the rows."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     return {
@@ -108,7 +95,7 @@ def tokenizer_facts(
     }
 
 
-def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> ChatFacts:
+def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> Facts:
     """Return what an export has to write conversations with, and what it is compared with."""
     return {
         "chat_template": chat_template,
@@ -119,7 +106,7 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> ChatFact
 
 def source_facts(
     corpora: Mapping[str, Corpus], splits: Mapping[str, Split], encodings: Mapping[str, Encoding]
-) -> list[SourceFacts]:
+) -> list[Facts]:
     """Return each data file's facts: what it is, what was read, what its split gets of it."""
     return [
         {
@@ -145,7 +132,7 @@ def source_facts(
     ]
 
 
-def _counts_by_file(split: Split) -> list[FileCounts]:
+def _counts_by_file(split: Split) -> list[Facts]:
     """Return documents, tokens and trained tokens of each file, repetitions by weight included."""
     counts = np.zeros((len(split.corpus.files), 3), dtype=np.int64)
     for file, chosen in split.by_file():
@@ -160,7 +147,7 @@ def _counts_by_file(split: Split) -> list[FileCounts]:
 
 def splits_facts(
     train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
-) -> SplitsFacts:
+) -> Facts:
     facts = split_facts(train, seq_len=seq_len, near_duplicates=near.train)
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {
@@ -172,7 +159,7 @@ def splits_facts(
     }
 
 
-def weight_facts(weights: npt.NDArray[np.float32]) -> WeightFacts:
+def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:
     """Return the facts on the weights (rows, seq_len) of tokens, which are 0 of untrained ones."""
     smallest, largest, total, count, others = np.inf, 0.0, 0.0, 0, 0
     step = max(1, CHUNK_TOKENS // weights.shape[1])
@@ -191,16 +178,16 @@ def weight_facts(weights: npt.NDArray[np.float32]) -> WeightFacts:
     }
 
 
-def _documents_by_source(split: Split) -> list[SourceDocuments]:
+def _documents_by_source(split: Split) -> list[Facts]:
     counted = zip(split.corpus.sources, documents_by_source(split), strict=True)
     return [{"source": source.name, "documents": count} for source, count in counted]
 
 
-def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> SplitFacts:
+def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> Facts:
     """Return the facts on a split; lengths are those of the rows before any cut."""
     counts, longest = _count_lengths(split)
     files = _counts_by_file(split)
-    facts: SplitFacts = {
+    facts: Facts = {
         "rows_read": split.rows_read,
         "rows_kept": split.rows_read - split.rows_dropped,
         "rows_dropped": split.rows_dropped,
@@ -209,7 +196,6 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> SplitFac
         "tokens": sum(file["tokens"] for file in files),
         "trained_tokens": sum(file["trained_tokens"] for file in files),
         "length_percentiles": _percentiles(counts),
-        "length_histogram": _histogram(counts, seq_len=seq_len),
         "longest": _origins(split, longest),
         "duplicates": len(split.first_of_row) - split.distinct_rows(),
         "near_duplicates": near_duplicates,
@@ -235,25 +221,15 @@ def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
     return counts, longest
 
 
-def _percentiles(counts: npt.NDArray[np.int64]) -> Percentiles:
+def _percentiles(counts: npt.NDArray[np.int64]) -> Facts:
     """Return lengths that occur, tokens: the smallest that is not below the given share of rows."""
     upto = np.cumsum(counts)
     p50, p90, p99 = np.searchsorted(upto * 100, np.array([50, 90, 99]) * upto[-1]).tolist()
     return {"p50": p50, "p90": p90, "p99": p99, "max": len(counts) - 1}
 
 
-def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> Histogram:
-    """Count rows by length in `HISTOGRAM_BINS` bins up to `seq_len`, and one beyond if any."""
-    edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
-    if len(counts) > seq_len + 1:
-        edges = np.append(edges, len(counts))
-    upto = np.concatenate(([0], np.cumsum(counts)))  # rows below each length
-    ends = np.minimum(edges, len(counts))
-    return {"edges": edges.tolist(), "counts": np.diff(upto[ends]).tolist()}
-
-
-def _origins(split: Split, documents: Numbers) -> list[LongRow]:
-    origins: list[LongRow] = []
+def _origins(split: Split, documents: Numbers) -> list[Facts]:
+    origins = []
     for number in documents.tolist():
         file, row = split.origin(number)
         tokens = int(split.documents.full_lengths[number])
@@ -261,7 +237,7 @@ def _origins(split: Split, documents: Numbers) -> list[LongRow]:
     return origins
 
 
-def drop_facts(listing: Listing) -> DropFacts:
+def drop_facts(listing: Listing) -> Facts:
     reasons = dict(sorted(listing.dropped_by_reason.items()))
     return {"dropped_by_reason": reasons, "train_heldout_overlap": reasons.get(OVERLAP, 0)}
 
@@ -287,12 +263,12 @@ def sampled(train: Split) -> list[int]:
     return positions
 
 
-def _sample_origin(train: Split, position: int) -> SampleOrigin:
+def _sample_origin(train: Split, position: int) -> Facts:
     number = int(train.chosen[position])
     shard, row_of_shard = train.documents.locate(number)
     entry = train.documents.shards[shard].table()[row_of_shard]
     known = train.corpus.files[train.documents.shards[shard].file]
-    origin: SampleOrigin = {
+    origin = {
         "source": train.corpus.sources[known.source].name,
         "file": known.file,
         "row": int(entry["row"]),

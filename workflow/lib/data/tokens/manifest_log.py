@@ -4,8 +4,8 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from workflow.lib.data.tokens.manifest_fields import Manifest, SourceFacts, SplitFacts
 from workflow.lib.data.tokens.special_texts import log_special_texts
 from workflow.lib.data.tokens.token_store import REJECTS
 from workflow.lib.settings.data import SpecialTokens
@@ -14,7 +14,7 @@ logger = logging.getLogger("workflow")
 
 
 def log_facts(
-    facts: Manifest,
+    facts: dict[str, Any],
     *,
     output: Path,
     special_tokens: SpecialTokens | None = None,
@@ -55,7 +55,7 @@ def log_facts(
         logger.info("no pad token: rows are filled with eos, which is never trained there")
 
 
-def _log_examples(facts: Manifest) -> None:
+def _log_examples(facts: dict[str, Any]) -> None:
     for name, split in (
         ("train", facts["splits"]["train"]),
         ("heldout", facts["splits"]["heldout"]),
@@ -69,7 +69,7 @@ def _log_examples(facts: Manifest) -> None:
             logger.info(message, name, count, good, count - good)
 
 
-def _log_split(name: str, split: SplitFacts, *, seq_len: int) -> None:
+def _log_split(name: str, split: dict[str, Any], *, seq_len: int) -> None:
     logger.info(
         "%s: %d rows read, %d kept, %d dropped, %d longer than %d tokens; %d tokens, %.1f%% "
         "trained",
@@ -93,7 +93,7 @@ def _log_drops(dropped_by_reason: dict[str, int], *, rejects: Path) -> None:
         logger.info("dropped rows, with line and reason: %s", rejects)
 
 
-def _log_sources(sources: Sequence[SourceFacts]) -> None:
+def _log_sources(sources: Sequence[dict[str, Any]]) -> None:
     not_read: dict[str, Counter[str]] = {}
     for source in sources:
         not_read.setdefault(source["source"], Counter()).update(source["not_read"])
