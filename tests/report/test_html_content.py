@@ -30,6 +30,15 @@ def test_numbers_shown_are_those_of_the_files(tmp_path):
     assert shown <= numbers
 
 
+def test_predicted_step_stands_beside_the_measured_one_and_the_parts_of_the_time(tmp_path):
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    parts = {"steps": 31.7, "held-out losses": 4.25}
+    times = {"predicted_step_s": 0.123, "measured_step_s": 0.246, "parts_s": parts}
+    edit(folder / "finetune" / "summary.json", lambda d: d.update(times=times))
+    page = Page(rendered(tmp_path, "demo"))
+    assert {0.123, 0.246, 31.7, 4.25, 2.0} <= page.numbers
+
+
 TUNED, BASE = "evaluate_run/tuned.json", "evaluate_run/base.json"
 P_VALUE = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11}
 

@@ -13,8 +13,10 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import read_checked_json
+from workflow.lib.training import time_watch
 from workflow.lib.training.checkpoint import Resumed
 from workflow.lib.training.run_record import Journal, trained_tokens
+from workflow.lib.training.time_watch import CHECKPOINTS, DATA
 
 METRICS = Step(
     step=1,
@@ -71,6 +73,15 @@ def test_summary_states_the_run(summary):
     assert summary["peak_bytes"]["kind"] == "host_rss"
     assert summary["peak_bytes"]["measured"] > 100 * 2**20
     assert summary["fingerprint"] == "0123456789ab"
+
+
+def test_predicted_and_measured_times_stand_side_by_side(summary):
+    times = summary["times"]
+    assert times["predicted_step_s"] is None  # the plan of these tests knows no speed
+    assert 0 < times["measured_step_s"] < summary["elapsed_s"]
+    assert set(times["parts_s"]) >= {time_watch.STEPS, DATA, CHECKPOINTS}
+    steps_s = times["parts_s"][time_watch.STEPS] + times["parts_s"][DATA]
+    assert steps_s == pytest.approx(summary["elapsed_s"], rel=1e-6)
 
 
 def test_parameters_are_counted_as_weights_and_not_as_bytes(summary):

@@ -52,6 +52,7 @@ from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.precision_check import check_precision
 from workflow.lib.training.run_record import Journal, TrainingRun, summarize
 from workflow.lib.training.startup_checks import check_inputs, startup_checks
+from workflow.lib.training.time_watch import CHECKPOINTS, HELDOUT, TimeWatch
 from workflow.scripts.command import run
 from workflow.scripts.finetune import command_line, tracking_settings
 
@@ -66,10 +67,17 @@ def main(args: argparse.Namespace) -> None:
 def guarded_work(args: argparse.Namespace, config: RunConfig, preflight: Preflight) -> None:
     device = torch.device(preflight.plan.device)
     with explained(run=args.run, preflight=preflight, measured_bytes=lambda: peak_bytes(device)):
-        work(args, config, preflight.plan)
+        work(args, config, preflight.plan, predicted_s=preflight.time.step_s)
 
 
-def work(args: argparse.Namespace, config: RunConfig, plan: StepPlan) -> None:
+def work(
+    args: argparse.Namespace,
+    config: RunConfig,
+    plan: StepPlan,
+    *,
+    predicted_s: float | None = None,
+) -> None:
+    """predicted_s: of a step; None where it is not known."""
     rank, step_s = int(os.environ["RANK"]), config.train.hang_seconds
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(rank=rank, start_s=args.timeout_s, step_s=step_s))
@@ -109,9 +117,17 @@ def work(args: argparse.Namespace, config: RunConfig, plan: StepPlan) -> None:
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
         checks += check_precision(model.training, store, config.train, world, moved=pulse.moved)
         training_run = TrainingRun(args.run, run_identity(args), config, plan, world, store, model)
-        journal, selected_step = train(args, training_run, pulse)
+        settings = config.train
+        every = {
+            HELDOUT: settings.evaluate_every_steps,
+            CHECKPOINTS: settings.checkpoint_every_steps,
+        }
+        watch = TimeWatch(predicted_s, plan.num_steps, every)
+        journal, selected_step = train(args, training_run, watch, pulse)
         pulse.phase("writing the results", num_bytes=model.state_bytes())
-        write_results(args, training_run, journal, checks=checks, selected_step=selected_step)
+        write_results(
+            args, training_run, journal, watch, checks=checks, selected_step=selected_step
+        )
 
 
 def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> None:
@@ -139,12 +155,15 @@ class RunState:
     state_bytes: int
     """Of a checkpoint, over all processes."""
     pulse: Pulse
+    watch: TimeWatch
 
 
-def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Journal, int]:
+def train(
+    args: argparse.Namespace, run: TrainingRun, watch: TimeWatch, pulse: Pulse
+) -> tuple[Journal, int]:
     """Train from the newest checkpoint to the end, and leave the selected adapter in the model;
     return its step too. A signal saves one more checkpoint and stops."""
-    state = resume_run(args.checkpoints, run, pulse)
+    state = resume_run(args.checkpoints, run, watch, pulse)
     first_step, num_steps, journal = state.first_step, state.num_steps, state.journal
     training = run.model.training
     bar = progress_bar(args.run, done=first_step, num_steps=num_steps, world=run.world)
@@ -158,6 +177,8 @@ def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Jou
         for metrics in state.trainer.steps(
             first_step=first_step, num_steps=num_steps, elapsed_s=journal.elapsed_s
         ):
+            if told := watch.after_step(metrics.tokens / metrics.tokens_per_s, step=metrics.step):
+                logger.info("%s", told)
             metrics = with_heldout_loss(metrics, state)
             if journal.add(metrics):
                 show(metrics.as_json())
@@ -172,7 +193,7 @@ def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Jou
     return journal, select_adapter(run.model, state.best, last_step=num_steps)
 
 
-def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
+def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pulse) -> RunState:
     """Load the run's newest checkpoint, if there is one, and open what records its further steps.
     Collective."""
     settings, training, world = run.config.train, run.model.training, run.world
@@ -205,7 +226,9 @@ def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
     graphs = MicroBatchGraphs(training, world) if run.plan.graphed else None
-    trainer = Trainer(training, optimizer, run.store, settings, micro_batch_size, world, graphs)
+    trainer = Trainer(
+        training, optimizer, run.store, settings, micro_batch_size, world, graphs, watch.waited
+    )
     return RunState(
         trainer=trainer,
         first_step=resumed.step,
@@ -217,6 +240,7 @@ def resume_run(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> RunState:
         best=best,
         state_bytes=state_bytes,
         pulse=pulse,
+        watch=watch,
     )
 
 
@@ -227,7 +251,8 @@ def with_heldout_loss(metrics: Step, state: RunState) -> Step:
     state.pulse.phase("held-out loss")
     trainer = state.trainer
     trainer.release_graphs()
-    loss = state.heldout.loss(trainer.training, world=trainer.world, moved=state.pulse.moved)
+    with state.watch.part(HELDOUT):
+        loss = state.heldout.loss(trainer.training, world=trainer.world, moved=state.pulse.moved)
     return metrics.model_copy(update={"heldout_loss": loss})
 
 
@@ -241,7 +266,8 @@ def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> No
     if saving or stopping:
         state.pulse.phase("saving", num_bytes=state.state_bytes)
         TokenStore.open(tokens)  # what was cut off a mapped file reads as zeros
-        state.writer.save(state.trainer.training, state.trainer.optimizer, step=step)
+        with state.watch.part(CHECKPOINTS):
+            state.writer.save(state.trainer.training, state.trainer.optimizer, step=step)
     if stopping and not last:
         stop_as_asked(state.writer, step=step, num_steps=state.num_steps)
 
@@ -303,6 +329,7 @@ def write_results(
     args: argparse.Namespace,
     run: TrainingRun,
     journal: Journal,
+    watch: TimeWatch,
     *,
     checks: list[Check],
     selected_step: int,
@@ -327,6 +354,7 @@ def write_results(
     summary = summarize(
         run,
         journal,
+        watch,
         predicted_bytes=read_record(args.preflight, Preflight).peak_bytes,
         peak_bytes=peak,
         checks=checks,

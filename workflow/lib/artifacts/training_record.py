@@ -15,6 +15,14 @@ class Check(Record):
     detail: str  # the numbers behind it
 
 
+class Times(Record):
+    """Seconds of the last start of a run, on its main process."""
+
+    predicted_step_s: float | None  # of an optimizer step, as planned; none: speed not known
+    measured_step_s: float | None  # median of all but the first; none: no step was left
+    parts_s: dict[str, float]  # by what they went to; loading and checks are not counted
+
+
 class PeakBytes(Record):
     """Peak memory of the fullest process."""
 
@@ -117,6 +125,7 @@ class Summary(Record):
     tokens_per_s: float  # `tokens` a second, over all processes
     graphs_off: str | None = None  # why micro-batches, which were to be CUDA graphs, were none
     peak_bytes: PeakBytes  # predicted and measured peak memory
+    times: Times | None = None  # predicted and measured time; none: of an earlier version
     expert_load: ExpertLoad | None = None  # of a mixture of experts: where the tokens went
     selected_step: int | None = None  # the step after which the adapter was taken
     checks: list[Check]  # what the run tested about itself

@@ -86,8 +86,7 @@ def shard_(
         fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
     )
     # FSDP gathers for `forward` alone unless told.
-    methods = ("logits", "family_logits", "hidden_states", "family_hidden_states", "trained_states")
-    for method in methods:
+    for method in ("logits", "family_logits", "hidden_states", "family_hidden_states"):
         register_fsdp_forward_method(training, method)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)

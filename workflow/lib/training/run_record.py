@@ -28,6 +28,7 @@ from workflow.lib.training.checkpoint import (
     whole_rows,
 )
 from workflow.lib.training.loop import peak_bytes
+from workflow.lib.training.time_watch import TimeWatch
 
 logger = logging.getLogger("workflow")
 
@@ -130,6 +131,7 @@ class TrainingRun:
 def summarize(
     run: TrainingRun,
     journal: Journal,
+    watch: TimeWatch,
     *,
     predicted_bytes: int,
     peak_bytes: int,
@@ -156,6 +158,7 @@ def summarize(
             "measured": peak_bytes,
             "kind": "cuda_allocated" if run.world.device.type == "cuda" else "host_rss",
         },
+        "times": watch.document(),
         **({"graphs_off": journal.graphs_off} if journal.graphs_off else {}),
         "selected_step": selected_step,
         "checks": [check.model_dump() for check in (*checks, _check_gradient_norms(journal))],
