@@ -79,7 +79,7 @@ rule evaluate:
     input:
         rules.train.input,
         evaluations(),
-        of_runs("consolidate", "adapter/README.md"),
+        of_runs("consolidate", "adapter/README.md", names=NAMED),
         requirements(),
 
 

@@ -1,5 +1,6 @@
 """What the card says of serving an adapter by vLLM and SGLang."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tests.report.test_model_card import read
 from tests.support.report_examples import add_subject, edit, write_run
 from workflow.lib.report.card_inputs import code
-from workflow.lib.report.card_use import serving_section
+from workflow.lib.report.card_use import serving_section, use_section
 
 PLAIN: dict[str, Any] = {"r": 24, "lora_alpha": 32.0, "bias": "none", "use_dora": False}
 
@@ -29,6 +30,22 @@ def test_commands_name_base_adapter_and_a_rank_that_vllm_has(tmp_path):
     assert "--model-path acme/tiny-1b --enable-lora --lora-paths demo=path/to/this/folder" in text
     assert "was not evaluated" in text
     assert "Neither was run here" in text
+
+
+def test_adapter_with_a_recovery_has_another_for_the_original(tmp_path):
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    inputs = replace(read(folder, adapter_config=PLAIN), on_original=PLAIN | {"r": 48})
+    served, used = serving_section(inputs), use_section(inputs)
+    assert "--max-lora-rank 64 --lora-modules demo=path/to/this/folder/on_original\n" in served
+    assert "belongs on the NF4 base alone" in used
+    assert "the folder `on_original`, which holds the rest, at rank 48" in used
+    assert "PeftModel.from_pretrained(base, adapter)\n" in used
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.update(served=False))
+    add_subject(folder, "tuned_on_original", loss=1.5, served=True)
+    inputs = replace(read(folder, adapter_config=PLAIN), on_original=PLAIN | {"r": 48})
+    assert 'PeftModel.from_pretrained(base, adapter, subfolder="on_original")' in use_section(
+        inputs
+    )
 
 
 @pytest.mark.parametrize(

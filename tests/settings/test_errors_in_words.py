@@ -22,7 +22,8 @@ from workflow.lib.system.errors import UserError
         (
             {"quantize": {"zzz": 1}},
             "quantize.zzz",
-            "Valid keys: block_size, double_quant, method, calibration_tokens, calibration_text.",
+            "Valid keys: block_size, double_quant, method, calibration_tokens, calibration_text, "
+            "recovery_steps, recovery_text.",
         ),
     ],
 )

@@ -17,6 +17,10 @@ from tests.support.models import write_shards
 from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
 from workflow.lib.data.encoding.probes import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
+from workflow.lib.export.packed_stacks import dequantized_weight
+from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.model.architecture.model_files import ON_ORIGINAL
+from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json, read_json, write_checked_json
@@ -56,7 +60,7 @@ def output(run, tmp_path_factory):
     )
 
 
-def consolidated(run, output, *, manifest, **export):
+def consolidated(run, output, *, manifest, recovery=None, **export):
     main(
         argparse.Namespace(
             config=settings(**export),
@@ -64,6 +68,7 @@ def consolidated(run, output, *, manifest, **export):
             base=run / "base",
             model=run / "model",
             manifest=manifest,
+            recovery=recovery,
             output=output,
         )
     )
@@ -132,6 +137,45 @@ def test_exported_adapter_is_the_sharded_one(run, output):
     trained = read_sharded_adapter(run / "finetune" / "adapter")
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("onto", ["original", "dequantized"])
+def test_forms_on_16_bits_are_without_the_recovery_and_the_others_have_it(run, tmp_path, onto):
+    """PEFT's own sum on the original, and the merged model, beside the dense sum in float64."""
+    trained = read_sharded_adapter(run / "finetune" / "adapter")
+    recovery = {name: tensor.flip(0) / 2 for name, tensor in trained.items()}
+    write_shards(tmp_path / "recovery", recovery)
+    manifest = run / "tokens" / "manifest.json"
+    out = consolidated(
+        run, tmp_path / "consolidate", manifest=manifest, recovery=tmp_path / "recovery",
+        merged=True, merge_onto=onto,
+    )  # fmt: skip
+    exported = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+    original = load_base(
+        run / "model", device=torch.device("cpu"), compute_dtype=torch.float32, attention="eager"
+    )
+    path, scale = "model.layers.1.mlp.down_proj", 7.5 / 3**0.5
+    before = original.get_submodule(path).weight.clone()
+    if onto == "dequantized":
+        with CheckpointReader(run / "base") as base:
+            before = dequantized_weight(base, path)
+
+    def change(tensors):
+        key = f"base_model.model.{path}.lora_"
+        return scale * (tensors[f"{key}B.weight"].double() @ tensors[f"{key}A.weight"].double())
+
+    expected = change(trained) - (0 if onto == "dequantized" else change(recovery))
+    with CheckpointReader(out / "merged") as merged:
+        torch.testing.assert_close(
+            merged.tensor(f"{path}.weight"), (before.double() + expected).bfloat16(),
+            rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6,
+        )  # fmt: skip
+    tuned = load_adapter(original, out / "adapter" / ON_ORIGINAL)
+    delta = tuned.get_base_model().get_submodule(path).get_delta_weight("default")
+    torch.testing.assert_close(
+        delta.double(), change(trained) - change(recovery), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_one_value_altered_after_training_exports_nothing(run, tmp_path):

@@ -48,6 +48,7 @@ class Stage:
         self.rejects = folder / "tokens.rejects.jsonl"
         self.processes = 1
         self.examples = "texts"
+        self.asked: dict[str, Any] = {}
         self.dataset = Path()
 
     def config(self, **settings: Any) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Stage:
         names = {"train": str(self.train), "heldout": heldout, "seq_len": SEQ_LEN}
         names["near_duplicates"] = "keep"  # these rows are all alike
         data = DataConfig.model_validate(names | settings).model_dump(mode="json")
-        return {"data": data, "examples": self.examples}
+        return {"data": data, "examples": self.examples} | self.asked
 
     def run(self, **settings: Any) -> TokenStore:
         parser = stage_parser("")

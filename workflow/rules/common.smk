@@ -12,6 +12,7 @@ from snakemake.utils import update_config
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.artifacts.recoveries import with_recoveries
 from workflow.lib.artifacts.scored_models import scored_models
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
 from workflow.lib.artifacts.starts import with_starts
@@ -68,7 +69,7 @@ try:
     REPORT, RUNS = load_config(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
-    RUNS = with_starts(RUNS)
+    RUNS = with_starts(with_recoveries(RUNS))
     SCORED = scored_models(RUNS)
     for name, settings in RUNS.items():
         check_model(
@@ -92,6 +93,8 @@ BY_SCORES = {Path(model.scores).name: name for name, model in SCORED.items()}
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
+# Without the recovery adapters of their bases, which are trained and exported, and judged as their starts.
+NAMED = {name: run for name, run in RUNS.items() if run.recovers is None}
 
 # Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
 # run that cannot work stops within minutes.
@@ -139,9 +142,9 @@ def manifest(run):
     return f"{layout.tokens_dir(run)}/manifest.json"
 
 
-def of_runs(stage, *files):
+def of_runs(stage, *files, names=RUNS):
     """Artifacts of a stage, of every run."""
-    return [f"{layout.stage_dir(name, stage)}/{file}" for name in RUNS for file in files]
+    return [f"{layout.stage_dir(name, stage)}/{file}" for name in names for file in files]
 
 
 def merged_model(name):
@@ -158,7 +161,7 @@ def model_options(run, input):
 
 def evaluations():
     """The folders of the evaluations."""
-    return [layout.stage_dir(name, "evaluate_run") for name in RUNS]
+    return [layout.stage_dir(name, "evaluate_run") for name in NAMED]
 
 
 def checks(folder_of, folder):

@@ -1,12 +1,12 @@
 rule render_report:
     input:
-        preflight=expand("results/runs/{run}/preflight_run/preflight.json", run=RUNS),
-        summary=expand("results/runs/{run}/finetune/summary.json", run=RUNS),
-        metrics=expand("results/runs/{run}/finetune/metrics.jsonl", run=RUNS),
-        parity=expand("results/runs/{run}/consolidate/parity.json", run=RUNS),
+        preflight=expand("results/runs/{run}/preflight_run/preflight.json", run=NAMED),
+        summary=expand("results/runs/{run}/finetune/summary.json", run=NAMED),
+        metrics=expand("results/runs/{run}/finetune/metrics.jsonl", run=NAMED),
+        parity=expand("results/runs/{run}/consolidate/parity.json", run=NAMED),
         evaluation=evaluations(),
         gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
-        tokens=[manifest(run) for run in RUNS.values()],
+        tokens=[manifest(run) for run in NAMED.values()],
     output:
         page="results/report/report.html",
         comparison="results/report/comparison.csv",
@@ -16,8 +16,8 @@ rule render_report:
         "../../envs/report.yaml"
     params:
         # The report shows how to make all of it again: the settings of every run that differ from the defaults.
-        config=lambda w, output: layout.report_json(REPORT, RUNS),
-        recorded=layout.recorded_report_json(REPORT, RUNS),  # what Snakemake compares
+        config=lambda w, output: layout.report_json(REPORT, NAMED),
+        recorded=layout.recorded_report_json(REPORT, NAMED),  # what Snakemake compares
         runs=lambda w, input: json.dumps(
             [
                 {
@@ -25,7 +25,7 @@ rule render_report:
                     "tokens": subpath(manifest, parent=True),
                     "gguf": name in IN_GGUF,
                 }
-                for name, summary, manifest in zip(RUNS, input.summary, input.tokens, strict=True)
+                for name, summary, manifest in zip(NAMED, input.summary, input.tokens, strict=True)
             ]
         ),
     shell:

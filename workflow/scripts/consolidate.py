@@ -1,7 +1,9 @@
 """Turn the sharded adapter into PEFT's files, and prove that they are the adapter that was trained.
 
 Writes `adapter/` (adapter_model.safetensors, adapter_config.json, the tokenizer with its chat
-template, generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. If the
+template, generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. An adapter
+that began with a recovery of its NF4 base holds it; `adapter/on_original` and what is merged onto
+the original hold what was trained after it. If the
 logits of the reloaded adapter differ from the trained model's, or its tokenizer writes
 conversations otherwise, nothing is exported.
 """
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.parity_record import Parity
@@ -23,6 +26,7 @@ from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
     base_reference,
     check_conversations,
+    difference,
     merged_tensors,
     read_sharded_adapter,
     replace_chat_template,
@@ -40,6 +44,7 @@ from workflow.lib.export.stack_names import (
     without_stacks,
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.backends import (
     choose_device,
@@ -98,12 +103,43 @@ def main(args: argparse.Namespace) -> None:
     write_generation_config(args.model, partial / "adapter", facts=facts)
     check_conversations(partial / "adapter", facts.probes)
 
+    on_16_bits = adapter, adapter_config
+    if args.recovery is not None:
+        named = base_reference(
+            config.model, args.model, export=config.export.model_copy(update={"nf4_base_id": None})
+        )
+        on_16_bits = difference(
+            adapter,
+            read_sharded_adapter(args.recovery),
+            trained_config | named,
+            stacks=expert_stacks(original),
+        )
+        write_difference(*on_16_bits, original, names, partial / "adapter" / ON_ORIGINAL)
     parity = prove(args, config, partial / "adapter", names=names)
     write_checked_json(partial / "parity.json", parity.as_json())
     write_checksums(partial / "adapter")
     if config.export.merged:
-        merge(args, config, adapter, adapter_config, partial / "merged", facts=facts)
+        on_nf4 = config.export.merge_onto == "dequantized"
+        merged = (adapter, adapter_config) if on_nf4 else on_16_bits
+        merge(args, config, *merged, partial / "merged", facts=facts)
     put_in_place(partial, args.output)
+
+
+def write_difference(
+    adapter: dict[str, torch.Tensor],
+    adapter_config: dict[str, Any],
+    original: PreTrainedModel,
+    names: StackNames,
+    folder: Path,
+) -> None:
+    """Write the adapter for the original in 16 bits, which is without the recovery."""
+    save_adapter(
+        {names.exported(name): tensor for name, tensor in adapter.items()},
+        exported_config(adapter_config, original, adapter),
+        folder,
+    )
+    write_checksums(folder)
+    logger.info("adapter for the original in 16 bits: rank %d", adapter_config["r"])
 
 
 def prove(
@@ -196,5 +232,6 @@ if __name__ == "__main__":
     parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
     parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
     parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
+    parser.add_argument("--recovery", type=Path, help="shards of the base's recovery adapter")
     parser.add_argument("--output", type=Path, required=True, help="folder of the exported files")
     run(main, parser)

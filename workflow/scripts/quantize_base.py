@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
         quantized_stacks=len(stacks),
         quantized_parameters=num_weights,
         total_bytes=total_bytes,
-        settings=settings.model_dump(mode="json"),
+        settings=settings.of_base,
         method=method,
         method_reason=reason,
         device=device.type,
@@ -136,7 +136,7 @@ def calibrated(
     text = settings.calibration_text
     begun_with = short_hash(
         [
-            settings.model_dump(mode="json"),
+            settings.of_base,
             [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in _model_files(args.model)],
             file_sha256(args.tokens / MANIFEST),
             text and file_sha256(Path(text)),

@@ -96,18 +96,23 @@ def dataset_key(run: RunConfig) -> str:
 def tokens_key(run: RunConfig) -> str:
     """Short hash of all that the tokens depend on: data settings and the tokenizer's identity."""
     data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
-    return short_hash([data, run.model.source, run.model.revision, *_examples(run).values()])
+    return short_hash([data, run.model.source, run.model.revision, *_asked(run).values()])
 
 
-def _examples(run: RunConfig) -> dict[str, str]:
-    """Return which examples a run's objective is trained on, if they are not texts."""
+def _asked(run: RunConfig) -> dict[str, Any]:
+    """Return which examples a run's objective is trained on, if they are not texts, and how many
+    tokens of its data a recovery adapter takes."""
     examples = needs_of(run.train.objective).examples
-    return {} if examples == "texts" else {"examples": examples}
+    asked: dict[str, Any] = {} if examples == "texts" else {"examples": examples}
+    if run.recovers is not None:
+        rows = (run.train.max_steps or 0) * run.train.global_batch_size
+        asked["drawn_tokens"] = rows * run.data.seq_len
+    return asked
 
 
 def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
-    settings = run.quantize.model_dump(mode="json")
+    settings = run.quantize.of_base
     if run.quantize.method == "absmax":  # as before there was a choice, so that bases stay
         settings = {key: settings[key] for key in ("block_size", "double_quant")}
         return short_hash([run.model.source, run.model.revision, settings])
@@ -116,8 +121,20 @@ def base_key(run: RunConfig) -> str:
 
 
 def first_run(run: RunConfig) -> RunConfig:
-    """Return the first of the runs that led to this one: they share its base."""
-    return run if run.start is None else first_run(run.start)
+    """Return the first of the runs that led to this one: they share its base. A recovery adapter is
+    of the base of its run."""
+    before = run.start or run.recovers
+    return run if before is None else first_run(before)
+
+
+def recovery_of(run: RunConfig) -> str | None:
+    """Folder of the shards of the recovery adapter that a run, or those that led to it, began
+    with."""
+    if run.start is None:
+        return None
+    if run.start.recovers is not None:
+        return f"{stage_dir(str(run.train.start_from), 'finetune')}/adapter"
+    return recovery_of(run.start)
 
 
 def calibration_tokens(run: RunConfig) -> list[str]:
@@ -274,8 +291,8 @@ def checkpoint_dir(name: str, run: RunConfig) -> str:
 
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
     """Return the settings that a stage receives: of each section exactly those that it reads."""
-    examples = _examples(run) if stage == "tokenize_dataset" else {}
-    return _received(stage, run, tracked=False) | examples
+    asked = _asked(run) if stage == "tokenize_dataset" else {}
+    return _received(stage, run, tracked=False) | asked
 
 
 def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:
@@ -315,11 +332,18 @@ def recorded_json(stage: str, run: RunConfig) -> str:
     return stage_json(stage, _comparable(run, lambda affects: affects.reruns(stage)))
 
 
+def _not_given(run: RunConfig) -> dict[str, Any]:
+    """Return what the report leaves out of a run's settings: who watches it, and what no user has
+    named."""
+    recovered = run.start is not None and run.start.recovers is not None
+    return {"tracking": True} | ({"train": {"start_from"}} if recovered else {})
+
+
 def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
     """Return what `render_report` receives: its section, and of every run the settings that differ
     from the defaults (but who watches it)."""
     changed = {
-        name: run.model_dump(mode="json", exclude_defaults=True, exclude={"tracking"})
+        name: run.model_dump(mode="json", exclude_defaults=True, exclude=_not_given(run))
         for name, run in runs.items()
     }
     return canonical_json({"report": report.model_dump(mode="json"), "runs": changed})

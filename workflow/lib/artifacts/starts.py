@@ -84,7 +84,9 @@ def _started(name: str, runs: Mapping[str, RunConfig], done: Mapping[str, RunCon
 
 
 def _other_base(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
-    """Return the settings of a run's base that differ from another's."""
+    """Return the settings of a run's base that differ from another's; of its own recovery none."""
+    if other.recovers is not None:
+        return {}
     return {
         f"{section}.{key}": (own, its)
         for section, keys in OF_BASE.items()

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +72,7 @@ def refuse_private(publication: Publication) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != CARD and not path.name.startswith("."):
             yield path
 
@@ -96,12 +96,13 @@ def upload(publication: Publication, *, message: str) -> str:
     """Make the repository if there is none, and upload in one commit; return the commit's address.
     Raises `UserError` with what the hub says if it refuses, and if the upload breaks off."""
     api = HfApi()
-    names: Sequence[str] = [path.name for path in _files(publication.folder)]
+    names = [path.relative_to(publication.folder) for path in _files(publication.folder)]
     try:
         api.create_repo(publication.repo_id, private=publication.private, exist_ok=True)
         with tempfile.TemporaryDirectory() as temporary:
             staged = Path(temporary)
             for name in names:
+                (staged / name).parent.mkdir(exist_ok=True)
                 (staged / name).symlink_to((publication.folder / name).resolve())
             write_text(staged / CARD, card_text(publication))
             done = api.upload_folder(

@@ -17,7 +17,8 @@ from workflow.lib.system.number_formats import visible
 @dataclass(frozen=True)
 class CardInputs:
     """What a card is written from. `model_id`, `dataset_id`: hub ids or None; `revision`: the
-    base's commit; `adapter_config`: PEFT's; `nf4_base_id`: of the 4-bit base."""
+    base's commit; `adapter_config`: PEFT's; `on_original`: PEFT's of what was trained after the
+    recovery of the base, None without one; `nf4_base_id`: of the 4-bit base."""
 
     model_id: str | None
     revision: str | None
@@ -31,6 +32,7 @@ class CardInputs:
     measured: Measured
     gguf: GgufChecks | None = None
     nf4_base_id: str | None = None
+    on_original: dict[str, Any] | None = None
 
     @property
     def base_name(self) -> str:

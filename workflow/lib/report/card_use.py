@@ -1,6 +1,7 @@
 """The sections Use and Serving of a model card: the code that loads what was evaluated and will be
 served, and the commands of vLLM and SGLang, if these take the adapter. Neither is run here."""
 
+from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.verdict import label
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SubjectName
@@ -25,8 +26,18 @@ def use_section(inputs: CardInputs) -> str:
     if served == "merged":
         loading = _loading_merged(inputs.quantization.auto_class, dtype)
         return f"```python\n{loading}```\n\n{' '.join(remarks)}\n"
-    remarks += _about_the_base(inputs, dtype=dtype)
+    remarks += _about_the_recovery(inputs) + _about_the_base(inputs, dtype=dtype)
     return f"```python\n{_loading(inputs, dtype=dtype)}```\n\n{' '.join(remarks)}\n"
+
+
+def _about_the_recovery(inputs: CardInputs) -> list[str]:
+    if inputs.on_original is None:
+        return []
+    return [
+        "The adapter of this folder makes up for what 4 bits have lost, and belongs on the NF4 "
+        f"base alone. The original in 16 bits takes that of the folder `{ON_ORIGINAL}`, which "
+        f"holds the rest, at rank {inputs.on_original['r']}."
+    ]
 
 
 def needs_folder(card: str) -> bool:
@@ -95,6 +106,8 @@ def _loading(inputs: CardInputs, *, dtype: str) -> str:
         ]
     if in_4_bits and facts.quantized_stacks:
         return _loading_by_the_workflow(inputs, dtype=dtype)
+    without_recovery = not in_4_bits and inputs.on_original is not None
+    subfolder = f', subfolder="{ON_ORIGINAL}"' if without_recovery else ""
     lines = [
         "import torch",
         "from peft import PeftModel",
@@ -109,7 +122,7 @@ def _loading(inputs: CardInputs, *, dtype: str) -> str:
         f"base = {facts.auto_class}.from_pretrained(",
         *(f"    {option}" for option in options),
         ")",
-        "model = PeftModel.from_pretrained(base, adapter)",
+        f"model = PeftModel.from_pretrained(base, adapter{subfolder})",
         "tokenizer = AutoTokenizer.from_pretrained(adapter)",
         "model.generation_config = GenerationConfig.from_pretrained(adapter)",
     ]
@@ -154,14 +167,15 @@ def serving_section(inputs: CardInputs) -> str:
             "python -m sglang.launch_server --model-path path/to/merged",
         ]
         return f"{_commands(lines)}{NOT_RUN}\n"
-    if found := [key for key in BEYOND_PLAIN if inputs.adapter_config.get(key)]:
+    config = inputs.on_original or inputs.adapter_config
+    if found := [key for key in BEYOND_PLAIN if config.get(key)]:
         return (
             f"vLLM and SGLang do not serve all of this adapter ({', '.join(map(code, found))}). "
             "Export the merged model (<code>export.merged: true</code>) and serve that.\n"
         )
-    rank = max(8, 1 << (inputs.adapter_config["r"] - 1).bit_length())  # vLLM takes powers of two
+    rank = max(8, 1 << (config["r"] - 1).bit_length())  # vLLM takes powers of two
     base, name = visible(inputs.model_id or "path/to/base"), inputs.summary.run
-    adapter = f"{name}=path/to/this/folder"
+    adapter = f"{name}=path/to/this/folder" + (f"/{ON_ORIGINAL}" if inputs.on_original else "")
     lines = [
         f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {adapter}",
         f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths {adapter}",

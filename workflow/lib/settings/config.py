@@ -97,6 +97,7 @@ class RunConfig(Sections):
     """All settings of one run."""
 
     _start: "RunConfig | None" = PrivateAttr(None)
+    _recovers: "RunConfig | None" = PrivateAttr(None)
 
     @property
     def start(self) -> "RunConfig | None":
@@ -108,6 +109,18 @@ class RunConfig(Sections):
         run = self.model_copy(update={"lora": lora})
         run._start = start
         return run
+
+    @property
+    def recovers(self) -> "RunConfig | None":
+        """The run for whose base this one trains a recovery adapter (`artifacts.recoveries`); None
+        for what the user names."""
+        return self._recovers
+
+    def recovering(self, run: "RunConfig") -> "RunConfig":
+        """Return these settings as those of the recovery adapter of a run's base."""
+        recovery = self.model_copy()
+        recovery._recovers = run
+        return recovery
 
     @property
     def served(self) -> Served:

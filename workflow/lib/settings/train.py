@@ -1,10 +1,11 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from workflow.lib.settings.data import DataSources
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.settings.optimizers import OptimizerName
@@ -12,6 +13,8 @@ from workflow.lib.settings.section_base import Name, Section, Share
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
 OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
+# Not of the base: it decides what the run starts from (`artifacts.recoveries`).
+OF_RECOVERY = Affects(read_by=(), told=("finetune", "consolidate"), later=True)
 OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
 OF_MUON = Affects(later=True, needs=("optimizer", "muon"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
@@ -76,6 +79,26 @@ class QuantizeConfig(Section):
     )
     """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
     training rows alone."""
+    recovery_steps: Annotated[int, OF_RECOVERY] = Field(0, ge=0, le=100_000)
+    """Steps in which the 16-bit original teaches its NF4 base by a recovery adapter, from which
+    adapters of all runs on this base start; 0 = none."""
+    recovery_text: Annotated[DataSources | None, OF_RECOVERY] = None
+    """Texts and chats for these steps, named like `data.train`: the more kinds, the better for
+    others."""
+
+    @property
+    def of_base(self) -> dict[str, Any]:
+        """What the bytes of the base depend on, as JSON."""
+        return self.model_dump(mode="json", exclude={"recovery_steps", "recovery_text"})
+
+    @model_validator(mode="after")
+    def _recovery_has_text(self) -> "QuantizeConfig":
+        if self.recovery_steps and not self.recovery_text:
+            raise ValueError(
+                f"recovery_steps = {self.recovery_steps}: recovery_text names no text. Name chats "
+                "and documents of several kinds, or set recovery_steps to 0"
+            )
+        return self
 
 
 def _check_expression(key: str, expression: str) -> None:

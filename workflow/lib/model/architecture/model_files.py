@@ -34,6 +34,7 @@ CONFIG = "config.json"
 WEIGHTS = "transformers_weights"
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ON_ORIGINAL = "on_original"  # folder in an adapter's: the adapter without its base's recovery
 TEKKEN = "tekken.json"
 TOKENIZERS = (
     "tokenizer.json",
