@@ -149,6 +149,8 @@ OF_THE_PLAN = {
     *(("hardware", key) for key in SECTIONS["hardware"].model_fields),
     ("train", "keep_checkpoints"),
 }
+# They decide what a run starts from, and that changes the fingerprint (`test_recoveries`).
+OF_THE_START = {("quantize", "recovery_steps"), ("quantize", "recovery_text")}
 
 
 def test_every_setting_says_what_it_affects_and_who_reads_it():
@@ -212,7 +214,7 @@ def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited():
     sections = ("data", "quantize", "lora", "train", "preferences", "distill")
     trained = {place for place in SETTINGS if place[0] in sections}
     model = {("model", k) for k in ("source", "revision", "compute_dtype", "attention_dropout")}
-    assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN
+    assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN - OF_THE_START
 
 
 def test_setting_without_what_it_needs_affects_nothing():

@@ -77,7 +77,9 @@ def test_runs_that_differ_in_what_does_not_enter_share_a_recovery(other):
     ],
 )
 def test_base_text_steps_and_shape_make_another_recovery(other):
-    assert len(recovery_names(runs({"a": {}, "b": other}))) == 2
+    found = runs({"a": {}, "b": other})
+    assert len(recovery_names(found)) == 2
+    assert layout.fingerprint(found["a"]) != layout.fingerprint(found["b"])
 
 
 @pytest.mark.parametrize("method", ["absmax", "calibrated"])
