@@ -86,7 +86,8 @@ def one_step(
     optimizer.register_step_pre_hook(keep)
     trainer = Trainer(training, optimizer, store, train, rows, world)
     (metrics,) = trainer.steps(first_step=0, num_steps=1)
-    return metrics.loss, metrics.figures, gradients
+    figures = {figure.name: getattr(metrics, figure.name) for figure in training.objective.figures}
+    return metrics.loss, figures, gradients
 
 
 def build(base: Path, config: RunConfig, world: World, **options: Any) -> TrainingModel:
