@@ -1,5 +1,6 @@
 """Recovery adapters: which runs share one, what depends on it, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,13 @@ def test_text_that_is_not_there_is_named_before_anything_starts():
     data = run.data.model_copy(update={"train": "mine.jsonl", "heldout": None})
     with pytest.raises(UserError, match=r"quantize.recovery_text \(run a\) = 'texts.jsonl'"):
         check_local_paths("a", run.model_copy(update={"data": data}))
+
+
+def test_model_that_is_in_4_bits_already_has_no_original_that_teaches(tmp_path):
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.json").write_text(
+        json.dumps({"quantization_config": quantization})
+    )
+    with pytest.raises(UserError, match=r"'taken' is in NF4 already"):
+        runs({"a": {"model": {"source": "taken"}}})

@@ -5,16 +5,20 @@ the original's scores, training, export. The runs on its base start from it, so 
 all that it depends on, and runs that agree on that share it. A run that starts from another run has
 the recovery of that one."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from workflow.lib.artifacts import layout
+from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.architecture.model_files import CONFIG
+from workflow.lib.model.architecture.quantization_settings import quantization_of
 from workflow.lib.settings.config import DataConfig, LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import setting_error
 
 # Measured on SmolLM2-135M-Instruct (docs/results.md).
 SEQ_LEN, LEARNING_RATE, WARMUP_SHARE, MIN_LR_SHARE = 256, 1e-3, 0.1, 0.1
-WITHOUT_DIFFERENCE = ("use_dora", "modules_to_save")
+IN_4_BITS = "load_in_4bit"
 
 
 def with_recoveries(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
@@ -25,7 +29,9 @@ def with_recoveries(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
     for name, run in runs.items():
         start = run.train.start_from
         if run.quantize.recovery_steps:
-            _check(name, run, runs)
+            for bound, change in _faults(run, runs):
+                steps = run.quantize.recovery_steps
+                raise setting_error(f"quantize.recovery_steps (run {name})", steps, bound, change)
         if run.quantize.recovery_steps and start is None:
             recovery = _recovery(run)
             start = f"recovery-{run.model.name[:40]}-{layout.fingerprint(recovery)}"
@@ -35,25 +41,27 @@ def with_recoveries(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
     return found | recoveries
 
 
-def _check(name: str, run: RunConfig, runs: Mapping[str, RunConfig]) -> None:
-    where, start = f"quantize.recovery_steps (run {name})", run.train.start_from
-    if start is not None and start not in runs:
-        raise setting_error(
-            where,
-            run.quantize.recovery_steps,
+def _faults(run: RunConfig, others: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield why a run can have no recovery, and what mends it."""
+    start, config = run.train.start_from, Path(layout.model_dir(run)) / CONFIG
+    if start is not None and start not in others:
+        yield (
             f"train.start_from = {start!r} names an adapter from elsewhere, which was trained on a "
             "base without recovery",
             "Set one of the two to nothing (0, null), or let the run start from another run",
         )
-    for key in WITHOUT_DIFFERENCE:
+    for key in ("use_dora", "modules_to_save"):
         if value := getattr(run.lora, key):
-            raise setting_error(
-                where,
-                run.quantize.recovery_steps,
-                f"the original in 16 bits takes the trained adapter without its recovery, and with "
+            yield (
+                "the original in 16 bits takes the trained adapter without its recovery, and with "
                 f"lora.{key} = {value} that difference is no adapter",
                 f"Set it to 0, or lora.{key} to its default",
             )
+    if config.is_file() and (quantization_of(read_bounded(config), config) or {}).get(IN_4_BITS):
+        yield (
+            f"model.source = {run.model.source!r} is in NF4 already, so nothing can teach its base",
+            "Set it to 0, or model.source to the original bf16, fp16 or fp32 checkpoint",
+        )
 
 
 def _recovery(run: RunConfig) -> RunConfig:
