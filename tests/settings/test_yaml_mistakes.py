@@ -40,6 +40,12 @@ def test_mistake_of_yaml_is_named_with_file_and_line(tmp_path, text, line, said)
     assert said in str(caught.value)
 
 
+def test_an_empty_file_holds_no_mistake(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("# nothing yet\n")
+    assert check_yaml(path) is None
+
+
 def test_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"\xff\xfe\x00")

@@ -34,6 +34,14 @@ effect. Written by `python -m workflow.scripts.write_settings_pages` from the mo
 Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override
 any setting of any section except `report`. A stage reruns when a setting or a file
 that it reads changes, unless the section says otherwise.
+
+`python -m workflow.scripts.import_config FILE --gpus 2x4090` writes a config from a YAML file of
+axolotl, LLaMA-Factory or TRL, or from a Python script with unsloth or TRL, which is not run. It
+says of each key whether it was taken, changed, is not needed or has no counterpart, and asks
+preflight whether the run fits. It refuses files that train all weights, pictures or rewards.
+`--from` says whose file it is, where its keys leave that open.
+Batch sizes become `train.global_batch_size`: rows of a GPU x accumulation x GPUs. Datasets of the
+hub become `data.source` and a glob: compare it with their files.
 """
 
 # Words for the types and bounds of a JSON schema; {} is the bound.

@@ -58,7 +58,8 @@ def check_yaml(path: Path) -> None:
         root = loader.get_single_node()
         check_aliases(root)
         _check_keys(root, path)
-        loader.construct_document(root)
+        if root is not None:
+            loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"{path}, line {mark.line + 1}" if mark else str(path)

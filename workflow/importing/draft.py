@@ -1,0 +1,168 @@
+"""A `config.yaml` that is made of another trainer's keys, and what became of each of them."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from workflow.importing.reading import Computed, Kind, Source, Words, table
+from workflow.lib.settings.config import Config
+from workflow.lib.settings.objectives import ObjectiveName, needs_of
+from workflow.lib.system.errors import UserError, setting_error
+
+OFF: tuple[Any, ...] = (None, False, "", "no", "none", "off", 0, [], {})
+SHOWN_CHARS = 80
+
+
+class Outcome(NamedTuple):
+    """What became of keys, as the file spells them, and why, or by which setting."""
+
+    kind: Kind
+    keys: tuple[str, ...]
+    why: str
+
+
+class Draft:
+    """The settings so far. Keys have their names in Transformers and PEFT (`Table.called`)."""
+
+    def __init__(self, source: Source, *, gpus: int | None) -> None:
+        self.source, self.gpus = source, gpus
+        self.own, self.shared = table(source.trainer), table("transformers")
+        self.objective: ObjectiveName = "sft"
+        self.document: dict[str, dict[str, Any]] = {}
+        self.outcomes: list[Outcome] = []
+        self.came_from: dict[str, str] = {}
+        self.spelled: dict[str, str] = {}
+        self._given: dict[str, Any] = {}
+        self._asked, self._settled, self._told = set[str](), set[str](), set[str]()
+        for key, value in source.values.items():
+            if isinstance(value, dict) and key in self.shared.below:
+                self.add(f"{key}.", value)
+            else:
+                self.add("", {key: value})
+
+    def add(self, prefix: str, values: dict[str, Any]) -> None:
+        """Add keys. Raises `UserError` for two that mean the same."""
+        for key, value in values.items():
+            spelled = f"{prefix}{key}"
+            name = self.own.called.get(spelled, spelled)
+            if spelled not in self.own.called and spelled in self.own.called.values():
+                name = f"{spelled} of another trainer"
+            known = self._given.get(name)
+            if value not in (*OFF, known) and known not in OFF and not prefix:
+                place, other = f"{self.source.file}: {spelled}", self.spelled[name]
+                raise setting_error(place, value, f"{other} means the same", "Remove one of them")
+            names = [self.spelled[name]] if name in self.spelled and not prefix else []
+            self.spelled[name] = ", ".join([*names, spelled])
+            if value is not None and known in OFF:
+                self._given[name] = value
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives a value, which no script computes."""
+        self._asked.add(key)
+        return key in self._given and not isinstance(self._given[key], Computed)
+
+    def get(self, key: str) -> Any:
+        """Return the file's value, else the trainer's default."""
+        if self.has(key):
+            return self._given[key]
+        preferences = {} if self.objective == "sft" else self.own.defaults_of_preferences
+        defaults = self.shared.defaults | self.own.defaults | preferences
+        return defaults.get(key)
+
+    def number(self, key: str) -> Any:
+        """Return a number, or None. Raises `UserError` for any other value."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise self.wrong(key, "must be a number")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """Return a list of texts, or the parts of a text between commas. Raises `UserError`."""
+        value = self.get(key) or []
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise self.wrong(key, "must be a text, or a list of texts")
+        return [part.strip() for part in parts if part.strip()]
+
+    def wrong(self, key: str, bound: str) -> UserError:
+        """Return the error of a value that cannot be."""
+        place = f"{self.source.file}: {self.spelled.get(key, key)}"
+        return setting_error(place, self._given.get(key), bound, "Change it there")
+
+    def put(self, setting: str, value: Any, *keys: str, how: str = "") -> None:
+        """Set a setting to what the keys mean; how: what changed on the way. A trainer's default
+        is set where ours is another."""
+        given = [key for key in keys if self.has(key)]
+        section, name = setting.split(".")
+        if section == "preferences" and setting not in needs_of(self.objective).settings:
+            self.tell("without effect", keys, f"train.objective {self.objective} does not read it")
+            return
+        fields = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+        if keys and not given and value == fields[name].get_default(call_default_factory=True):
+            return
+        self.document.setdefault(section, {})[name] = value
+        self.came_from[setting] = ", ".join(self.spelled[key] for key in given)
+        shown = f"{setting} = {value!r}" + (f": {how}" if how else "")
+        if given:
+            self.tell("changed" if how else "taken", keys, shown)
+        elif keys:
+            self.outcomes.append(Outcome("by default", (), shown))
+        self._settled.update(keys)
+
+    def tell(self, kind: Kind, keys: Iterable[str], why: str) -> None:
+        """Note what became of those of the keys that the file has, and that nothing was said of."""
+        here = [key for key in keys if key in self.spelled and key not in self._told]
+        self._told.update(here)
+        if here:
+            self.outcomes.append(Outcome(kind, tuple(self.spelled[key] for key in here), why))
+
+    def refuse(self, key: str, why: str) -> None:
+        """Note that no config can stand for this key, or for its absence."""
+        given = f"= {self._given[key]!r}"[:SHOWN_CHARS] if key in self._given else "is not given"
+        usual = next((name for name, ours in self.own.called.items() if ours == key), key)
+        name = f"{self.spelled.get(key, usual)} {given}"
+        self._told.add(key)
+        self.outcomes.append(Outcome("refused", (name,), why))
+
+    def follow_tables(self) -> None:
+        """Take, or account for, all that no rule has set or told."""
+        for name, setting in (self.shared.same | self.own.same).items():
+            if name not in self._settled | self._told and self.get(name) is not None:
+                self.put(setting, self.get(name), name)
+        for name, words in (self.shared.words | self.own.words).items():
+            if name not in self._settled | self._told and self.get(name) not in OFF:
+                self._translate(name, words)
+        reasons = self.shared.accounts() | self.own.accounts()
+        known = {*self._asked, *self.own.called, *reasons}
+        for name in self.spelled:
+            if name not in self._told:
+                self._account(name, *reasons.get(name, ("unknown", "")), known=known)
+
+    def _translate(self, name: str, words: Words) -> None:
+        word = self.get(name)
+        values = [ours for ours, theirs in words.values.items() if word == ours or word in theirs]
+        how = "" if values else f"for {word!r}: {words.why}"
+        self.put(words.setting, [*values, words.otherwise][0], name, how=how)
+
+    def _account(self, name: str, kind: Kind, why: str, *, known: set[str]) -> None:
+        value = self._given.get(name)
+        near = difflib.get_close_matches(self.spelled[name], known, n=1)
+        if isinstance(value, Computed) and kind in ("unknown", "changed"):
+            formula = f"the script computes it ({value.text}); set it by hand"
+            self.tell("without counterpart", [name], formula)
+        elif kind == "unknown" and name not in known:
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.tell(kind, [name], f"nothing of it is in the config{hint}")
+        elif kind == "unknown" or (value in OFF and (kind != "changed" or value is None)):
+            self.tell("without effect", [name], "empty, off, or left out by other keys")
+        elif kind == "refused":
+            self.refuse(name, why)
+        else:
+            self.tell(kind, [name], why)
+
+
+def label(name: str) -> str:
+    """Return the last part of a path as names in settings may be."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name.rstrip("/").rpartition("/")[2])
+    return plain.lstrip("._-")[:64] or "imported"

@@ -1,0 +1,155 @@
+"""What keys of other trainers mean here, where that is not the same under another name."""
+
+import re
+from typing import Any
+
+from workflow.importing.datasets import read_datasets
+from workflow.importing.draft import Draft, label
+from workflow.importing.reading import Source
+from workflow.lib.settings.objectives import NEEDS
+
+NAMES = re.compile(r"[\w.,\s-]+")
+WHOLE = ("embed_tokens", "lm_head")
+# Keys that only such a training of TRL has, for files that do not say which command reads them.
+TELLING = {
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+    "simpo_gamma": "simpo",
+    "beta": "dpo",
+    "precompute_ref_log_probs": "dpo",
+}
+
+
+def translate(source: Source, *, gpus: int | None) -> Draft:
+    """Return the settings that a file means; gpus: None = nobody says. Raises `UserError` for
+    values of a wrong type."""
+    draft = Draft(source, gpus=gpus)
+    for rule in (_objective, _base, _adapter, _length, _schedule, _while_training, read_datasets):
+        rule(draft)
+    draft.follow_tables()
+    draft.put("model.name", label(str(draft.get("model_name_or_path"))))
+    return draft
+
+
+def _objective(draft: Draft) -> None:
+    name: Any = draft.get("objective") or "sft"
+    telling = [key for key in TELLING if draft.source.trainer == "trl" and draft.has(key)]
+    if telling:
+        name = TELLING[telling[0]]
+    losses = draft.get("loss_type")
+    loss = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
+    if name in ("dpo", "cpo") and loss in ("ipo", "orpo", "simpo"):
+        name = loss
+    name = {"pt": "sft"}.get(name, name)
+    if name not in NEEDS:
+        draft.refuse("objective", f"trained are {', '.join(NEEDS)}")
+        return
+    draft.objective = name
+    how = f"as {telling[0]} is given" if telling else ""
+    draft.put("train.objective", name, "objective", how=how)
+    if name == loss:
+        draft.tell("taken", ["loss_type"], f"train.objective = {name!r}")
+    elif loss is not None and name != "sft":
+        draft.put("preferences.loss_type", loss, "loss_type")
+    beta = "orpo_alpha" if draft.has("orpo_alpha") else "beta"
+    draft.put("preferences.beta", draft.number(beta), beta)
+
+
+def _base(draft: Draft) -> None:
+    kind, bits = draft.get("adapter"), draft.get("quantization_bit")
+    if kind in (None, False, "full"):
+        why = "all weights would be trained; here an adapter (LoRA) is, on a base in 4 bits"
+        draft.refuse("adapter", why)
+    elif kind not in ("lora", "qlora", True):
+        draft.refuse("adapter", "LoRA's adapters alone are trained")
+    keys = ("adapter", "load_in_4bit", "load_in_8bit", "quantization_bit")
+    in_8bit = draft.get("load_in_8bit") is True or bits == 8
+    if draft.get("load_in_4bit") is True or bits == 4:
+        draft.tell("taken", keys, "LoRA on a base in NF4")
+        draft.put("quantize.double_quant", draft.get("use_double_quant"), "use_double_quant")
+    else:
+        how = f"LoRA on a base in NF4 (4 bits), not in {8 if in_8bit else 16}; `evaluate` compares"
+        draft.tell("changed", keys, how)
+
+
+def _adapter(draft: Draft) -> None:
+    targets = draft.get("lora_target_modules")
+    whole = draft.texts("modules_to_save")
+    keys, how = ("lora_target_linear", "lora_target_modules"), ""
+    if draft.get("lora_target_linear") or targets in (None, "all", "all-linear"):
+        here = "lora_target_linear takes all" if draft.has("lora_target_modules") else ""
+        less = "PEFT's own choice has fewer, mostly q_proj and v_proj"
+        how = "" if targets in ("all", "all-linear") else here
+        if not draft.get("lora_target_linear") and targets is None:
+            how = less
+        targets = "all-linear"
+    elif not isinstance(targets, str) or NAMES.fullmatch(targets):
+        names = draft.texts("lora_target_modules")
+        targets = [name for name in names if name not in WHOLE]
+        if names != targets:
+            how = "lora.modules_to_save trains embed_tokens and lm_head whole"
+            whole += [name for name in names if name in WHOLE]
+    draft.put("lora.target_modules", targets, *keys, how=how)
+    if whole:
+        draft.put("lora.modules_to_save", list(dict.fromkeys(whole)))
+        draft.tell("taken", ["modules_to_save"], f"lora.modules_to_save = {whole!r}")
+    if draft.get("lora_alpha") == "twice the rank":
+        draft.put("lora.alpha", 2 * draft.number("lora_r"), "lora_alpha")
+
+
+def _length(draft: Draft) -> None:
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
+    rows, accumulation, whole = (draft.number(key) or 1 for key in keys)
+    if not draft.has(keys[1]):
+        accumulation = max(accumulation, whole // rows)
+    gpus = "1 GPU (--gpus says how many)" if draft.gpus is None else f"{draft.gpus} GPUs"
+    how = f"{rows} x {accumulation} of accumulation x {gpus}"
+    batch = rows * accumulation * (draft.gpus or 1)
+    draft.put("train.global_batch_size", batch, *keys, how=how)
+    steps = draft.number("max_steps") or 0
+    if steps > 0:
+        draft.put("train.max_steps", steps, "max_steps")
+        draft.put("train.epochs", None)
+        draft.tell("without effect", ["num_train_epochs"], "max_steps comes first, as there")
+    else:
+        draft.put("train.epochs", draft.number("num_train_epochs"), "num_train_epochs")
+    if draft.get("max_grad_norm") == 0:
+        draft.put("train.max_grad_norm", None, "max_grad_norm", how="0 means no clipping there")
+
+
+def _schedule(draft: Draft) -> None:
+    steps, total = draft.number("warmup_steps") or 0, draft.number("max_steps") or 0
+    share = draft.number("warmup_ratio") or 0.0
+    keys, setting = ("warmup_ratio", "warmup_steps"), "train.warmup_share"
+    if draft.get("lr_scheduler_type") == "constant":
+        draft.put(setting, 0.0, *keys, how="a constant rate has no warm-up there")
+    elif 0 < steps < 1 or not steps:
+        draft.put(setting, float(steps or share), *keys)
+    elif total > 0:
+        draft.put(
+            setting, round(min(1.0, steps / total), 4), *keys, how=f"{steps} of {total} steps"
+        )
+    if draft.get("use_muon"):
+        draft.put("train.optimizer", "muon", "use_muon", "optim")
+
+
+def _while_training(draft: Draft) -> None:
+    saving, every = draft.get("save_strategy"), draft.number("save_steps") or 0
+    measuring, steps = draft.get("eval_strategy"), draft.number("eval_steps") or 0
+    if measuring in (None, "steps") and steps >= 1:
+        draft.put("train.evaluate_every_steps", steps, "eval_steps", "eval_strategy")
+        if draft.get("load_best_model_at_end") or saving == "best":
+            draft.put("train.select", "best", "load_best_model_at_end")
+    if saving in (None, "steps") and every >= 1:
+        draft.put("train.checkpoint_every_steps", every, "save_steps", "save_strategy")
+    if (logged := draft.number("logging_steps") or 0) >= 1:
+        draft.put("train.log_every_steps", logged, "logging_steps")
+    if "wandb" in draft.texts("report_to"):
+        project = draft.get("wandb_project") or "huggingface"
+        draft.put("tracking.wandb_project", project, "report_to", "wandb_project")
+    for key in ("chat_template_jinja", "chat_template", "template"):
+        if str(draft.get(key)).endswith((".jinja", ".jinja2")):
+            draft.put("data.chat_template", draft.get(key), key)
+    if draft.has("enable_thinking"):
+        switch = {"enable_thinking": draft.get("enable_thinking")}
+        draft.put("data.template_kwargs", switch, "enable_thinking")

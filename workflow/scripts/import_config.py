@@ -1,0 +1,118 @@
+"""Translate a config of another trainer into a config of this workflow.
+
+  python -m workflow.scripts.import_config qlora.yml --gpus 2x4090
+
+It reads YAML files of axolotl, LLaMA-Factory and TRL's command line, and Python scripts with
+unsloth or TRL, which are never run. It lists what became of each key, writes the config, and asks
+preflight whether it fits these GPUs. What no config can stand for (a training of all weights,
+pictures) is refused.
+"""
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from workflow.importing.draft import Draft, label
+from workflow.importing.reading import Kind, TrainerName, read_source
+from workflow.importing.rules import translate
+from workflow.lib.settings.config import NOT_VALID, load_config
+from workflow.lib.settings.errors_in_words import CHANGE
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import write_text
+from workflow.lib.system.gpu_models import parse_gpus
+from workflow.lib.system.redaction import redacted
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    count = parse_gpus(args.gpus, setting="--gpus")[0] if args.gpus else None
+    draft = translate(read_source(args.file, args.trainer), gpus=count)
+    document = checked(draft)
+    output = args.output or Path(f"config-{label(args.file.stem)}.yaml")
+    if output.exists():
+        raise setting_error("--output", str(output), "it is there already", "Name another file")
+    account = told(draft)
+    logger.info("%s", account)
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in redacted(account).splitlines())
+    write_text(output, comment + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    use = f"--replace-workflow-config --configfile {output}"
+    logger.info("%s is written: snakemake --cores all train %s", output, use)
+    words = preflight_words(document, gpus=args.gpus or "")
+    if args.gpus is None:
+        logger.info("no verdict, as no GPUs are named: --gpus 2x4090 asks preflight")
+        return
+    preflight = [sys.executable, "-m", "workflow.scripts.preflight_run", *words]
+    if subprocess.run(preflight, check=False).returncode != 0:
+        raise UserError(f"{output} is written, but preflight has an objection, see above.")
+
+
+def checked(draft: Draft) -> dict[str, Any]:
+    """Return the config, as the settings loader takes it. Raises `UserError` for all that is
+    refused, and for values that our settings refuse, by the names of the file's keys."""
+    file, title = draft.source.file, draft.own.title
+    if refused := by_reason(draft, "refused"):
+        lines = "\n  ".join(f"{', '.join(keys)}: {why}." for why, keys in refused.items())
+        raise UserError(f"{file}: this file of {title} cannot be taken over:\n  {lines}")
+    document = draft.document | {"runs": {label(file.stem): {}}}
+    try:
+        load_config(document)
+    except UserError as error:
+        reason = str(error).removeprefix(NOT_VALID).replace(CHANGE, f"Change it in {file}.")
+        for setting, keys in draft.came_from.items():
+            if keys:
+                reason = reason.replace(f"  {setting} ", f"  {keys} ({setting}) ")
+        raise UserError(f"{file}: values of this file of {title} are not valid:{reason}") from None
+    return document
+
+
+def told(draft: Draft) -> str:
+    """Return the account of all keys, by what became of them."""
+    source = draft.source
+    lines = [f"{source.file}: {len(source.values)} keys of {draft.own.title}"]
+    for kind in get_args(Kind):
+        reasons = by_reason(draft, kind)
+        lines += [f"{kind}:"] if reasons else []
+        lines += [f"  {', '.join(k)} -> {why}" if k else f"  {why}" for why, k in reasons.items()]
+    return "\n".join(lines)
+
+
+def by_reason(draft: Draft, kind: Kind) -> dict[str, list[str]]:
+    """Return the keys that this became of, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for outcome in draft.outcomes:
+        if outcome.kind == kind:
+            reasons.setdefault(outcome.why, []).extend(outcome.keys)
+    return reasons
+
+
+def preflight_words(document: dict[str, Any], *, gpus: str) -> list[str]:
+    """Return the arguments that ask preflight about a config."""
+    words = ["--model", document["model"]["source"], "--gpus", gpus]
+    for section, settings in document.items():
+        for key, value in settings.items():
+            if section != "runs" and (section, key) not in (("model", "source"), ("model", "name")):
+                words += ["--set", f"{section}.{key}={json.dumps(value)}"]
+    return words
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = stage_parser(__doc__, config_required=False)
+    parser.add_argument("file", type=Path, help="YAML file or Python script of another trainer")
+    parser.add_argument(
+        "--from", dest="trainer", choices=get_args(TrainerName), help="whose it is (by its keys)"
+    )
+    parser.add_argument("--gpus", help="number and kind of GPUs of a node, like 2x4090 or 8xH100")
+    parser.add_argument("--output", type=Path, help="config to write (config-<name>.yaml)")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main, arguments())
