@@ -1,7 +1,7 @@
 """Random pairs of answers to one prompt, of drawn lengths, and their packed rows.
 
 Lengths are log-normal: prompts with a median of 120 tokens and a spread of 1, answers 250 and 0.7.
-No part is longer than a quarter of a row."""
+No part has more than 1,024, or a quarter of a row."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 
 SEED = 0
 PROMPT, ANSWER = (120, 1.0), (250, 0.7)  # median, tokens, and deviation of the logarithm
-SHORTEST = 4
+SHORTEST, LONGEST = 4, 1024
 
 Ids = npt.NDArray[np.uint32]
 
@@ -31,7 +31,7 @@ def random_pairs(count: int, *, seq_len: int, vocab_size: int) -> list[Pair]:
 
     def ids(median: int, deviation: float) -> Ids:
         length = draw.lognormal(np.log(median), deviation)
-        length = int(np.clip(length, SHORTEST, max(SHORTEST, seq_len // 4)))
+        length = int(np.clip(length, SHORTEST, max(SHORTEST, min(LONGEST, seq_len // 4))))
         return draw.integers(0, vocab_size, length).astype(np.uint32)
 
     return [Pair(ids(*PROMPT), ids(*ANSWER), ids(*ANSWER)) for _ in range(count)]
