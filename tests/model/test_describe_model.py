@@ -87,7 +87,7 @@ def test_layers_that_differ_are_kinds_of_their_own_in_their_order():
 def test_layer_with_wider_heads_is_a_kind_of_its_own():
     shape = described("gemma4_text", global_head_dim=32)
     assert [shape.layer(n).head_dim for n in range(4)] == [16, 32, 16, 32]
-    assert [shape.layer(n).query_width for n in range(4)] == [80, 160, 80, 160]
+    assert [x.num_heads * x.head_dim for x in map(shape.layer, range(4))] == [80, 160, 80, 160]
 
 
 LAYER_EMBEDDINGS = {

@@ -48,14 +48,6 @@ def test_adapter_with_a_recovery_has_another_for_the_original(tmp_path):
     )
 
 
-def test_card_of_a_merged_model_says_where_the_adapter_beside_it_belongs(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.update(served=False))
-    add_subject(folder, "merged", loss=1.5, served=True)
-    inputs = replace(read(folder, adapter_config=PLAIN), on_original=PLAIN | {"r": 48})
-    assert "belongs on the NF4 base alone" in use_section(inputs)
-
-
 @pytest.mark.parametrize(
     "more",
     [

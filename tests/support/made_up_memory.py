@@ -1,11 +1,12 @@
-"""A recorder for tests of the search: peaks that grow as those of the engine do, made up from
-shapes. Nothing needs torch."""
+"""A recorder for tests of the search: peaks and work that grow as those of the engine do, made up
+from shapes. Nothing needs torch."""
 
 import math
 from collections.abc import Callable, Sequence
 
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers, spread
 from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning import work
 from workflow.lib.planning.memory.allocation_tape import HOST, Tape
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.replay import replay
@@ -15,6 +16,7 @@ from workflow.lib.planning.model_sizes import (
     packed_bytes,
     trainable_parameters,
 )
+from workflow.lib.planning.work import Amount, Work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import MIB
 
@@ -46,6 +48,7 @@ class MadeUpMemory:
         tape.free(tape.new(share * self._workspace(plan), "layer_workspace"), *saved)
         tape.phase("optimizer_step")
         tape.free(tape.new(MIB, "layer_workspace"))
+        tape.work = made_up_work(self._shape, plan)
         return tape
 
     def _stored(self, plan: StepPlan) -> dict[str, int]:
@@ -96,3 +99,50 @@ class MadeUpMemory:
         packed = packed_bytes(self._shape.layer(0).linears, plan)
         layers = [math.ceil(packed / plan.shards)] * plan.offload_layers
         return layers + [self._kept(plan, layer) for layer in self._away(plan)]
+
+
+def made_up_work(shape: ModelShape, plan: StepPlan) -> Work:
+    """Return the work of a plan, in few kinds: matmuls of frozen weights, their decoding, attention
+    over rows, what elementwise work moves, the loss, the update, collectives, copies."""
+    num_layers, layers = shape.num_layers, [shape.layer(x) for x in range(shape.num_layers)]
+    size, tokens = plan.compute_bytes, plan.tokens
+    weights = sum(x.num_weights // x.experts * y.rows(x) for y in layers for x in y.linears)
+    packed = sum(packed_bytes(layer.linears, plan) for layer in layers)
+    kept = sum(size * tokens * kept_elements(layer, plan) for layer in layers)
+    attended = 2.0 * tokens * plan.seq_len * sum(x.num_heads * x.head_dim for x in layers)
+    per_layer = 7.0 * num_layers
+
+    def passes(times: float) -> dict[str, Amount]:
+        return {
+            f"{work.MATMUL}@10": Amount(times * 2.0 * tokens * weights, 0.0, times * per_layer),
+            work.DECODE: Amount(0.0, times * 5.0 * packed, times * per_layer),
+            f"{work.EQUAL}@10": Amount(times * attended, 0.0, times * num_layers),
+            work.MEMORY: Amount(0.0, times * 3.0 * kept, times * 20.0 * num_layers),
+        }
+
+    recomputed = plan.recomputed_layers(num_layers) / num_layers
+    forward, backward = passes(1.0), passes(1.0 + recomputed)
+    away = len(
+        activation_offload_layers(
+            plan.offload_activations,
+            recomputation=plan.activation_checkpointing,
+            num_layers=num_layers,
+        )
+    )
+    stashed = away / num_layers * (size * tokens * shape.hidden_size if recomputed else kept)
+    hosted = plan.offload_layers * packed / num_layers / plan.shards
+    forward[work.TO_HOST] = Amount(0.0, stashed, away)
+    forward[work.FROM_HOST] = Amount(0.0, hosted, plan.offload_layers)
+    backward[work.FROM_HOST] = Amount(0.0, hosted + stashed, plan.offload_layers + away)
+    if plan.shards > 1:
+        gathered = f"{work.GATHER}/{plan.shards}/1{work.BESIDE}"
+        forward[gathered] = Amount(0.0, packed, num_layers)
+        backward[gathered] = Amount(0.0, packed * plan.reshard_after_forward, num_layers)
+    logits = tokens * shape.vocab_size
+    loss = {
+        f"{work.MATMUL}@9": Amount(4.0 * logits * shape.hidden_size, 0.0, 16.0),
+        work.MEMORY: Amount(0.0, (6.0 if plan.fused_loss else 36.0) * logits, 16.0),
+    }
+    states = 40.0 * trainable_parameters(shape, plan) / plan.shards
+    update = {work.MEMORY: Amount(0.0, states, per_layer)}
+    return Work({"forward": forward, "loss": loss, "backward": backward, work.UPDATE: update})

@@ -1,130 +1,84 @@
-"""How the time model's constants were fitted to lines of `tests/gpu/measurements`.
+"""How rates were fitted to measured steps (`tests.support.recorded_work`), and how well.
 
-Each measured step is one equation for ten constants, which no single step tells apart. So the fit
-starts from known constants: it minimizes the mean pseudo-Huber loss of the relative errors, in
-which outliers count little, plus a small pull to the start. Constants are searched by their
-logarithms, one after the other, with a step that halves (pattern search, Hooke and Jeeves 1961)."""
+`python -m tests.support.time_fit` prints fitted rates, beside those that are shipped, and the table
+of time-model.md. Each step is one equation for twenty rates, so the fit starts from the shipped
+ones, is pulled to them, and a large error counts linearly."""
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
+from statistics import median, quantiles
 
-from tests.support.measurements import recorded_plan
-from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.timing.gpu_traffic import Traffic, fabric_of, micro_batch_traffic
-from workflow.lib.planning.timing.step_time import (
-    Constants,
-    gpu_parts,
-    gpu_seconds,
-    launch_seconds,
-)
-from workflow.lib.planning.timing.step_work import Work, micro_batch_work
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8
-from workflow.lib.system.gpu_models import GpuModel
+import numpy as np
+from scipy.optimize import least_squares
 
-USUAL_ERROR = 0.05  # relative; larger ones count linearly
-# of a constant that is e times its start, against 1 of a timing that is off by the usual error
-PULL = 0.002
-PROFILED = 0.02  # what the parts of a profile count together, against 1 of the steps
-# Kind of kernels in a profile -> the parts of the prediction that it has.
-KINDS = {
-    "products": ("products",),
-    "attention": ("attention",),
-    "dequantization": ("dequantization",),
-    "elementwise and reductions": ("elementwise", "loss", "update"),
-}
-FIRST_STEP, LAST_STEP = 0.2, 0.004  # of the logarithm of a constant
+from tests.support.recorded_work import Step, measured_steps
+from workflow.lib.planning.timing.rates import MEASURED, Rates
+
+USUAL_ERROR, PULL = 0.03, 0.5
+COMMON = ("gap_s", "launch_s", "collective_launch_s", "collective")  # of all kinds of GPUs
+OWN = ("memory", "decoding", "host")
+GROUPS = ("by graphs", "launched by Python", "with copies to the host")
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A measured step: a process's work for each of its micro-batches, and the step's seconds."""
-
-    label: str
-    work: Work
-    traffic: Traffic
-    micro_batches: int
-    step_s: float
-    parts_s: dict[str, float]
-    """Of the step by kinds of kernels, those of `KINDS` that a profile has told."""
-
-    def part_errors(self, gpu: GpuModel, constants: Constants) -> list[float]:
-        """Relative errors of the profiled parts."""
-        parts = gpu_parts(self.work, gpu, constants=constants, traffic=self.traffic)
-        predicted = {kind: sum(parts[name] for name in names) for kind, names in KINDS.items()}
-        return [self.micro_batches * predicted[kind] / s - 1 for kind, s in self.parts_s.items()]
-
-    def gpu_bound(self, gpu: GpuModel, constants: Constants) -> float:
-        """How many times as long as Python launches the GPU computes."""
-        parts = gpu_parts(self.work, gpu, constants=constants, traffic=self.traffic)
-        computing_s = sum(s for name, s in parts.items() if not name.startswith("waiting"))
-        launch_s = launch_seconds(self.work, constants, self.traffic)
-        return computing_s / launch_s if launch_s else math.inf
-
-    def error(self, gpu: GpuModel, constants: Constants) -> float:
-        """Relative error of the predicted step; positive if it is too long."""
-        micro_s = gpu_seconds(self.work, gpu, constants=constants, traffic=self.traffic)
-        return self.micro_batches * micro_s / self.step_s - 1
+def group_of(step: Step) -> str:
+    if step.plan.offload_activations or step.plan.offload_layers:
+        return GROUPS[2]
+    return GROUPS[0] if step.plan.graphed else GROUPS[1]
 
 
-def serves(line: dict[str, Any], name: str) -> bool:
-    """Whether a line is a timing of our engine on such GPUs that the roofline knows."""
-    return (
-        bool(line.get("measured"))
-        and line["peer"] is None
-        and set(line["gpu_names"]) == {name}
-        and recorded_plan(line).attention != "eager"
-        and recorded_plan(line).matmul_dtype in (COMPUTE_DTYPE, FLOAT8)  # once there was int8
-        and line["sizes"]["documents"] == 1
-    )
+def summary(steps: list[Step]) -> tuple[float, float, float]:
+    """Return the median of the errors' sizes, what 90% are within, and the worst."""
+    errors = [abs(step.error()) for step in steps]
+    return median(errors), quantiles(errors, n=10, method="inclusive")[-1], max(errors)
 
 
-def timing_of(line: dict[str, Any], shape: ModelShape, gpu: GpuModel) -> Timing:
-    plan, sizes = recorded_plan(line), line["sizes"]
-    fabric = fabric_of(gpu, gpus_per_node=plan.processes // line["plan"]["nodes"])
-    trained, count = 1 - sizes["documents"] / sizes["seq_len"], sizes["accumulation"]
-    kinds = (line["measured"].get("profile") or {"kinds": {}})["kinds"]
-    return Timing(
-        label=f"{line['case']} x {plan.processes}",
-        work=micro_batch_work(shape, plan, trained_share=trained, micro_batches=count),
-        traffic=micro_batch_traffic(shape, plan, fabric),
-        micro_batches=count,
-        step_s=plan.tokens * count / line["measured"]["tokens_per_s_per_process"],
-        parts_s={kind: kinds[kind] for kind in KINDS if kinds.get(kind, 0) > 0},
-    )
+def table() -> str:
+    """Return how far predictions are off, in Markdown."""
+    steps = measured_steps()
+    groups = {name: [x for x in steps if group_of(x) == name] for name in GROUPS} | {"all": steps}
+    lines = ["| steps | number | median | 90% within | worst |", "|---|---|---|---|---|"]
+    for name, found in groups.items():
+        cells = " | ".join(f"{x:.1%}" for x in summary(found))
+        lines.append(f"| {name} | {len(found)} | {cells} |")
+    return "\n".join(lines) + "\n"
 
 
-def fit(timings: Sequence[Timing], gpu: GpuModel, *, start: Constants) -> Constants:
-    """Return the constants that fit the timings best, near `start` where these do not decide."""
-    best, loss, step = start, _loss(timings, gpu, start, start), FIRST_STEP
-    while step > LAST_STEP:
-        before = loss
-        for name in asdict(best):
-            for factor in (math.exp(step), math.exp(-step)):
-                moved = replace(best, **{name: getattr(best, name) * factor})
-                moved_loss = _loss(timings, gpu, moved, start)
-                if moved_loss < loss:
-                    best, loss = moved, moved_loss
-                    break
-        step = step if loss < before else step / 2
-    return best
+def fitted(steps: list[Step]) -> dict[str, Rates]:
+    """Return the rates of all measured kinds of GPUs that fit the steps best."""
+    first = next(iter(MEASURED.values()))
+    start = [*first.flops.values(), *(getattr(first, name) for name in COMMON)]
+    start += [getattr(rates, name) for rates in MEASURED.values() for name in OWN]
+    origin = np.log(start)
+
+    def made(point: np.ndarray) -> dict[str, Rates]:
+        values = iter(np.exp(point).tolist())
+        flops = {kind: next(values) for kind in first.flops}
+        common = {name: next(values) for name in COMMON}
+        return {
+            gpu: replace(rates, flops=flops, **common, **{name: next(values) for name in OWN})
+            for gpu, rates in MEASURED.items()
+        }
+
+    def losses(point: np.ndarray) -> np.ndarray:
+        rates = made(point)
+        errors = [math.log1p(x.error(rates[x.gpu.name])) / USUAL_ERROR for x in steps]
+        return np.array([*errors, *PULL * (point - origin)])
+
+    return made(least_squares(losses, origin, loss="soft_l1", diff_step=1e-3, max_nfev=20).x)
 
 
-def _loss(
-    timings: Sequence[Timing], gpu: GpuModel, constants: Constants, start: Constants
-) -> float:
-    loss = _mean_loss([timing.error(gpu, constants) for timing in timings])
-    parts = [error for timing in timings for error in timing.part_errors(gpu, constants)]
-    if parts:
-        loss += PROFILED * _mean_loss(parts)
-    origin = asdict(start)
-    pulls = (math.log(value / origin[name]) ** 2 for name, value in asdict(constants).items())
-    return loss + PULL * sum(pulls)
+def main() -> None:
+    steps = measured_steps()
+    for gpu, rates in fitted([x for x in steps if not x.plan.offload_layers]).items():
+        print(gpu)
+        for name in (*COMMON, *OWN):
+            print(f"  {name}: {getattr(rates, name):.3g} ({getattr(MEASURED[gpu], name):.3g})")
+        for kind, rate in rates.flops.items():
+            print(f"  {kind}: {rate / 1e12:.3g}e12 ({MEASURED[gpu].flops[kind] / 1e12:.3g}e12)")
+    print(table())
+    for step in sorted(steps, key=lambda x: -abs(x.error())):
+        print(f"{step.error():+.1%} {1e3 * step.measured_s:.1f} ms {step.label}")
 
 
-def _mean_loss(errors: Sequence[float]) -> float:
-    """Return the mean pseudo-Huber loss of relative errors."""
-    scaled = (math.log1p(error) / USUAL_ERROR for error in errors)
-    return statistics.fmean(math.hypot(1, error) - 1 for error in scaled)
+if __name__ == "__main__":
+    main()

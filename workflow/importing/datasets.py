@@ -95,8 +95,10 @@ def _axolotl_source(draft: Draft, entry: dict[str, Any]) -> dict[str, Any]:
 
 def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
     value = draft.get(key) or []
-    listed = value if isinstance(value, list) else [value]
-    entries = [{"path": entry} if isinstance(entry, str) else entry for entry in listed]
+    entries = [
+        {"path": e} if isinstance(e, str) else e
+        for e in ([value] if isinstance(value, dict | str) else value)
+    ]
     if not all(isinstance(entry, dict) and entry.get("path") for entry in entries):
         raise draft.wrong(key, "must be a list of datasets, each with a path")
     return [{key: value for key, value in entry.items() if value is not None} for entry in entries]
@@ -105,9 +107,7 @@ def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
 def _source(entry: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """Return a source with `repository`, if it is on the hub, and the `paths` of its files."""
     path, files = str(entry["path"]), entry.get("data_files")
-    if isinstance(files, dict):
-        files = files.get("train")
-    listed = [str(file) for file in (files if isinstance(files, list) else [files]) if file]
+    listed = [files] if isinstance(files, str) else files or []
     source: dict[str, Any] = {"columns": columns} if columns else {}
     part = SPLIT.match(str(entry.get("split") or "train"))
     if part and part[2]:
@@ -168,7 +168,6 @@ def _put(draft: Draft, setting: str, sources: list[dict[str, Any]], *keys: str) 
             source.pop(key, None) for key in ("repository", "revision", "paths")
         )
         notes += [source.pop("note")] if "note" in source else []
-        notes += ["a drawn share of the rows, not the first"] if "weight" in source else []
         if hub and one:
             data |= {"source": hub} | ({"revision": revision} if revision else {})
             notes.append(f"files of data.source = {hub}; compare with its list of files")

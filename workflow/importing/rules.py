@@ -32,7 +32,7 @@ def translate(source: Source, *, gpus: int | None) -> Draft:
 
 
 def _objective(draft: Draft) -> None:
-    name: Any = "".join(draft.texts("objective")) or "sft"
+    name: Any = draft.get("objective") or "sft"
     telling = [key for key in TELLING if draft.source.trainer == "trl" and draft.has(key)]
     if telling:
         name = TELLING[telling[0]]

@@ -113,7 +113,7 @@ def test_varlen_hands_wide_heads_to_kernels_of_ours(width, monkeypatch):
         scaling=0.5, sliding_window=3,
     )  # fmt: skip
     assert torch.equal(output[0], heads[0][0].transpose(0, 1))
-    assert told == [{"bounds": [0, 2, 6], "scale": 0.5, "window": 3}] * (width > 256)
+    assert told == [{"bounds": [0, 2, 6], "scale": 0.5, "window": 3, "longest": 4}] * (width > 256)
 
 
 def test_queries_with_wide_heads_see_their_document_and_window():

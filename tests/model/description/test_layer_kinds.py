@@ -99,7 +99,7 @@ def test_how_tokens_of_a_layer_see_each_other(family, attention, recurrent):
 def test_latent_attention_has_values_of_a_width_of_their_own():
     kind = described("deepseek_v3").kinds[0]
     assert (kind.head_dim, kind.value_dim, kind.num_heads, kind.num_kv_heads) == (24, 16, 3, 3)
-    assert (kind.query_width, kind.value_width) == (72, 48)
+    assert (kind.num_heads * kind.head_dim, kind.value_width) == (72, 48)
 
 
 def test_sinks_are_seen():

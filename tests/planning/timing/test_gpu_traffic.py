@@ -1,11 +1,8 @@
 """Traffic between GPUs by hand."""
 
-from dataclasses import replace
-
 import pytest
 
-from tests.support.preflight_examples import llama_70b, setup
-from workflow.lib.planning.timing.gpu_traffic import Fabric, micro_batch_traffic, ring_seconds
+from workflow.lib.planning.timing.gpu_traffic import Fabric, ring_seconds
 
 ROUND = Fabric("made up", gpus_per_node=4, local=8e9, network=2e9)
 
@@ -23,17 +20,3 @@ def test_ring_over_nodes_waits_for_the_slower_of_link_and_network():
 def test_rings_over_replicas_share_the_network_of_a_node():
     # one GPU of each of 3 nodes; the 4 rings of the 4 GPUs at once
     assert ring_seconds(6e9, ROUND, processes=3, stride=4) == pytest.approx(4 * 4 / 1.6 + 3 * 1e-5)
-
-
-def test_one_process_waits_for_nothing():
-    traffic = micro_batch_traffic(llama_70b(), setup(processes=1), ROUND)
-    assert (traffic.beside_s, traffic.exposed_s) == (0.0, 0.0)
-
-
-def test_weights_kept_after_forward_are_gathered_once():
-    kept = setup(processes=16, reshard_after_forward=False)
-    freed = replace(kept, reshard_after_forward=True)
-    once, twice = (
-        micro_batch_traffic(llama_70b(), chosen, ROUND).beside_s for chosen in (kept, freed)
-    )
-    assert 1.7 < twice / once < 2, "adapters and tables travel once either way"

@@ -12,17 +12,32 @@ import torch
 
 from workflow.lib.system.device_types import RECORDED
 
+torch.library.define("workflow::launched", "(Tensor[] tensors, str kernel, float flop) -> ()")
+torch.library.impl("workflow::launched", "CompositeExplicitAutograd")(lambda *_: None)
+LAUNCHED = torch.ops.workflow.launched.default
+"""What a recorded device runs in a kernel's place."""
+
 INSTALLED = importlib.util.find_spec("triton") is not None
 WARPS = 4
 
 
 def launch(
-    kernel: str, grid: tuple[int, ...], out: torch.Tensor, *arguments: Any, **options: Any
+    kernel: str,
+    grid: tuple[int, ...],
+    out: torch.Tensor,
+    *arguments: Any,
+    flop: float = 0.0,
+    **options: Any,
 ) -> None:
-    """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to other
-    arguments. All have been allocated: kernels allocate nothing. A recorded device computes
+    """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to
+    other arguments. All have been allocated: kernels allocate nothing.
+
+    flop: of its matmuls; 0: what it takes, moving its tensors decides. A recorded device computes
     nothing."""
-    if out.device.type != RECORDED and all(grid):
+    if out.device.type == RECORDED:
+        tensors = [x for x in (out, *arguments) if isinstance(x, torch.Tensor)]
+        LAUNCHED(tensors, kernel, flop)
+    elif all(grid):
         _function(kernel)[grid](out, *arguments, **options)
 
 

@@ -161,7 +161,7 @@ def decoder_inputs(
     """Return the decoder's arguments. No mask: one of ones would switch off document boundaries."""
     documents: dict[str, Any] = {}
     if attention == FLEX:
-        documents = flex_arguments(position_ids)
+        documents = flex_arguments(position_ids, longest=bounds[1] if bounds else None)
     if attention in FLATTENED:
         documents = flash_arguments(*(bounds or document_bounds(position_ids)))
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)

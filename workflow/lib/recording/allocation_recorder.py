@@ -7,6 +7,7 @@ gathers into without an operation: these storages (known by `out=`) are looked a
 of a layer's the first and the last, and before a view only those that have memory."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,9 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workflow.lib.kernels.launch import LAUNCHED
 from workflow.lib.planning.memory.allocation_tape import COMPUTE, HOST
+from workflow.lib.planning.work import BESIDE
 from workflow.lib.recording.known_results import VIEWS, tensors
 from workflow.lib.recording.layer_tape import NONE, LayerTape
+from workflow.lib.recording.operation_work import work_of
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
 from workflow.lib.recording.term_names import UNNAMED, made_by
 from workflow.lib.system.device_types import RECORDED
@@ -135,6 +139,9 @@ class AllocationRecorder(TorchDispatchMode):
             self._follow(options.get("out"))
         if func is self._copies:
             self._follow(args[0])
+        if func is LAUNCHED:
+            self._count(func, args, options, None)
+            return None
         call = _reduced if func is REDUCE else self._gpu.results.call
         result = call(func, args, options)
         if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
@@ -142,6 +149,7 @@ class AllocationRecorder(TorchDispatchMode):
             return result
         if is_view and not self.tape.follows_tensors:
             return result
+        self._count(func, args, options, result)
         if options.get("pin_memory"):
             self._note_pinned(result.untyped_storage())
         made = [*tensors(result)]
@@ -150,6 +158,21 @@ class AllocationRecorder(TorchDispatchMode):
             self._note(tensor)
         self._note_workspaces(func, args, result)
         return result
+
+    def _count(self, func: Any, args: Any, options: Any, result: Any) -> None:
+        """Count what an operation does; of one on tensors of many layers, each has its share."""
+        if not self.tape.counts or (found := work_of(func, args, options, result)) is None:
+            return
+        kind, amount = found
+        if not self._gpu.current_stream().computes:
+            kind += BESIDE
+        first = args[0] if args else None
+        if not (isinstance(first, list) and len(first) > 1 and self.tape.follows_tensors):
+            self.tape.count(kind, amount)
+            return
+        layers = Counter(self._layer(tensor) for tensor in first)
+        for layer, count in layers.items():
+            self.tape.count(kind, amount, layer, count / len(first))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Ta
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
 from workflow.lib.recording.layer_tape import NONE, LayerTape
-from workflow.lib.recording.phases import Phases
+from workflow.lib.recording.phases import FIRST_PHASE, Phases
 from workflow.lib.recording.recorded_gpu import RecordedCapture, recorded_gpu
 from workflow.lib.recording.some_layers import (
     NotRepeatableError,
@@ -128,8 +128,10 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
             first = count if plan.graphed else 1  # what is captured has run before
             for number in range(STEPS):
                 with _no_garbage():
-                    run.step(optimizer, tape, micro_batches=count if number else first)
+                    some = count if number else first
+                    run.step(optimizer, tape, micro_batches=some, last=number == STEPS - 1)
             tape.end()
+    tape.work = tape.work_of(dict.fromkeys(range(len(numbers)), 1))
     return tape
 
 
@@ -233,10 +235,20 @@ class _Run:
         tape.layer = NONE
         tape.follows_tensors = True
 
-    def step(self, optimizer: ShardwiseOptimizer, tape: LayerTape, *, micro_batches: int) -> None:
-        """Take a step as `loop.Trainer` does."""
+    def step(
+        self, optimizer: ShardwiseOptimizer, tape: LayerTape, *, micro_batches: int, last: bool
+    ) -> None:
+        """Take a step as `loop.Trainer` does. Work is counted in the last one, of a micro-batch
+        the last."""
         training, device = self.training, self._world.device
-        batches = (self._batch(self._plan.micro_batch_size) for _ in range(micro_batches))
+
+        def made() -> Iterator[MicroBatch]:
+            for number in range(micro_batches):
+                tape.counts = last and number == micro_batches - 1
+                tape.works_for = FIRST_PHASE  # though it has not begun: inputs are copied
+                yield self._batch(self._plan.micro_batch_size)
+
+        batches = made()
         if self._graphs is None:  # graphs copy them to the device
             batches = (batch.to(device) for batch in batches)
         if training.router_balance is not None:
@@ -251,6 +263,7 @@ class _Run:
             losses.add(batches)
             tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")
+        tape.counts = last
         tape.follows_tensors = True
         result = losses.value()
         sum_copies_(training)
@@ -260,6 +273,7 @@ class _Run:
         optimizer.begin(unless=~(loss.isfinite() & norm.isfinite() & (norm > 0)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=self._graphs is None)
+        tape.counts = False
 
     def _estimate(self, micro_batches: int) -> torch.Tensor | None:
         """Do the forward passes that come before a step."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.work import Work
 from workflow.lib.recording.kept_tapes import folder, recording_key
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.files import atomic_path, json_sha256
@@ -27,10 +28,10 @@ def known_peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> 
     """Return the peaks of a plan of a model, shipped or kept; None if they are neither."""
     shipped = _shipped().get(shipped_key(config, plan)) if checked else None
     if shipped is not None:
-        return Peaks(*shipped)
+        return _peaks(shipped)
     file = _file(config, plan, checked=checked)
     try:
-        return Peaks(*json.loads(file.read_bytes())) if file else None
+        return _peaks(json.loads(file.read_bytes())) if file else None
     except (OSError, ValueError, TypeError) as error:
         logger.debug("%s is made anew: %s", file, error)
         return None
@@ -53,7 +54,12 @@ def keep_peaks(config: Mapping[str, Any], plan: StepPlan, peaks: Peaks, *, check
 
 def stored(peaks: Peaks) -> list[Any]:
     """Return peaks as JSON."""
-    return [peaks.phases, peaks.host_bytes]
+    return [peaks.phases, peaks.host_bytes, peaks.work.stored()]
+
+
+def _peaks(document: list[Any]) -> Peaks:
+    phases, host_bytes, work = document
+    return Peaks(phases, host_bytes, Work.of(work))
 
 
 def shipped_key(config: Mapping[str, Any], plan: StepPlan) -> str:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.work import Work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.files import atomic_path, json_sha256
 
 LIBRARY = Path(__file__).parents[1]
 ENGINE = ("torch", "transformers", "peft", "bitsandbytes")  # besides this project's own code
 
+FIELDS = ("events", "sizes", "terms", "streams")  # of a tape, besides its work
 MOST_KEPT = 64  # of 0.1 to 1 MB
 FASTEST = 1  # level of compression
 
@@ -68,7 +70,8 @@ def kept_or_made(key: str, make: Callable[[], Tape]) -> Tape:
 
 
 def _keep(file: Path, tape: Tape) -> None:
-    text = json.dumps(vars(tape), separators=(",", ":"))
+    fields = {name: getattr(tape, name) for name in FIELDS} | {"work": tape.work.stored()}
+    text = json.dumps(fields, separators=(",", ":"))
     with atomic_path(file) as partial:
         partial.write_bytes(gzip.compress(text.encode(), FASTEST))
     oldest_first = sorted(file.parent.glob("*.json.gz"), key=lambda found: found.stat().st_mtime)
@@ -78,6 +81,7 @@ def _keep(file: Path, tape: Tape) -> None:
 
 def _tape(document: dict[str, Any]) -> Tape:
     tape = Tape()
-    tape.events, tape.sizes = document["events"], document["sizes"]
-    tape.terms, tape.streams = document["terms"], document["streams"]
+    for name in FIELDS:
+        setattr(tape, name, document[name])
+    tape.work = Work.of(document["work"])
     return tape

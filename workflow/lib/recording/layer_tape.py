@@ -4,7 +4,10 @@
 In forward and backward that is the layer that is at work. Before and after them, where all layers
 are gone through one after the other, it is the layer of the tensors at hand."""
 
-from workflow.lib.planning.memory.allocation_tape import Tape
+from collections.abc import Mapping
+
+from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE, Tape
+from workflow.lib.planning.work import NOTHING, Amount, Work
 
 NONE = -1  # no layer
 
@@ -22,6 +25,9 @@ class LayerTape(Tape):
         """By event."""
         self.layer_of: list[int] = []
         """By tensor: the layer of the event that made it."""
+        self.counts = False  # whether what operations do is counted now
+        self.works_for = ""  # the phase that they are counted for
+        self._amounts: dict[tuple[str, int, str], Amount] = {}  # by phase, layer and kind
         self._made_at: list[int] = []
         self._ended = False
 
@@ -35,6 +41,7 @@ class LayerTape(Tape):
         layer = self.layer
         if isinstance(event, str):
             layer = self.layer = NONE
+            self.works_for = self.works_for if event == EMPTY_CACHE else event
         elif event >= 0:
             self.layer_of.append(layer)
             self._made_at.append(len(self.events))
@@ -42,6 +49,23 @@ class LayerTape(Tape):
             layer = self.layer_of[~event]
         self.layers.append(layer)
         super()._add(event)
+
+    def count(
+        self, kind: str, amount: Amount, layer: int | None = None, share: float = 1.0
+    ) -> None:
+        """Count a share of what an operation does for the layer at work, or for another."""
+        if self.counts and not self._ended:
+            key = (self.works_for, self.layer if layer is None else layer, kind)
+            self._amounts[key] = self._amounts.get(key, NOTHING).plus(amount, share)
+
+    def work_of(self, layers: Mapping[int, int]) -> Work:
+        """Return the work of a model that has so many layers like each recorded one."""
+        found: dict[str, dict[str, Amount]] = {}
+        for (phase, layer, kind), amount in self._amounts.items():
+            of_phase = found.setdefault(phase, {})
+            times = 1 if layer == NONE else layers.get(layer, 0)
+            of_phase[kind] = of_phase.get(kind, NOTHING).plus(amount, times)
+        return Work(found)
 
     def assign(self, tensor: int, layer: int) -> None:
         """Say that a tensor that was made with no layer at work belongs to one."""

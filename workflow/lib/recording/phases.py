@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 
+FIRST_PHASE = "look_up_embedding"
 queue_callback: Any = Variable._execution_engine.queue_callback
 
 
@@ -27,7 +28,7 @@ class Phases:
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._at_work, number))
             layer.register_forward_hook(partial(self._layer_ends, number))
-        training.register_forward_pre_hook(lambda *_: self._enter("look_up_embedding"))
+        training.register_forward_pre_hook(lambda *_: self._enter(FIRST_PHASE))
         embedding.register_forward_hook(lambda *_: self._enter("forward"))
         training.head_loss.register_forward_pre_hook(lambda *_: self._enter("loss"))
         training.head_loss.register_forward_hook(self._loss_made)

@@ -23,13 +23,15 @@ class RecordedCapture:
     captures in a pool of its own, here that of another stream."""
 
     def __init__(self, tape: LayerTape) -> None:
-        self._tape, self._stream = tape, RecordedStream()
+        self._tape, self._stream = tape, RecordedStream(computes=True)
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Run `function`, whose allocations are noted; what is returned allocates nothing."""
         self._tape.empty_cache()
+        before, self._tape.counts = self._tape.counts, True
         with recorded_gpu().stream(self._stream):
             result = function()
+        self._tape.counts = before
         return lambda: result
 
 
@@ -63,7 +65,9 @@ class RecordedStream:
 
     made = COMPUTING
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, computes: bool = False, **__: Any) -> None:
+        """computes: it is the one that all else runs beside."""
+        self.computes = computes
         self.stream_id = RecordedStream.made
         RecordedStream.made += 1
 
@@ -87,7 +91,7 @@ class RecordedGpu:
     Stream, Event = RecordedStream, RecordedEvent
 
     def __init__(self) -> None:
-        self._stream = RecordedStream()
+        self._stream = RecordedStream(computes=True)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.results = KnownResults(self.mode)
         self.kernels = torch.library.Library("aten", "IMPL")

@@ -119,6 +119,7 @@ class _Repetition:
             for layer in [NONE] if part.fixed else self._order(part):
                 self._play(part, layer)
         self._check_left()
+        self._new.work = self._old.work_of(Counter(self._stand_ins))
         return self._new
 
     def _order(self, part: _Part) -> Sequence[int]:

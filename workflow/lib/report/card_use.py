@@ -19,15 +19,14 @@ def use_section(inputs: CardInputs) -> str:
     served = measured.served.subject
     remarks = [
         f"The verdict is about this: {label(measured.served)} ({SUBJECT_MEANINGS[served]}), "
-        f"computed in {dtype}.",
-        *_about_the_recovery(inputs),
+        f"computed in {dtype}."
     ]
     if others := [SUBJECT_LABELS[name] for name in FORMS if name not in measured.subjects]:
         remarks.append(f"Not evaluated, and another model each: {', '.join(others)}.")
     if served == "merged":
         loading = _loading_merged(inputs.quantization.auto_class, dtype)
         return f"```python\n{loading}```\n\n{' '.join(remarks)}\n"
-    remarks += _about_the_base(inputs, dtype=dtype)
+    remarks += _about_the_recovery(inputs) + _about_the_base(inputs, dtype=dtype)
     return f"```python\n{_loading(inputs, dtype=dtype)}```\n\n{' '.join(remarks)}\n"
 
 

@@ -35,13 +35,6 @@ class OptimizerKind:
     device_decides: bool = False
     """Whether the device leaves out the update of an unhealthy step by itself. Otherwise the host
     waits for every step's loss before the update."""
-    work_bytes: int = 0
-    """Bytes that an update moves for a weight beside weight, gradient and states, counted."""
-
-    @property
-    def moved_bytes(self) -> float:
-        """Bytes that an update moves for a weight of the adapter: its states, read and written."""
-        return 2 * sum(self.sizes(BLOCK_SIZE)) / BLOCK_SIZE + self.work_bytes
 
     def sizes(self, elements: int, *, matrix: bool = True) -> list[int]:
         """Bytes of all tensors that a process keeps for a shard of so many elements."""
@@ -57,8 +50,7 @@ ADAM_8BIT = (
 OPTIMIZERS = {
     "adamw": OptimizerKind(ADAM, ADAM, device_decides=True),
     "adamw_8bit": OptimizerKind(ADAM_8BIT, ADAM_8BIT),
-    # The direction in 16 bits, gathered (20), and 5 iterations of 3 matmuls over it (60).
-    "muon": OptimizerKind((State("momentum"),), ADAM, work_bytes=80),
+    "muon": OptimizerKind((State("momentum"),), ADAM),
 }
 # The one that keeps least.
 SMALLEST = min(OPTIMIZERS, key=lambda name: sum(OPTIMIZERS[name].sizes(BLOCK_SIZE)))

@@ -61,11 +61,6 @@ class MemoryOptions(BasePlan):
         )
 
     @property
-    def gathers(self) -> int:
-        """How often a micro-batch gathers the weights of a layer."""
-        return 2 if self.reshard_after_forward else 1
-
-    @property
     def rows_from_host(self) -> int:
         """Embedding rows of a micro-batch that are looked up in host memory."""
         return self.tokens if self.offload_embedding else 0

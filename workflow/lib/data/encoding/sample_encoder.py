@@ -8,7 +8,7 @@ is a prediction target, so the first token of a document is never one."""
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,14 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
-from workflow.lib.data.encoding.probes import OFFERING_PROBE, PROBE, PROBE_TEXT, PROBES
+from workflow.lib.data.encoding.probes import (
+    OFFERING_PROBE,
+    PROBE,
+    PROBE_TEXT,
+    PROBES,
+    ChatProbe,
+    TextProbe,
+)
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
@@ -120,15 +127,14 @@ class SampleEncoder:
             return partial(self._encode_tokens, sample)
         return partial(self._encode_text, sample)
 
-    def encoded_probes(self) -> list[dict[str, Any]]:
-        """Return a text, and those of `PROBES` that the template takes, with the ids as trained.
-
-        Each has the fields that `Probe` in `manifest_record` says."""
-        chats = [
+    def encoded_probes(self) -> list[TextProbe | ChatProbe]:
+        """Return a text, and those of `PROBES` that the template takes, with the ids as trained."""
+        text: TextProbe = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}
+        chats: list[ChatProbe] = [
             {"messages": probe.messages, "tools": probe.tools, "ids": ids}
             for probe, ids, _ in self._answered_probes()
         ]
-        return [{"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}, *chats]
+        return [text, *chats]
 
     def end_of_turn_ids(self) -> list[int]:
         """Return the special tokens that end trained turns; none without a template."""

@@ -6,6 +6,7 @@ another model, without a word."""
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from workflow.lib.kernels.attention.flex_masks import MaskKind
@@ -63,6 +64,11 @@ def refuse_without_documents(module: nn.Module, *, implementation: str) -> NoRet
         f"the layers of {type(module).__name__} do not tell their attention where documents begin",
         "Set it to sdpa",
     )
+
+
+def attention_flop(query: torch.Tensor, value: torch.Tensor, *, keys: float) -> float:
+    """Return the FLOP of attention where a query (..., head_dim) sees so many keys on average."""
+    return 2.0 * query.numel() * (1 + value.shape[-1] / query.shape[-1]) * keys
 
 
 def mask_kind(module: nn.Module, sliding_window: int | None) -> MaskKind:

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from transformers import AttentionInterface
 
 from workflow.lib.kernels.attention.arguments import (
+    attention_flop,
     mask_kind,
     refuse_dropout,
     refuse_others,
@@ -30,6 +31,7 @@ from workflow.lib.kernels.attention.arguments import (
 )
 from workflow.lib.kernels.attention.flex_masks import PackedMasks
 from workflow.lib.kernels.exact_activations import keep_exact
+from workflow.lib.kernels.launch import launch
 from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.device_types import RECORDED
 
@@ -37,10 +39,13 @@ Attend = Callable[..., torch.Tensor]
 MOST_KERNELS = 64
 
 
-def flex_arguments(position_ids: torch.Tensor) -> dict[str, PackedMasks]:
+def flex_arguments(
+    position_ids: torch.Tensor, longest: int | None = None
+) -> dict[str, PackedMasks]:
     """Return what Transformers' attention layers pass on to `flex_attention`, for a micro-batch.
-    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
-    return {"packed_masks": PackedMasks(position_ids)}
+    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one. longest:
+    tokens of the longest document, for recordings."""
+    return {"packed_masks": PackedMasks(position_ids, longest)}
 
 
 def flex_attention(
@@ -84,7 +89,8 @@ def flex_attention(
         return output.contiguous(), None
     mask = packed_masks.block_mask(kind)
     if query.device.type == RECORDED:
-        return allocate_like_kernel(query, key, value, s_aux).contiguous(), None
+        keys = packed_masks.seen_keys(kind)
+        return allocate_like_kernel(query, key, value, s_aux, keys).contiguous(), None
     return _compiled()(query, key, value, mask, **arguments).contiguous(), None
 
 
@@ -172,16 +178,21 @@ def all_scores(
 
 
 def allocate_like_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    keys: float,
 ) -> torch.Tensor:
     """Ask the allocator for what the compiled kernel asks for, without computing: for recordings,
-    whose device cannot compile. Arguments and result as in `flex_attention`.
+    whose device cannot compile. Arguments and result as in `flex_attention`; keys: that a query
+    sees, on average.
 
     As torch 2.11 compiles it, measured on an H200: two numbers a query in forward, of which one is
     kept; in backward one more, and gradients of as many heads as there are. The results lie in
     memory as the queries do. With sinks the weights' sum is put right behind the kernel: one more
     output in forward and one more gradient in backward, which no GPU has measured."""
-    output: torch.Tensor = _Kernel.apply(query, key, value)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Kernel.apply(query, key, value, keys)  # type: ignore[no-untyped-call]
     if sinks is not None:
         output = _Sinks.apply(output, sinks)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2)
@@ -190,20 +201,25 @@ def allocate_like_kernel(
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: float
     ) -> torch.Tensor:
         order = sorted(range(4), key=query.stride, reverse=True)
         shape = (*query.shape[:-1], value.shape[-1])
         output = torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
         log_sums, _ = _of_queries(query), _of_queries(query)
         ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.flop = attention_flop(query, value, keys=keys)
+        launch("flex_attention.forward", (), output, query, key, value, flop=ctx.flop)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, _, _ = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, _ = ctx.saved_tensors
         _products = _of_queries(query)  # of gradient and output, while the kernel runs
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+        given = (grad, query, key, value, output)
+        launch("flex_attention.backward", (), *grads, *given, flop=2.5 * ctx.flop)
+        return *grads, None
 
 
 class _Sinks(torch.autograd.Function):

@@ -21,11 +21,21 @@ class MaskKind(NamedTuple):
     """Tokens of a chunk, counted from the document's start; a query sees its own chunk alone."""
 
 
+def computed_keys(length: int, window: int | None) -> float:
+    """Return how many keys kernels compute on average for a query of a document of `length` tokens:
+    those that it sees, and on each edge half a block; window: that it sees at most, with itself."""
+    if window is None or window <= 0 or window >= length:
+        return (length + FLEX_BLOCK) / 2
+    return window - window * (window - 1) / (2 * length) + FLEX_BLOCK
+
+
 class PackedMasks:
     """The masks of a micro-batch, each made once for all layers that ask for its kind."""
 
-    def __init__(self, position_ids: torch.Tensor) -> None:
-        """position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
+    def __init__(self, position_ids: torch.Tensor, longest: int | None = None) -> None:
+        """position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
+        longest: tokens of the longest document, or None for a row."""
+        self._longest = longest or position_ids.shape[1]
         self._position_ids = position_ids
         self._first: dict[MaskKind, torch.Tensor] = {}
         self._blocks: dict[MaskKind, BlockMask] = {}
@@ -35,6 +45,12 @@ class PackedMasks:
         if kind not in self._first:
             self._first[kind] = first_keys(self._position_ids, kind)
         return self._first[kind]
+
+    def seen_keys(self, kind: MaskKind) -> float:
+        """Return how many keys a query sees on average, if all documents are as long as the
+        longest."""
+        length = min(self._longest, kind.chunk or self._longest)
+        return computed_keys(length, kind.window)
 
     def block_mask(self, kind: MaskKind) -> BlockMask:
         """Return `block_mask` of the micro-batch."""

@@ -81,7 +81,8 @@ def varlen_attention(
     # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if query.shape[-1] > WIDEST_HEAD:
-        wide = wide_attention(q, k, v, cu_seq_lens_q, scale=scaling, window=sliding_window)
+        given = (q, k, v, cu_seq_lens_q)
+        wide = wide_attention(*given, scale=scaling, window=sliding_window, longest=max_length_q)
         return wide[None], None
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
     output: Any = None

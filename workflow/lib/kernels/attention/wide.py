@@ -8,10 +8,13 @@ every run gives the same bits."""
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from workflow.lib.kernels.attention.arguments import attention_flop
+from workflow.lib.kernels.attention.flex_masks import computed_keys
 from workflow.lib.kernels.launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op
 from workflow.lib.system.compute_choice import WIDEST_KERNEL_HEAD
@@ -49,6 +52,8 @@ TILES = {
 }
 """By the KiB of shared memory that a program may have, at least. The first are the fastest of 10 to
 13 tried on an H100. The others are what fits an A100 (163 KiB), and GPUs that have 99."""
+MATMULS = {"attention": 2, "attention_of_queries": 3, "attention_of_keys": 4}
+"""Of each tile."""
 PRODUCT_ROWS, PRODUCT_WARPS = 16, 4  # of a program of `attention_products`
 
 
@@ -93,21 +98,30 @@ def wide_attention(
     *,
     scale: float | None,
     window: int | None,
+    longest: int | None = None,
 ) -> torch.Tensor:
     """Return causal attention (tokens, heads, width) within documents, by the kernels: callers ask
     `usable` first. query: (tokens, heads, width); key, value: (tokens, key heads, width), each
-    serving neighbouring heads of queries. bounds, window: as in `Seen.of`. scale: of scores,
+    serving neighbouring heads of queries. bounds, window: as in `Seen.of`; longest: tokens of the
+    longest document, for recordings. scale: of scores,
     width^-0.5 if it is None."""
     tokens, _, width = query.shape
     seen = Seen.of(bounds, tokens, window)
     scale = width**-0.5 if scale is None else scale
-    return _by_kernel(query, key, value, seen, scale)
+    keys = computed_keys(longest or tokens, window)
+    return _by_kernel(query, key, value, seen, scale, keys)
 
 
 def _by_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Seen,
+    scale: float,
+    keys: float = 0.0,
 ) -> torch.Tensor:
-    output: torch.Tensor = _WideAttention.apply(query, key, value, *seen, scale)  # type: ignore[no-untyped-call]
+    """keys: that are computed for a query on average, for recordings."""
+    output: torch.Tensor = _WideAttention.apply(query, key, value, *seen, scale, keys)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -121,24 +135,30 @@ class _WideAttention(torch.autograd.Function):
         first: torch.Tensor,
         last: torch.Tensor,
         scale: float,
+        keys: float,
     ) -> torch.Tensor:
-        output, log_sums = forward(query, key, value, Seen(first, last), scale)
+        output, log_sums = forward(query, key, value, Seen(first, last), scale, keys)
         ctx.save_for_backward(query, key, value, output, log_sums, first, last)
-        ctx.scale = scale
+        ctx.scale, ctx.keys = scale, keys
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sums, *seen = ctx.saved_tensors
-        grads = backward(grad, query, key, value, output, log_sums, Seen(*seen), ctx.scale)
-        return *grads, None, None, None
+        given = (grad, query, key, value, output, log_sums, Seen(*seen), ctx.scale, ctx.keys)
+        return *backward(*given), None, None, None, None
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Seen,
+    scale: float,
+    keys: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and each query's logarithm (to 2) of its sum (heads, tokens) fp32."""
-    call = _Call.of(query, key, value, seen, scale)
+    call = _Call.of((query, key, value), seen, scale, keys)
     output = query.new_empty(query.shape)
     log_sums = query.new_empty(call.heads, call.tokens, dtype=torch.float32)
     call.launch("attention", call.heads, output, log_sums, *call.inputs, seen.first, *call.strides)
@@ -154,9 +174,10 @@ def backward(
     log_sums: torch.Tensor,
     seen: Seen,
     scale: float,
+    keys: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, contiguous, for that of the output, `grad`."""
-    call = _Call.of(query, key, value, seen, scale)
+    call = _Call.of((query, key, value), seen, scale, keys)
     grad, output = grad.contiguous(), output.contiguous()
     sums = torch.empty_like(log_sums)
     call.sum_products(sums, grad, output)
@@ -175,14 +196,14 @@ class _Call(NamedTuple):
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     scale: float
+    keys: float
 
     @classmethod
-    def of(
-        cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
-    ) -> "_Call":
+    def of(cls, inputs: Sequence[torch.Tensor], seen: Seen, scale: float, keys: float) -> "_Call":
+        query, key, value = inputs
         assert all(x.stride(2) == 1 for x in (query, key, value)), "columns are read side by side"
         assert query.shape[0] == len(seen.first) == key.shape[0], "as many keys as queries"
-        return cls((query, key, value), scale)
+        return cls((query, key, value), scale, keys)
 
     @property
     def tokens(self) -> int:
@@ -219,6 +240,7 @@ class _Call(NamedTuple):
             self.tokens, self.heads, self.heads // self.groups, self.scale * LOG2_E, **numbers,
             **self._widths, rows=tile.rows, columns=tile.columns, num_warps=tile.warps,
             num_stages=tile.stages,
+            flop=MATMULS[name] / 2 * attention_flop(*self.inputs[::2], keys=self.keys),
         )  # fmt: skip
 
     def sum_products(self, sums: torch.Tensor, grad: torch.Tensor, output: torch.Tensor) -> None:

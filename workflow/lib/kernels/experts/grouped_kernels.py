@@ -67,6 +67,7 @@ def rows_product(
     rank = low.shape[1] if update else 0
     tile = _tile(num_columns, values)
     added = values if bias is None else bias
+    computed = len(out) + len(routing.ends) * TILE_ROWS / 2  # of each expert, half a tile is empty
     launch(
         "experts.rows_product",
         (num_tiles * tile.parts * -(-num_columns // tile.columns),),
@@ -105,6 +106,7 @@ def rows_product(
         ranks=min(MOST_RANKS, max(16, power_of_two(rank or 1))),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        flop=2.0 * computed * num_columns * (width + rank),
     )
     return out
 
@@ -134,6 +136,6 @@ def weights_product(
         "experts.weights_product", grid, out, left, values, routing.order, routing.ends,
         num_columns, rank, routing.top_k, left.stride(0), values.stride(0), *out.stride(), scale,
         by_token=right.by_token, ranks=ranks, **SUM_TILE, num_warps=SUM_WARPS,
-        num_stages=SUM_STAGES,
+        num_stages=SUM_STAGES, flop=2.0 * len(left) * rank * num_columns,
     )  # fmt: skip
     return out

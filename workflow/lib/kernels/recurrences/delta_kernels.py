@@ -148,7 +148,8 @@ class _Rule(NamedTuple):
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
     ) -> None:
-        """Start a kernel that writes to `out` and what follows it."""
+        """Start a kernel that writes to `out` and what follows it: most multiply a chunk by
+        keys x values twice."""
         tile = self.tile(name)
         launch(
             f"delta_rule.{name}", (num_programs,), out, *given, tokens=self.tokens,
@@ -156,6 +157,7 @@ class _Rule(NamedTuple):
             key_width=self.key_width, value_width=self.value_width, **self.columns(name),
             precision="ieee" if self.dtype == torch.float32 else "tf32", num_warps=tile.warps,
             num_stages=tile.stages, **options,
+            flop=4.0 * self.tiles * CHUNK * self.key_width * self.value_width,
         )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ class _Space(NamedTuple):
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
     ) -> None:
-        """Start a kernel of matmuls that writes to `out`."""
+        """Start a kernel that writes to `out`: most multiply a chunk by states twice."""
         tile = self.tile(name)
         launch(
             f"state_space.{name}", (num_programs,), out, *given, tokens=self.tokens,
@@ -173,6 +173,7 @@ class _Space(NamedTuple):
             state_width=self.state_width, **self.columns(name),
             precision="ieee" if self.dtype == torch.float32 else "tf32", num_warps=tile.warps,
             num_stages=tile.stages, **options,
+            flop=4.0 * self.tiles * CHUNK * self.width * self.state_width,
         )  # fmt: skip
 
     def cumulated(self, x: torch.Tensor, step: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:

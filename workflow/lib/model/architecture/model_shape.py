@@ -68,16 +68,6 @@ class DecoderLayer:
     top_k: int = 0  # experts that a token takes; 0 without experts
 
     @property
-    def query_width(self) -> int:
-        """Elements of a token's queries."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_width(self) -> int:
-        """Elements of a token's keys, and of its values."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
     def num_weights(self) -> int:
         """Elements of its linears."""
         return sum(linear.num_weights for linear in self.linears)

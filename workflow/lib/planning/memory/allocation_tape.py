@@ -4,6 +4,8 @@ fall into.
 A tensor is a number. A tape is recorded from the engine (`lib/recording`) and replayed (`replay`).
 """
 
+from workflow.lib.planning.work import Work
+
 COMPUTE = "compute"  # the stream of all but communication
 HOST = "host"  # page-locked memory of the host, in place of a stream
 LOAD, CHECKS = "load", "check"  # phases before the first step
@@ -22,6 +24,7 @@ class Tape:
         self.terms: list[str] = []
         """What a tensor counts as, by tensor."""
         self.streams: list[str] = []
+        self.work = Work()
 
     def _add(self, event: int | str) -> None:
         self.events.append(event)

@@ -1,7 +1,9 @@
 """What one process holds at the peak of each phase of a step, by what it is."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from workflow.lib.planning.work import Work, summed
 
 Terms = dict[str, int]
 """Bytes by what they are."""
@@ -50,7 +52,8 @@ class Peaks:
 
     phases: dict[str, Terms]
     """What is allocated on the device at the peak of each phase, in their order."""
-    host_bytes: int = 0  # Page-locked memory of the host
+    host_bytes: int = 0  # page-locked memory of the host
+    work: Work = field(default_factory=Work)  # what the process does meanwhile
 
     @property
     def phase_bytes(self) -> dict[str, int]:
@@ -79,12 +82,14 @@ class Peaks:
             {
                 name: {PROCESS: process_bytes} | {x: n for x, n in terms.items() if x != WORKSPACE}
                 for name, terms in self.phases.items()
-            }
+            },
+            work=self.work,
         )
 
 
 def combined(parts: Iterable[tuple[Peaks, float]]) -> Peaks:
     """Return the sum of peaks, each times a factor, term by term; no term is below 0."""
+    parts = [*parts]
     phases: dict[str, dict[str, float]] = {}
     host = 0.0
     for peaks, factor in parts:
@@ -97,4 +102,5 @@ def combined(parts: Iterable[tuple[Peaks, float]]) -> Peaks:
         name: {term: round(size) for term, size in sums.items() if size >= 1}
         for name, sums in phases.items()
     }
-    return Peaks(rounded, max(0, round(host)))
+    work = summed((peaks.work, factor) for peaks, factor in parts)
+    return Peaks(rounded, max(0, round(host)), work)

@@ -63,8 +63,9 @@ class RecordedPeaks:
         plans = [self._at(point) for point in missing]
         if plans:
             self._known |= dict(zip(missing, self._record(plans), strict=True))
+        found = combined((self._known[point], weight) for point, weight in weights.items())
         share = self._shares.get(_kind(plan), 1.0)
-        return combined((self._known[point], share * weight) for point, weight in weights.items())
+        return replace(combined([(found, share)]), work=found.work)
 
     def correct(self, plan: StepPlan, recorded: Peaks) -> None:
         """Hold the lines against the recording of a plan."""

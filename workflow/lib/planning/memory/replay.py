@@ -262,7 +262,7 @@ def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
             if allocator.allocated > peaks[phase]:
                 peaks[phase], moments[phase] = allocator.allocated, index
     return Replay(
-        Peaks(_terms(tape, moments), _host_bytes(tape)),
+        Peaks(_terms(tape, moments), _host_bytes(tape), tape.work),
         reserved_bytes=allocator.peak_reserved,
         lacking_bytes=allocator.lacking,
     )

@@ -18,7 +18,6 @@ from workflow.lib.planning.preflight.plan_search import (
     candidates,
     choose,
     open_choices,
-    seconds,
 )
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.remedies import remedies
@@ -167,7 +166,7 @@ def _unpredicted(
             "values other than auto: the run follows them, without a prediction of its memory."
         )
     logger.warning("%s; the plan of the settings is followed without a prediction", error)
-    return Candidate(only, NOTHING_KNOWN, lacking_bytes=0, step_s=seconds(question, only))
+    return Candidate(only, NOTHING_KNOWN, lacking_bytes=0, step_s=0.0)
 
 
 def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:

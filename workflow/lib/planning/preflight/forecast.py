@@ -50,8 +50,8 @@ def forecast(
         disk_bytes=decision.disk_bytes,
         disk_free_bytes=decision.disk_free_bytes,
         time=step_time.estimate(
-            _parts(decision, shape, chosen.plan, tokens),
-            basis=decision.speed.basis + _of_recurrent_layers(shape),
+            _parts(decision, shape, chosen, tokens),
+            basis=decision.speed.basis,
             num_gpus=len(machine.gpu_names),
             tokens=chosen.plan.tokens,
             accumulation_steps=plan.accumulation_steps,
@@ -68,29 +68,18 @@ def forecast(
     )
 
 
-def _of_recurrent_layers(shape: ModelShape) -> str:
-    """Return what the basis of a predicted time says of recurrent layers: a recurrence by its
-    family's code may take many times as long as all else (`docs/time-model.md`)."""
-    layers = shape.total(lambda layer: int(layer.recurrent))
-    if not layers:
-        return ""
-    return (
-        f"; {layers} recurrent layers are counted by what they keep, too short where "
-        "their family's own code computes the recurrence"
-    )
-
-
 def _parts(
-    decision: Decision, shape: ModelShape, plan: StepPlan, tokens: TokenCounts
+    decision: Decision, shape: ModelShape, chosen: Candidate, tokens: TokenCounts
 ) -> step_time.Parts | None:
     """Seconds of a micro-batch by what they are spent on; None where the speed is not known."""
-    if not decision.speed.known:
+    if not decision.speed.known or not chosen.peaks.work.phases:
         return None
     return decision.speed.parts(
-        shape,
-        plan,
+        chosen.peaks.work,
+        chosen.plan,
+        num_layers=shape.num_layers,
         trained_share=tokens.trained_share,
-        micro_batches=decision.rows // plan.micro_batch_size,
+        micro_batches=decision.rows // chosen.plan.micro_batch_size,
     )
 
 

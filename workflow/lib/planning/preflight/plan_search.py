@@ -126,7 +126,9 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
     here = (x for x in options if x.fits and not takes_host_memory(x.plan))
     fastest_s = min((option.step_s for option in here), default=math.inf)
     for tried in unasked:
-        if seconds(question, tried) * (1 + UNSURE) <= fastest_s:
+        # Copies to the host make nothing faster, and what is recorded without them is known.
+        without = tried.changed({x.field: x.off for x in TABLE if x.on_host and x.of(tried)})
+        if seconds(question, without, question.peaks.of(without)) * (1 + UNSURE) <= fastest_s:
             options += _with_fewest_layers(question, tried, choices, unasked=True)
     if question.machine.imagined_host is None or any(option.fits for option in options):
         return options
@@ -169,17 +171,21 @@ def _candidate(question: Question, plan: StepPlan, *, unasked: bool) -> Candidat
         plan=plan,
         peaks=peaks,
         lacking_bytes=needed - question.limits.capacity_bytes,
-        step_s=seconds(question, plan),
+        step_s=seconds(question, plan, peaks),
         host_bytes=host,
         lacking_host_bytes=0 if allowed is None else host - allowed,
     )
 
 
-def seconds(question: Question, plan: StepPlan) -> float:
-    """Return the predicted seconds of a step."""
+def seconds(question: Question, plan: StepPlan, peaks: Peaks) -> float:
+    """Return the predicted seconds of a step; peaks: of the plan, with its work."""
     micro_batches = question.rows // plan.micro_batch_size
     parts = question.speed.parts(
-        question.shape, plan, trained_share=question.trained_share, micro_batches=micro_batches
+        peaks.work,
+        plan,
+        num_layers=question.shape.num_layers,
+        trained_share=question.trained_share,
+        micro_batches=micro_batches,
     )
     return sum(parts.values()) * micro_batches
 

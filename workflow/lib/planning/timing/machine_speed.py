@@ -1,56 +1,52 @@
 """How fast a machine's GPUs are, by its table or by measurements, and what that rests on."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.timing.gpu_traffic import Fabric, fabric_of, micro_batch_traffic
+from workflow.lib.planning.timing.gpu_traffic import fabric_of
+from workflow.lib.planning.timing.rates import rates_of
 from workflow.lib.planning.timing.step_time import (
-    BY_GPU,
     CPU_BFLOAT16_FLOPS,
     CPU_FLOPS,
+    Clock,
     Parts,
-    constants_of,
     cpu_seconds,
-    gpu_parts,
 )
-from workflow.lib.planning.timing.step_work import micro_batch_work
+from workflow.lib.planning.work import Work
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.gpu_models import BY_NAME, GpuModel
+from workflow.lib.system.gpu_models import BY_NAME
 
 # A GPU that no table knows is ranked as if it were this one; only the order of plans depends on it.
 STAND_IN = "NVIDIA A100-SXM4-80GB"
-FITTED_ON = "NVIDIA H200"
 
 
 @dataclass(frozen=True)
 class Speed:
     """What predicts the seconds of a micro-batch: the kinds of GPUs of a run (none on CPUs)."""
 
-    platforms: tuple[tuple[GpuModel, Fabric], ...]
+    clocks: tuple[Clock, ...]
     basis: str  # what the prediction rests on, for people
     known: bool = True  # otherwise it only ranks plans
     cpu_flops: float = CPU_FLOPS  # FLOP/s of a process on CPUs
 
     def parts(
-        self, shape: ModelShape, setup: StepPlan, *, trained_share: float, micro_batches: int = 1
+        self,
+        work: Work,
+        plan: StepPlan,
+        *,
+        num_layers: int,
+        trained_share: float,
+        micro_batches: int = 1,
     ) -> Parts:
         """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU."""
-        work = micro_batch_work(
-            shape, setup, trained_share=trained_share, micro_batches=micro_batches
-        )
-        if not self.platforms:
-            return {"products": cpu_seconds(work, flops=self.cpu_flops)}
-        by_platform = (
-            gpu_parts(
-                work,
-                gpu,
-                constants=constants_of(gpu),
-                traffic=micro_batch_traffic(shape, setup, fabric),
-            )
-            for gpu, fabric in self.platforms
-        )
-        return max(by_platform, key=lambda parts: sum(parts.values()))
+        if not self.clocks:
+            seconds = cpu_seconds(work, flops=self.cpu_flops, micro_batches=micro_batches)
+            return {"products": seconds}
+        counts: dict[str, Any] = {"num_layers": num_layers, "trained_share": trained_share}
+        counts["micro_batches"] = micro_batches
+        every = (clock.parts(work, plan, **counts) for clock in self.clocks)
+        return max(every, key=lambda parts: sum(parts.values()))
 
 
 def speed_of(machine: Machine, *, compute_bytes: int = 4) -> Speed:
@@ -60,24 +56,16 @@ def speed_of(machine: Machine, *, compute_bytes: int = 4) -> Speed:
         return _cpu_speed(bfloat16=machine.bfloat16, compute_bytes=compute_bytes)
     gpus = [BY_NAME.get(name, BY_NAME[STAND_IN]) for name in names]
     per_node = machine.processes_per_node
-    platforms = tuple((gpu, fabric_of(gpu, gpus_per_node=per_node)) for gpu in gpus)
+    clocks = tuple(
+        Clock(gpu, fabric_of(gpu, gpus_per_node=per_node), rates_of(gpu)) for gpu in gpus
+    )
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:
         basis = f"unknown: no speed is recorded for {', '.join(unknown)}"
-        return Speed(platforms, basis, known=False)
+        return Speed(clocks, basis, known=False)
     network = "; between nodes 400 Gb/s per GPU are assumed" if machine.nodes > 1 else ""
-    return Speed(platforms, _basis(names) + network)
-
-
-def _basis(names: list[str]) -> str:
-    """Return what the shipped constants rest on."""
-    basis = f"roofline with constants fitted to measurements on {FITTED_ON}"
-    others = [name for name in names if name != FITTED_ON]
-    for there, words in ((True, "and compared with steps there"), (False, "not measured there")):
-        scaled = [name for name in others if (name in BY_GPU) == there]
-        if scaled:
-            basis += f", scaled by data sheets to {', '.join(scaled)}, {words}"
-    return basis
+    basis = "recorded work, at rates " + " and ".join(clock.rates.source for clock in clocks)
+    return Speed(clocks, basis + network)
 
 
 def _cpu_speed(*, bfloat16: bool, compute_bytes: int) -> Speed:

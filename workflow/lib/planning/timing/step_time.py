@@ -1,183 +1,173 @@
-"""Seconds of a step from shapes and a table of GPUs: a roofline over the phases of a micro-batch.
+"""Seconds of a step from what a recording of it does (`planning.work`): a roofline.
 
-A GPU's work is matmuls + attention + dequantization + elementwise traffic, each at a fitted share
-of the data sheet. Python's launches, traffic between GPUs and activations to and from the host run
-beside it, and count for what they take longer. Units: FLOP, bytes, seconds."""
+Each kind of operation has its rate (`rates`): matmuls and attention in FLOP/s, or in bytes/s where
+they move much for few; all else in bytes/s. Three things run beside the computation, and count only
+for what they take longer: Python, which launches kernels where no graph does; traffic between GPUs;
+copies to the host and back. On PCIe the last two share the slot.
+Units: FLOP, bytes, seconds."""
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from workflow.lib.artifacts.preflight_record import Estimate
-from workflow.lib.planning.timing.gpu_traffic import NO_TRAFFIC, Traffic
-from workflow.lib.planning.timing.step_work import Work
+from workflow.lib.planning import work as kinds
+from workflow.lib.planning.timing.gpu_traffic import Fabric, ring_seconds
+from workflow.lib.planning.timing.rates import Rates
+from workflow.lib.planning.work import BESIDE, NOTHING, UPDATE, Amount, Work
+from workflow.lib.settings.optimizers import OPTIMIZERS
+from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
 
-
-@dataclass(frozen=True)
-class Constants:
-    """What data sheets do not say. All are above 0."""
-
-    product_share: float  # of the data sheet's FLOP/s in matmuls, and in attention
-    attention_share: float
-    dequantization_share: float  # of the data sheet's memory bandwidth in dequantization
-    elementwise_traffic: float
-    """Bytes moved in elementwise work for each byte that autograd keeps and each pass."""
-    launch_s: float  # of Python for one pass of one layer, and more for a sharded layer
-    sharded_launch_s: float
-    gather_traffic: float
-    """Bytes of memory traffic, and of waiting counted so, for each gathered byte."""
-    host_share: float  # of its PCIe slot's data sheet, in large copies with page-locked memory
-    lookup_bandwidth: float
-    """Bytes/s at which the host brings embedding rows. The GPU waits for them."""
-    pause_s: float
-    """How long the GPU waits from a step's end to the first kernel of the next, where the host
-    reads the step's loss before it launches that. Where Python decides, it is within its time."""
-
-
-# Fitted to timings of 1 and 2 H200; docs/time-model.md says to which, and how
-# well. But `gather_traffic`: these were timings of layers that FSDP2 had gathered whole, which took
-# 10.9. Packed weights are gathered in place since, and six steps of two H100 are within 5% by 4.0
-# (November 2026).
-H200 = Constants(
-    product_share=0.67,
-    attention_share=0.384,
-    dequantization_share=0.485,
-    elementwise_traffic=7.94,
-    launch_s=2.55e-3,
-    sharded_launch_s=2.5e-3,
-    gather_traffic=4.0,
-    host_share=0.643,
-    lookup_bandwidth=18.7e9,
-    pause_s=9.0e-3,
-)
-# Decoding takes an H100 hardly longer than an H200, so more of its slower memory's bandwidth: 15.1
-# ms for 37.4 GB of 12 layers of Qwen3-30B-A3B, where an H200 took 14.4 (profiled, November 2026).
-H100 = replace(H200, dequantization_share=0.74)
-BY_GPU = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
-"""Of GPUs on which steps were measured."""
-# Of the data sheet's memory bandwidth in the loss: on an H100 log-softmax and its gradient moved
-# 1.9 TB/s of 3.35, copies beside them more (profiled, November 2026).
-LOSS_SHARE = 0.65
-# Of the data sheet's memory bandwidth at which matmuls with experts read their weights where each
-# has few rows: 4.2 GB in 2.1 to 2.5 ms (gpt-oss-120b, 128 rows), 2.1 GB in 1.2 (Qwen3-Next, 80), on
-# an H100 (November 2026).
-EXPERT_WEIGHTS_SHARE = 0.55
-# Of the data sheet's memory bandwidth in the matmuls of experts' adapters: 12.2 GB in 9.7 ms in
-# the widths of Qwen3-30B-A3B on an H100 (profiled, November 2026).
-EXPERT_ADAPTER_SHARE = 0.37
-# Of Python's time for a pass of a layer without experts: so much more takes one with them. Fitted
-# to 12 layers of Qwen3-30B-A3B on an H200.
-EXPERT_LAUNCH = 2.0
-# Of Python's time for a pass of a layer: the engine's float8 took 3.2 to 6.0 ms a pass of Llama 3
-# 8B, median 4.2, in seven runs on four hosts (November 2026).
-EIGHT_BIT_LAUNCH = 1.65
-# More of Python's time for a pass of a layer that rounds, or restores, its activations: six of a
-# plain layer at 0.14 ms, and nine times one at 0.09 ms (torch 2.11, 4,096 rows, November 2026).
-ROUNDING_LAUNCH_S = 0.83e-3
-
-# One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
-CPU_FLOPS = 65e9
-# In bfloat16 on a CPU that multiplies it itself: a step took 5.2 s in place of 9.4 in fp32, with
-# the same losses (AVX512-BF16, AMD EPYC, torch 2.13, November 2026). One CPU; what others do
-# without such matmuls, nobody measured.
-CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
-
-
 Parts = dict[str, float]
+_Sums = Mapping[tuple[str, bool], float]
+BACKWARD = "backward"
+TRAFFIC, EXPOSED, LAUNCHED = "traffic", "exposed", "launched"
+COMPUTING = ("products", "attention", "dequantization", "elementwise", "loss", "update")
+ATTENTION = {kinds.ATTENTION, kinds.EQUAL, kinds.BROAD, kinds.FLEX, kinds.WIDE, kinds.MASKED}
 # Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of
 # 8 layers' activations of 70B width there, copied 19 GB/s each (November 2026, a virtual machine of
 # 128 cores). A host's memory differs; nobody measured others.
 HOST_MEMORY_BANDWIDTH = 150e9
+# One process with one thread in fp32: 55 to 76 GFLOP/s, measured.
+CPU_FLOPS = 65e9
+# A step in bfloat16 took 5.2 s in place of 9.4 (one CPU with AVX512-BF16, November 2026).
+CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
+# At which one token's pass reads the weights: SmolLM2-135M took 52 ms in fp32, and 89 ms with NF4
+# layers, which are decoded first (one thread, torch 2.13, November 2026).
+CPU_BANDWIDTH = 10e9
+# Of an operation: the demo's step (30 GFLOP, 1.5 GB, 652 calls) took 0.65 s in each of two
+# processes on two cores, one of a tiny model 0.06 (AMD EPYC, torch 2.13, November 2026).
+CPU_CALL_S = 60e-6
 
 
-def constants_of(gpu: GpuModel) -> Constants:
-    """Return the constants of a GPU; of an unmeasured one an H200's, scaled by data sheets."""
-    return BY_GPU.get(gpu.name, H200)
+@dataclass(frozen=True)
+class Clock:
+    """Makes seconds of a plan's work, on one kind of GPU."""
+
+    gpu: GpuModel
+    fabric: Fabric
+    rates: Rates
+
+    def parts(
+        self,
+        work: Work,
+        plan: StepPlan,
+        *,
+        num_layers: int,
+        trained_share: float,
+        micro_batches: int = 1,
+    ) -> Parts:
+        """Seconds of a micro-batch by what it does or waits for; their sum is the time.
+
+        trained_share: tokens in the loss, 0 to 1; micro_batches: of a step."""
+        sums = defaultdict[tuple[str, bool], float](float)  # by what it is, of backward or not
+        update_launched_s = 0.0
+        for phase, kind, amount in _scaled(work, trained_share, micro_batches):
+            for name, seconds in self._counted(plan, phase, kind, amount):
+                sums[name, phase == BACKWARD] += seconds
+                update_launched_s += seconds * (name == LAUNCHED and phase == UPDATE)
+        parts = {name: max(0.0, sums[name, False] + sums[name, True]) for name in COMPUTING}
+        computing_s = sum(parts.values())
+        ahead = plan.graphed and OPTIMIZERS[plan.optimizer].device_decides
+        pause_s = 0.0 if ahead else self.rates.pause_s / micro_batches
+        launched_s = update_launched_s
+        if not plan.graphed:
+            launched_s = sums[LAUNCHED, False] + sums[LAUNCHED, True]
+        hidden_s = computing_s + pause_s if ahead or not plan.graphed else parts["update"]
+        late = (self._late(sums, plan, num_layers, backward=x) for x in (False, True))
+        of_gpus, of_host = map(sum, zip(*late, strict=True))
+        return parts | {
+            "waiting_for_python": max(0.0, launched_s - hidden_s),
+            "waiting_for_other_gpus": sums[EXPOSED, False] + sums[EXPOSED, True] + of_gpus,
+            "waiting_for_the_host": of_host,
+            "waiting_between_steps": pause_s,
+        }
+
+    def _counted(
+        self, plan: StepPlan, phase: str, kind: str, amount: Amount
+    ) -> Iterator[tuple[str, float]]:
+        """Yield the seconds that a kind of work takes, by what they are."""
+        name, *group = kind.removesuffix(BESIDE).partition("@")[0].split("/")
+        launch_s = self.rates.launch_s
+        if name in (kinds.GATHER, kinds.REDUCE):
+            seconds = self._collective_s(amount, *map(int, group))
+            beside = kind.endswith(BESIDE) and seconds != 0
+            yield (TRAFFIC if beside else EXPOSED), seconds
+            if beside:
+                yield "elementwise", self.rates.collective * amount.bytes / self.rates.memory
+                launch_s = self.rates.collective_launch_s
+        elif name in (kinds.FROM_HOST, kinds.TO_HOST):
+            yield name, amount.bytes / self._host_bandwidth(plan)
+        else:
+            yield _part(phase, name), self.seconds(name, amount)
+        yield LAUNCHED, amount.calls * launch_s
+
+    def seconds(self, name: str, amount: Amount) -> float:
+        """Return the seconds of an amount of a kind: linear in amounts, which may be below 0 as
+        parts of a sum."""
+        rates, gaps_s = self.rates, amount.calls * self.rates.gap_s
+        if name == kinds.DECODE:
+            return amount.bytes / rates.decoding + gaps_s
+        moving_s = amount.bytes / rates.memory
+        if name not in rates.flops:
+            return moving_s + gaps_s
+        return max(amount.flop / rates.flops[name], moving_s, key=abs) + gaps_s
+
+    def _collective_s(self, amount: Amount, processes: int, stride: int) -> float:
+        if processes == 1 or not amount.calls:
+            return 0.0
+        size = amount.bytes / amount.calls
+        seconds = ring_seconds(size, self.fabric, processes=processes, stride=stride)
+        return amount.calls * seconds
+
+    def _host_bandwidth(self, plan: StepPlan) -> float:
+        of_all = HOST_MEMORY_BANDWIDTH / min(plan.processes, self.fabric.gpus_per_node)
+        return min(self.rates.host, of_all)
+
+    def _late(
+        self, sums: _Sums, plan: StepPlan, num_layers: int, *, backward: bool
+    ) -> tuple[float, float]:
+        """Return what traffic of a pass takes longer than compute, and what copies do."""
+        computing_s = sum(sums[name, backward] for name in COMPUTING)
+        out_s, back_s = (sums[name, backward] for name in (kinds.TO_HOST, kinds.FROM_HOST))
+        traffic_s = sums[TRAFFIC, backward]
+        if self.gpu.link in (PCIE_4, PCIE_5) and traffic_s:  # one slot for all of it
+            traffic_s += out_s + back_s
+        late_s = max(0.0, out_s - computing_s, back_s - computing_s)
+        if layers := plan.offload_layers:  # each is brought while the one before it computes
+            each_s = (back_s + traffic_s * layers / num_layers) / layers
+            late_s = max(late_s, layers * max(0.0, each_s - computing_s / num_layers))
+        return max(0.0, traffic_s - computing_s - late_s), late_s
 
 
-def gpu_parts(
-    work: Work, gpu: GpuModel, *, constants: Constants = H200, traffic: Traffic = NO_TRAFFIC
-) -> Parts:
-    """Seconds of a micro-batch on a GPU by what it does or waits for; their sum is the time."""
-    gathered = constants.gather_traffic * traffic.gathered_bytes
-    product_flops_per_s = gpu.flops * constants.product_share
-    parts = {
-        "products": work.product_flops / product_flops_per_s
-        + max(
-            work.expert_flops / product_flops_per_s,
-            work.expert_weight_bytes / (gpu.bandwidth * EXPERT_WEIGHTS_SHARE),
-        )
-        + work.expert_adapter_bytes / (gpu.bandwidth * EXPERT_ADAPTER_SHARE),
-        "attention": work.attention_flops / (gpu.flops * constants.attention_share),
-        "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
-        "elementwise": (
-            constants.elementwise_traffic * work.kept_bytes
-            + work.dropped_bytes
-            + work.rounded_bytes
-        )
-        / gpu.bandwidth,
-        "loss": work.logit_bytes / (gpu.bandwidth * LOSS_SHARE),
-        "update": work.update_bytes / gpu.bandwidth,
-        # copies to and from the host take memory bandwidth too
-        "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
-    }
-    pause_s = work.pauses * constants.pause_s
-    late_s = launch_seconds(work, constants, traffic) - sum(parts.values()) - pause_s
-    parts["waiting_for_python"] = max(0.0, late_s)
-    waiting = _waiting(work, gpu, constants, traffic, compute_s=sum(parts.values()))
-    return parts | waiting | {"waiting_between_steps": pause_s}
+def _part(phase: str, name: str) -> str:
+    """Return what a kind of work counts as, for people."""
+    if name == kinds.DECODE:
+        return "dequantization"
+    if name in ATTENTION:
+        return "attention"
+    if name not in (kinds.MEMORY, kinds.DELTA_RULE, kinds.STATE_SPACE):
+        return "products"
+    return {"loss": "loss", UPDATE: "update"}.get(phase, "elementwise")
 
 
-def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
-    """Seconds of Python launching the kernels of a micro-batch; 0 for graphs."""
-    if work.graphed:
-        return 0.0
-    sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
-    own_s = constants.launch_s * (EIGHT_BIT_LAUNCH if work.eight_bits else 1)
-    experts = 1 + (EXPERT_LAUNCH - 1) * work.expert_share
-    rounding_s = ROUNDING_LAUNCH_S * work.rounding_passes
-    return work.layer_passes * (own_s * experts + sharded_s) + rounding_s
+def _scaled(
+    work: Work, trained_share: float, micro_batches: int
+) -> Iterator[tuple[str, str, Amount]]:
+    """Yield phases and kinds with what they do for a micro-batch."""
+    factors = {"loss": trained_share, UPDATE: 1 / micro_batches}
+    for phase, amounts in work.phases.items():
+        for kind, amount in amounts.items():
+            yield phase, kind, NOTHING.plus(amount, factors.get(phase, 1.0))
 
 
-def _waiting(
-    work: Work, gpu: GpuModel, constants: Constants, traffic: Traffic, *, compute_s: float
-) -> Parts:
-    """What traffic takes longer than compute; activations leave in forward and return after."""
-    of_all = HOST_MEMORY_BANDWIDTH / traffic.gpus_of_host
-    host = min(gpu.host_bandwidth * constants.host_share, of_all)
-    forward_s = work.forward_share * compute_s
-    stash_s, both_hosted_s = (
-        work.stashed_bytes / host,
-        2 * work.hosted_layers * work.hosted_bytes / host,
-    )
-    late_s = max(0.0, traffic.beside_s - compute_s)
-    if gpu.link in (PCIE_4, PCIE_5) and traffic.beside_s:  # one slot for all of it
-        late_s = max(0.0, traffic.beside_s + 2 * stash_s + both_hosted_s - compute_s)
-    alone_s = max(0.0, stash_s - forward_s) + max(0.0, stash_s - (compute_s - forward_s))
-    alone_s += _late_layers(work, traffic, copy_s=work.hosted_bytes / host, compute_s=compute_s)
-    return {
-        "waiting_for_other_gpus": max(0.0, late_s - alone_s) + traffic.exposed_s,
-        "waiting_for_the_host": alone_s + work.looked_up_bytes / constants.lookup_bandwidth,
-    }
-
-
-def _late_layers(work: Work, traffic: Traffic, *, copy_s: float, compute_s: float) -> float:
-    """What layers from the host are late: each is brought while the layer before it computes."""
-    needed_s = copy_s + traffic.gather_s
-    before = (work.forward_share, 1 - work.forward_share)
-    late = (max(0.0, needed_s - share * compute_s / work.layers) for share in before)
-    return work.hosted_layers * sum(late)
-
-
-def gpu_seconds(
-    work: Work, gpu: GpuModel, *, constants: Constants = H200, traffic: Traffic = NO_TRAFFIC
-) -> float:
-    """Seconds of a micro-batch on a GPU."""
-    return sum(gpu_parts(work, gpu, constants=constants, traffic=traffic).values())
-
-
-def cpu_seconds(work: Work, *, flops: float) -> float:
+def cpu_seconds(work: Work, *, flops: float, micro_batches: int = 1) -> float:
     """Seconds of a micro-batch in one CPU process that makes so many FLOP/s."""
-    return (work.product_flops + work.expert_flops + work.attention_flops) / flops
+    total = NOTHING
+    for _, _, amount in _scaled(work, 1.0, micro_batches):
+        total = total.plus(amount)
+    return total.flop / flops + total.bytes / CPU_BANDWIDTH + total.calls * CPU_CALL_S
 
 
 def estimate(

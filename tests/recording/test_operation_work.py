@@ -1,0 +1,84 @@
+"""What a recorded step counts, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.preflight_examples import setup
+from workflow.lib.planning import work as kinds
+
+LAYERS, HIDDEN, WIDE, HEADS, KV_HEADS, VOCAB = 3, 256, 640, 4, 2, 320
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+WEIGHTS = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * WIDE  # of a layer
+DOWN = HIDDEN * WIDE
+OUT_AND_IN = 2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + HIDDEN // 2) + 3 * (HIDDEN + WIDE)
+PLAN = setup(processes=1, seq_len=128, rank=8, fused_layers=True, activation_checkpointing=False)
+TOKENS = 128
+
+
+def counted(process, plan=PLAN):
+    return process.record(CONFIG, plan, checked=False).work
+
+
+def total(work, phase, kind, field="flop"):
+    return sum(
+        getattr(amount, field)
+        for name, amount in work.phases[phase].items()
+        if name.partition("@")[0] == kind
+    )
+
+
+def test_forward_multiplies_each_frozen_weight_with_each_token_once(process):
+    """A kernel that moves more than it multiplies adds some adapters' results."""
+    found = total(counted(process), "forward", kinds.MATMUL) / (2 * TOKENS * LAYERS)
+    assert WEIGHTS < found <= WEIGHTS + 8 * OUT_AND_IN
+
+
+def test_backward_multiplies_adapters_twice_as_often_as_frozen_weights(process):
+    found = total(counted(process), "backward", kinds.MATMUL)
+    adapters = 2 * TOKENS * LAYERS * 2 * 8 * OUT_AND_IN
+    first = 2 * TOKENS * (2 * HIDDEN * HIDDEN // 2 + HIDDEN * HIDDEN)  # no gradient of embeddings
+    assert found == pytest.approx(2 * TOKENS * LAYERS * WEIGHTS + adapters, abs=1.5 * first)
+
+
+def test_recomputation_adds_a_forward_without_the_last_matmul(process):
+    kept, again = (
+        total(counted(process, replace(PLAN, activation_checkpointing=x)), "backward", kinds.MATMUL)
+        for x in (False, True)
+    )
+    assert again - kept >= 2 * TOKENS * LAYERS * (WEIGHTS - DOWN)
+    assert again - kept <= 2 * TOKENS * LAYERS * (WEIGHTS + 8 * OUT_AND_IN)
+
+
+def test_attention_counts_whole_blocks_of_keys_and_backward_as_much_again_and_half(process):
+    work = counted(process)
+    forward = 2 * 2 * TOKENS * HIDDEN * (TOKENS + 128) / 2 * LAYERS
+    assert total(work, "forward", kinds.EQUAL) == forward
+    assert total(work, "backward", kinds.EQUAL) == 2.5 * forward
+
+
+def test_decoding_reads_half_a_byte_and_writes_two_for_each_weight(process):
+    moved = total(counted(process), "forward", kinds.DECODE, "bytes")
+    assert moved == pytest.approx(2.5 * LAYERS * WEIGHTS)
+
+
+def test_work_of_two_processes_has_their_collectives(process):
+    work = counted(process, replace(PLAN, processes=2))
+    gathered = f"{kinds.GATHER}/2/1{kinds.BESIDE}"
+    assert work.phases["forward"][gathered].bytes > LAYERS * WEIGHTS / 2 * 0.5
+    assert any(name.startswith(kinds.REDUCE) for name in work.phases["backward"])
+
+
+def test_update_moves_what_the_optimizer_keeps(process):
+    trained = LAYERS * 8 * OUT_AND_IN
+    assert total(counted(process), kinds.UPDATE, kinds.MEMORY, "bytes") >= 16 * trained
