@@ -52,6 +52,12 @@ def test_keys_of_a_dataset_that_are_left_out_are_told_of():
     assert any("datasets.type" in keys for keys in by_reason(draft, "changed").values())
 
 
+def test_a_file_without_data_is_told_where_to_put_them():
+    draft = imported(QLORA | {"datasets": None})
+    assert run_of(draft).data.train == "data/train.jsonl"
+    assert any("names no dataset" in why for why in by_reason(draft, "by default"))
+
+
 def test_dataset_info_of_llama_factory_gives_files_and_columns(tmp_path):
     info = {"mine": {"file_name": "m.json", "columns": {"prompt": "ask", "response": "say"}}}
     (tmp_path / "data").mkdir()

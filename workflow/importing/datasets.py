@@ -70,7 +70,7 @@ def _axolotl(draft: Draft) -> None:
     ):
         if sources := [_axolotl_source(draft, entry) for entry in _entries(draft, key)]:
             _put(draft, setting, sources, key)
-    if "train" not in draft.document["data"]:
+    if "train" not in draft.document.get("data", {}):
         _put(draft, "train", [], "datasets")
 
 
