@@ -127,7 +127,7 @@ def longest(asked: Asked) -> Forecast | None:
 
     place = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
     if asked.estimate:
-        return at(place, by_lines) if place >= 0 else None
+        return at(place, asked.with_fewest_rows()) if place >= 0 else None
     fits, fails = -1, len(lengths)  # the last place that is known to, and the first
     place, stride = max(place, 0), max(1, place // 100)
     while fails - fits > max(1, fits // 100):
@@ -138,7 +138,10 @@ def longest(asked: Asked) -> Forecast | None:
         below, above = max(0, fails - stride), min(len(lengths) - 1, fits + stride)
         place = below if fits < 0 else above if fails == len(lengths) else (fits + fails) // 2
         stride *= 2
-    return found
+    if found is None:
+        return None
+    # Time is no line in the length.
+    return at(fits, asked.with_fewest_rows()) or found
 
 
 @dataclass(frozen=True)
