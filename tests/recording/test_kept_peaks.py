@@ -12,7 +12,7 @@ from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.what_if import settings_of
-from workflow.lib.recording.kept_peaks import keep_peaks, known_peaks, shipped_key
+from workflow.lib.recording.kept_peaks import keep_peaks, known_peaks, shipped_key, stored
 from workflow.lib.recording.kept_tapes import folder
 from workflow.lib.recording.recording_process import PlanRecorder
 from workflow.lib.system.gpu_models import BY_NAME
@@ -66,4 +66,5 @@ def test_shipped_peaks_are_what_the_engine_asks_for_today(process):
     asked = PlanRecorder(process, config, shape).asked(plan)
     shipped = known_peaks(config, asked, checked=True)
     assert shipped is not None
-    assert process.peaks(config, [asked]) == [shipped]
+    (recorded,) = process.peaks(config, [asked])
+    assert stored(recorded) == stored(shipped)
