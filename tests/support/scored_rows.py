@@ -15,6 +15,45 @@ SEQ_LEN = 29
 ROWS = ((7, 9), (5, 6, 8, 9), (12, 17), (4, 5, 6, 7), (13, 3), (8, 8, 6, 7))
 
 
+# Tokens of prompt, first and second answer of examples; what is left of a row is padding.
+PROMPTED = (
+    ((9, 7, 5), (1, 4, 6)),
+    ((13, 8, 11),),
+    ((6, 1, 2), (2, 9, 8), (0, 2, 3)),
+    ((20, 3, 2),),
+)
+PROMPTED_LEN = 53
+
+
+def prompted_rows(examples: str) -> TokenStore:
+    """Return rows of examples whose two documents have the same prompt, and answers that begin
+    alike. All tokens of answers are trained, with scores."""
+    draw = np.random.default_rng(3)
+    shape = (len(PROMPTED), PROMPTED_LEN)
+    ids, mask = np.zeros(shape, dtype=np.uint32), np.zeros(shape, dtype=np.bool_)
+    positions, desirable = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.bool_)
+    for row, of_row in enumerate(PROMPTED):
+        start = 0
+        for number, (prompt, *answers) in enumerate(of_row):
+            shared = draw.integers(3, 97, prompt)  # of all tiny models
+            for length in answers:
+                document = np.concatenate([shared, [7], draw.integers(3, 97, length)])
+                span = slice(start, start + len(document))
+                ids[row, span], positions[row, span] = document, np.arange(len(document))
+                mask[row, start + max(1, prompt) : span.stop] = True
+                desirable[row, span] = number % 2 == 0
+                start = span.stop
+        positions[row, start:] = np.arange(PROMPTED_LEN - start)
+    arrays = {"input_ids": ids, "loss_mask": mask, "position_ids": positions}
+    heldout = {"input_ids": ids[0], "loss_mask": mask[0], "offsets": np.array([0, PROMPTED_LEN])}
+    if examples == "rated":
+        arrays["desirable"], heldout["desirable"] = desirable, desirable[0]
+    named = {f"train.{name}.npy": array for name, array in arrays.items()}
+    named |= {f"heldout.{name}.npy": array for name, array in heldout.items()}
+    store = TokenStore(manifest={"examples": examples}, arrays=named)
+    return store.with_scores(DrawnScores(mask, top_k=0))  # type: ignore[arg-type]
+
+
 class DrawnScores:
     """Scores of every trained token, drawn once."""
 

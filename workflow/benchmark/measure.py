@@ -177,11 +177,11 @@ class _ScoresOfStart:
     def of(cls, training: CausalLMForTraining, store: TokenStore, world: World) -> Self:
         """Score every row on every process. Collective."""
         by_row = []
+        training.eval()
         with forward_only(training):
             for number in range(store.num_rows):
                 batch = stored_batch(store, np.array([number])).to(world.device)
-                hidden = training.hidden_states(batch.input_ids, batch.position_ids)
-                states = hidden.index_select(0, batch.positions)
+                states = training.trained_states(batch)
                 by_row.append(training.head_loss.log_probs(states, batch.targets).cpu().numpy())
         return cls(by_row)
 

@@ -86,7 +86,8 @@ def shard_(
         fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
     )
     # FSDP gathers for `forward` alone unless told.
-    for method in ("logits", "family_logits", "hidden_states", "family_hidden_states"):
+    methods = ("logits", "family_logits", "hidden_states", "family_hidden_states", "trained_states")
+    for method in methods:
         register_fsdp_forward_method(training, method)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import Documents
 
 
@@ -27,6 +28,7 @@ class MicroBatch:
     the first of the two of an example. desirable: (examples,) bool. reference: (trained tokens,)
     fp32, log p of each by the reference. teacher_ids: (trained tokens, k), the teacher's likeliest
     tokens. teacher_log_probs: (trained tokens, k + 1) fp32, of these and of all others together.
+    shared: keys of documents that go on in the prompt of the one before, from a position above 0.
     step_sizes, estimate: of the whole step, fp32 (`Objective`)."""
 
     input_ids: torch.Tensor
@@ -45,6 +47,7 @@ class MicroBatch:
     teacher_ids: torch.Tensor | None = None
     teacher_log_probs: torch.Tensor | None = None
     step_sizes: torch.Tensor | None = None
+    shared: SharedPrompts | None = None
     estimate: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -60,7 +63,7 @@ class MicroBatch:
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
                 return change(value[0]), value[1]
-            if isinstance(value, Documents):
+            if isinstance(value, Documents | SharedPrompts):
                 return value.each(change)
             return None if value is None else change(value)
 

@@ -15,13 +15,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.kernels.attention.flex import flex_arguments
+from workflow.lib.kernels.attention.flex_masks import MaskKind
 from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_mask
+from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.adapter_state import AdapterState
-from workflow.lib.model.layers.rotary_by_document import rotate_by_document_
-from workflow.lib.system.compute_choice import FLEX
+from workflow.lib.model.layers.rotary_by_document import RotaryByDocument, rotate_by_document_
+from workflow.lib.system.compute_choice import FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.system.errors import UserError
+
+SHARING = (VARLEN, "sdpa", "eager")  # attention by which documents can share a prompt
 
 # The bounds of documents for attention, which sees the rows as they are packed.
 OF_PACKED_ROWS = {*flash_arguments(torch.empty(0), 0), *flex_arguments(torch.zeros(1, 1))}
@@ -121,14 +126,59 @@ class PreparedDecoder:
         *,
         bounds: tuple[torch.Tensor, int] | None = None,
         documents: Documents | None = None,
+        shared: SharedPrompts | None = None,
     ) -> dict[str, Any]:
         """Return what decoder or causal LM is called with next, for ids and positions (rows,
-        seq_len) int64, 0 at documents' starts; recurrent layers are told. bounds, documents: as in
-        `MicroBatch`; None: found, for which the host waits."""
+        seq_len) int64, 0 at documents' starts; recurrent layers are told. bounds, documents,
+        shared: as in `MicroBatch`; None: found, for which the host waits."""
         if self._recurrent:
             tell_documents_(self._recurrent, documents or documents_in(position_ids))
         inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
+        if shared is not None:
+            inputs |= self._of_shared(shared, position_ids)
         return inputs | {"position_ids": self._by_axis(inputs["position_ids"])}
+
+    def sharing_obstacle(self) -> str | None:
+        """Return why documents cannot share a prompt here, in words; None if they can."""
+        needs = attention_needs(self._causal_lm.get_decoder().config.to_dict())
+        obstacles = {
+            f"attention is {self.attention}": self.attention not in SHARING,
+            "attention heads are wide": self.attention == VARLEN and needs.head_dim > WIDEST_HEAD,
+            "the family makes its masks itself": needs.masks_of_rows or needs.eager_alone,
+            "recurrent layers take documents one by one": bool(self._recurrent),
+            "rotary frequencies depend on the lengths of documents": any(
+                isinstance(module, RotaryByDocument) for module in self._causal_lm.modules()
+            ),
+        }
+        return next((words for words, holds in obstacles.items() if holds), None)
+
+    def _of_shared(self, shared: SharedPrompts, position_ids: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments that say which keys are shared: gathered ones, or masks by kind of
+        layer."""
+        if self.attention == VARLEN:
+            return {"shared_prompts": shared}
+        config: Any = self._causal_lm.get_decoder().config
+        window = getattr(config, "sliding_window", None)
+        kinds = {
+            "full_attention": MaskKind(),
+            "sliding_attention": MaskKind(window=window),
+            "chunked_attention": MaskKind(chunk=getattr(config, "attention_chunk_size", None)),
+        }
+        own = set(getattr(config, "layer_types", None) or ())
+        masks = {
+            name: self._mask(prompt_mask(position_ids, kind))
+            for name, kind in kinds.items()
+            if name in (own or {"full_attention" if window is None else "sliding_attention"})
+        }
+        return {"attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
+
+    def _mask(self, seen: torch.Tensor) -> torch.Tensor:
+        """Return a mask in the form that the attention takes."""
+        if self.attention == "sdpa":
+            return seen
+        dtype = self._causal_lm.dtype
+        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+        return torch.where(seen, hidden.new_zeros(()), hidden)
 
     def _by_axis(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return positions (rows, seq_len) for several rotary axes (M-RoPE, arXiv 2409.12191): (1 +

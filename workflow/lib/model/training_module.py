@@ -83,6 +83,8 @@ class CausalLMForTraining(nn.Module):
         """In float16: what the loss is multiplied by for backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Embedding rows (n, hidden) of ids (n,), where its table is not whole and frozen."""
+        self.shares_prompts = False
+        """Whether the two documents of an example share their prompt in training steps."""
         self._known_rows: torch.Tensor | None = None
         """Those of the micro-batch that is computed, where they are known."""
         self.router_balance: RouterBalance | None = None
@@ -96,6 +98,14 @@ class CausalLMForTraining(nn.Module):
     def recurrent_layers(self) -> int:
         """How many there are, which take packed documents one by one."""
         return self._prepared.recurrent_layers
+
+    def share_prompts_(self) -> str | None:
+        """Have examples of two documents share their prompt; return why they cannot, in words."""
+        obstacle = self._prepared.sharing_obstacle()
+        if self.router_balance is not None:
+            obstacle = "the balance of routers is that of whole rows"
+        self.shares_prompts = obstacle is None
+        return obstacle
 
     def multiply_in_(self, dtype: str, passes: str) -> None:
         """Have `train.matmul_dtype` hold in `train.matmul_passes`; raises `UserError` for a linear
@@ -136,12 +146,19 @@ class CausalLMForTraining(nn.Module):
         if balance is not None:
             counting = balance.counting(batch.lengths, batch.input_ids.numel())
         with counting:
-            hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
-        states = hidden.index_select(0, batch.positions)
+            states = self._trained_states(batch)
         loss, figures = self.objective.loss(self.head_loss, states, batch)
         if balance is not None:
             loss = balance.joined(loss)
         return loss if figures is None else torch.cat([loss[None], figures])
+
+    def trained_states(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the states (trained tokens, hidden) that predict them."""
+        return self._trained_states(batch)
+
+    def _trained_states(self, batch: MicroBatch) -> torch.Tensor:
+        hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
+        return hidden.index_select(0, batch.positions)
 
     def after_backward(self) -> None:
         if self.activation_offload is not None:
@@ -169,6 +186,7 @@ class CausalLMForTraining(nn.Module):
             position_ids,
             bounds=None if batch is None else batch.bounds,
             documents=None if batch is None else batch.documents,
+            shared=None if batch is None else batch.shared,
         )
         with self._embedding(None if batch is None else batch.embedded), self._saving():
             hidden: torch.Tensor = decoder(**inputs).last_hidden_state

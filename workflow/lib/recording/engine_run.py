@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.documents import documents_of
@@ -181,6 +182,8 @@ class _Run:
         )
         recompute_without_draws_(model)
         self.training.balance_routers_(1.0 if plan.balances_routers else 0.0)
+        if plan.shares_prompts:
+            self.training.share_prompts_()
         self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
@@ -308,6 +311,8 @@ class _Run:
         firsts = torch.arange(0, len(batch.bounds[0]) - 2, 2)
         if needs.examples != "texts":
             batch = replace(batch, firsts=firsts, step_sizes=torch.ones(3))
+        if self.training.shares_prompts:
+            batch = replace(batch, shared=_shared(batch))
         if needs.examples == "rated":
             batch = replace(batch, desirable=torch.zeros(len(firsts), dtype=torch.bool))
         if plan.top_k:
@@ -333,6 +338,14 @@ class _Run:
         """Rows (n, hidden) of ids (n,), as they come from host memory."""
         width: int = self._embedding.embedding_dim
         return torch.empty(len(ids), width, dtype=self._dtype, device=ids.device)
+
+
+def _shared(batch: MicroBatch) -> SharedPrompts:
+    """Return keys for as many tokens as rows can have, half of them prompts: at least what any
+    micro-batch asks for."""
+    places = torch.arange(batch.input_ids.numel())
+    prompt = places[::2]
+    return SharedPrompts(places, places, prompt, prompt, *batch.bounds)
 
 
 def _bounds(lengths: Sequence[int]) -> torch.Tensor:

@@ -52,6 +52,8 @@ class PreferencesConfig(Section):
     """kto: weight of desirable answers in the loss."""
     undesirable_weight: float = Field(1.0, ge=0.0, le=1000.0)
     """kto: weight of undesirable answers."""
+    shared_prompt: bool = True
+    """Both answers share one computation of their prompt in training, where the attention can."""
     sft_weight: float = Field(0.0, ge=0.0, le=1000.0)
     """dpo, ipo, simpo: weight of the supervised loss of chosen answers, per trained token, beside
     that of pairs."""
@@ -110,7 +112,7 @@ class Needs(NamedTuple):
 
 
 def _preferences(*keys: str) -> tuple[str, ...]:
-    return tuple(f"preferences.{key}" for key in keys)
+    return tuple(f"preferences.{key}" for key in (*keys, "shared_prompt"))
 
 
 NEEDS: Mapping[ObjectiveName, Needs] = {

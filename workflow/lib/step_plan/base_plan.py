@@ -40,6 +40,8 @@ class BasePlan:
     """Of matmuls with frozen weights in training steps: `compute_dtype` or `float8`."""
     matmul_passes: str = "both"  # the passes in which it holds: `forward`, `backward` or `both`
     objective: ObjectiveName = SUPERVISED  # `train.objective`
+    shares_prompts: bool = False
+    """The two documents of an example share their prompt, where the model's attention can."""
     top_k: int = 0  # tokens of a teacher's scores at each position; 0 without a teacher
     optimizer: str = "adamw"  # `train.optimizer`
     rank: int  # of the adapters, where `ranks` says nothing else

@@ -6,6 +6,7 @@ does not wait for it."""
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.kernels.attention.packed import document_bounds
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_tokens
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.scores.store import Scores
@@ -39,17 +41,30 @@ def text_lengths(
     return lengths
 
 
-class RowCosts:
-    def __init__(self, store: TokenStore) -> None:
-        self._store = store
-        self._known = np.full(store.num_rows, -1, dtype=np.int64)
+def shared_lengths(store: TokenStore, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the tokens of each row once its examples share their prompts, without padding."""
+    arrays = (store.input_ids[rows], store.position_ids[rows], store.loss_mask[rows])
+    lengths: npt.NDArray[np.int64] = kept_tokens(*arrays).sum(axis=1)
+    return lengths
+
+
+class RowNumbers:
+    """A number of each row, above -1, found once."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        find: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+    ) -> None:
+        self._find = find
+        self._known = np.full(num_rows, -1, dtype=np.int64)
 
     def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         new = rows[self._known[rows] < 0]
         if len(new):
-            self._known[new] = attention_costs(self._store.position_ids[new])
-        costs: npt.NDArray[np.int64] = self._known[rows]
-        return costs
+            self._known[new] = self._find(new)
+        numbers: npt.NDArray[np.int64] = self._known[rows]
+        return numbers
 
 
 def process_rows(
@@ -70,6 +85,8 @@ class RowGroup(NamedTuple):
     keys: list[int]  # as many, of `adapter_dropout.row_keys`
     step_sizes: tuple[float, ...] = (1.0,)
     """Of `Objective.step_sizes`; micro-batches have them where there are several."""
+    row_tokens: int | None = None
+    """Examples share their prompts, in rows of so many tokens; None: they do not."""
 
 
 def micro_batches(
@@ -88,7 +105,8 @@ def micro_batches(
 
     def load(group: RowGroup) -> MicroBatch:
         keys = torch.tensor(group.keys, dtype=torch.int64)
-        batch = replace(stored_batch(store, group.indices), row_keys=keys)
+        batch = stored_batch(store, group.indices, row_tokens=group.row_tokens)
+        batch = replace(batch, row_keys=keys)
         if len(group.step_sizes) > 1:
             batch = replace(batch, step_sizes=torch.tensor(group.step_sizes))
         if look_up is not None:
@@ -111,19 +129,50 @@ def micro_batches(
             yield placed(ahead.result())
 
 
-def stored_batch(store: TokenStore, rows: npt.NDArray[np.int64]) -> MicroBatch:
-    """Return the micro-batch of some training rows in host memory, with the store's scores."""
+def stored_batch(
+    store: TokenStore, rows: npt.NDArray[np.int64], *, row_tokens: int | None = None
+) -> MicroBatch:
+    """Return the micro-batch of some training rows in host memory, with the store's scores;
+    row_tokens: as in `RowGroup`."""
+    arrays = (store.input_ids, store.position_ids, store.loss_mask)
+    ids, positions, mask = (np.asarray(array[rows]) for array in arrays)
+    weights = None if store.weights is None else np.asarray(store.weights[rows])
+    desirable = None if store.desirable is None else np.asarray(store.desirable[rows])
+    if row_tokens is not None:
+        kept = kept_tokens(ids, positions, mask)
+        filled = partial(_filled, kept=kept, row_tokens=row_tokens)
+        positions = filled(positions, padding=np.arange(row_tokens))
+        ids, mask = filled(ids), filled(mask)
+        desirable = None if desirable is None else filled(desirable)
     batch = make_batch(
-        np.asarray(store.input_ids[rows]).astype(np.int64),
-        np.asarray(store.position_ids[rows]).astype(np.int64),
-        np.asarray(store.loss_mask[rows]),
-        weights=None if store.weights is None else np.asarray(store.weights[rows]),
+        ids.astype(np.int64),
+        positions.astype(np.int64),
+        mask,
+        weights=weights,
         device=torch.device("cpu"),
     )
+    if row_tokens is not None:
+        batch = replace(batch, shared=SharedPrompts.of(batch.position_ids.numpy()))
     if store.examples != "texts":
-        desirable = None if store.desirable is None else np.asarray(store.desirable[rows])
         batch = with_examples(batch, desirable)
     return batch if store.scores is None else with_scores(batch, [store.scores.of_rows(rows)])
+
+
+def _filled(
+    array: npt.NDArray[Any],
+    *,
+    kept: npt.NDArray[np.bool_],
+    row_tokens: int,
+    padding: npt.NDArray[Any] | None = None,
+) -> npt.NDArray[Any]:
+    """Return what is kept of rows (rows, seq_len) as rows (rows, row_tokens), each with the first
+    values of `padding` behind it, by default zeros."""
+    rows = np.zeros((len(array), row_tokens), dtype=array.dtype)
+    for row, values, left in zip(rows, array, kept, strict=True):
+        count = int(left.sum())
+        row[:count] = values[left]
+        row[count:] = 0 if padding is None else padding[: row_tokens - count]
+    return rows
 
 
 def with_examples(batch: MicroBatch, desirable: npt.NDArray[np.bool_] | None = None) -> MicroBatch:

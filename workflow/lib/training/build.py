@@ -146,6 +146,8 @@ def build_training_model(
     training, fused = adapt_(model, config.lora, plan, choice)
     training.objective = objective_of(config.train.objective, config.preferences, config.distill)
     training.balance_routers_(config.train.router_aux_loss_coef)
+    if plan.shares_prompts and (obstacle := training.share_prompts_()):
+        logger.info("every document has its own prompt: %s", obstacle)
     laid_out = lay_out_(training, plan, world, choice)
     packed = laid_out.packed_layers
     materialize_(training, transformers_model=model, device=world.device)

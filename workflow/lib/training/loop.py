@@ -41,10 +41,12 @@ from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import short_hash
 from workflow.lib.training.batches import (
-    RowCosts,
     RowGroup,
+    RowNumbers,
+    attention_costs,
     micro_batches,
     process_rows,
+    shared_lengths,
     text_lengths,
 )
 from workflow.lib.training.expert_load import note_finished_steps_
@@ -54,6 +56,8 @@ from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 logger = logging.getLogger("workflow")
+
+SHARED_MULTIPLE = 64  # of tokens in rows that share prompts, so that few shapes occur
 
 
 def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimizer:
@@ -202,8 +206,13 @@ class Trainer:
         return self.waited(batches)
 
     @cached_property
-    def _row_costs(self) -> RowCosts:
-        return RowCosts(self.store)
+    def _row_costs(self) -> RowNumbers:
+        places = self.store.position_ids
+        return RowNumbers(self.store.num_rows, lambda rows: attention_costs(places[rows]))
+
+    @cached_property
+    def _shared_lengths(self) -> RowNumbers:
+        return RowNumbers(self.store.num_rows, partial(shared_lengths, self.store))
 
     def _rows_of(self, step: int) -> StepRows:
         indices = step_rows(
@@ -213,16 +222,32 @@ class Trainer:
             step=step,
         )
         costs = self._row_costs.of(indices)
-        own_indices = process_rows(indices, costs, rank=self.world.rank, size=self.world.size)
-        size = self.micro_batch_size
-        parts = [own_indices[start : start + size] for start in range(0, len(own_indices), size)]
+        processes, size = self.world.size, self.micro_batch_size
+        by_process = np.stack(
+            [process_rows(indices, costs, rank=rank, size=processes) for rank in range(processes)]
+        )
+        own_indices = by_process[self.world.rank]
         sizes = self.training.objective.step_sizes(self.store, indices)
         groups = [
-            RowGroup(part, row_keys(self.settings.seed, step=step, rows=part), sizes)
-            for part in parts
+            RowGroup(
+                part := own_indices[start : start + size],
+                row_keys(self.settings.seed, step=step, rows=part),
+                sizes,
+                self._row_tokens(by_process[:, start : start + size]),
+            )
+            for start in range(0, len(own_indices), size)
         ]
         trained_tokens = int(self.store.trained_tokens_per_row[indices].sum())
         return StepRows(step, indices, groups, trained_tokens, sizes)
+
+    def _row_tokens(self, rows: npt.NDArray[np.int64]) -> int | None:
+        """Return the tokens of the longest of all processes' rows once prompts are shared: they
+        exchange equally many."""
+        if not self.training.shares_prompts:
+            return None
+        longest = int(self._shared_lengths.of(rows.flatten()).max())
+        seq_len: int = self.store.seq_len
+        return min(-(-longest // SHARED_MULTIPLE) * SHARED_MULTIPLE, seq_len)
 
     def _start(self, step: int, batches: Iterator[MicroBatch]) -> StepInProgress:
         """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""

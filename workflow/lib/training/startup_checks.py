@@ -30,7 +30,7 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.batches import stored_batch
+from workflow.lib.training.batches import shared_lengths, stored_batch
 from workflow.lib.training.build import TrainingModel
 
 PACKED_TOKENS = 256  # compared with the family's own attention
@@ -89,6 +89,7 @@ def startup_checks(
         _check_share(model, world),
         _check_rows(store),
         *check_recomputation(model.training, store, world),  # of the right weights
+        *check_shared_prompts(model.training, store, world),
     ]
 
 
@@ -271,6 +272,39 @@ def check_recomputation(
             name="recomputed layers have the gradients of those that are not recomputed",
             passed=True,
             detail=f"difference {difference:.2g} of their size over {ids.shape[1]} tokens",
+        )
+    ]
+
+
+def check_shared_prompts(
+    training: CausalLMForTraining, store: TokenStore, world: World
+) -> list[Check]:
+    """Compare the states that predict the first row's answers with those of documents that have
+    their own prompt; return a check, or none where nothing is shared. Raises `UserError` if they
+    differ: by the median of tokens, since rounding sends a few of them to other experts.
+    Collective."""
+    row = np.arange(1)
+    if not training.shares_prompts:
+        return []
+    rows = (None, int(shared_lengths(store, row)[0]))
+    batches = [stored_batch(store, row, row_tokens=n).to(world.device) for n in rows]
+    training.adapters.row_keys = None
+    with forward_only(training):
+        whole, shared = (training.trained_states(batch).float() for batch in batches)
+    by_token = (shared - whole).norm(dim=1) / whole.norm(dim=1)
+    difference = float(by_token.median())
+    if not difference <= GROWN_TOLERANCE:
+        raise UserError(
+            f"answers that share their prompt have other hidden states than with a prompt of their "
+            f"own: they differ by {difference:.2g} of their size, so another model would be "
+            "trained. Set preferences.shared_prompt to false."
+        )
+    return [
+        Check(
+            name="answers that share their prompt have the hidden states of whole documents",
+            passed=True,
+            detail=f"difference {difference:.2g} of their size over {len(by_token)} tokens; "
+            f"{batches[1].input_ids.shape[1]} of {batches[0].input_ids.shape[1]} tokens are left",
         )
     ]
 

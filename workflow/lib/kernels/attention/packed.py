@@ -20,6 +20,7 @@ from workflow.lib.kernels.attention.arguments import (
     refuse_others,
     refuse_without_documents,
 )
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
 from workflow.lib.kernels.exact_activations import keep_exact
 from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
@@ -34,10 +35,9 @@ GROUPED_HEADS: dict[str, Any] = (
 
 def document_bounds(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return `cu_seq_lens` (documents + 1,) int32 and the longest document's tokens. position_ids:
-    (rows, seq_len); a 0 starts a document, and every row starts with one."""
-    flat = position_ids.flatten()
-    starts = (flat == 0).nonzero().flatten()
-    bounds = torch.cat([starts, starts.new_tensor([flat.numel()])])
+    (rows, seq_len), one more from token to token of a document; every row starts with one."""
+    starts = document_starts(position_ids).flatten().nonzero().flatten()
+    bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
     return bounds.to(torch.int32), int(bounds.diff().max())
 
 
@@ -60,6 +60,7 @@ def varlen_attention(
     *,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    shared_prompts: SharedPrompts | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -77,16 +78,20 @@ def varlen_attention(
     refuse_others(module, others, implementation=VARLEN, instead=FLEX)
     if cu_seq_lens_q is None or max_length_q is None:
         refuse_without_documents(module, implementation=VARLEN)
-    keep_exact(query, key)
     # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    bounds, longest = cu_seq_lens_q, max_length_q  # of keys
+    if shared_prompts is not None:
+        k, v = shared_prompts.gathered(k), shared_prompts.gathered(v)
+        bounds, longest = shared_prompts.bounds, shared_prompts.longest
+    keep_exact(q, k)
     if query.shape[-1] > WIDEST_HEAD:
         given = (q, k, v, cu_seq_lens_q)
         wide = wide_attention(*given, scale=scaling, window=sliding_window, longest=max_length_q)
         return wide[None], None
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
     output: Any = None
-    if alike and sliding_window is None:
+    if alike and sliding_window is None and shared_prompts is None:
         output = _equal_lengths_attention(q, k, v, length=max_length_q, scaling=scaling)
     if output is None:
         output = varlen_attn(
@@ -94,9 +99,9 @@ def varlen_attention(
             k,
             v,
             cu_seq_lens_q,
-            cu_seq_lens_q,
+            bounds,
             max_length_q,
-            max_length_q,
+            longest,
             scale=scaling,
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
             **GROUPED_HEADS,

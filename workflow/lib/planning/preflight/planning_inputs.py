@@ -15,6 +15,7 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
 from workflow.lib.settings.config import ModelConfig, RunConfig
+from workflow.lib.settings.objectives import NEEDS
 from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.memory_options import TABLE
 from workflow.lib.step_plan.plan import StepPlan
@@ -198,6 +199,8 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         matmul_dtype=matmul_dtype(run, machine),
         matmul_passes=run.train.matmul_passes,
         objective=run.train.objective,
+        shares_prompts=run.preferences.shared_prompt
+        and NEEDS[run.train.objective].examples != "texts",
         top_k=run.distill.top_k if run.train.objective == "distill" else 0,
         optimizer=run.train.optimizer,
         rank=run.lora.r,

@@ -1,0 +1,64 @@
+"""Which tokens are left of pairs, and the keys that their queries see."""
+
+import numpy as np
+import pytest
+import torch
+
+from workflow.lib.kernels.attention.flex_masks import MaskKind
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_tokens, prompt_mask
+
+# A pair whose prompt has 2 tokens, two documents that share nothing, a prompt of 5, padding.
+POSITIONS = np.array([[0, 1, 2, 3, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 0, 1]])
+SIZES = {"queries": [4, 2, 3, 6, 4, 2], "keys": [4, 3, 3, 6, 8, 2]}
+
+
+def test_prompt_before_the_first_trained_token_is_left_once():
+    ids = np.array([[5, 6, 7, 8, 5, 6, 7, 9, 9, 0, 0]])
+    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]])
+    trained = positions >= 2
+    trained[0, 9:] = False
+    # two tokens of the prompt are common; the third is trained in both
+    assert kept_tokens(ids, positions, trained).tolist() == [
+        [True, True, True, True, False, True, True, True, True, False, False]
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gathered_keys_are_those_that_the_mask_shows(window):
+    shared = SharedPrompts.of(POSITIONS)
+    assert shared is not None
+    assert shared.bounds.diff().tolist() == SIZES["keys"]
+    assert shared.longest == max(SIZES["keys"])
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(POSITIONS.size, 2, 3, generator=draw, dtype=torch.float64).requires_grad_()
+        for _ in range(3)
+    )
+    mask = prompt_mask(torch.from_numpy(POSITIONS), MaskKind(window=window))[0, 0]
+    gathered = (q, shared.gathered(k), shared.gathered(v))
+    parts = zip(
+        *[x.split(SIZES[of]) for x, of in zip(gathered, ("queries", "keys", "keys"), strict=True)],
+        strict=True,
+    )
+    found = torch.cat([attended(*part, aligned_at_ends(part, window)) for part in parts])
+    expected = attended(q, k, v, mask)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    slope = torch.randn(found.shape, generator=draw, dtype=torch.float64)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (q, k, v), slope),
+        torch.autograd.grad(expected, (q, k, v), slope),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def aligned_at_ends(part, window):
+    """Return what FlashAttention lets queries of one document see."""
+    queries, keys = len(part[0]), len(part[1])
+    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    return (distance >= 0) & (distance < (window or keys))
+
+
+def attended(q, k, v, mask):
+    scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)

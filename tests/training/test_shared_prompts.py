@@ -1,0 +1,61 @@
+"""Steps of pairs and rated answers that share their prompts are those of whole documents."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.objectives.test_objective import build, configured, one_step
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import quantized, tiny_llama
+from tests.support.scored_rows import PROMPTED, prompted_rows
+from workflow.lib.distributed.world import process_group
+from workflow.lib.objectives.from_settings import objective_of
+from workflow.lib.training.startup_checks import check_shared_prompts
+
+OBJECTIVES = {"dpo": "pairs", "kto": "rated"}
+
+
+def survey(base):
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for name, examples in OBJECTIVES.items():
+            config, store = configured(name, "frozen head"), prompted_rows(examples)
+            train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
+            config = config.model_copy(update={"train": train})
+            model = build(base, config, world)
+            of = config.train.objective, config.preferences, config.distill
+            model.training.objective = objective_of(*of)
+            for shares in (False, True):
+                model.training.shares_prompts = shares
+                checks = check_shared_prompts(model.training.eval(), store, world)
+                found[name, shares, "checks"] = [check.detail for check in checks]
+                for rows in {1, len(PROMPTED) // world.size}:
+                    step = one_step(model, config, world, rows, store=store)
+                    found.setdefault((name, shares), []).append(step)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
+
+
+# With two processes the embedding's rows are exchanged, equally many.
+@pytest.mark.parametrize("processes", [1, 2])
+def test_step_with_shared_prompts_is_that_of_whole_documents(base, processes):
+    found = run_distributed(survey, base, world_size=processes)[-1]
+    for name in OBJECTIVES:
+        assert found[name, False, "checks"] == []
+        (detail,) = found[name, True, "checks"]
+        assert detail.endswith("38 of 53 tokens are left")
+    for name in OBJECTIVES:
+        (loss, figures, gradients), *_ = found[name, False]
+        for step in found[name, True]:
+            assert step[0] == pytest.approx(loss, rel=1e-5)
+            assert step[1] == pytest.approx(figures, rel=1e-4, abs=1e-5)
+            for key, gradient in gradients.items():
+                largest = float(gradient.abs().max())
+                assert largest > 0
+                torch.testing.assert_close(step[2][key], gradient, rtol=1e-3, atol=1e-4 * largest)
