@@ -9,7 +9,7 @@ import torch
 from tests.objectives.test_objective import build, configured, dense, one_step, store_of
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import quantized, tiny_llama
-from tests.support.scored_rows import ROWS
+from tests.support.scored_rows import PROMPTED, ROWS, prompted_rows
 from workflow.lib.distributed.world import process_group
 
 pytestmark = pytest.mark.gpu
@@ -77,3 +77,31 @@ def test_objectives_over_two_gpus_are_those_of_one(base, alone, two_gpus):
     found = run_distributed(steps, base, world_size=two_gpus)[0]
     for name in OBJECTIVES:
         check(found[name], alone, name)
+
+
+def prompted_steps(base, device="cuda", attention="varlen") -> dict[str, Any]:
+    """Return a step of dpo in bf16 with shared prompts and with prompts apart, and in fp32."""
+    found: dict[str, Any] = {}
+    with process_group(device, timeout_s=TIMEOUT_S) as world:
+        config, store = configured("dpo", HEAD), prompted_rows("pairs")
+        train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
+        config = config.model_copy(update={"train": train})
+        for name, dtype, by in (
+            ("shared", torch.bfloat16, attention),
+            ("apart", torch.bfloat16, attention),
+            ("exact", torch.float32, "sdpa"),
+        ):
+            model = build(base, config, world, dtype=dtype, attention=by)
+            model.training.shares_prompts = name == "shared"
+            found[name] = one_step(model, config, world, len(PROMPTED), store=store)
+    return found
+
+
+def test_shared_prompts_by_flash_attention_are_as_near_to_fp32_as_prompts_apart(base, one_gpu):
+    (found,) = run_distributed(prompted_steps, base, world_size=one_gpu)
+    (loss, gradients), (_, gradients_apart) = (
+        off(found[name], found["exact"]) for name in ("shared", "apart")
+    )
+    print(f"loss off by {loss:.2g}, gradients {gradients:.2g} ({gradients_apart:.2g})")
+    assert 0 < gradients < MORE_THAN_STOCK * gradients_apart
+    assert loss < 2 * torch.finfo(torch.bfloat16).eps
