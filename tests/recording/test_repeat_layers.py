@@ -62,7 +62,8 @@ def test_repeated_layers_ask_for_what_all_layers_ask(process, config, layers, le
     assert of_some.allocated_bytes == pytest.approx(of_all.allocated_bytes, abs=SHORTER_NORMS)
     assert of_some.reserved_bytes == pytest.approx(of_all.reserved_bytes, abs=PAGE)
     assert of_some.peaks.peak_phase == of_all.peaks.peak_phase
-    assert totals(some.work) == pytest.approx(totals(every.work), rel=0.01)
+    # An update of tensors of several layers counts for each alike, though some are larger.
+    assert totals(some.work) == pytest.approx(totals(every.work), rel=0.05)
 
 
 def totals(work):
