@@ -6,7 +6,7 @@ print: a trace's `meta` names the variable, `series-1` for `--series-1`. Text fr
 escaped for Plotly, which reads a subset of HTML in names and hover labels."""
 
 import html
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,17 @@ class Key:
 
 @dataclass(frozen=True)
 class Curve:
+    """A figure over the steps of their fields, of which some steps may have none. number: how a
+    value is written; marked: its points are shown."""
+
     key: str
     title: str
     caption: str
-    value: Callable[[Step], float]
-    number: str
     axis: str
+    fields: tuple[str, ...]
+    number: str = ".4g"
     from_zero: bool = False
+    marked: bool = False
 
 
 CURVES = (
@@ -63,73 +67,79 @@ CURVES = (
         "Training loss",
         "Mean over the trained tokens of a step, nats per token; of pairs and rated answers, the "
         "objective's loss, mean over these.",
-        lambda step: step.loss,
-        ".4f",
         "nats",
+        ("loss",),
+        ".4f",
+    ),
+    Curve(
+        "heldout_loss",
+        "Held-out loss while training",
+        "Mean loss per trained token on held-out documents, nats, as the training measured it; of "
+        "pairs and rated answers, the objective's loss.",
+        "nats",
+        ("heldout_loss",),
+        ".4f",
+        marked=True,
     ),
     Curve(
         "grad_norm",
         "Gradient norm",
         "Global norm before clipping. A flat zero would mean that nothing is trained.",
-        lambda step: step.grad_norm,
-        ".4g",
         "gradient norm",
+        ("grad_norm",),
     ),
     Curve(
         "learning_rate",
         "Learning rate",
         "After warm-up and decay.",
-        lambda step: step.learning_rate,
-        ".3g",
         "learning rate",
+        ("learning_rate",),
+        ".3g",
     ),
     Curve(
         "tokens_per_s",
         "Throughput",
         "Tokens per second, all processes together.",
-        lambda step: step.tokens_per_s,
-        ",.0f",
         "tokens/s",
+        ("tokens_per_s",),
+        ",.0f",
         from_zero=True,
     ),
 )
+# Of an answer, the last word of fields of a step; of pairs and of rated answers.
+DASHED = {"rejected", "undesirable"}
 
 
 def curve_figures(runs: list[Run]) -> list[Figure]:
     """Return the curves over the steps, all runs in each: losses, gradient, rate, speed, memory."""
-    first, *rest = (_curve(curve, runs) for curve in CURVES)
-    heldout = _heldout_curve(runs)
-    return [first, *([heldout] if heldout else []), *rest, _memory_curve(runs)]
+    return [*drawn(CURVES, runs, numbers=CURVE_NUMBERS), _memory_curve(runs)]
 
 
-def _heldout_curve(runs: list[Run]) -> Figure | None:
-    """Return the held-out loss measured while training, of runs that have it; None if none has."""
-    measured = [(index, run) for index, run in enumerate(runs) if run.heldout_steps]
-    if not measured:
-        return None
-    traces = []
-    for index, run in measured:
-        steps = run.heldout_steps
-        losses = [step.heldout_loss for step in steps if step.heldout_loss is not None]
-        traces.append(line_of(run, index, losses, ".4f", steps=steps) | {"mode": "lines+markers"})
-    return Figure(
-        "heldout_loss",
-        "Held-out loss while training",
-        "Mean loss per trained token on held-out documents, nats, as the training measured it; of "
-        "pairs and rated answers, the objective's loss.",
-        CURVE_NUMBERS,
-        traces,
-        over_steps(runs, axis="nats"),
-    )
+def drawn(curves: Iterable[Curve], runs: list[Run], *, numbers: str) -> list[Figure]:
+    """Return the figures of curves that some run has. numbers: `id` of their table."""
+    figures = []
+    for curve in curves:
+        if lines := [line for n, run in enumerate(runs) for line in _lines(curve, run, n)]:
+            layout = over_steps(len(lines), axis=curve.axis, from_zero=curve.from_zero)
+            figures.append(Figure(curve.key, curve.title, curve.caption, numbers, lines, layout))
+    return figures
 
 
-def _curve(curve: Curve, runs: list[Run]) -> Figure:
-    traces = [
-        line_of(run, index, [curve.value(step) for step in run.steps], curve.number)
-        for index, run in enumerate(runs)
-    ]
-    layout = over_steps(runs, axis=curve.axis, from_zero=curve.from_zero)
-    return Figure(curve.key, curve.title, curve.caption, CURVE_NUMBERS, traces, layout)
+def _lines(curve: Curve, run: Run, index: int) -> Iterator[dict[str, Any]]:
+    """Yield a line of each field that the run has, in the run's colour."""
+    for field in curve.fields:
+        told = [(step, value) for step in run.steps if (value := getattr(step, field)) is not None]
+        if not told:
+            continue
+        steps, values = map(list, zip(*told, strict=True))
+        line = line_of(run, index, values, curve.number, steps=steps)
+        if curve.marked:
+            line["mode"] = "lines+markers"
+        if len(curve.fields) > 1:
+            kind = field.rpartition("_")[2]
+            dash = {"width": 1.8, "dash": "dash" if kind in DASHED else "solid"}
+            line |= {"name": f"{line['name']}, {kind}", "line": dash}
+        yield line
 
 
 def _memory_curve(runs: list[Run]) -> Figure:
@@ -140,7 +150,7 @@ def _memory_curve(runs: list[Run]) -> Figure:
         for index, run in enumerate(runs)
     ]
     caption = f"Peak so far of the process that logs, {name}."
-    layout = over_steps(runs, axis=name, from_zero=True)
+    layout = over_steps(len(runs), axis=name, from_zero=True)
     return Figure("peak_bytes", "Peak memory", caption, CURVE_NUMBERS, traces, layout)
 
 
@@ -163,13 +173,13 @@ def line_of(
     }
 
 
-def over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[str, Any]:
+def over_steps(lines: int, *, axis: str, from_zero: bool = False) -> dict[str, Any]:
     """Return the layout of a curve in `axis`. `from_zero`: of a quantity whose share matters."""
     return {
         "height": 300,
         "margin": {"l": 12, "r": 12, "t": 10, "b": 44},
         "hovermode": "x unified",
-        "showlegend": len(runs) > 1,
+        "showlegend": lines > 1,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         "xaxis": {"title": {"text": "optimizer step"}},
         "yaxis": {
