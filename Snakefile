@@ -54,7 +54,15 @@ rule tokenize:
 rule preflight:
     input:
         rules.tokenize.input,
-        of_runs("preflight_run", "preflight.json"),
+        predictions=of_runs("preflight_run", "preflight.json"),
+    log:
+        "logs/preflight/preflight.log",
+    conda:
+        "envs/torch.yaml"
+    params:
+        runs=list(RUNS),
+    shell:
+        "python -m workflow.scripts.show_preflight --runs {params.runs:q} --predictions {input.predictions:q} --log {log:q}"
 
 
 rule train:

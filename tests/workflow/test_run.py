@@ -126,6 +126,13 @@ def test_second_invocation_runs_and_changes_nothing(project):
     assert times(project.root / "results") == before
 
 
+def test_prediction_that_fits_is_a_few_lines_and_its_own_target_prints_the_tables(project):
+    said = (project.root / "logs" / "preflight_run" / "demo.log").read_text()
+    assert "run demo fits: a process takes" in said
+    printed = project.run("preflight").output
+    assert "run demo: memory of each process" in printed
+
+
 def test_training_lowered_the_loss(finished_project):
     """So that the equalities below are not those of an adapter that does nothing."""
     summary = finished_project.json("finetune", "summary.json")

@@ -1,9 +1,9 @@
 """Predict memory, disk and time of a run, choose its micro-batch, refuse what cannot fit.
 
 It predicts from shapes alone. In the workflow (with --config) it reads the description of the base
-model, the tokens manifest, and this machine. It
-writes preflight.json, which `finetune` follows, and prints it as a table. A run that does not fit
-ends with exit status 1 and the changes that would make it fit.
+model, the tokens manifest, and this machine. It writes preflight.json, which `finetune` follows. Of
+a run that fits it prints a few lines (`snakemake preflight` prints the tables); one that does not
+fit ends with its tables, exit status 1, and the changes that would make it fit.
 
 By hand (with --gpus) it answers the same for any model on any GPUs, with neither at hand:
 
@@ -25,7 +25,7 @@ from workflow.lib.model.architecture.model_shape import ModelShape, read_config,
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
 from workflow.lib.planning.preflight.questions import Asked
-from workflow.lib.planning.preflight.table import render
+from workflow.lib.planning.preflight.table import render, summary
 from workflow.lib.planning.preflight.what_if import NAME
 from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.config import RunConfig
@@ -86,10 +86,14 @@ def predict(args: argparse.Namespace, asked: Asked) -> None:
     if args.output is not None:
         write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
     settings, machine, shape = asked.settings, asked.machine, asked.shape
-    show = logger.debug if args.brief and decision.fits else logger.info
+    by_hand = args.config is None
+    show = logger.info if by_hand or not decision.fits else logger.debug
     show("%s", render(result, run=args.run, host_origin=machine.imagined_host))
+    if decision.fits and not by_hand and not args.brief:
+        logger.info("%s", summary(result, run=args.run))
     needs = attention_needs(shape)
     attention = training_attention(settings.model, machine, needs)
+    show = logger.debug if args.brief and decision.fits else logger.info
     show("attention: %s (%s)", attention.name, attention.reason)
     if note := needs.dropout_note(settings.model.attention_dropout):
         show("%s", note)
@@ -111,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--output", type=Path, help="preflight.json to write")
     arguments.add_argument("--run", help="name of the run")
     arguments.add_argument(
-        "--brief", action="store_true", help="keep the table of a run that fits to the log"
+        "--brief", action="store_true", help="of a run that fits, write to the log alone"
     )
     arguments.add_argument("--tokens", type=Path, help="manifest.json of the tokens")
     add_by_hand(arguments)

@@ -21,7 +21,9 @@ WIDTH = 100  # columns
 
 def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> str:
     """Return a forecast's tables as plain text; host_origin: what says how much memory there is."""
-    facts = _facts(forecast, host_origin=host_origin)
+    facts = Table(show_header=False)
+    for row in _facts(forecast, host_origin=host_origin).items():
+        facts.add_row(*row)
     return _printed(_terms(forecast, run=run), _plans(forecast), facts)
 
 
@@ -105,34 +107,44 @@ def _plans(forecast: Forecast) -> Table:
     return table
 
 
-def _facts(forecast: Forecast, *, host_origin: str | None) -> Table:
-    """Everything else, a line each."""
-    plan, time = forecast.plan, forecast.time
-    table = Table(show_header=False)
-    table.add_row("verdict", forecast.verdict)
-    parts = [f"{title}: {words}" for title, words in in_words(plan).items()]
-    table.add_row(
-        "plan",
-        f"{plan.processes} x {plan.device}, micro-batch {plan.micro_batch_size} x accumulation "
-        f"{plan.accumulation_steps}, {plan.num_steps} steps, {plan.compute_dtype}; "
-        f"{'; '.join(parts)}",
+def summary(forecast: Forecast, *, run: str) -> str:
+    """Return what a run that fits needs to be told, a line each."""
+    facts = _facts(forecast, host_origin=None)
+    taken, whole = _size(forecast.reserved_bytes), _size(forecast.capacity_bytes)
+    return "\n".join(
+        [
+            f"run {run} fits: a process takes {taken} of {whole}, host memory "
+            f"{facts['host memory']}",
+            *(f"{name}: {facts[name]}" for name in ("plan", "time", "disk")),
+            "more: snakemake --cores 1 preflight",
+        ]
     )
+
+
+def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
+    """Everything else in words."""
+    plan, time = forecast.plan, forecast.time
+    parts = [f"{title}: {words}" for title, words in in_words(plan).items()]
     phases = forecast.phases.items()
-    table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
     host = _size(forecast.host_bytes)
     if forecast.host_capacity_bytes is not None:
         host += f" of {_size(forecast.host_capacity_bytes)}"
         host += f" ({host_origin})" if host_origin else ""
-    table.add_row("host memory", host)
     disk = ", ".join(f"{name} {_size(size)}" for name, size in forecast.disk_bytes.items())
     if forecast.disk_free_bytes is not None:
         disk += f"; free {_size(forecast.disk_free_bytes)}"
-    table.add_row("disk", disk)
-    table.add_row("time", _time(time))
-    if time.parts_s:
-        table.add_row("spent on", _shares(time.parts_s))
-    table.add_row("predicted from", time.basis)
-    return table
+    return {
+        "verdict": forecast.verdict,
+        "plan": f"{plan.processes} x {plan.device}, micro-batch {plan.micro_batch_size} x "
+        f"accumulation {plan.accumulation_steps}, {plan.num_steps} steps, {plan.compute_dtype}; "
+        f"{'; '.join(parts)}",
+        "phases": ", ".join(f"{name} {_size(size)}" for name, size in phases),
+        "host memory": host,
+        "disk": disk,
+        "time": _time(time),
+        **({"spent on": _shares(time.parts_s)} if time.parts_s else {}),
+        "predicted from": time.basis,
+    }
 
 
 def _time(time: Estimate) -> str:
