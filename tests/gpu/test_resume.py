@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 STEPS = 30
 TRAIN = {"epochs": None, "max_steps": STEPS, "checkpoint_every_steps": 3, "deterministic": True}
-TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes"}
+TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes", "sha256"}
 EXACT = {"model": {"compute_dtype": "float32"}, "train": TRAIN}
 _, RUNS = load_config({"runs": {"gpu": {"train": TRAIN}, "exact": EXACT}})
 

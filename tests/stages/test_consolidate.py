@@ -219,7 +219,7 @@ def refused(run, folder, **export):
         main(argparse.Namespace(
             config=settings(**export), finetune=run / "finetune",
             base=base, model=model, output=output,
-            manifest=run / "tokens" / "manifest.json",
+            manifest=run / "tokens" / "manifest.json", recovery=None,
         ))  # fmt: skip
     assert not output.exists()
     return str(caught.value)

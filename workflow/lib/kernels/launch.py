@@ -6,16 +6,20 @@ Kernels compute in fp32 and round once."""
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from workflow.lib.system.device_types import RECORDED
 
-torch.library.define("workflow::launched", "(Tensor[] tensors, str kernel, float flop) -> ()")
-torch.library.impl("workflow::launched", "CompositeExplicitAutograd")(lambda *_: None)
+
+@torch.library.custom_op("workflow::launched", mutates_args=())
+def launched(tensors: Sequence[torch.Tensor], kernel: str, flop: float) -> None:
+    """Nothing: what a recorded device runs in a kernel's place."""
+
+
 LAUNCHED = torch.ops.workflow.launched.default
-"""What a recorded device runs in a kernel's place."""
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 WARPS = 4

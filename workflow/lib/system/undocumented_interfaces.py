@@ -135,11 +135,16 @@ OF_RECORDINGS = (
         "torch",
         "torch",
         "ops.aten",
+        "_grouped_mm",
         "_local_scalar_dense",
         "_softmax_backward_data",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_efficient_attention_backward",
+        "_unsafe_view",
+        "_to_copy",
+        "_foreach_copy_",
     ),
+    *_of("torch", "torch", "ops.aten.mm.default", "_schema"),
     *_of("torch", "torch", "ops.torch_attn", "_varlen_attn_backward"),
 )
 OF_MODELS = ("torch", "bitsandbytes", "transformers", "peft")

@@ -104,7 +104,8 @@ def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
         choice={name: getattr(candidate.plan, name) for name in searched},
         host_bytes=candidate.host_bytes,
         peak_bytes=candidate.peak_bytes,
-        relative_time=candidate.step_s / chosen.step_s,
+        # a plan that cannot be recorded has no time, and no other beside it
+        relative_time=candidate.step_s / chosen.step_s if chosen.step_s else 1.0,
         fits=candidate.fits,
         why=explain(candidate, chosen),
     )
