@@ -91,7 +91,7 @@ def tapes(process):
     "levers",
     [
         {},
-        WITH_TABLES | {"optimizer": "muon"},
+        WITH_TABLES,
         OFFLOADED | {"reshard_after_forward": False},
         UNFUSED | {"activation_checkpointing": 3, "attention": "sdpa", "trains_head": True},
         UNFUSED | {"accumulation_steps": 2, "offload_embedding": True, "double_quant": False},

@@ -129,8 +129,6 @@ def _schedule(draft: Draft) -> None:
         draft.put(
             setting, round(min(1.0, steps / total), 4), *keys, how=f"{steps} of {total} steps"
         )
-    if draft.get("use_muon"):
-        draft.put("train.optimizer", "muon", "use_muon", "optim")
 
 
 def _while_training(draft: Draft) -> None:

@@ -157,18 +157,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return params
 
 
-def adapter_matrices(model: nn.Module) -> dict[str, int]:
-    """Return the matrices A and B of each adapter, by PEFT's name: one per expert of a stack."""
-    counts: dict[str, int] = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, FusedLoraLinear):
-            count = layer.stack().num_experts if isinstance(layer, FusedLoraStack) else 1
-            names = [name for name, _ in layer.named_parameters(prefix=path)]
-            both = [name for name in names if ".lora_A." in name or ".lora_B." in name]
-            counts |= dict.fromkeys(map(peft_name, both), count)
-    return counts
-
-
 def peft_name(name: str) -> str:
     """Return the name in `adapter_model.safetensors` of a parameter of the training module."""
     start = name.index(PREFIX)

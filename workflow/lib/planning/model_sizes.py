@@ -48,16 +48,11 @@ def layer_parameters(layer: DecoderLayer, plan: StepPlan) -> int:
     return adapter_parameters(layer.linears, plan) + trained_router_parameters(layer, plan)
 
 
-def adapter_elements(shape: ModelShape, plan: StepPlan) -> int:
-    """Elements of all adapters, and of routers that are trained whole."""
-    layers = shape.total(lambda layer: layer_parameters(layer, plan))
-    return layers + adapter_parameters(shape.other_linears, plan)
-
-
 def trainable_parameters(shape: ModelShape, plan: StepPlan) -> int:
-    """Elements of all that is trained: these, and tables that are trained whole."""
+    """Elements of all that is trained: adapters, and routers and tables that are trained whole."""
+    layers = shape.total(lambda layer: layer_parameters(layer, plan))
     tables = plan.trained_tables * shape.vocab_size * shape.hidden_size
-    return adapter_elements(shape, plan) + tables
+    return layers + adapter_parameters(shape.other_linears, plan) + tables
 
 
 def kept_elements(layer: DecoderLayer, plan: StepPlan) -> int:

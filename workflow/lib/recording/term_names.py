@@ -27,7 +27,6 @@ MAKERS = {
     ("nf4_linear", "dequantize"): "dequantized_weight",
     ("nf4_stack", ""): "dequantized_weight",
     ("optimizers", "__init__"): "adam_moments",
-    ("muon", "__init__"): "adam_moments",
     ("vocabulary_parallel", "_gathered"): "gathered_rows",
     ("vocabulary_parallel", "gradient"): "module_gradients",
 }

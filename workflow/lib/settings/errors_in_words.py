@@ -18,9 +18,15 @@ RENAMED_KEYS = {
     "train.products_in": "train.matmul_passes",
     "train.max_products_loss_rise": "train.max_matmul_loss_rise",
 }
-REMOVED_KEYS = {"evaluate.sample_temperature": "sample answers are greedy"}
+MUON = "Muon was never shown to help adapters"
+REMOVED_KEYS = {
+    "evaluate.sample_temperature": "sample answers are greedy",
+    "train.muon_momentum": MUON,
+    "train.muon_adjust_lr": MUON,
+}
 REPLACED_VALUES = {
     ("train.matmul_dtype", "int8"): "float8",
+    ("train.optimizer", "muon"): "adamw",
     ("train.optimizer", "paged_adamw"): "adamw",
     ("train.optimizer", "paged_adamw_8bit"): "adamw_8bit",
 }

@@ -16,7 +16,6 @@ OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
 # Not of the base: it decides what the run starts from (`artifacts.recoveries`).
 OF_RECOVERY = Affects(read_by=(), told=("finetune", "consolidate"), later=True)
 OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
-OF_MUON = Affects(later=True, needs=("optimizer", "muon"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 Layers = Annotated[int, Field(ge=0, le=10_000)]
 Gib = Annotated[float, Field(gt=0.0)]
@@ -201,13 +200,7 @@ class TrainConfig(Section):
     """Rows per process and forward pass, a divisor of the rows per process; `auto` = the fastest
     that preflight predicts to fit."""
     optimizer: OptimizerName = "adamw"
-    """`adamw`: of torch. `adamw_8bit`: of bitsandbytes, moments in 8 bits. `muon`: Muon for
-    matrices of adapters, AdamW for the rest."""
-    muon_momentum: Annotated[float, OF_MUON] = Field(0.95, ge=0.0, lt=1.0)
-    """Muon's momentum (Nesterov)."""
-    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], OF_MUON] = "match_rms_adamw"
-    """Muon's factor of the learning rate. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), for
-    AdamW's rates. `original`: sqrt(max(1, rows / columns))."""
+    """`adamw`: of torch. `adamw_8bit`: of bitsandbytes, moments in 8 bits."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"

@@ -31,7 +31,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
 from workflow.lib.model.layers.adapter_dropout import row_keys
-from workflow.lib.model.lora import adapter_matrices, trainable_parameters
+from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
@@ -62,8 +62,7 @@ SHARED_MULTIPLE = 64  # of tokens in rows that share prompts, so that few shapes
 
 def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimizer:
     """Return `train.optimizer` over the fp32 masters of what is trained."""
-    matrices = adapter_matrices(training)
-    return ShardwiseOptimizer(trainable_parameters(training), train, matrices=matrices)
+    return ShardwiseOptimizer(trainable_parameters(training), train)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -16,7 +16,8 @@ from workflow.lib.model.architecture.adapter_config import read_adapter_config
 from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
-from workflow.lib.model.lora import adapter_matrices, trainable_parameters
+from workflow.lib.model.experts.lora_stack import FusedLoraStack
+from workflow.lib.model.lora import peft_name, trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
@@ -95,9 +96,8 @@ def _in_layers(name: str) -> str:
 
 def _places(training: nn.Module) -> dict[str, nn.Parameter]:
     """Return what is trained by the name in PEFT's file."""
-    of_stacks = (name for name, count in adapter_matrices(training).items() if count > 1)
-    paths = (name.removeprefix(PREFIX).partition(".lora_")[0] for name in of_stacks)
-    names = StackNames(dict.fromkeys(paths))
+    stacks = (path for path, x in training.named_modules() if isinstance(x, FusedLoraStack))
+    names = StackNames(peft_name(path).removeprefix(PREFIX) for path in stacks)
     return {names.exported(name): param for name, param in trainable_parameters(training).items()}
 
 
