@@ -75,7 +75,7 @@ def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeyp
     assert estimate["method"] == "lines"
     peaks = {path.name for path in folder.iterdir()}
     assert len(peaks) == 5
-    assert all(name.endswith(".peaks.json") for name in peaks)
+    assert all(name.endswith(".peaks.json.gz") for name in peaks)
     first = asked()
     assert (first["method"], first["plan"]) == ("replay", estimate["plan"])
     (kept,) = (path for path in folder.iterdir() if path.name not in peaks)

@@ -5,7 +5,6 @@ A shipped one holds for this library's versions of the engine; a test records so
 
 import gzip
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from functools import cache
@@ -14,14 +13,12 @@ from typing import Any
 
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.work import Work
-from workflow.lib.recording.kept_tapes import folder, recording_key
+from workflow.lib.recording.kept_tapes import keep, read_kept, recording_key
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.files import atomic_path, json_sha256
+from workflow.lib.system.files import json_sha256
 
 SHIPPED = Path(__file__).resolve().parents[2] / "resources" / "models" / "peaks.json.gz"
 MOST_KEPT = 1024  # of 2 kB
-
-logger = logging.getLogger("workflow")
 
 
 def known_peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> Peaks | None:
@@ -29,27 +26,13 @@ def known_peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> 
     shipped = _shipped().get(shipped_key(config, plan)) if checked else None
     if shipped is not None:
         return _peaks(shipped)
-    file = _file(config, plan, checked=checked)
-    try:
-        return _peaks(json.loads(file.read_bytes())) if file else None
-    except (OSError, ValueError, TypeError) as error:
-        logger.debug("%s is made anew: %s", file, error)
-        return None
+    found = read_kept(_name(config, plan, checked=checked))
+    return None if found is None else _peaks(found)
 
 
 def keep_peaks(config: Mapping[str, Any], plan: StepPlan, peaks: Peaks, *, checked: bool) -> None:
     """Keep the peaks of a plan for the next time, if there is a place for them."""
-    file = _file(config, plan, checked=checked)
-    if file is None:
-        return
-    try:
-        with atomic_path(file) as partial:
-            partial.write_text(json.dumps(stored(peaks)), encoding="utf-8")
-        oldest_first = sorted(file.parent.glob("*.peaks.json"), key=lambda x: x.stat().st_mtime)
-        for old in oldest_first[:-MOST_KEPT]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        logger.debug("the peaks are not kept: %s", error)
+    keep(_name(config, plan, checked=checked), stored(peaks), most=MOST_KEPT)
 
 
 def stored(peaks: Peaks) -> list[Any]:
@@ -80,10 +63,5 @@ def _shipped() -> dict[str, list[Any]]:
     return document
 
 
-def _file(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> Path | None:
-    key = recording_key(config, plan, checked=checked)
-    try:
-        return folder() / f"{key}.peaks.json"
-    except RuntimeError as error:  # a user without a home
-        logger.debug("recordings are not kept: %s", error)
-        return None
+def _name(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> str:
+    return f"{recording_key(config, plan, checked=checked)}.peaks.json.gz"

@@ -22,9 +22,11 @@ from workflow.lib.system.files import atomic_path, json_sha256
 LIBRARY = Path(__file__).parents[1]
 ENGINE = ("torch", "transformers", "peft", "bitsandbytes")  # besides this project's own code
 
-FIELDS = ("events", "sizes", "terms", "streams")  # of a tape, besides its work
 MOST_KEPT = 64  # of 0.1 to 1 MB
 FASTEST = 1  # level of compression
+
+# No file, a damaged one, no place, or a user without a home.
+NO_FILE = (OSError, EOFError, zlib.error, ValueError, RuntimeError)
 
 logger = logging.getLogger("workflow")
 
@@ -49,39 +51,38 @@ def _code_sha256() -> str:
     return digest.hexdigest()
 
 
+def read_kept(name: str) -> Any:
+    """Return what is kept by a file's name; None where it is not there, or damaged."""
+    try:
+        return json.loads(gzip.decompress((folder() / name).read_bytes()))
+    except NO_FILE as error:
+        logger.debug("%s is made anew: %s", name, error)
+        return None
+
+
+def keep(name: str, document: Any, *, most: int) -> None:
+    """Keep a document, and of its kind, which is the name's ending, the `most` newest."""
+    text = json.dumps(document, separators=(",", ":"))
+    try:
+        file = folder() / name
+        with atomic_path(file) as partial:
+            partial.write_bytes(gzip.compress(text.encode(), FASTEST))
+        alike = file.parent.glob(f"*.{name.partition('.')[2]}")
+        for old in sorted(alike, key=lambda found: found.stat().st_mtime)[:-most]:
+            old.unlink(missing_ok=True)
+    except NO_FILE as error:
+        logger.debug("%s is not kept: %s", name, error)
+
+
 def kept_or_made(key: str, make: Callable[[], Tape]) -> Tape:
     """Return the kept recording of a key, or that which `make` returns, kept from now on."""
-    try:
-        file = folder() / f"{key}.json.gz"
-    except RuntimeError as error:  # a user without a home
-        logger.debug("recordings are not kept: %s", error)
-        return make()
-    if file.is_file():
-        try:
-            return _tape(json.loads(gzip.decompress(file.read_bytes())))
-        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-            logger.debug("%s is made anew: %s", file, error)
-    tape = make()
-    try:
-        _keep(file, tape)
-    except OSError as error:
-        logger.debug("the recording is not kept: %s", error)
-    return tape
-
-
-def _keep(file: Path, tape: Tape) -> None:
-    fields = {name: getattr(tape, name) for name in FIELDS} | {"work": tape.work.stored()}
-    text = json.dumps(fields, separators=(",", ":"))
-    with atomic_path(file) as partial:
-        partial.write_bytes(gzip.compress(text.encode(), FASTEST))
-    oldest_first = sorted(file.parent.glob("*.json.gz"), key=lambda found: found.stat().st_mtime)
-    for old in oldest_first[:-MOST_KEPT]:
-        old.unlink(missing_ok=True)
-
-
-def _tape(document: dict[str, Any]) -> Tape:
+    name = f"{key}.tape.json.gz"
     tape = Tape()
-    for name in FIELDS:
-        setattr(tape, name, document[name])
-    tape.work = Work.of(document["work"])
+    if document := read_kept(name):
+        tape.work = Work.of(document.pop("work"))
+        vars(tape).update(document)
+        return tape
+    tape = make()
+    fields = {field: getattr(tape, field) for field in vars(Tape())}
+    keep(name, fields | {"work": tape.work.stored()}, most=MOST_KEPT)
     return tape
