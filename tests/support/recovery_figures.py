@@ -78,7 +78,7 @@ def settings(model: Path, steps: int, runs: Iterable[str]) -> dict[str, Any]:
             "checkpoint_every_steps": 5,
         },
         "hardware": {"cpu_processes": 1},
-        "evaluate": {"tasks": [], "samples": 0},
+        "evaluate": {"tasks": [], "tasks_dir": None, "samples": 0},
         "runs": {name: {"quantize": RUNS[name]} for name in runs},
     }
 
