@@ -47,6 +47,7 @@ def test_run_starts_from_what_the_original_has_taught_its_base():
     teacher = scored_models(found)[name]
     assert (teacher.base, teacher.model) == (None, layout.model_dir(run))
     assert taught.distill == DistillConfig()
+    assert (taught.evaluate.tasks, taught.evaluate.tasks_dir) == ((), None)  # nothing to look up
     assert "start" in run.subjects
 
 

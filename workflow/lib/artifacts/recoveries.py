@@ -75,6 +75,7 @@ def _recovery(run: RunConfig) -> RunConfig:
         lora=run.lora.model_copy(update={"dropout": LoraSettings().dropout}),
         train=TrainConfig.model_validate(_train(run)),
         hardware=run.hardware,
+        evaluate=run.evaluate.model_copy(update={"tasks": (), "tasks_dir": None}),
         tracking=run.tracking,
     )
     return recovery.recovering(run)
