@@ -146,7 +146,8 @@ class CausalLMForTraining(nn.Module):
         if balance is not None:
             counting = balance.counting(batch.lengths, batch.input_ids.numel())
         with counting:
-            states = self._trained_states(batch)
+            hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
+        states = hidden.index_select(0, batch.positions)
         loss, figures = self.objective.loss(self.head_loss, states, batch)
         if balance is not None:
             loss = balance.joined(loss)
@@ -154,9 +155,6 @@ class CausalLMForTraining(nn.Module):
 
     def trained_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the states (trained tokens, hidden) that predict them."""
-        return self._trained_states(batch)
-
-    def _trained_states(self, batch: MicroBatch) -> torch.Tensor:
         hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
         return hidden.index_select(0, batch.positions)
 
