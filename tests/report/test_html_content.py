@@ -52,7 +52,7 @@ P_VALUE = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11
         (
             "finetune/summary.json",
             lambda d: d["settings"]["train"].update(saved_activations="float8"),
-            "activations waited for backward in float8",
+            "activations kept for backward in float8",
         ),
         (
             "finetune/summary.json",
