@@ -283,7 +283,6 @@ def manifest() -> dict[str, Any]:
         "trained_tokens": 77_003,
         "length_percentiles": {"p50": 89, "p90": 201, "p99": 255, "max": 257},
         "duplicates": 2,
-        "near_duplicates": 13,
         "longest": [
             {"file": "train.jsonl", "row": 1201, "tokens": 313},
             {"file": "train.jsonl", "row": 17, "tokens": 301},

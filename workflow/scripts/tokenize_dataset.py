@@ -46,13 +46,8 @@ from workflow.lib.data.tokens.heldout_drops import (
 from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.data.tokens.neighbours import with_neighbours
 from workflow.lib.data.tokens.process_pool import available_processes
-from workflow.lib.data.tokens.repetition.near_duplicates import (
-    NearDuplicates,
-    find_near_duplicates,
-    make_measure,
-    write_keys,
-)
-from workflow.lib.data.tokens.repetition.shingles import Pieces, pieces_of
+from workflow.lib.data.tokens.repetition.containment import find_contained
+from workflow.lib.data.tokens.repetition.shingles import pieces_of
 from workflow.lib.data.tokens.splits import (
     Split,
     check_both_judgements,
@@ -105,7 +100,7 @@ def tokenize(args: argparse.Namespace) -> None:
         finished_folder(args.output) as (folder, listing),
     ):
         encode_splits(corpora, encodings, work=work, processes=args.processes)
-        train, heldout, near = prepare_splits(
+        train, heldout, repeated = prepare_splits(
             corpora,
             settings,
             listing,
@@ -125,7 +120,7 @@ def tokenize(args: argparse.Namespace) -> None:
             corpora,
             train=train,
             heldout=heldout,
-            near=near,
+            repeated=repeated,
             packed_rows=packed_rows,
             listing=listing,
             folder=folder,
@@ -252,8 +247,9 @@ def prepare_splits(
     work: Path,
     output: Path,
     processes: int,
-) -> tuple[Split, Split, NearDuplicates]:
-    """Return train by weight, held-out without what is trained on, and their near-duplicates.
+) -> tuple[Split, Split, dict[str, int]]:
+    """Return train by weight, held-out without what is trained on, and held-out rows that repeat
+    training, by field of the manifest.
 
     Raises `UserError` if too many rows are unusable, or no document of a split is left.
     """
@@ -269,12 +265,17 @@ def prepare_splits(
     )
     check_heldout_left(heldout, listing, rejects=rejects)
     pieces = pieces_of(tokenizer)
-    near = near_duplicates(train, heldout, settings, pieces, processes=processes)
-    near = replace(near, shared_groups=grouped)
+    matches = find_contained(
+        heldout,
+        train,
+        pieces=pieces,
+        threshold=settings.near_duplicate_threshold,
+        processes=processes,
+    )
     heldout = drop_near_duplicates(
         heldout,
         train,
-        near,
+        matches,
         listing,
         tokenizer,
         pieces=pieces,
@@ -287,7 +288,11 @@ def prepare_splits(
             with_neighbours(split, seq_len=settings.seq_len, work=work)
             for split in (train, heldout)
         )
-    return weighted(train, seed=settings.seed), heldout, near
+    repeated = {
+        "train_heldout_near_duplicates": len(matches),
+        "train_heldout_shared_groups": grouped,
+    }
+    return weighted(train, seed=settings.seed), heldout, repeated
 
 
 def make_splits(
@@ -313,20 +318,6 @@ def make_splits(
     if len(parts) == 1:
         return divide(*parts[0], share=settings.heldout_share, seed=settings.seed)
     return whole_corpus("train", *parts[0]), whole_corpus("heldout", *parts[1])
-
-
-def near_duplicates(
-    train: Split,
-    heldout: Split,
-    settings: DataConfig,
-    pieces: Pieces,
-    *,
-    processes: int,
-) -> NearDuplicates:
-    """Compare the documents of both splits with each other."""
-    measure = make_measure(train, pieces=pieces, threshold=settings.near_duplicate_threshold)
-    write_keys([train, heldout], measure, processes=processes)
-    return find_near_duplicates(train, heldout, measure, processes=processes)
 
 
 def write_arrays(

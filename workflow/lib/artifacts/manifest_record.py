@@ -66,7 +66,6 @@ class Split(Record):
     trained_tokens: int  # of these, the prediction targets
     length_percentiles: Percentiles  # lengths of rows before any cut
     duplicates: int  # rows that equal an earlier one
-    near_duplicates: int | None = None  # rows that resemble an earlier one and do not equal it
     longest: list[LongRow] = Field(default=[])  # the longest rows
     good_answers: int | None = None  # examples whose answer is rated as good
 

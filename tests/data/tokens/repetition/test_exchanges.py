@@ -47,17 +47,6 @@ def test_question_is_another_with_another_answer():
     assert first == third != second
 
 
-def test_features_are_long_answers_and_the_questions_of_short_ones():
-    long = " ".join(map(str, range(24)))
-    of = exchanges_of((("a b c", long), ("d e", "yes")))
-    hashes, owners = of.features()
-    assert set(hashes.tolist()) == {
-        *of.answers[of.answer_owners == 0].tolist(),
-        of.questions[of.context_owners == 1].item(),
-    }
-    assert set(owners.tolist()) == {0}
-
-
 def test_stretches_hold_every_entry_once_and_few_tokens():
     tokens = np.random.default_rng(0).integers(0, TOKENS_AT_ONCE // 3, size=101)
     slices = stretches(tokens)

@@ -44,14 +44,10 @@ class _OpenShard:
 class Documents:
     """All documents of a corpus. Attributes, each of shape (documents,): `lengths` tokens as kept,
     `full_lengths` of the whole row, `trained` tokens, `ordinals` number of the row among all rows
-    read, `digests` of the token ids, `groups` what groups the rows (0 = nothing). `stem` begins the
-    names of its files."""
+    read, `digests` of the token ids, `groups` what groups the rows (0 = nothing)."""
 
-    def __init__(
-        self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]], stem: Path
-    ) -> None:
+    def __init__(self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         self.shards = shards
-        self.stem = stem
         self.lengths: npt.NDArray[np.uint32] = columns["length"]
         self.full_lengths: npt.NDArray[np.uint32] = columns["full_length"]
         self.trained: npt.NDArray[np.uint32] = columns["trained"]
@@ -121,14 +117,14 @@ def offsets_of(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 def collect_documents(shards: Sequence[Shard], *, folder: Path, name: str) -> Documents:
     """Gather the shards' tables into arrays on disk, `<folder>/<name>.<column>.npy`."""
-    stem, count = folder / name, sum(shard.documents for shard in shards)
+    count = sum(shard.documents for shard in shards)
     assert count < 2**32, "documents are numbered in 4 bytes"
     if not count:
         nothing = {column: np.empty(0, dtype=kind) for column, kind in COLUMNS.items()}
-        return Documents(shards, columns=nothing, stem=stem)
+        return Documents(shards, columns=nothing)
     columns = {
         column: np.lib.format.open_memmap(
-            f"{stem}.{column}.npy", mode="w+", dtype=np.dtype(kind), shape=(count,)
+            folder / f"{name}.{column}.npy", mode="w+", dtype=np.dtype(kind), shape=(count,)
         )
         for column, kind in COLUMNS.items()
     }
@@ -139,4 +135,4 @@ def collect_documents(shards: Sequence[Shard], *, folder: Path, name: str) -> Do
             array[first : first + len(table)] = table[column]
         columns["ordinal"][first : first + len(table)] += np.uint64(shard.first_ordinal)
         first += len(table)
-    return Documents(shards, columns=columns, stem=stem)
+    return Documents(shards, columns=columns)

@@ -1,7 +1,7 @@
 """Held-out documents that are also trained on, or nearly: dropped, each row with its reason."""
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.reading.row import PREVIEW_CHARS, preview, printable
 from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, SHARED_GROUP, Listing
-from workflow.lib.data.tokens.repetition.containment import shared_tokens
-from workflow.lib.data.tokens.repetition.near_duplicates import NearDuplicates
+from workflow.lib.data.tokens.repetition.containment import Match, shared_tokens
 from workflow.lib.data.tokens.repetition.shingles import Pieces
 from workflow.lib.data.tokens.splits import Split, overlap, shared_groups
 from workflow.lib.system.errors import UserError, setting_error
@@ -51,7 +50,7 @@ def drop_shared_groups(
 def drop_near_duplicates(
     heldout: Split,
     train: Split,
-    near: NearDuplicates,
+    matches: Sequence[Match],
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -59,8 +58,8 @@ def drop_near_duplicates(
     treatment: Treatment,
 ) -> Split:
     """Return held-out as `data.near_duplicates` says. Raises `UserError` if they are refused."""
-    reasons = near_reasons(near, heldout, train, tokenizer, pieces=pieces)
-    return _treated(heldout, reasons, len(near.matches), listing, tokenizer, treatment)
+    reasons = near_reasons(matches, heldout, train, tokenizer, pieces=pieces)
+    return _treated(heldout, reasons, len(matches), listing, tokenizer, treatment)
 
 
 def _treated(
@@ -91,7 +90,7 @@ def _treated(
 
 
 def near_reasons(
-    near: NearDuplicates,
+    matches: Sequence[Match],
     heldout: Split,
     train: Split,
     tokenizer: PreTrainedTokenizerBase,
@@ -99,7 +98,7 @@ def near_reasons(
     pieces: Pieces,
 ) -> Iterator[tuple[int, str]]:
     """Yield each held-out document of a match, and in words what is shared with which row."""
-    for match in near.matches:
+    for match in matches:
         ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
         ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()
         words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())

@@ -16,7 +16,6 @@ from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.dropped_rows import OVERLAP, Listing
-from workflow.lib.data.tokens.repetition.near_duplicates import NearDuplicates
 from workflow.lib.data.tokens.seeded_draws import Numbers
 from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
@@ -44,16 +43,17 @@ def manifest(
     *,
     train: Split,
     heldout: Split,
-    near: NearDuplicates,
+    repeated: Mapping[str, int],
     packed_rows: int,
     listing: Listing,
     folder: Path,
 ) -> Facts:
     """Return the manifest of a folder in which all other files are written. train: as an epoch
-    takes it, `packed_rows` rows in the folder. listing: closed."""
+    takes it, `packed_rows` rows in the folder. repeated: rows that repeat training, by field.
+    listing: closed."""
     encoding = encodings["train"]
     seq_len = encoding.settings.seq_len
-    splits = splits_facts(train, heldout, near, packed_rows=packed_rows, seq_len=seq_len)
+    splits = splits_facts(train, heldout, packed_rows=packed_rows, seq_len=seq_len)
     if (folder / WEIGHTS).exists():
         weights = np.load(folder / WEIGHTS, mmap_mode="r", allow_pickle=False)
         splits["train"]["weights"] = weight_facts(weights)
@@ -67,8 +67,7 @@ def manifest(
         "splits": splits,
         **drop_facts(listing),
         "template_kwargs": encoding.settings.template_kwargs,
-        "train_heldout_near_duplicates": len(near.matches),
-        "train_heldout_shared_groups": near.shared_groups,
+        **repeated,
         "samples": [_segments(train[position], tokenizer) for position in sampled(train)],
         "sample_origins": [_sample_origin(train, position) for position in sampled(train)],
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
@@ -145,15 +144,13 @@ def _counts_by_file(split: Split) -> list[Facts]:
     ]
 
 
-def splits_facts(
-    train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
-) -> Facts:
-    facts = split_facts(train, seq_len=seq_len, near_duplicates=near.train)
+def splits_facts(train: Split, heldout: Split, *, packed_rows: int, seq_len: int) -> Facts:
+    facts = split_facts(train, seq_len=seq_len)
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {
         "train": {**facts, "packed_rows": packed_rows, "fill": fill},
         "heldout": {
-            **split_facts(heldout, seq_len=seq_len, near_duplicates=near.heldout),
+            **split_facts(heldout, seq_len=seq_len),
             "sources": _documents_by_source(heldout),
         },
     }
@@ -183,7 +180,7 @@ def _documents_by_source(split: Split) -> list[Facts]:
     return [{"source": source.name, "documents": count} for source, count in counted]
 
 
-def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> Facts:
+def split_facts(split: Split, *, seq_len: int) -> Facts:
     """Return the facts on a split; lengths are those of the rows before any cut."""
     counts, longest = _count_lengths(split)
     files = _counts_by_file(split)
@@ -198,7 +195,6 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> Facts:
         "length_percentiles": _percentiles(counts),
         "longest": _origins(split, longest),
         "duplicates": len(split.first_of_row) - split.distinct_rows(),
-        "near_duplicates": near_duplicates,
     }
     if split.examples == "rated":
         facts["good_answers"] = split.good_answers()

@@ -82,8 +82,7 @@ def _log_split(name: str, split: dict[str, Any], *, seq_len: int) -> None:
         split["tokens"],
         100 * split["trained_tokens"] / split["tokens"],
     )
-    counts = split["duplicates"], split["near_duplicates"]
-    logger.info("%s: %d rows equal an earlier one, %d nearly do", name, *counts)
+    logger.info("%s: %d rows equal an earlier one", name, split["duplicates"])
 
 
 def _log_drops(dropped_by_reason: dict[str, int], *, rejects: Path) -> None:

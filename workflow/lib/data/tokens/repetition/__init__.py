@@ -1,5 +1,4 @@
-"""Rows that repeat others: held-out ones that are trained, and near-duplicates within a split.
+"""Held-out rows that training rows repeat, or nearly.
 
-Begin with `near_duplicates` (what is counted) and `containment` (what is dropped); `exchanges` says
-what is compared. It imports the splits and documents of `tokens` and drops nothing itself
-(`heldout_drops`)."""
+Begin with `containment`; `exchanges` says what is compared. It imports the splits and documents of
+`tokens` and drops nothing itself (`heldout_drops`)."""

@@ -54,17 +54,6 @@ class Exchanges:
     def questions(self) -> Hashes:
         return mixed(self.contexts ^ self.names[self.context_owners])
 
-    def features(self) -> tuple[Hashes, Integers]:
-        """Return what documents resemble each other by, and the number of each one's document.
-        These are the shingles of long answers, and the questions of short ones."""
-        long = ~self.short[self.answer_owners]
-        short = self.short[self.context_owners]
-        hashes = np.concatenate([self.answers[long], self.questions[short]])
-        owners = np.concatenate([self.answer_owners[long], self.context_owners[short]])
-        documents = self.documents[owners]
-        order = np.argsort(documents, kind="stable")
-        return hashes[order], documents[order]
-
 
 def exchanges(
     ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_], lengths: Integers, *, pieces: Pieces

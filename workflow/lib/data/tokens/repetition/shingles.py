@@ -1,15 +1,10 @@
-"""Shingles of documents, and signatures by which documents that share many of them are found.
+"""Shingles of documents: what is compared to tell whether one repeats another.
 
 A document's *words* are runs of letters in lower case, and of what else is no space and no
 punctuation, special tokens left out. They are put together from tokens, since a word in capitals is
-cut otherwise. Its *shingles* are all runs of `SHINGLE_WORDS` words. The measure is the resemblance
-of Broder, "On the resemblance and containment of documents" (1997): shingles in common over
-shingles in either. A signature keeps the smallest hash in each of `BINS` bins (one permutation
-hashing, Li, Owen and Zhang 2012; empty bins borrow from the next, Shrivastava and Li 2014), and
-bands of it are keys: two documents of resemblance s share a key with the chance 1 - (1 -
-s^rows)^bands."""
+cut otherwise. Its *shingles* are all runs of `SHINGLE_WORDS` words (Broder, "On the resemblance and
+containment of documents", 1997)."""
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -18,17 +13,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 SHINGLE_WORDS = 6
-BINS = 96
-BAND_ROWS = (12, 8, 6, 4, 3, 2, 1)  # divisors of BINS
-RECALL = 0.98  # of pairs just at the threshold
-# Bins from one to the next of a key. Neighbours of a short document borrow the same hash, which
-# made 27,000 proposals of 24,000 rows of which 7 were true (1 apart), 5,200 (4) or 540 (32); of 444
-# pairs of another set 444, 443 and 433 were found.
-APART = 4
-KEY_BITS = 40
 NOT_WORD = re.compile(r"[\W_]+")
-EMPTY = np.uint32(2**32 - 1)
-BORROW = np.uint32(0x9E3779B1)
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 Hashes = npt.NDArray[np.uint64]
@@ -121,56 +106,3 @@ def mixed(values: Hashes) -> Hashes:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def band_rows(threshold: float) -> int:
-    """Return how many bins make a key: the most that find `RECALL` of pairs at the threshold."""
-    for rows in BAND_ROWS:
-        if 1 - (1 - threshold**rows) ** (BINS // rows) >= RECALL:
-            return rows
-    return 1
-
-
-def band_keys(
-    hashes: Hashes, owners: npt.NDArray[np.int64], *, documents: int, rows: int
-) -> npt.NDArray[np.uint64]:
-    """Return documents' keys, `KEY_BITS` bits, (BINS // rows, documents); 0: no shingles."""
-    bins = ((hashes >> np.uint64(32)) * np.uint64(BINS)) >> np.uint64(32)
-    values = (hashes & np.uint64(EMPTY)).astype(np.uint32)
-    signature = np.full(documents * BINS, EMPTY)
-    np.minimum.at(signature, owners * BINS + bins.astype(np.int64), values)
-    signature = _borrowed(signature.reshape(documents, BINS))
-    spread = signature.reshape(documents, -1, rows, APART)
-    keys = np.zeros((documents, BINS // rows), dtype=np.uint64)
-    for row in range(rows):
-        keys = mixed(keys * FACTOR + spread[:, :, row].reshape(keys.shape) + np.uint64(1))
-    shortened = np.maximum(keys >> np.uint64(64 - KEY_BITS), np.uint64(1))
-    shortened[np.bincount(owners, minlength=documents) == 0] = 0
-    return np.ascontiguousarray(shortened.T)
-
-
-def _borrowed(signature: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Fill each empty bin by the next full one, around the end, changed by the distance."""
-    full = np.concatenate([signature, signature], axis=1) != EMPTY
-    full_bins = np.where(full, np.arange(2 * BINS), 2 * BINS)
-    after = np.minimum.accumulate(full_bins[:, ::-1], axis=1)[:, ::-1][:, :BINS]
-    distance = (after - np.arange(BINS)).astype(np.uint32)
-    lent: npt.NDArray[np.uint32] = np.take_along_axis(signature, after % BINS, axis=1)
-    return lent + distance * BORROW
-
-
-def resemblance(first: Hashes, second: Hashes) -> float:
-    shared = len(np.intersect1d(first, second, assume_unique=True))
-    return shared / max(1, len(first) + len(second) - shared)
-
-
-def widespread(hashes: Hashes, owners: npt.NDArray[np.int64], *, share: float) -> Hashes:
-    """Return the shingles, sorted, that more than `share` (at least 3) of documents have."""
-    order = np.lexsort((owners, hashes))
-    hashes, owners = hashes[order], owners[order]
-    other = hashes[1:] != hashes[:-1]
-    first_in_document = np.ones(len(hashes), dtype=np.bool_)
-    first_in_document[1:] = other | (owners[1:] != owners[:-1])
-    distinct, counts = np.unique(hashes[first_in_document], return_counts=True)
-    documents = len(np.unique(owners))
-    return distinct[counts > max(math.floor(share * documents), 2)]
