@@ -10,13 +10,13 @@ from pathlib import Path
 
 from workflow.lib.data.reading.chunks import Chunk
 from workflow.lib.data.reading.compression import UnreadableError, file_type_of, read_head
-from workflow.lib.data.reading.json_reader import read_json
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.reading.sources import SourceFile
 from workflow.lib.data.reading.table_readers import read_arrow, read_parquet
 from workflow.lib.data.reading.text_readers import (
     BOM,
     read_csv,
+    read_json,
     read_jsonl,
     read_text,
     read_text_lines,

@@ -1,17 +1,36 @@
-"""JSON Lines, CSV, TSV and plain text as chunks.
+"""JSON, CSV, TSV and plain text as chunks.
 
-Memory is bounded by `MAX_ROW_BYTES`, whatever a file holds."""
+Memory is bounded by `MAX_ROW_BYTES`, whatever a file holds, but for the text of a JSON array."""
 
 import csv
 import io
+import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from workflow.lib.data.reading.chunks import Chunk, CsvRecords, JsonLines, TextBlocks
+from workflow.lib.data.reading.chunks import (
+    NOT_UTF8,
+    Chunk,
+    CsvRecords,
+    JsonLines,
+    Parsed,
+    TextBlocks,
+    holds_undecoded,
+    parse_json,
+    parse_json_at,
+)
 from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
-from workflow.lib.data.reading.row import MAX_ROW_BYTES
+from workflow.lib.data.reading.row import (
+    MAX_ROW_BYTES,
+    BrokenRow,
+    Row,
+    as_row,
+    preview,
+    too_large,
+)
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 4 * 2**20  # a chunk ends here, however few its rows are
@@ -20,6 +39,8 @@ CHUNK_BYTES = 4 * 2**20  # a chunk ends here, however few its rows are
 MAX_SKIPPED_BYTES = 32 * MAX_ROW_BYTES
 # Behind each other; a compressed megabyte can hold a thousand times as many.
 MAX_BLANK_LINES = 1_000_000
+MAX_JSON_BYTES = 2**31  # of an array, whose text is in memory
+BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -73,6 +94,73 @@ def read_jsonl(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 def _json_lines(first: int, lines: list[bytes]) -> JsonLines:
     return JsonLines(first, tuple(lines), blank_lines=sum(map(_is_blank, lines)))
+
+
+def read_json(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Read an array of objects. A file that begins with an object that ends with its line is read
+    as JSON Lines. Raises `UnreadableError` for more than `MAX_JSON_BYTES`, and for broken JSON."""
+    if read_head(path).removeprefix(BOM).lstrip()[:1] == b"{" and _first_line_is_whole(path):
+        yield from read_jsonl(path, rows_per_chunk=rows_per_chunk)
+        return
+    with open_bytes(path) as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise UnreadableError(
+            f"a JSON array is read whole, and this one has more than {MAX_JSON_BYTES / 2**30:g} "
+            "GiB; write it as JSON Lines, an object a line (jq -c '.[]')"
+        )
+    rows = _elements(content.decode("utf-8-sig", errors="surrogateescape"))
+    while chunk := tuple(islice(rows, rows_per_chunk)):
+        yield Parsed(chunk)
+
+
+def _first_line_is_whole(path: Path) -> bool:
+    with open_bytes(path) as file:
+        line = next(line for _, line in numbered_lines(file) if line.strip())
+    try:
+        parse_json(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _elements(text: str) -> Iterator[Row | BrokenRow]:
+    sign, place = _next_sign(text, 0)
+    if sign != "[":
+        raise UnreadableError(
+            "it holds no JSON array of objects; one object a line is a .jsonl file"
+        )
+    number = 0
+    sign, place = _next_sign(text, place + 1)
+    while sign != "]":
+        number += 1
+        try:
+            value, end = parse_json_at(text, place)
+        except (ValueError, RecursionError) as error:
+            raise UnreadableError(f"broken JSON in row {number}: {error}") from None
+        yield _element(number, value, text[place:end])
+        sign, place = _next_sign(text, end)
+        if sign == ",":
+            sign, place = _next_sign(text, place + 1)
+        elif sign != "]":
+            raise UnreadableError(f"broken JSON after row {number}: no comma")
+    if _next_sign(text, place + 1)[0]:
+        raise UnreadableError(f"more text follows the array of {number} rows")
+
+
+def _next_sign(text: str, start: int) -> tuple[str, int]:
+    """Return the next character that is not blank, empty at the end, and its place."""
+    blanks = BLANKS.match(text, start)
+    assert blanks is not None, "the pattern takes any text"
+    return text[blanks.end() : blanks.end() + 1], blanks.end()
+
+
+def _element(number: int, value: object, source: str) -> Row | BrokenRow:
+    if len(source) > MAX_ROW_BYTES:
+        return too_large(number, source)
+    if holds_undecoded(source):
+        return BrokenRow(number, NOT_UTF8, preview(source))
+    return as_row(number, value)
 
 
 def read_text(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
