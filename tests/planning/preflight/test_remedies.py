@@ -23,7 +23,7 @@ def found(shape, plan, on=None, hardware=AUTO, most=99):
         on or machine(),
         hardware,
         memory.peaks,
-        before_bytes=peaks.allocated_bytes,
+        before=peaks,
         global_batch_size=16,
         most=most,
     )

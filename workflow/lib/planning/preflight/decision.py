@@ -191,7 +191,7 @@ def _advice(
         machine,
         run.hardware,
         record.peaks,
-        before_bytes=chosen.peak_bytes,
+        before=chosen.peaks,
         global_batch_size=run.train.global_batch_size,
         most=MOST_REMEDIES,
     )

@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.memory.peaks import Peaks, combined
 from workflow.lib.planning.memory.recorded_peaks import RecordPeaks
 from workflow.lib.planning.preflight.budget import budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import circumstances, divisors
@@ -62,33 +62,48 @@ def remedies(
     hardware: HardwareConfig,
     record: RecordPeaks,
     *,
-    before_bytes: int,
+    before: Peaks,
     global_batch_size: int,
     most: int,
 ) -> list[Remedy]:
     """Return up to `most` single changes that fit, the nearest first, of each kind the smallest
-    that does; if there is none, those that save most of the `before_bytes` of the plan.
-    Micro-batches other than the given one are recorded with one row."""
+    that should; if there is none, those that save most of what the plan takes (`before`). Each is
+    recorded; lines between recordings tell which is the smallest."""
     kinds = sorted(
         filter(None, _options(shape, plan, machine, global_batch_size=global_batch_size)),
         key=_place,
     )
 
-    def tried(options: Sequence[Option]) -> list[Remedy]:
-        peaks = record([changed for _, changed in options])
-        return [
-            _judged(shape, *option, found, machine, hardware)
-            for option, found in zip(options, peaks, strict=True)
-        ]
+    def judged(option: Option, peaks: Peaks) -> Remedy:
+        return _judged(shape, *option, peaks, machine, hardware)
 
-    largest = tried([options[-1] for options in kinds])
-    fitting = [
-        (options, remedy) for options, remedy in zip(kinds, largest, strict=True) if remedy.fits
-    ]
-    if fitting:
-        return [_smallest(options, remedy, tried) for options, remedy in fitting[:most]]
-    helpful = [remedy for remedy in largest if remedy.peak_bytes < before_bytes]
-    return sorted(helpful, key=lambda remedy: remedy.peak_bytes)[:most]
+    def smallest(options: Sequence[Option], last: Peaks) -> Remedy:
+        size, least = _size(plan), _size(options[-1][1])
+        for option in options[:-1]:
+            share = (size - _size(option[1])) / (size - least)
+            line = combined([(last, share), (before, 1 - share)])
+            if judged(option, line).fits and (tried := judged(option, *record([option[1]]))).fits:
+                return tried
+        return judged(options[-1], last)
+
+    fitting, helpful = list[Remedy](), list[Remedy]()
+    for first in range(0, len(kinds), most):
+        some = kinds[first : first + most]
+        largest = record([options[-1][1] for options in some])
+        for options, peaks in zip(some, largest, strict=True):
+            helpful.append(judged(options[-1], peaks))
+            if helpful[-1].fits and len(fitting) < most:
+                fitting.append(smallest(options, peaks))
+        if len(fitting) == most:
+            break
+    helpful = [remedy for remedy in helpful if remedy.peak_bytes < before.allocated_bytes]
+    return fitting or sorted(helpful, key=lambda remedy: remedy.peak_bytes)[:most]
+
+
+def _size(plan: StepPlan) -> float:
+    """What peaks grow with, nearly on a line, of plans that differ in one of these alone."""
+    rows = plan.micro_batch_size + plan.seq_len
+    return rows + plan.rank + 1 / plan.processes - plan.offload_layers
 
 
 def _place(options: Sequence[Option]) -> int:
@@ -96,21 +111,6 @@ def _place(options: Sequence[Option]) -> int:
     setting = options[0][0].split(" = ")[0]
     assert setting in NEAREST, f"{setting} has no place among the remedies"
     return NEAREST.index(setting)
-
-
-def _smallest(
-    options: Sequence[Option], largest: Remedy, tried: Callable[[Sequence[Option]], list[Remedy]]
-) -> Remedy:
-    """Return the smallest change of a kind that fits, by bisection; the largest does."""
-    first, last, found = 0, len(options) - 1, largest
-    while first < last:
-        middle = (first + last) // 2
-        (remedy,) = tried([options[middle]])
-        if remedy.fits:
-            last, found = middle, remedy
-        else:
-            first = middle + 1
-    return found
 
 
 def _judged(
