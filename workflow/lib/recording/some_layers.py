@@ -8,9 +8,9 @@ has the events of its stand-in, and a release names the tensor of the layer that
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -49,16 +49,15 @@ class _Part:
         return order[0] <= order[-1]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor is made: the part, the layer, and which one it is of the tensors of its size
-    and stream that are made there. The first layers may make some more, of other sizes, for all."""
+class _Place(NamedTuple):
+    """Where a tensor is made: the part, the layer, and which (`nth`) it is of the tensors of its
+    size and stream that are made there. The first layers may make more, of other sizes, for all."""
 
     part: int
     layer: int
     num_bytes: int
     stream: str
-    index: int
+    nth: int
 
 
 def repeated(
@@ -139,14 +138,14 @@ class _Repetition:
                 self._make(event, layer)
 
     def _make(self, old: int, layer: int) -> None:
-        tape, place = self._old, replace(self._places[old], layer=layer)
+        tape, place = self._old, self._places[old]._replace(layer=layer)
         tensor = self._new.new(tape.sizes[old], tape.terms[old], tape.streams[old])
         self._made[place] = tensor
         self._there[tensor] = old
 
     def _release(self, old: int, old_layer: int, layer: int) -> None:
         was = self._places[old]
-        tensor = self._made.get(replace(was, layer=self._moved(was.layer, old_layer, layer)), -1)
+        tensor = self._made.get(was._replace(layer=self._moved(was.layer, old_layer, layer)), -1)
         if tensor not in self._there:
             raise NotRepeatableError(f"layer {layer} releases what is not there")
         del self._there[tensor]
@@ -180,7 +179,7 @@ class _Repetition:
                 place = self._places[max(event, ~event)]
                 away = place.layer - layer
                 if place.layer != NONE and abs(away) <= self._reach:
-                    place = replace(place, layer=away)
+                    place = place._replace(layer=away)
                 yield number, event < 0, place
 
     def _check_left(self) -> None:
