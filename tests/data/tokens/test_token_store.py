@@ -170,7 +170,7 @@ def test_machine_without_memory_is_not_told_as_damage(folder, monkeypatch):
 )
 def test_damaged_array_is_named_with_what_to_do(folder, damage, name):
     damage(folder / name)
-    with pytest.raises(UserError, match=f"is damaged: {name} .* Delete the folder"):
+    with pytest.raises(UserError, match=f"{name} is damaged: it .* Delete the folder"):
         TokenStore.open(folder)
 
 
@@ -183,7 +183,7 @@ def test_other_format_version_asks_to_delete_the_folder(folder):
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_broken_manifest_is_damage(folder, text):
     (folder / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match=r"is damaged: manifest\.json cannot be read"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: it cannot be read"):
         TokenStore.open(folder)
 
 
@@ -201,7 +201,7 @@ def test_changed_token_that_opens_is_found_by_its_checksum(folder, name):
 
 def test_manifest_without_checksums_is_damage(folder):
     save_manifest(folder, files={})
-    with pytest.raises(UserError, match=r"is damaged: manifest\.json lacks checksums"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: it lacks checksums"):
         recorded_arrays(folder, TokenStore.open(folder).manifest)
 
 
@@ -236,7 +236,7 @@ def test_rated_answers_say_of_each_token_and_heldout_document_whether_they_are_g
                 "examples": "pairs",
                 "splits": {"train": {"packed_rows": 2}, "heldout": {"tokens": 5, "documents": 1}},
             },
-            "an odd number of held-out documents is no number of pairs",
+            "an odd number of held-out documents, which is none of pairs",
         ),
     ],
 )

@@ -9,6 +9,7 @@ sweep share it."""
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -150,21 +151,13 @@ def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> Non
         name: [x for x in (named.get(name), run.train.start_from) if x in runs]
         for name, run in runs.items()
     }
-    for name in needed:
-        chain, waiting = [name], [iter(needed[name])]
-        while waiting:
-            following = next(waiting[-1], None)
-            if following is None:
-                waiting.pop()
-                chain.pop()
-            elif following == name:
-                way = " -> ".join([*chain, name])
-                raise setting_error(
-                    f"preferences.reference or distill.teacher (run {name})",
-                    named.get(name, runs[name].train.start_from),
-                    f"these runs would wait for each other: {way}",
-                    "Name another model in one of them",
-                )
-            elif following not in chain:
-                chain.append(following)
-                waiting.append(iter(needed[following]))
+    try:
+        TopologicalSorter(needed).prepare()
+    except CycleError as error:
+        way: list[str] = error.args[1][::-1]  # each behind the one that waits for it
+        raise setting_error(
+            f"preferences.reference or distill.teacher (run {way[0]})",
+            named.get(way[0], runs[way[0]].train.start_from),
+            f"these runs would wait for each other: {' -> '.join(way)}",
+            "Name another model in one of them",
+        ) from None

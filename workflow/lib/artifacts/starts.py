@@ -4,7 +4,8 @@ A run's name counts before a folder of this name. The settings of an adapter are
 that continues it, so they are settled here, in the order of the runs, before anything depends on
 them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,25 +42,23 @@ def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
     return {name: done[name] for name in runs}
 
 
-def _in_order(runs: Mapping[str, RunConfig]) -> Iterator[str]:
-    """Yield the runs, each after the one that it starts from."""
-    done: set[str] = set()
-    for name in runs:
-        chain, start = [name], runs[name].train.start_from
-        while start is not None and start in runs and start not in done:
-            if start in chain:
-                links = [*chain[chain.index(start) :], start]
-                circle = ", ".join(f"{a} from {b}" for a, b in pairwise(links))
-                raise setting_error(
-                    f"{SETTING} (run {chain[-1]})",
-                    start,
-                    f"the runs start from each other: {circle}",
-                    "Set it to null in one of them, or name another run or adapter",
-                )
-            chain.append(start)
-            start = runs[start].train.start_from
-        yield from (link for link in reversed(chain) if link not in done)
-        done |= {*chain}
+def _in_order(runs: Mapping[str, RunConfig]) -> list[str]:
+    """Return the runs, each after the one that it starts from."""
+    starts = {
+        name: [start] if (start := run.train.start_from) is not None and start in runs else []
+        for name, run in runs.items()
+    }
+    try:
+        return [*TopologicalSorter(starts).static_order()]
+    except CycleError as error:
+        links: list[str] = error.args[1][::-1]  # each behind the one that starts from it
+        circle = ", ".join(f"{a} from {b}" for a, b in pairwise(links))
+        raise setting_error(
+            f"{SETTING} (run {links[0]})",
+            links[1],
+            f"the runs start from each other: {circle}",
+            "Set it to null in one of them, or name another run or adapter",
+        ) from None
 
 
 def _started(name: str, runs: Mapping[str, RunConfig], done: Mapping[str, RunConfig]) -> RunConfig:

@@ -20,6 +20,7 @@ from workflow.lib.evaluation.sample_answers import (
     choose_prompts,
     generate_answers,
     stop_token_ids,
+    until_stop,
 )
 from workflow.lib.settings.evaluate import GgufForm, GgufFormat
 from workflow.lib.system.errors import UserError
@@ -159,7 +160,9 @@ def compared(loaded: Loaded, expected: Reference, *, vocab_size: int, prompts: i
         for (*_, theirs), (_, likely) in zip(expected.positions, found, strict=True)
     ]
     answers = [
-        _until(loaded.server.answer(prompt.prompt, max_new_tokens=NEW_TOKENS), expected.stop_ids)
+        until_stop(
+            loaded.server.answer(prompt.prompt, max_new_tokens=NEW_TOKENS), expected.stop_ids
+        )
         for prompt in expected.prompts
     ]
     adapter = loaded.adapter
@@ -189,8 +192,3 @@ def _refuse_other_loss(format_name: GgufFormat, loss: float, expected: float) ->
             f"Transformers {expected:.4f}; they may differ by {bound}. Nothing is exported: "
             "choose a format of more bits, or take a newer llama.cpp."
         )
-
-
-def _until(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
-    ends = [place for place, token in enumerate(tokens) if token in stop_ids]
-    return tokens[: ends[0]] if ends else tokens

@@ -117,7 +117,7 @@ def generate_answers(
                     model, [prompts[index] for index in batch], settings, device=device
                 )
                 for index, row in zip(batch, rows, strict=True):
-                    answers[index] = _until_stop(row, settings.stop_ids)
+                    answers[index] = until_stop(row, settings.stop_ids)
                 progress.add(len(batch))
         return answers
 
@@ -165,6 +165,6 @@ def _left_padded(
     return ids, mask
 
 
-def _until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
+def until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
     ends = [index for index, token in enumerate(row) if token in stop_ids]
     return row[: ends[0]] if ends else row

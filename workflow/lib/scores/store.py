@@ -15,16 +15,14 @@ import numpy.typing as npt
 
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.scores_record import ScoresManifest, Split
-from workflow.lib.data.tokens.token_store import ARRAYS, TokenStore
+from workflow.lib.data.tokens.token_store import ARRAYS, TokenStore, map_array
 from workflow.lib.system.checksums import RecordedFile, damaged
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import is_passing, short_hash
+from workflow.lib.system.files import short_hash
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS: tuple[Split, ...] = ("train", "heldout")
-
-Array = npt.NDArray[Any]
 
 
 class Scores(NamedTuple):
@@ -185,27 +183,10 @@ def _opened(
     mapped = [
         Scores(
             **{
-                array: _map_array(
-                    folder / file_name(split, number, array), dtype, (s.tokens, *more)
-                )
+                array: map_array(folder / file_name(split, number, array), dtype, (s.tokens, *more))
                 for array, (dtype, more) in layout.items()
             }
         )
         for number, s in enumerate(shards)
     ]
     return _ScoredSplit(starts, edges[:-1], mapped, Scores.nothing(manifest.top_k))
-
-
-def _map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Map one file after checking its type, shape and size."""
-    try:
-        # no empty file can be mapped
-        array: Array = np.load(path, mmap_mode="r" if shape[0] else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        if is_passing(error):
-            raise
-        raise damaged(path.parent, path.name, f"cannot be read ({error})") from None
-    if array.dtype != np.dtype(dtype) or array.shape != shape:
-        actual = f"is {array.dtype.str} {array.shape}"
-        raise damaged(path.parent, path.name, f"{actual}, the manifest says {dtype} {shape}")
-    return array

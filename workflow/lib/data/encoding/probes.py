@@ -2,8 +2,6 @@
 
 An export encodes them again by the written files alone, and must get the same ids."""
 
-from typing import TypedDict
-
 from workflow.lib.data.encoding.chat_messages import Conversation, Message
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
 
@@ -48,18 +46,3 @@ PROBES = (
     Conversation(_ASKED, [False, True], [_TOOL]),
     Conversation(_ASKED + _ANSWERED, [False, True, False, True], [_TOOL]),
 )
-
-
-class TextProbe(TypedDict):
-    """A text, and the token ids that it is trained as."""
-
-    text: str
-    ids: list[int]
-
-
-class ChatProbe(TypedDict):
-    """A conversation, and the token ids that it is trained as."""
-
-    messages: list[Message]
-    tools: list[Tool] | None
-    ids: list[int]

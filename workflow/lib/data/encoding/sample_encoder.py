@@ -8,7 +8,7 @@ is a prediction target, so the first token of a document is never one."""
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,6 @@ from workflow.lib.data.encoding.probes import (
     PROBE,
     PROBE_TEXT,
     PROBES,
-    ChatProbe,
-    TextProbe,
 )
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
@@ -127,10 +125,11 @@ class SampleEncoder:
             return partial(self._encode_tokens, sample)
         return partial(self._encode_text, sample)
 
-    def encoded_probes(self) -> list[TextProbe | ChatProbe]:
-        """Return a text, and those of `PROBES` that the template takes, with the ids as trained."""
-        text: TextProbe = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}
-        chats: list[ChatProbe] = [
+    def encoded_probes(self) -> list[dict[str, Any]]:
+        """Return a text, and those of `PROBES` that the template takes, with ids as trained (the
+        JSON of `manifest_record.Probe`)."""
+        text = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}
+        chats = [
             {"messages": probe.messages, "tools": probe.tools, "ids": ids}
             for probe, ids, _ in self._answered_probes()
         ]

@@ -7,7 +7,7 @@ text has marks at both of its ends."""
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import Conversation, Message
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
@@ -64,23 +64,9 @@ def _stands(value: str, document: str) -> bool:
     return value in document or json.dumps(value, ensure_ascii=False)[1:-1] in document
 
 
-class Visitor(Protocol):
-    """What is done with each text; it returns the text to put in its place."""
-
-    def text(self, place: Place, text: str) -> str:
-        """Take a text of any length."""
-
-    def word(self, place: Place, word: str) -> str:
-        """Take the name of a function."""
-
-    def schema(self, place: Place, function: dict[str, Any]) -> dict[str, Any]:
-        """Take a tool on offer."""
-
-    def arguments(self, place: Place, arguments: Any) -> Any:
-        """Take the arguments of a call."""
-
-
 class Collector:
+    """Collects texts, names of functions, tools on offer and arguments of calls, as they are."""
+
     def __init__(self) -> None:
         self.texts: list[Text] = []
 
@@ -161,6 +147,9 @@ class Marker:
 
     def _add(self, place: Place, mark: str) -> None:
         self.texts.append(Text(place, mark))
+
+
+Visitor = Collector | Marker
 
 
 def texts_of_conversation(conversation: Conversation) -> list[Text]:

@@ -4,7 +4,7 @@ They are written while reading, so that memory stays small."""
 
 from collections import Counter
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Any, Self
 
 from workflow.lib.system.artifact_files import checked_line
 
@@ -14,21 +14,9 @@ SHARED_GROUP = "group of a training row"
 NEAR_DUPLICATE = "near-duplicate of a training row"
 
 
-class DroppedRow(TypedDict):
-    """A line of `rejects.jsonl` without its file: number of the row, reason, first characters."""
-
-    row: int
-    reason: str
-    preview: str
-
-
-class CutRow(TypedDict):
-    """A line of `truncated.jsonl`: a row of `tokens` became `documents` of `kept` tokens."""
-
-    row: int
-    tokens: int
-    documents: int
-    kept: int
+Line = dict[str, Any]
+"""Of a list, without its file. Of `rejects.jsonl`: number of the `row`, `reason`, `preview` (first
+characters). Of `truncated.jsonl`: a `row` of `tokens` became `documents` of `kept` tokens."""
 
 
 def reason_kind(reason: str) -> str:
@@ -54,17 +42,9 @@ class Listing:
         self._rejects.close()
         self._truncated.close()
 
-    def drop(self, row: DroppedRow, *, file: str) -> None:
-        self.dropped_by_reason[reason_kind(row["reason"])] += 1
-        line = {"file": file, "row": row["row"], "reason": row["reason"], "preview": row["preview"]}
-        self._rejects.write(checked_line(line))
+    def drop(self, line: Line, *, file: str) -> None:
+        self.dropped_by_reason[reason_kind(line["reason"])] += 1
+        self._rejects.write(checked_line({"file": file, **line}))
 
-    def cut(self, row: CutRow, *, file: str) -> None:
-        line = {
-            "file": file,
-            "row": row["row"],
-            "tokens": row["tokens"],
-            "documents": row["documents"],
-            "kept": row["kept"],
-        }
-        self._truncated.write(checked_line(line))
+    def cut(self, line: Line, *, file: str) -> None:
+        self._truncated.write(checked_line({"file": file, **line}))

@@ -22,8 +22,8 @@ from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import BrokenRow, Row, Values
-from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
-from workflow.lib.data.tokens.overlong import CUT, Overlong, Piece, tokens_needed
+from workflow.lib.data.tokens.dropped_rows import Line
+from workflow.lib.data.tokens.overlong import CUT, Overlong, tokens_needed
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
@@ -78,8 +78,8 @@ class ShardFacts:
     begin_untrained: int = 0
     unrendered: dict[str, int] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
-    rejects: list[DroppedRow] = field(default_factory=list)
-    cuts: list[CutRow] = field(default_factory=list)
+    rejects: list[Line] = field(default_factory=list)
+    cuts: list[Line] = field(default_factory=list)
     columns: list[str] = field(default_factory=list)
     not_read: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class ShardBuilder:
         self._examples = examples
         self._group_by = group_by
         self._overlong = overlong
-        self._pieces: list[Piece] = []
+        self._pieces: list[Encoded] = []
         self._table: list[tuple[int, ...]] = []
         self.facts = ShardFacts()
 

@@ -4,25 +4,16 @@ A pair has to fit into one row, so the longer answer is cut first. A rated answe
 at most: the other half is for the same prompt with the answer of another row (`neighbours`)."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from workflow.lib.data.encoding.row_values import UnwantedRowError
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.settings.objectives import Examples
 
 Overlong = Literal["truncate", "split", "drop"]
-
-
-class Piece(NamedTuple):
-    """A document: token ids, loss mask, and weights and judgement as in `Encoded`."""
-
-    ids: npt.NDArray[np.uint32]
-    mask: npt.NDArray[np.bool_]
-    weights: npt.NDArray[np.float32] | None = None
-    desirable: bool = True
 
 
 class TooLongError(UnwantedRowError):
@@ -35,9 +26,9 @@ def tokens_needed(examples: Sequence[Encoded], kind: Examples) -> int:
     return {"texts": max(lengths), "pairs": sum(lengths), "rated": 2 * max(lengths)}[kind]
 
 
-def _texts(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Piece]:
+def _texts(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Encoded]:
     """Cut each by itself. Raises `TooLongError` if none is left, or one must be dropped."""
-    pieces: list[Piece] = []
+    pieces: list[Encoded] = []
     failure: TooLongError | None = None
     for encoded in examples:
         try:
@@ -49,7 +40,7 @@ def _texts(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> 
     return pieces
 
 
-def _pair(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Piece]:
+def _pair(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Encoded]:
     lengths = [len(encoded.ids) for encoded in examples]
     if sum(lengths) > seq_len and overlong == "drop":
         raise TooLongError(
@@ -67,7 +58,7 @@ def _pair(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> l
     return [chosen, rejected]
 
 
-def _rated(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Piece]:
+def _rated(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Encoded]:
     half, longest = seq_len // 2, max(len(encoded.ids) for encoded in examples)
     if longest > half and overlong == "drop":
         raise TooLongError(
@@ -81,25 +72,29 @@ def _rated(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> 
     ]
 
 
-CUT: dict[Examples, Callable[..., list[Piece]]] = {"texts": _texts, "pairs": _pair, "rated": _rated}
+CUT: dict[Examples, Callable[..., list[Encoded]]] = {
+    "texts": _texts,
+    "pairs": _pair,
+    "rated": _rated,
+}
 
 
-def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
+def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Encoded]:
     """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train
     something (no first token is a target). Raises `TooLongError` for nothing."""
     ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
     if len(ids) <= seq_len:
-        return [Piece(ids, mask, weights, encoded.desirable)]
+        return [encoded]
     if overlong == "drop":
         raise TooLongError(f"overlong: {len(ids)} tokens, seq_len is {seq_len}")
     starts = range(0, len(ids), seq_len) if overlong == "split" else range(1)
     parts = [slice(start, start + seq_len) for start in starts]
     pieces = [
-        Piece(
-            ids[part],
-            mask[part].copy(),
-            None if weights is None else weights[part].copy(),
-            encoded.desirable,
+        replace(
+            encoded,
+            ids=ids[part],
+            mask=mask[part].copy(),
+            weights=None if weights is None else weights[part].copy(),
         )
         for part in parts
     ]

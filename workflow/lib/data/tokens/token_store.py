@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.settings.objectives import Examples
-from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.checksums import RecordedFile, damaged
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import is_passing, read_checked_json
 
@@ -105,7 +105,10 @@ class TokenStore:
         _check_examples(path, manifest)
         return cls(
             manifest=manifest,
-            arrays={name: _map_array(path / name, shape) for name, shape in shapes.items()},
+            arrays={
+                name: map_array(path / name, (ARRAYS | OPTIONAL_ARRAYS)[name], shape)
+                for name, shape in shapes.items()
+            },
         )
 
     @cached_property
@@ -183,7 +186,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = read_checked_json(path / MANIFEST)
         version = manifest["format_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{MANIFEST} cannot be read ({error!r})") from None
+        raise damaged(path, MANIFEST, f"cannot be read ({error!r})") from None
     if version != FORMAT_VERSION:
         raise UserError(
             f"{path / MANIFEST}: format_version = {version!r}, but this version of the workflow "
@@ -202,7 +205,7 @@ def recorded_arrays(path: Path, manifest: dict[str, Any]) -> list[RecordedFile]:
     try:
         return [RecordedFile(path, name, manifest["files"][name]) for name in array_names(manifest)]
     except (KeyError, TypeError) as error:
-        raise _damaged(path, f"{MANIFEST} lacks checksums ({error!r})") from None
+        raise damaged(path, MANIFEST, f"lacks checksums ({error!r})") from None
 
 
 def _shapes(path: Path, manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -213,7 +216,7 @@ def _shapes(path: Path, manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         tokens, documents = int(heldout["tokens"]), int(heldout["documents"])
         names = array_names(manifest)
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"{MANIFEST} lacks sizes ({error!r})") from None
+        raise damaged(path, MANIFEST, f"lacks sizes ({error!r})") from None
     ragged = {"heldout.offsets.npy": (documents + 1,)}
     return {
         name: train if name.startswith("train.") else ragged.get(name, (tokens,)) for name in names
@@ -232,37 +235,31 @@ def _check_examples(path: Path, manifest: dict[str, Any]) -> None:
     needed, allowed = (set(DESIRABLE),) * 2 if examples == "rated" else (set[str](), {WEIGHTS})
     if not needed <= held <= (allowed if examples != "pairs" else set()):
         listed = ", ".join(sorted(held)) or "no optional array"
-        raise _damaged(path, f"its examples are {examples}, and it has {listed}")
+        finding = f"says that its examples are {examples}, and it has {listed}"
+        raise damaged(path, MANIFEST, finding)
     if examples != "texts" and documents["documents"] % 2:
-        raise _damaged(path, f"an odd number of held-out documents is no number of {examples}")
+        finding = f"names an odd number of held-out documents, which is none of {examples}"
+        raise damaged(path, MANIFEST, finding)
 
 
-def _map_array(path: Path, shape: tuple[int, ...]) -> Array:
-    """Map one `.npy` file after checking its type, shape and size."""
+def map_array(path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array:
+    """Map one `.npy` file after checking its type, shape and size; raises `UserError`."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        # no empty array can be mapped
+        array: Array = np.load(path, mmap_mode="r" if all(shape) else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         if is_passing(error):
             raise
-        raise _damaged(path.parent, f"{path.name} cannot be read ({error})") from None
-    expected = np.dtype((ARRAYS | OPTIONAL_ARRAYS)[path.name])
+        raise damaged(path.parent, path.name, f"cannot be read ({error})") from None
+    expected = np.dtype(dtype)
     if array.dtype != expected or array.shape != shape:
-        actual = f"{array.dtype.str} {array.shape}"
-        raise _damaged(
-            path.parent, f"{path.name} is {actual}, the manifest says {expected.str} {shape}"
-        )
-    assert isinstance(array, np.memmap)
-    size, promised = path.stat().st_size, array.offset + array.nbytes
-    if size != promised:
-        raise _damaged(path.parent, f"{path.name} has {size} bytes instead of {promised}")
+        finding = f"is {array.dtype.str} {array.shape}, not {expected.str} {shape}"
+        raise damaged(path.parent, path.name, finding)
+    if isinstance(array, np.memmap):
+        size, promised = path.stat().st_size, array.offset + array.nbytes
+        if size != promised:
+            raise damaged(path.parent, path.name, f"has {size} bytes instead of {promised}")
     return array
-
-
-def _damaged(path: Path, finding: str) -> UserError:
-    return UserError(
-        f"The tokens folder {path} is damaged: {finding}. Delete the folder and run the workflow "
-        "again."
-    )
 
 
 def choose_documents(documents: Sequence[Document], *, at_most: int | None, seed: int) -> list[int]:
