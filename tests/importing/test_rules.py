@@ -87,6 +87,14 @@ def test_batch_is_rows_times_accumulation_times_gpus():
     assert "= 24: 2 x 4 of accumulation x 3 GPUs" in told(draft)
 
 
+RESTARTS = {"lr_scheduler": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}
+STABLE = {
+    "max_steps": 200,
+    "lr_scheduler": "warmup_stable_decay",
+    "lr_scheduler_kwargs": {"num_decay_steps": 50, "min_lr_ratio": 0.1},
+}
+
+
 @pytest.mark.parametrize(
     ("keys", "setting", "value"),
     [
@@ -105,6 +113,10 @@ def test_batch_is_rows_times_accumulation_times_gpus():
         ({"max_steps": 200, "num_epochs": 4}, "train.epochs", None),
         ({"lr_scheduler": "constant", "warmup_ratio": 0.1}, "train.warmup_share", 0.0),
         ({"lr_scheduler": "polynomial"}, "train.lr_schedule", "cosine"),
+        (RESTARTS, "train.lr_cycles", 3),
+        (STABLE, "train.decay_share", 0.25),
+        (STABLE, "train.min_lr_share", 0.1),
+        ({"loraplus_lr_ratio": 16}, "train.loraplus_lr_ratio", 16.0),
         ({"optimizer": "paged_adamw_8bit"}, "train.optimizer", "adamw_8bit"),
         ({"optimizer": "lion_8bit"}, "train.optimizer", "adamw"),
         ({"learning_rate": "1e-5"}, "train.learning_rate", 1e-5),
@@ -113,6 +125,12 @@ def test_batch_is_rows_times_accumulation_times_gpus():
         ({"val_set_size": 0.1}, "data.heldout_share", 0.1),
         ({"fp16": True}, "model.compute_dtype", "float16"),
         ({"eval_steps": 20}, "train.evaluate_every_steps", 20),
+        (
+            {"eval_steps": 20, "early_stopping_patience": 3},
+            "train.early_stopping_patience",
+            3,
+        ),
+        ({"early_stopping_patience": 3}, "train.early_stopping_patience", None),
         ({"rl": "orpo", "orpo_alpha": 0.3}, "preferences.beta", 0.3),
         ({"rl": "dpo", "dpo_loss_type": ["ipo"]}, "train.objective", "ipo"),
         ({"rl": "dpo", "dpo_loss_type": ["hinge"]}, "preferences.loss_type", "hinge"),

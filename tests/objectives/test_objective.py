@@ -115,7 +115,9 @@ def survey(base: Path) -> dict[str, Any]:
                 heldout = HeldOut(
                     store, every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=2
                 )
-                found[f"held out, {head}, {name}"] = heldout.loss(model.training, world=world)
+                found[f"held out, {head}, {name}"] = heldout.losses(
+                    model.training, world=world
+                ).whole
                 if world.size == 1:
                     found[f"{head}, {name}, dense"] = dense(model, name)
                     model.training.zero_grad()

@@ -1,4 +1,4 @@
-"""Length, learning rate and data order of a run, against values computed by hand."""
+"""Length and data order of a run, against values computed by hand."""
 
 import math
 
@@ -6,17 +6,11 @@ import numpy as np
 import pytest
 
 from workflow.lib.settings.config import TrainConfig
-from workflow.lib.settings.schedule import learning_rate, step_rows, total_steps
+from workflow.lib.settings.schedule import step_rows, total_steps
 
 
 def train(**settings):
     return TrainConfig.model_validate(settings)
-
-
-def rates(num_steps, **settings):
-    """Return the learning rate of every step at peak 1."""
-    config = train(learning_rate=1.0, **settings)
-    return [learning_rate(config, step=step, num_steps=num_steps) for step in range(num_steps)]
 
 
 @pytest.mark.parametrize(
@@ -32,32 +26,6 @@ def rates(num_steps, **settings):
 )
 def test_length_is_enough_steps_for_the_epochs(epochs, rows, batch, steps):
     assert total_steps(train(epochs=epochs, global_batch_size=batch), num_rows=rows) == steps
-
-
-# Schedule, share of warm-up, floor, and the rates of the steps; half a cosine at 0, 1/4, 1/2, 3/4.
-RATES = [
-    ("constant", 0.5, 0.0, [1 / 3, 2 / 3, 1, 1, 1, 1]),
-    ("constant", 0.0, 0.1, [1, 1, 1]),  # no floor lowers it
-    ("linear", 0.2, 0.0, [1, 1, 0.75, 0.5, 0.25]),  # zero one step after the last
-    ("linear", 0.2, 0.2, [1, 1, 0.8, 0.6, 0.4]),
-    ("cosine", 0.2, 0.0, [1, 1, 0.8535533905932737, 0.5, 0.1464466094067262]),
-    ("cosine", 0.0, 0.0, [1]),
-    ("cosine", 1.0, 0.0, [0.25, 0.5, 0.75, 1]),  # never decays
-]
-
-
-@pytest.mark.parametrize(("schedule", "warmup", "floor", "expected"), RATES)
-def test_rate_of_every_step_is_that_by_hand(schedule, warmup, floor, expected):
-    found = rates(len(expected), lr_schedule=schedule, warmup_share=warmup, min_lr_share=floor)
-    assert found == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 101])
-def test_rate_stays_within_zero_and_peak_and_reaches_the_peak(schedule, num_steps):
-    values = rates(num_steps, lr_schedule=schedule, warmup_share=0.03)
-    assert min(values) >= 0
-    assert max(values) == 1  # 0.03 of any length is at least one step, which ends at the peak
 
 
 def order(num_rows, batch, steps, seed=0):

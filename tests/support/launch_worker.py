@@ -103,7 +103,7 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
             seed=0,
             micro_batch_size=1,
         )
-        heldout.loss(model.training, world=world, moved=stop)
+        heldout.losses(model.training, world=world, moved=stop)
 
 
 def oversleep() -> None:

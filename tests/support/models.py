@@ -155,7 +155,14 @@ def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
         "heldout.loss_mask.npy": heldout_mask,
         "heldout.offsets.npy": offsets,
     }
-    return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays)
+    manifest = {"seq_len": seq_len, "vocab_size": VOCAB} | heldout_from(questions=3)
+    return TokenStore(manifest=manifest, arrays=arrays)
+
+
+def heldout_from(**documents: int) -> dict[str, Any]:
+    """Return what a manifest says of held-out documents: how many each source has."""
+    sources = [{"source": name, "documents": number} for name, number in documents.items()]
+    return {"splits": {"heldout": {"sources": sources}}}
 
 
 def nf4_linear(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.models import VOCAB
+from tests.support.models import VOCAB, heldout_from
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.scores.store import Scores
 
@@ -154,5 +154,6 @@ def scored_rows(
     if weights:
         drawn = draw.choice([0.25, 1.0, 2.0], shape).astype(np.float32)
         arrays["train.weights.npy"] = mask * drawn
-    store = TokenStore(manifest={"examples": examples}, arrays=arrays)
+    manifest = {"examples": examples} | heldout_from(answers=len(lengths))
+    store = TokenStore(manifest=manifest, arrays=arrays)
     return store.with_scores(DrawnScores(mask, top_k=top_k))  # type: ignore[arg-type]

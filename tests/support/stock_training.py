@@ -18,10 +18,11 @@ from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.settings.schedule import learning_rate, step_rows
+from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.build import TrainingModel
+from workflow.lib.training.learning_rate import learning_rate
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.startup_checks import startup_checks
 

@@ -14,7 +14,7 @@ import torch
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, prepare
-from tests.support.models import adapted, random_store, tiny_llama
+from tests.support.models import adapted, heldout_from, random_store, tiny_llama
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.evaluation.heldout_loss import heldout_losses
@@ -24,12 +24,15 @@ from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
-from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows
+from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows, patience_is_over
 
 STEPS = 5
 BEST = CONFIG.train.model_dump() | {"max_steps": STEPS, "evaluate_every_steps": 2, "select": "best"}
 SELECTING = RunConfig(lora=CONFIG.lora, train=TrainConfig(**BEST))
 SHORT = replace(PLAN, num_steps=STEPS)
+LONG = replace(PLAN, num_steps=3 * STEPS)
+ENDING = {"max_steps": 3 * STEPS, "evaluate_every_steps": 1, "early_stopping_patience": 1}
+IMPATIENT = RunConfig(lora=CONFIG.lora, train=TrainConfig(**BEST | ENDING))
 MEASURED = [2, 4, 5]  # every second step, and the last
 
 
@@ -99,6 +102,51 @@ def test_best_adapter_that_is_gone_stops_the_run(run, tmp_path):
         run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
 
 
+@pytest.fixture(scope="module")
+def ended(run, tmp_path_factory):
+    """A run that its first held-out loss above the lowest ends, before its last step."""
+    folder = tmp_path_factory.mktemp("patience") / "run"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("finetune", "checkpoints"))
+    run_distributed(finetune, arguments(folder), IMPATIENT, LONG, world_size=2)
+    return folder
+
+
+def test_run_ends_when_its_patience_is_over(ended):
+    losses = heldout_by_step(ended)
+    (*before, last), patience = losses.values(), IMPATIENT.train.early_stopping_patience
+    assert not patience_is_over(before, patience)
+    assert patience_is_over([*before, last], patience)
+    summary = read_checked_json(ended / "finetune" / "summary.json")
+    assert summary["num_steps"] == max(losses) < LONG.num_steps == summary["planned_steps"]
+    assert summary["selected_step"] == min(losses, key=lambda step: losses[step])
+
+
+def test_run_that_was_killed_at_its_early_end_takes_no_more_step(ended, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(ended, folder)
+    shutil.rmtree(folder / "finetune")
+    run_distributed(finetune, arguments(folder), IMPATIENT, LONG, world_size=2)
+    assert heldout_by_step(folder) == heldout_by_step(ended)
+    found, expected = (read_sharded_adapter(f / "finetune" / "adapter") for f in (folder, ended))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "over"),
+    [
+        ([], 1, False),
+        ([3.0], 1, False),
+        ([3.0, 3.0], 1, True),  # as low is not lower
+        ([3.0, 2.0, 2.5], 2, False),
+        ([3.0, 2.0, 2.5, 2.1], 2, True),
+        ([3.0, 2.0, 2.5, 1.9], 2, False),
+        ([3.0, 4.0, 5.0], None, False),
+    ],
+)
+def test_patience_is_over_after_as_many_losses_of_which_none_is_the_lowest(losses, patience, over):
+    assert patience_is_over(losses, patience) is over
+
+
 def continued(base, folder):
     """Continue after step 4 a run that was killed after step 6; then once more after step 8."""
 
@@ -134,19 +182,26 @@ def test_best_adapters_beyond_the_step_that_a_run_continues_from_are_removed(run
     }
 
 
-def measure(base):
-    """Return the loss of a fresh adapter (which changes nothing) by micro-batch."""
+def two_sources():
     store = random_store(rows=4, seq_len=17)
+    store.manifest.update(heldout_from(questions=2, letters=1))
+    return store
+
+
+def measure(base):
+    """Return the losses of a fresh adapter (which changes nothing) by micro-batch and documents of
+    a source at most."""
+    store = two_sources()
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = built_model(
             base, RunConfig(lora=LoraSettings(r=3, dropout=0.5)), PLAN, world,
         )  # fmt: skip
         model.training.train()
         found = {
-            size: HeldOut(
-                store, every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=size
-            ).loss(model.training, world=world)
-            for size in (1, 2)
+            (size, at_most): HeldOut(
+                store, every=1, num_steps=1, at_most=at_most, seed=0, micro_batch_size=size
+            ).losses(model.training, world=world)
+            for size, at_most in ((1, None), (2, None), (1, 1))
         }
         assert model.training.training, "training goes on as before"
     return found
@@ -158,12 +213,21 @@ def test_loss_is_that_of_the_evaluation(base):
     model = load_base(
         base, device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
     )
-    store = random_store(rows=4, seq_len=17)
+    store = two_sources()
     documents = [store.heldout_documents()[n] for n in range(3)]
     sums = heldout_losses(model, documents, batch_size=1, device=torch.device("cpu"))
-    expected = sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+
+    def mean(some):
+        return sum(loss for loss, _ in some) / sum(tokens for _, tokens in some)
+
+    by_source = {"questions": mean(sums[:2]), "letters": mean(sums[2:])}
     for result in results:
-        assert result == pytest.approx({1: expected, 2: expected}, rel=1e-5)
+        drawn = result.pop((1, 1)).by_source
+        assert drawn["letters"] == pytest.approx(mean(sums[2:]), rel=1e-5)
+        assert min(abs(drawn["questions"] - mean([one])) for one in sums[:2]) < 1e-5
+        for found in result.values():
+            assert found.whole == pytest.approx(mean(sums), rel=1e-5)
+            assert found.by_source == pytest.approx(by_source, rel=1e-5)
 
 
 def test_documents_fill_rows_in_their_order():
@@ -180,6 +244,7 @@ def test_no_document_to_measure_on_is_an_error():
         "heldout.loss_mask.npy": np.zeros(0, dtype=np.bool_),
         "heldout.offsets.npy": np.array([0]),
     }
-    empty = TokenStore(manifest={"seq_len": 17, "vocab_size": 211}, arrays=arrays)
+    manifest = {"seq_len": 17, "vocab_size": 211} | heldout_from()
+    empty = TokenStore(manifest=manifest, arrays=arrays)
     with pytest.raises(UserError, match=r"train\.evaluate_every_steps asks for the held-out loss"):
         HeldOut(empty, every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=1)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.models import adapted, heldout_from, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
@@ -59,7 +59,9 @@ def documentation():
         "heldout.loss_mask.npy": np.arange(len(heldout)) % SEQ_LEN > 0,
         "heldout.offsets.npy": np.arange(0, len(heldout) + 1, SEQ_LEN),
     }
-    return TokenStore(manifest={"seq_len": SEQ_LEN, "vocab_size": 4000}, arrays=arrays)
+    manifest = {"seq_len": SEQ_LEN, "vocab_size": 4000}
+    manifest |= heldout_from(documentation=len(heldout) // SEQ_LEN)
+    return TokenStore(manifest=manifest, arrays=arrays)
 
 
 def settings(dtype, where="both", **train):
@@ -87,9 +89,9 @@ def trained_losses(base):
                 store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8
             )
             if not losses:
-                losses["before", ""] = heldout.loss(model.training, world=world)
+                losses["before", ""] = heldout.losses(model.training, world=world).whole
             assert len(list(trainer.steps(first_step=0, num_steps=STEPS))) == STEPS
-            losses[dtype, where] = heldout.loss(model.training, world=world)
+            losses[dtype, where] = heldout.losses(model.training, world=world).whole
     return losses
 
 

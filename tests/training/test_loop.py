@@ -30,8 +30,8 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.settings.schedule import learning_rate
 from workflow.lib.training.batches import make_batch
+from workflow.lib.training.learning_rate import learning_rate
 from workflow.lib.training.loop import Trainer, make_optimizer
 
 MICRO_BATCH = 3  # rows of one process

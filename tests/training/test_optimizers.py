@@ -6,11 +6,13 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.models import quantized, random_llama, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -82,6 +84,43 @@ def reference(kind, *, cuts, device="cpu"):
         optimizer.param_groups[0]["lr"] = 1e-2 / step
         optimizer.step()
     return {name: torch.cat(parts).detach().cpu() for name, parts in params.items()}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_lora_plus_updates_as_that_of_peft(kind):
+    """B matrices and lengths of rows (DoRA) take the higher rate."""
+    train = TrainConfig(optimizer=kind, learning_rate=1e-2, loraplus_lr_ratio=16)
+    model, stock_model = (in_peft() for _ in range(2))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    eight_bits = {"optim_bits": 8, "min_8bit_size": 1}
+    of_library: dict[str, Any] = {
+        "adamw": (torch.optim.AdamW, {}),
+        "adamw_8bit": (bnb.optim.AdamW, eight_bits),
+    }
+    kind_of, arguments = of_library[kind]
+    ours = ShardwiseOptimizer(trained, train)
+    theirs = create_loraplus_optimizer(
+        stock_model, kind_of, lr=1e-2, loraplus_lr_ratio=16, **arguments
+    )
+    for optimizer, module in ((ours, model), (theirs, stock_model)):
+        for number, param in enumerate(p for p in module.parameters() if p.requires_grad):
+            generator = torch.Generator().manual_seed(number)
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    expected = dict(stock_model.named_parameters())
+    assert {"lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save"} <= {
+        part for name in trained for part in name.split(".")
+    }
+    for name, param in trained.items():
+        torch.testing.assert_close(param, expected[name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+def in_peft():
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=2, use_dora=True, target_modules="all-linear", modules_to_save=["lm_head"]
+    )
+    return get_peft_model(random_llama(num_hidden_layers=1), config)
 
 
 class Run:

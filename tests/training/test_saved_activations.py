@@ -65,7 +65,7 @@ def trained(base, changes, world, *, steps):
     trainer = Trainer(model.training, optimizer, store, config.train, rows, world)
     losses = [metrics.loss for metrics in trainer.steps(first_step=0, num_steps=steps)]
     heldout = HeldOut(store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8)
-    after = heldout.loss(model.training, world=world) if steps == STEPS else None
+    after = heldout.losses(model.training, world=world).whole if steps == STEPS else None
     return {"losses": losses, "gradients": gradients[1], "heldout": after}
 
 

@@ -10,6 +10,7 @@ from workflow.lib.settings.objectives import NEEDS
 
 NAMES = re.compile(r"[\w.,\s-]+")
 WHOLE = ("embed_tokens", "lm_head")
+CYCLES, FALLING = "lr_scheduler_kwargs.num_cycles", "lr_scheduler_kwargs.num_decay_steps"
 # Keys that only such a training of TRL has, for files that do not say which command reads them.
 TELLING = {
     "desirable_weight": "kto",
@@ -130,6 +131,13 @@ def _schedule(draft: Draft) -> None:
             setting, round(min(1.0, steps / total), 4), *keys, how=f"{steps} of {total} steps"
         )
 
+    if draft.get("lr_scheduler_type") == "cosine_with_restarts":
+        draft.put("train.lr_cycles", draft.number(CYCLES), CYCLES)
+    falling = draft.number(FALLING) or 0
+    if draft.get("lr_scheduler_type") == "warmup_stable_decay" and total > 0 and falling:
+        share = round(min(1.0, falling / total), 4)
+        draft.put("train.decay_share", share, FALLING, how=f"{falling} of {total} steps")
+
 
 def _while_training(draft: Draft) -> None:
     saving, every = draft.get("save_strategy"), draft.number("save_steps") or 0
@@ -138,6 +146,9 @@ def _while_training(draft: Draft) -> None:
         draft.put("train.evaluate_every_steps", steps, "eval_steps", "eval_strategy")
         if draft.get("load_best_model_at_end") or saving == "best":
             draft.put("train.select", "best", "load_best_model_at_end")
+        for key in ("early_stopping_patience", "early_stopping_steps"):
+            if draft.number(key):
+                draft.put("train.early_stopping_patience", draft.number(key), key)
     if saving in (None, "steps") and every >= 1:
         draft.put("train.checkpoint_every_steps", every, "save_steps", "save_strategy")
     if (logged := draft.number("logging_steps") or 0) >= 1:

@@ -34,7 +34,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.checksums import listed_files, recorded_files
 from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
 from workflow.lib.system.locks import exclusive
-from workflow.lib.training.best_adapter import BestAdapter, HeldOut
+from workflow.lib.training.best_adapter import BestAdapter, HeldOut, patience_is_over
 from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device
 from workflow.lib.training.checkpoint import (
     Cadence,
@@ -157,6 +157,12 @@ class RunState:
     pulse: Pulse
     watch: TimeWatch
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether the held-out losses end the run, on all processes alike."""
+        patience = self.trainer.settings.early_stopping_patience
+        return patience_is_over(self.journal.heldout, patience)
+
 
 def train(
     args: argparse.Namespace, run: TrainingRun, watch: TimeWatch, pulse: Pulse
@@ -167,6 +173,8 @@ def train(
     first_step, num_steps, journal = state.first_step, state.num_steps, state.journal
     training = run.model.training
     bar = progress_bar(args.run, done=first_step, num_steps=num_steps, world=run.world)
+    # A run that had come to its end before it was interrupted takes no more step.
+    last_step = first_step if state.ends_early else num_steps
     pulse.step(first_step + 1)
     with (
         StopRequest() as stop,
@@ -175,7 +183,7 @@ def train(
         shown(args, run.config, journal, run.world) as show,
     ):
         for metrics in state.trainer.steps(
-            first_step=first_step, num_steps=num_steps, elapsed_s=journal.elapsed_s
+            first_step=first_step, num_steps=last_step, elapsed_s=journal.elapsed_s
         ):
             if told := watch.after_step(metrics.tokens / metrics.tokens_per_s, step=metrics.step):
                 logger.info("%s", told)
@@ -187,10 +195,18 @@ def train(
             bar.update()
             bar.set_postfix_str(journal.line(metrics), refresh=False)
             save_or_stop(state, step=metrics.step, asked=stop.asked, tokens=args.tokens)
+            if state.ends_early:
+                break
             pulse.step(metrics.step + 1)
         pulse.phase("saving", num_bytes=state.state_bytes)
     journal.graphs_off = state.trainer.graphs_off
-    return journal, select_adapter(run.model, state.best, last_step=num_steps)
+    if state.ends_early:
+        logger.info(
+            "ended after step %d of %d: none of the last %d held-out losses is the lowest so far "
+            "(train.early_stopping_patience)",
+            *(journal.step, num_steps, run.config.train.early_stopping_patience),
+        )
+    return journal, select_adapter(run.model, state.best, last_step=journal.step)
 
 
 def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pulse) -> RunState:
@@ -252,14 +268,15 @@ def with_heldout_loss(metrics: Step, state: RunState) -> Step:
     trainer = state.trainer
     trainer.release_graphs()
     with state.watch.part(HELDOUT):
-        loss = state.heldout.loss(trainer.training, world=trainer.world, moved=state.pulse.moved)
-    return metrics.model_copy(update={"heldout_loss": loss})
+        found = state.heldout.losses(trainer.training, world=trainer.world, moved=state.pulse.moved)
+    several = {"heldout_losses": found.by_source} if len(found.by_source) > 1 else {}
+    return metrics.model_copy(update={"heldout_loss": found.whole, **several})
 
 
 def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> None:
     """Start a checkpoint after `step` if it is due on any process, and stop if any is asked to.
     Collective."""
-    last = step == state.num_steps
+    last = step == state.num_steps or state.ends_early
     due = last or state.cadence.due(step=step, last_saved_s=state.writer.last_saved_s)
     # Clocks differ, and a signal may reach one process alone. But saving is collective.
     stopping, saving = on_any((asked, due), group=state.trainer.world.io_group)
@@ -368,7 +385,7 @@ def write_results(
     put_in_place(partial, args.output)
     logger.info(
         "trained %d steps in %.0f s: loss %.3f -> %.3f",
-        run.plan.num_steps,
+        journal.step,
         journal.elapsed_s,
         summary["first_loss"],
         summary["final_loss"],

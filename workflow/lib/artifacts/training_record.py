@@ -97,6 +97,8 @@ class Summary(Record):
     device_name: str  # name of the GPU, or `CPU`
     processes: int  # processes that trained
     num_steps: int  # optimizer steps
+    planned_steps: int | None = None
+    """Optimizer steps without early stopping. Written only where it ended the run."""
     resumed_from_steps: list[int]  # the last step before each interruption
     skipped_checkpoints: list[SkippedCheckpoint] = Field(default=[])
     """Checkpoints that were damaged."""
@@ -156,6 +158,7 @@ class Step(Record):
     repeats: int | None = None
     """In float16: steps so far that were made once more with a smaller loss scale."""
     heldout_loss: float | None = None  # held-out loss after the step, where it was measured
+    heldout_losses: dict[str, float] | None = None  # the same by source, of several
     reward_chosen: float | None = None
     """Of pairs: mean reward of chosen answers, beta (log p - log p_ref) if there is one."""
     reward_rejected: float | None = None  # the same of rejected ones

@@ -126,7 +126,7 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
         (
             "Optimizer steps",
             f"{count(summary.num_steps)} of {summary.global_batch_size} rows of {summary.seq_len} "
-            "tokens",
+            f"tokens{', then early stopping' if summary.planned_steps else ''}",
         ),
         (
             "Peak learning rate",

@@ -1,4 +1,4 @@
-"""The course of a run as pure functions of the step: its length, its learning rate, its rows.
+"""The course of a run as pure functions of the step: its length and its rows.
 
 Rows: epoch e visits all rows in the order of a permutation drawn from (seed, e); step s takes the
 next `global_batch_size` entries of the concatenation of these permutations. Resuming at step s
@@ -19,23 +19,6 @@ def total_steps(train: TrainConfig, *, num_rows: int) -> int:
         return train.max_steps
     assert train.epochs is not None, "TrainConfig guarantees epochs or max_steps"
     return max(1, math.ceil(num_rows * train.epochs / train.global_batch_size))
-
-
-def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
-    """Return the learning rate of step `step` (0-based) of `num_steps`. Linear from 0 (exclusive)
-    to the peak over ceil(warmup_share * num_steps) steps, then constant, or linear or cosine
-    towards `min_lr_share` of the peak, which the step after the last would have."""
-    warmup = math.ceil(round(train.warmup_share * num_steps, 6))  # 0.07 * 100 is 7.000000000000001
-    if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, num_steps - warmup)
-    decay = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[train.lr_schedule]
-    floor = 1.0 if train.lr_schedule == "constant" else train.min_lr_share
-    return train.learning_rate * (floor + (1.0 - floor) * decay)
 
 
 def step_rows(

@@ -15,6 +15,8 @@ Rank = Annotated[int, Field(ge=1, le=1024)]
 OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
 # Not of the base: it decides what the run starts from (`artifacts.recoveries`).
 OF_RECOVERY = Affects(read_by=(), told=("finetune", "consolidate"), later=True)
+OF_RESTARTS = Affects(later=True, needs=("lr_schedule", "cosine_with_restarts"))
+OF_STABLE = Affects(later=True, needs=("lr_schedule", "warmup_stable_decay"))
 OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 Layers = Annotated[int, Field(ge=0, le=10_000)]
@@ -203,12 +205,21 @@ class TrainConfig(Section):
     """`adamw`: of torch. `adamw_8bit`: of bitsandbytes, moments in 8 bits."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after the warm-up."""
+    loraplus_lr_ratio: Annotated[float | None, Affects(later=True)] = Field(None, ge=1.0, le=1000.0)
+    """LoRA+ (arXiv 2402.12354): learning rate of LoRA's B matrices as a multiple of
+    `learning_rate`; null = the same."""
+    lr_schedule: Literal[
+        "cosine", "linear", "constant", "cosine_with_restarts", "warmup_stable_decay"
+    ] = "cosine"
+    """Decay after the warm-up, as in Transformers."""
+    lr_cycles: Annotated[int, OF_RESTARTS] = Field(1, ge=1, le=10_000)
+    """Cosines of `cosine_with_restarts`."""
+    decay_share: Annotated[Share, OF_STABLE] = 0.1
+    """Share of steps, the last ones, in which `warmup_stable_decay` falls by a cosine."""
     warmup_share: Share = 0.03
     """Share of steps in which the rate rises linearly from 0."""
     min_lr_share: Share = 0.0
-    """Final learning rate as a share of the peak (cosine and linear)."""
+    """Final learning rate as a share of the peak (not `constant`)."""
     weight_decay: float = Field(0.0, ge=0.0, le=1.0)
     """AdamW weight decay of the adapter."""
     router_aux_loss_coef: Annotated[float | None, Affects(later=True)] = Field(
@@ -255,7 +266,12 @@ class TrainConfig(Section):
     evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)
     """Optimizer steps between held-out losses, also measured after the last step; null = none."""
     evaluate_documents: int | None = Field(256, ge=1, le=10**9)
-    """Held-out documents measured at most, drawn by `seed`; null = all."""
+    """Held-out documents measured at most, of each source, drawn by `seed`; null = all."""
+    early_stopping_patience: Annotated[int | None, Affects(later=True)] = Field(
+        None, ge=1, le=10_000
+    )
+    """Held-out losses in a row, none the lowest so far, after which training ends; null = never.
+    Needs `evaluate_every_steps`; `select: best` keeps the best adapter."""
     select: Literal["last", "best"] = "last"
     """The adapter that is kept: of the `last` step, or with the lowest held-out loss (`best`; needs
     `evaluate_every_steps`)."""
@@ -295,6 +311,22 @@ class TrainConfig(Section):
                 "select = best: the best adapter is the one with the lowest held-out loss, and "
                 "evaluate_every_steps is null. Set it to a number of steps, or set select to last"
             )
+        if self.early_stopping_patience is not None and self.evaluate_every_steps is None:
+            raise ValueError(
+                f"early_stopping_patience = {self.early_stopping_patience}: it counts held-out "
+                "losses, and evaluate_every_steps is null. Set it to a number of steps, or set "
+                "early_stopping_patience to null"
+            )
+        for key, schedule in (
+            ("lr_cycles", "cosine_with_restarts"),
+            ("decay_share", "warmup_stable_decay"),
+        ):
+            value = getattr(self, key)
+            if self.lr_schedule != schedule and value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} = {value}: lr_schedule = {self.lr_schedule} does not read it. Remove "
+                    f"it, or set lr_schedule to {schedule}"
+                )
         level = self.activation_checkpointing
         if isinstance(level, float) and not 0 < level < 1:
             raise ValueError(

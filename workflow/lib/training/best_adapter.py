@@ -77,9 +77,16 @@ class HeldOutRows(NamedTuple):
         return cls(ids, position_ids, mask, None if good is None else desirable)
 
 
+class HeldOutLosses(NamedTuple):
+    """The loss of all held-out documents, and by source."""
+
+    whole: float
+    by_source: dict[str, float]
+
+
 class HeldOut:
-    """The held-out documents of a run, or `at_most` of them drawn by `seed`, ready to be measured
-    on. Raises `UserError` if there is none with a trained token."""
+    """The held-out documents of a run, or of each source `at_most` drawn by `seed`, ready to be
+    measured on. Raises `UserError` if there is none with a trained token."""
 
     def __init__(
         self,
@@ -92,73 +99,89 @@ class HeldOut:
         micro_batch_size: int,
     ) -> None:
         self._every, self._num_steps = every, num_steps
-        documents = store.heldout_documents()
+        self._store, self._micro_batch_size = store, micro_batch_size
+        documents, sources = store.heldout_documents(), store.heldout_sources()
         size = 1 if store.examples == "texts" else 2
-        chosen = choose_documents(documents[::size], at_most=at_most, seed=seed)
-        units = [range(size * number, size * (number + 1)) for number in chosen]
-        if not units:
+        # by source: the held-out documents in each row, and the tokens of a row
+        self._sources: dict[str, tuple[list[list[int]], int]] = {}
+        starts_of: dict[str, list[int]] = {}
+        for start in range(0, len(sources), size):
+            starts_of.setdefault(sources[start], []).append(start)
+        for name, starts in starts_of.items():
+            chosen = choose_documents([documents[n] for n in starts], at_most=at_most, seed=seed)
+            units = [range(starts[number], starts[number] + size) for number in chosen]
+            if units:
+                self._sources[name] = self._packed(units)
+        if not self._sources:
             raise UserError(
                 "train.evaluate_every_steps asks for the held-out loss, and no held-out document "
                 "has a trained token. "
                 "Set it to null, or give held-out data (data.heldout, data.heldout_share)."
             )
-        self._store, self._micro_batch_size = store, micro_batch_size
+
+    def _packed(self, units: Sequence[range]) -> tuple[list[list[int]], int]:
+        documents = self._store.heldout_documents()
         lengths = [sum(len(documents[number][0]) for number in unit) for unit in units]
-        self._seq_len = max(store.seq_len, *lengths)
-        packed = heldout_rows(lengths, seq_len=self._seq_len)
-        # the held-out documents in each row
-        self._rows = [[number for unit in row for number in units[unit]] for row in packed]
+        seq_len = max(self._store.seq_len, *lengths)
+        packed = heldout_rows(lengths, seq_len=seq_len)
+        return [[number for unit in row for number in units[unit]] for row in packed], seq_len
 
     def due(self, step: int) -> bool:
         """Tell whether the loss is measured after `step` (1-based): every so many, and the last."""
         return step % self._every == 0 or step == self._num_steps
 
-    def loss(
+    def losses(
         self,
         training: CausalLMForTraining,
         *,
         world: World,
         moved: Callable[[], None] = lambda: None,
-    ) -> float:
-        """Return the objective's loss of the documents as one step: for supervised training the
-        mean -log p (nats) of a trained token; equal on all processes. Collective. Calls `moved`
-        after every batch."""
+    ) -> HeldOutLosses:
+        """Return the objective's loss of each source's documents as one step: for supervised
+        training the mean -log p (nats) of a trained token; equal on all processes. Collective.
+        Calls `moved` after every batch."""
         was_training = training.training
         training.eval()
-        by_row = [
-            training.objective.step_sizes(self._arrays([row]), np.arange(1)) for row in self._rows
-        ]
-        sizes = tuple(map(sum, zip(*by_row, strict=True)))
-        batches = partial(self._batches, world, sizes, moved)
-        estimate = step_estimate(training, batches(), divisor=sizes[0], world=world)
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
-        with forward_only(training):
-            for batch in batches():
-                total += loss_in(training(replace(batch, estimate=estimate)))
+        sums, divisors = {}, {}
+        for name, (rows, seq_len) in self._sources.items():
+            by_row = [
+                training.objective.step_sizes(self._arrays([row], seq_len), np.arange(1))
+                for row in rows
+            ]
+            sizes = tuple(map(sum, zip(*by_row, strict=True)))
+            batches = partial(self._batches, name, world, sizes, moved)
+            estimate = step_estimate(training, batches(), divisor=sizes[0], world=world)
+            total = torch.zeros((), dtype=torch.float64, device=world.device)
+            with forward_only(training):
+                for batch in batches():
+                    total += loss_in(training(replace(batch, estimate=estimate)))
+            dist.all_reduce(total)
+            sums[name], divisors[name] = float(total), sizes[0]
         training.train(was_training)
-        dist.all_reduce(total)
-        return float(total) / sizes[0]
+        by_source = {name: sums[name] / divisors[name] for name in sums}
+        return HeldOutLosses(sum(sums.values()) / sum(divisors.values()), by_source)
 
-    def _arrays(self, rows: Sequence[Sequence[int]]) -> HeldOutRows:
-        return HeldOutRows.of(self._store, rows, seq_len=self._seq_len)
+    def _arrays(self, rows: Sequence[Sequence[int]], seq_len: int) -> HeldOutRows:
+        return HeldOutRows.of(self._store, rows, seq_len=seq_len)
 
     def _batches(
-        self, world: World, sizes: tuple[float, ...], moved: Callable[[], None]
+        self, source: str, world: World, sizes: tuple[float, ...], moved: Callable[[], None]
     ) -> Iterator[MicroBatch]:
         """Yield this process's rows; call `moved` after each batch. All processes have as many
         batches, because each gathers the weights."""
         of_step = torch.tensor(sizes) if len(sizes) > 1 else None
-        own_rows = self._rows[world.rank :: world.size]
-        num_rows = math.ceil(len(self._rows) / world.size)  # of the process that has most
+        of_source, seq_len = self._sources[source]
+        own_rows = of_source[world.rank :: world.size]
+        num_rows = math.ceil(len(of_source) / world.size)  # of the process that has most
         for start in range(0, num_rows, self._micro_batch_size):
             count = min(self._micro_batch_size, num_rows - start)
             rows = own_rows[start : start + count]
-            batch = self._batch([*rows, *([] for _ in range(count - len(rows)))])
+            batch = self._batch([*rows, *([] for _ in range(count - len(rows)))], seq_len)
             yield replace(batch, step_sizes=of_step).to(world.device)
             moved()
 
-    def _batch(self, rows: Sequence[Sequence[int]]) -> MicroBatch:
-        ids, positions, mask, desirable = self._arrays(rows)
+    def _batch(self, rows: Sequence[Sequence[int]], seq_len: int) -> MicroBatch:
+        ids, positions, mask, desirable = self._arrays(rows, seq_len)
         batch = make_batch(ids, positions, mask, device=torch.device("cpu"))
         if self._store.examples != "texts":
             batch = with_examples(batch, desirable)
@@ -166,6 +189,14 @@ class HeldOut:
             return batch
         numbers = [number for row in rows for number in row] or [0]
         return with_scores(batch, [self._store.scores.heldout(number) for number in numbers])
+
+
+def patience_is_over(losses: Sequence[float], patience: int | None) -> bool:
+    """Tell whether none of the last `patience` losses is the lowest so far; null: never."""
+    if patience is None or len(losses) <= patience:
+        return False
+    before, last = losses[:-patience], losses[-patience:]
+    return not any(loss < min(before) for loss in last)
 
 
 class BestAdapter:

@@ -88,6 +88,8 @@ def live_view(
 
 def curves(row: Row) -> dict[str, float]:
     numbers = {name: value for name, value in row.items() if name not in NOT_CURVES}
+    by_source = row.get("heldout_losses") or {}
+    numbers |= {f"heldout_loss/{source}": loss for source, loss in by_source.items()}
     return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
 
 

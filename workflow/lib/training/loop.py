@@ -37,7 +37,7 @@ from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 from workflow.lib.settings.config import TrainConfig
-from workflow.lib.settings.schedule import learning_rate, step_rows
+from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import short_hash
 from workflow.lib.training.batches import (
@@ -51,6 +51,7 @@ from workflow.lib.training.batches import (
 )
 from workflow.lib.training.expert_load import note_finished_steps_
 from workflow.lib.training.gradients import LossSum, clip_gradients, step_estimate
+from workflow.lib.training.learning_rate import learning_rate
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseOptimizer

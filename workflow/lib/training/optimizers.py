@@ -8,6 +8,7 @@ step of their code."""
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,10 +34,18 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
         self._begun = False
         self._params = dict(params)
         self._shards = {name: nn.Parameter(_shard(param)) for name, param in params.items()}
-        # bitsandbytes keeps nothing for an empty shard
-        shards = [shard for shard in self._shards.values() if shard.numel()]
-        self._adamw = KINDS[train.optimizer](shards, train)
+        self._adamw = KINDS[train.optimizer](self._groups(train.loraplus_lr_ratio), train)
         self._scales = {name: self._padded_scales(name) for name in params}
+
+    def _groups(self, ratio: float | None) -> list[dict[str, Any]]:
+        """Return the shards by their learning rate as a multiple of the step's: one group, or two
+        as in PEFT's `create_loraplus_optimizer`. bitsandbytes keeps nothing for an empty shard."""
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, shard in self._shards.items():
+            faster = ratio is not None and ("lora_B" in name or shard.ndim == 1)
+            if shard.numel():
+                groups.setdefault(ratio if ratio and faster else 1.0, []).append(shard)
+        return [{"params": shards, "lr_ratio": times} for times, shards in groups.items()]
 
     def _padded_scales(self, name: str) -> dict[str, torch.Tensor]:
         """Put the scales of a shard's moments into equal buffers, so that they are one tensor."""
@@ -131,9 +140,9 @@ class _AdamW:
     scales: tuple[str, ...] = ()
     dtype = torch.float32
 
-    def __init__(self, shards: list[nn.Parameter], train: TrainConfig) -> None:
-        self.of_library = torch.optim.AdamW(shards, **_of_adam(train), fused=True)
-        for shard in shards:
+    def __init__(self, groups: list[dict[str, Any]], train: TrainConfig) -> None:
+        self.of_library = torch.optim.AdamW(groups, **_of_adam(train), fused=True)
+        for shard in chain.from_iterable(group["params"] for group in groups):
             step = torch.zeros((), device=shard.device)
             moments = {key: torch.zeros_like(shard) for key in MOMENTS}
             self.of_library.state[shard] = {"step": step, **moments}
@@ -144,8 +153,7 @@ class _AdamW:
         if count != self._count:  # a checkpoint was read, or the update before was left
             for state in self.of_library.state.values():
                 state["step"].fill_(count)
-        (group,) = self.of_library.param_groups
-        group["lr"] = lr
+        _set_rates(self.of_library, lr)
         # what torch.amp.GradScaler tells a fused optimizer
         found_inf = None if unless is None else unless.float()
         self.of_library.found_inf = found_inf  # type: ignore[attr-defined]
@@ -160,23 +168,27 @@ class _AdamW8bit:
     scales: tuple[str, ...] = ("absmax1", "absmax2")
     dtype = torch.uint8
 
-    def __init__(self, shards: list[nn.Parameter], train: TrainConfig) -> None:
-        self.of_library = AdamW(shards, **_of_adam(train), optim_bits=8, min_8bit_size=1)
-        (group,) = self.of_library.param_groups
-        for index, shard in enumerate(shards):
-            self.of_library.init_state(group, shard, 0, index)
+    def __init__(self, groups: list[dict[str, Any]], train: TrainConfig) -> None:
+        self.of_library = AdamW(groups, **_of_adam(train), optim_bits=8, min_8bit_size=1)
+        for number, group in enumerate(self.of_library.param_groups):
+            for index, shard in enumerate(group["params"]):
+                self.of_library.init_state(group, shard, number, index)
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
         """Update shards with a gradient, updated `count` times before."""
         assert unless is None, "bitsandbytes updates always"
-        (group,) = self.of_library.param_groups
-        group["lr"] = lr
+        _set_rates(self.of_library, lr)
         for state in self.of_library.state.values():
             state["step"] = count
         self.of_library.step()
 
 
 KINDS: dict[str, type[_AdamW] | type[_AdamW8bit]] = {"adamw": _AdamW, "adamw_8bit": _AdamW8bit}
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
 
 
 def _of_adam(train: TrainConfig) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class Journal:
         shared: list[Any] = [self.rows, self.resumed_from, self.skipped]
         dist.broadcast_object_list(shared, src=0, group=world.io_group)
         self.rows, self.resumed_from, self.skipped = shared
+        self.step = resumed.step  # steps taken so far, over all invocations
+        self.heldout = [row["heldout_loss"] for row in self.rows if "heldout_loss" in row]
         self.elapsed_s = float(self.rows[-1]["elapsed_s"]) if self.rows else 0.0
         """Seconds trained so far, over all invocations."""
         self.graphs_off: str | None = None
@@ -62,11 +64,13 @@ class Journal:
     def add(self, metrics: Step) -> bool:
         """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to
         the log now and then. Return whether it has a line."""
-        self.elapsed_s = metrics.elapsed_s
+        self.step, self.elapsed_s = metrics.step, metrics.elapsed_s
         measured = metrics.heldout_loss is not None
         if metrics.step % self._log_every and metrics.step != 1 and not measured:
             return False
         self.rows.append(metrics.as_json())
+        if metrics.heldout_loss is not None:
+            self.heldout.append(metrics.heldout_loss)
         if not self._world.is_main:
             return True
         with self._path.open("a", encoding="utf-8") as file:
@@ -145,14 +149,15 @@ def summarize(
         "run": run.name,
         "fingerprint": run.identity,
         **_device(run.world),
-        "num_steps": run.plan.num_steps,
+        "num_steps": journal.step,
+        **({"planned_steps": run.plan.num_steps} if journal.step < run.plan.num_steps else {}),
         "logged_steps": len(journal.rows),
         "parity_sha256": parity_sha256,
         "resumed_from_steps": journal.resumed_from,
         "skipped_checkpoints": journal.skipped,
         **_sizes(run),
         **_losses(journal),
-        **_amounts(run, elapsed_s=journal.elapsed_s),
+        **_amounts(run, num_steps=journal.step, elapsed_s=journal.elapsed_s),
         "peak_bytes": {
             "predicted": predicted_bytes,
             "measured": peak_bytes,
@@ -204,8 +209,8 @@ def _losses(journal: Journal) -> dict[str, float]:
     return found
 
 
-def _amounts(run: TrainingRun, *, elapsed_s: float) -> dict[str, float]:
-    train, num_steps = run.config.train, run.plan.num_steps
+def _amounts(run: TrainingRun, *, num_steps: int, elapsed_s: float) -> dict[str, float]:
+    train = run.config.train
     tokens = num_steps * train.global_batch_size * run.store.seq_len
     return {
         "tokens": tokens,
