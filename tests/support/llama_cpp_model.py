@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sentencepiece  # type: ignore[import-untyped]
@@ -69,10 +70,11 @@ def forked_converters(folder: Path) -> Iterator[None]:
         yield
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, **lora: Any) -> None:
+    """Fill `folder` with `model`, `adapter` (settings: `lora`), `merged` and `tokens`."""
     model = random_llama(**SIZES, vocab_size=VOCAB_SIZE, initializer_range=0.08)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
-    tuned = random_adapter(model)
+    tuned = random_adapter(model, **lora)
     tuned.save_pretrained(folder / "adapter")
     tuned.merge_and_unload().save_pretrained(folder / "merged")
     add_companions(folder, exported=("adapter", "merged"))
@@ -120,17 +122,17 @@ def save_spm_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def random_adapter(model: LlamaForCausalLM) -> PeftModel:
+def random_adapter(model: LlamaForCausalLM, **changes: Any) -> PeftModel:
     """Return the model with an adapter that is not zero, of two ranks and two scales."""
-    config = LoraConfig(
-        r=8,
-        lora_alpha=16,
-        use_rslora=True,
-        target_modules="all-linear",
-        rank_pattern={"q_proj": 4},
-        alpha_pattern={"down_proj": 6},
-    )
-    tuned = get_peft_model(model, config)
+    settings: dict[str, Any] = {
+        "r": 8,
+        "lora_alpha": 16,
+        "use_rslora": True,
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 4},
+        "alpha_pattern": {"down_proj": 6},
+    }
+    tuned = get_peft_model(model, LoraConfig(**(settings | changes)))
     assert isinstance(tuned, PeftModel)
     torch.manual_seed(1)
     for name, parameter in tuned.named_parameters():

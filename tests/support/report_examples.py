@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.plans import make_forecast, make_plan, tried_plan
+from workflow.lib.artifacts.records import Provenance
+from workflow.lib.artifacts.served_record import ServedCheck, ServedPart
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.files import (
@@ -19,6 +21,27 @@ HOSTILE = (
     '\u202eabc & "q" {{ 7*7 }} <!--'
 )
 GIB = 2**30
+SERVED_CHECK = ServedCheck(
+    server="vLLM 9.9",
+    subject="tuned_on_original",
+    compute_dtype="float32",
+    max_lora_rank=32,
+    documents=61,
+    loss=1.52,
+    evaluated_loss=1.5199,
+    trained_loss=1.5,
+    bound=1e-3,
+    worst_document=2e-4,
+    prompts=7,
+    answers=8,
+    equal_answers=8,
+    answer_gap=0.0,
+    parts=[
+        ServedPart(part="adapter", effect=0.5, served_effect=0.5, share=1.0, difference=1e-4),
+        ServedPart(part="mlp", effect=0.3, served_effect=0.3, share=0.99, difference=1e-4),
+    ],
+    provenance=Provenance.now(),
+)
 ADAPTER_CONFIG = {"revision": "c0ffee", "r": 16, "lora_alpha": 32.0}
 
 

@@ -95,6 +95,7 @@ MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
 # Without the recovery adapters of their bases, which are trained and exported, and judged as their starts.
 NAMED = {name: run for name, run in RUNS.items() if run.recovers is None}
+SERVED = [name for name, run in NAMED.items() if run.export.serve != "none"]
 
 # Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
 # run that cannot work stops within minutes.

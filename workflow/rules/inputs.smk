@@ -52,6 +52,11 @@ def original_files(run):
     return model_files(run) if loads else []
 
 
+def served_check(name):
+    """What a server made of what a run exports, if it is checked."""
+    return f"{layout.stage_dir(name, 'check_served')}/served.json" if name in SERVED else []
+
+
 def reference_scores(name):
     """The reference's scores as input, if the evaluation has rewards that compare with it."""
     compares = name in SCORED and SCORED[name].setting == "preferences.reference"

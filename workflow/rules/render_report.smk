@@ -6,6 +6,7 @@ rule render_report:
         parity=expand("results/runs/{run}/consolidate/parity.json", run=NAMED),
         evaluation=evaluations(),
         gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
+        served=[served_check(name) for name in SERVED],
         tokens=[manifest(run) for run in NAMED.values()],
     output:
         page="results/report/report.html",
@@ -24,6 +25,7 @@ rule render_report:
                     "folder": subpath(summary, ancestor=2),
                     "tokens": subpath(manifest, parent=True),
                     "gguf": name in IN_GGUF,
+                    "served": name in SERVED,
                 }
                 for name, summary, manifest in zip(NAMED, input.summary, input.tokens, strict=True)
             ]

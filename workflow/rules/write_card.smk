@@ -8,6 +8,7 @@ rule write_card:
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
         gguf=lambda w: (layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else []),
+        served=lambda w: served_check(w.run),
     output:
         "results/runs/{run}/consolidate/adapter/README.md",
     log:
@@ -18,10 +19,13 @@ rule write_card:
         # What Snakemake compares. What is derived from `output` it does not record.
         recorded=lambda w: layout.recorded_json("write_card", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("write_card", RUNS[w.run]),
-        gguf=lambda w, input: ["--gguf", input.gguf] if input.gguf else [],
+        checks=lambda w, input: [
+            *(["--gguf", input.gguf] if input.gguf else []),
+            *(["--served", input.served] if input.served else []),
+        ],
     shell:
         "python -m workflow.scripts.write_card --config {params.config:q} --summary {input.summary:q}"
         " --adapter-config {input.adapter_config:q} --base {input.base:q}"
         " --manifest {input.manifest:q}"
-        " --parity {input.parity:q} --evaluation {input.evaluation:q} {params.gguf:q}"
+        " --parity {input.parity:q} --evaluation {input.evaluation:q} {params.checks:q}"
         " --output {output:q} --log {log:q}"

@@ -13,6 +13,7 @@ from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.report.card_inputs import CardInputs
@@ -45,6 +46,7 @@ def main(args: argparse.Namespace) -> None:
         parity=read_record(args.parity, Parity),
         measured=read_measured(args.evaluation, run=args.evaluation.parent.name),
         gguf=read_record(args.gguf / "gguf.json", GgufChecks) if args.gguf else None,
+        checked=read_record(args.served, ServedCheck) if args.served else None,
         nf4_base_id=config.export.nf4_base_id,
     )
     write_text(args.output, model_card(inputs))
@@ -64,6 +66,7 @@ if __name__ == "__main__":
         "--evaluation", type=Path, required=True, help="folder of the run's evaluation"
     )
     parser.add_argument("--gguf", type=Path, help="folder of the run's GGUF files")
+    parser.add_argument("--served", type=Path, help="served.json of the run")
     parser.add_argument("--output", type=Path, required=True, help="README.md to write")
     # One small file, replaced at once; a lock would stay in the folder of the adapter that people
     # publish.

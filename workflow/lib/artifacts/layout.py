@@ -25,6 +25,9 @@ EVALUATIONS = str(RESULTS / "evaluations")
 # llama.cpp's converters, where no checkout is named.
 CONVERTERS = str(RESULTS / "llama_cpp" / LLAMA_CPP_RELEASE)
 
+# Python of the servers' environment, which `make serving` makes in the checkout.
+SERVING = str(Path(__file__).resolve().parents[3] / ".venv-serving" / "bin" / "python")
+
 
 def _comparable(run: RunConfig, counts: Callable[[Affects], bool]) -> RunConfig:
     """Return the settings with every one that does not count at its default: equal results have

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.data.reading.sources import resolve_sources, resolve_splits, unexpanded
 from workflow.lib.model.architecture.model_files import (
     TEKKEN,
@@ -27,6 +28,11 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
         "quantize.calibration_text": run.quantize.calibration_text,
     }
+    if run.export.serve != "none" and not Path(SERVING).exists():
+        raise UserError(
+            f"export.serve = {run.export.serve} (run {name}): the server's environment is not "
+            f"made ({SERVING}). Run make serving in the folder of the Snakefile, or set it to none."
+        )
     _refuse_gguf(run.model.source)
     _refuse_other_folders(run.model.source)
     if not is_hub_id(run.model.source):

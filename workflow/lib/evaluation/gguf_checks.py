@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -84,8 +84,18 @@ def reference(
     return Reference(positions[:POSITIONS], prompts, answers, stop_ids)
 
 
+class Tokenizes(Protocol):
+    """A server that writes prompts; setting: what asks for it."""
+
+    name: str
+    setting: str
+
+    def text_ids(self, text: str) -> list[int]: ...
+    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]: ...
+
+
 def check_prompts(
-    server: LlamaCppServer, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
+    server: Tokenizes, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
 ) -> int:
     """Return how many conversations and texts have the same token ids in both; raises `UserError`
     at another. Left out: tools, and content that is no text."""
@@ -101,9 +111,10 @@ def check_prompts(
             continue
         if theirs != ours:
             raise UserError(
-                f"export.gguf: llama.cpp writes {probe.described} as {tokenizer.decode(theirs)!r}, "
-                f"and Transformers as {tokenizer.decode(ours)!r} (or the same text in other "
-                "tokens). Nothing is exported: leave out export.gguf, or take a newer llama.cpp."
+                f"{server.setting}: {server.name} writes {probe.described} as "
+                f"{tokenizer.decode(theirs)!r}, and Transformers as {tokenizer.decode(ours)!r} (or "
+                f"the same text in other tokens). Leave out {server.setting}, or take a newer "
+                f"{server.name}."
             )
         checked += 1
     return checked

@@ -17,6 +17,8 @@ BIAS = 1e6  # on one logit: no other token is written
 class LlamaCppServer:
     """A running model; it ends with the object."""
 
+    name, setting = "llama.cpp", "export.gguf"
+
     def __init__(
         self, path: Path, *, adapter: Path | None, context_tokens: int, threads: int
     ) -> None:

@@ -157,6 +157,14 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return params
 
 
+def module_kind(name: str) -> str:
+    """Return the kind of module that holds a trained tensor: `self_attn` for the adapter of
+    `self_attn.q_proj`, `lm_head` for that of the head or a head that is trained whole."""
+    path, adapter, _ = name.partition(".lora_")
+    *_, parent, own = path.split(".") if adapter else name.rpartition(".")[0].split(".")
+    return own if not adapter or parent == "model" else parent
+
+
 def peft_name(name: str) -> str:
     """Return the name in `adapter_model.safetensors` of a parameter of the training module."""
     start = name.index(PREFIX)

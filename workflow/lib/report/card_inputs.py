@@ -9,6 +9,7 @@ from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.quantization_record import Quantization
+from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.verdict import Measured
 from workflow.lib.system.number_formats import visible
@@ -31,6 +32,7 @@ class CardInputs:
     parity: Parity
     measured: Measured
     gguf: GgufChecks | None = None
+    checked: ServedCheck | None = None
     nf4_base_id: str | None = None
     on_original: dict[str, Any] | None = None
 

@@ -1,16 +1,14 @@
 """The sections Use and Serving of a model card: the code that loads what was evaluated and will be
-served, and the commands of vLLM and SGLang, if these take the adapter. Neither is run here."""
+served, and the command of the server that was tried."""
 
+from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.verdict import label
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SubjectName
-from workflow.lib.system.number_formats import visible
+from workflow.lib.system.number_formats import loss, signed, visible
 
 NF4_FOLDER = "path/to/nf4/base"  # stands for the folder of a base that is nowhere else
-# Keys of PEFT's configuration by which an adapter is more than one rank and alpha of linears. vLLM
-# and SGLang refuse some of them, and leave others out without a word (read 2026-11-23).
-BEYOND_PLAIN = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters")
 FORMS: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
 
 
@@ -160,37 +158,31 @@ def _loading_by_the_workflow(inputs: CardInputs, *, dtype: str) -> str:
 
 
 def serving_section(inputs: CardInputs) -> str:
-    """Return the commands for vLLM and SGLang, or why the adapter needs to be merged."""
-    if inputs.measured.served.subject == "merged":
-        lines = [
-            "vllm serve path/to/merged",
-            "python -m sglang.launch_server --model-path path/to/merged",
-        ]
-        return f"{_commands(lines)}{NOT_RUN}\n"
-    config = inputs.on_original or inputs.adapter_config
-    if found := [key for key in BEYOND_PLAIN if config.get(key)]:
-        return (
-            f"vLLM and SGLang do not serve all of this adapter ({', '.join(map(code, found))}). "
-            "Export the merged model (<code>export.merged: true</code>) and serve that.\n"
+    """Return how a server was started on what is exported, and what it made of it."""
+    if (checked := inputs.checked) is None:
+        return "No server was tried (`export.serve: vllm`).\n"
+    command = "vllm serve path/to/merged"
+    if checked.max_lora_rank is not None:
+        base, folder = visible(inputs.model_id or "path/to/base"), "path/to/this/folder"
+        command = (
+            f"vllm serve {base} --tokenizer {folder} --enable-lora "
+            f"--max-lora-rank {checked.max_lora_rank} --lora-modules {inputs.summary.run}={folder}"
+            + (f"/{ON_ORIGINAL}" if inputs.on_original else "")
         )
-    rank = max(8, 1 << (config["r"] - 1).bit_length())  # vLLM takes powers of two
-    base, name = visible(inputs.model_id or "path/to/base"), inputs.summary.run
-    adapter = f"{name}=path/to/this/folder" + (f"/{ON_ORIGINAL}" if inputs.on_original else "")
-    lines = [
-        f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {adapter}",
-        f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths {adapter}",
-    ]
-    measured = (
-        "That form, tuned on original, is measured below."
-        if "tuned_on_original" in inputs.measured.subjects
-        else "That form, tuned on original, was not evaluated (`evaluate.served`)."
+    return (
+        f"```bash\n{command}\n```\n\n{served_sentence(checked)} Checked beside Transformers: "
+        f"{checked.told}.\n"
     )
-    return f"{_commands(lines)}Both put the adapter on the base in 16 bits. {measured} {NOT_RUN}\n"
 
 
-NOT_RUN = "Neither was run here."
-
-
-def _commands(lines: list[str]) -> str:
-    text = "".join(f"{line}\n" for line in lines)
-    return f"```bash\n{text}```\n\n"
+def served_sentence(checked: ServedCheck) -> str:
+    """Return the loss of the served model, and what serving it costs."""
+    cost = (
+        ""
+        if checked.cost is None
+        else (f", {signed(checked.cost)} against the adapter on the NF4 base, as it was trained")
+    )
+    return (
+        f"Served by {text(checked.server)} ({SUBJECT_LABELS[checked.subject]}, "
+        f"{checked.compute_dtype}), its held-out loss is {loss(checked.loss)} nats per token{cost}."
+    )

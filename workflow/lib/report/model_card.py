@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from workflow.lib.artifacts.training_record import Summary, TrainedSettings
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.card_results import gguf_section, results_section, verdict_sentence
-from workflow.lib.report.card_use import serving_section, use_section
+from workflow.lib.report.card_use import served_sentence, serving_section, use_section
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.number_formats import count, duration, hours, loss, share, visible
 
@@ -29,9 +29,11 @@ def model_card(inputs: CardInputs) -> str:
     }
     body = "\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
     summary = inputs.summary
+    served = "" if inputs.checked is None else f"{served_sentence(inputs.checked)} "
     return (
         f"---\n{_metadata(inputs).to_yaml()}\n---\n\n# {text(summary.run)}\n\nA LoRA adapter for "
-        f"{code(inputs.base_name)}, trained with FSDP-QLoRA. {verdict_sentence(inputs)}\n\n{body}"
+        f"{code(inputs.base_name)}, trained with FSDP-QLoRA. {served}"
+        f"{verdict_sentence(inputs)}\n\n{body}"
     )
 
 

@@ -13,6 +13,7 @@ from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
 from workflow.lib.artifacts.records import Provenance
+from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.artifacts.training_record import Check, Step, Summary
 from workflow.lib.report.verdict import Measured, label, read_measured, refuse_mismatch
 from workflow.lib.system.checksums import damaged
@@ -41,6 +42,7 @@ class Run:
     parity: Parity
     measured: Measured
     gguf: GgufChecks | None  # none where no GGUF files were exported
+    checked: ServedCheck | None = None  # by a real server; none where that was not asked
 
     @property
     def heldout_steps(self) -> list[Step]:
@@ -65,7 +67,9 @@ class Run:
     @property
     def checks(self) -> list[Check]:
         """All that was verified: by preflight, in training, at the export."""
-        return [_preflight_check(self.preflight), *self.summary.checks, _parity_check(self.parity)]
+        served = [] if self.checked is None else [_served_check(self.checked)]
+        ours = [*self.summary.checks, _parity_check(self.parity)]
+        return [_preflight_check(self.preflight), *ours, *served]
 
     @property
     def failed_checks(self) -> list[Check]:
@@ -108,6 +112,12 @@ def _parity_check(parity: Parity) -> Check:
     )
 
 
+def _served_check(checked: ServedCheck) -> Check:
+    """Return what was checked; a server that does otherwise ends the workflow."""
+    name = f"{checked.server} serves the exported model as Transformers computes it"
+    return Check(name=name, passed=True, detail=checked.told)
+
+
 @dataclass(frozen=True)
 class RunFolders:
     """Where a run's artifacts lie."""
@@ -115,6 +125,7 @@ class RunFolders:
     folder: str  # `results/runs/<run>`
     tokens: str
     gguf: bool = False
+    served: bool = False
 
 
 def read_run(folders: RunFolders) -> Run:
@@ -122,6 +133,7 @@ def read_run(folders: RunFolders) -> Run:
     and files that belong to different runs."""
     folder, tokens = Path(folders.folder), Path(folders.tokens)
     gguf = folder / "convert_gguf" / "gguf.json"
+    served = folder / "check_served" / "served.json"
     run = Run(
         name=folder.name,
         tokens_name=tokens.name,
@@ -132,6 +144,7 @@ def read_run(folders: RunFolders) -> Run:
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
         measured=read_measured(folder / "evaluate_run", run=folder.name),
         gguf=read_record(gguf, GgufChecks) if folders.gguf else None,
+        checked=read_record(served, ServedCheck) if folders.served else None,
     )
     _check_belongs(run, folder=folder, tokens_dir=tokens)
     return run

@@ -126,7 +126,9 @@ class RunConfig(Sections):
     def served(self) -> Served:
         """What will be served, which the verdict is about."""
         if self.evaluate.served == "auto":
-            return "merged" if self.export.merged else "tuned"
+            if self.export.merged:
+                return "merged"
+            return "tuned" if self.export.serve == "none" else "tuned_on_original"
         return self.evaluate.served
 
     @property
@@ -145,6 +147,13 @@ class RunConfig(Sections):
             raise ValueError(
                 "export.merged = False: evaluate.served or evaluate.subjects names the merged "
                 "model, and none is exported. Set it to true, or name another"
+            )
+        if self.export.serve != "none" and (self.served == "tuned" or not self.evaluate.heldout):
+            wrong = "heldout = False" if self.served != "tuned" else "served = tuned"
+            raise ValueError(
+                f"export.serve = {self.export.serve} and evaluate.{wrong}: the server has the "
+                "merged model, or the adapter on the original, and its held-out loss is compared. "
+                "Set evaluate.served to auto and evaluate.heldout to true"
             )
         if self.served not in self.subjects:
             raise ValueError(

@@ -21,6 +21,7 @@ Stage = Literal[
     "convert_gguf",
     "publish_run",
     "evaluate_run",
+    "check_served",
     "write_card",
     "require_gain",
     "render_report",

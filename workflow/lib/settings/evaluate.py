@@ -52,6 +52,12 @@ class ExportConfig(Section):
     ] = None
     """Folder of a llama.cpp checkout with the converters, which run as you; null = those of a
     pinned release from the package index."""
+    serve: Annotated[
+        Literal["none", "vllm"],
+        Affects(read_by=("check_served",), told=("evaluate_run",), later=True),
+    ] = "none"
+    """Server that serves what is exported, here, and is compared with the evaluation: the merged
+    model, or the adapter on the original."""
     base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
     """Hub id (owner/name) of the model in the folder `model.source`, for `adapter_config.json` and
     the model card. Not looked up."""
@@ -131,7 +137,9 @@ class EvaluateConfig(Section):
     """Wrap task items in the tokenizer's chat template."""
     samples: int = Field(8, ge=0, le=1000)
     """Held-out prompts that every subject answers, greedily, for reading side by side."""
-    max_new_tokens: int = Field(96, ge=1, le=8192)
+    max_new_tokens: Annotated[int, Affects(read_by=("evaluate_run", "check_served"))] = Field(
+        96, ge=1, le=8192
+    )
     """Length of a sample answer at most, tokens."""
     batch_size: Annotated[
         Annotated[int, Field(ge=1, le=4096)] | Literal["auto"], Affects("none")

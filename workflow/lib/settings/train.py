@@ -34,6 +34,7 @@ class ModelConfig(Section):
             "finetune",
             "consolidate",
             "evaluate_run",
+            "check_served",
             "write_card",
         ),
     )

@@ -33,7 +33,12 @@ from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import nf4_linears
-from workflow.lib.model.lora import init_adapters_, inject_adapters, trainable_parameters
+from workflow.lib.model.lora import (
+    init_adapters_,
+    inject_adapters,
+    module_kind,
+    trainable_parameters,
+)
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.recomputation import checkpoint_activations_
@@ -74,12 +79,10 @@ class TrainingModel:
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
     def trainable_by_module(self) -> dict[str, int]:
-        """Return the trainable parameters by the kind of module that holds them: `self_attn` for
-        the adapter of `self_attn.q_proj`, `lm_head` for a head that is trained whole."""
+        """Return the trainable parameters by `module_kind`."""
         counts: Counter[str] = Counter()
         for name, param in trainable_parameters(self.training).items():
-            path, adapter, _ = name.partition(".lora_")
-            counts[path.split(".")[-2] if adapter else name.split(".")[-2]] += param.numel()
+            counts[module_kind(name)] += param.numel()
         return dict(counts)
 
     def num_parameters(self) -> tuple[int, int]:

@@ -1,0 +1,167 @@
+"""A server beside the evaluation and PEFT: what is the same is recorded, and what a server leaves
+out of an adapter is named."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from tests.support.models import random_llama
+from workflow.lib.artifacts.evaluation_record import DocumentLoss, Heldout, Sample
+from workflow.lib.evaluation.sample_answers import Prompt
+from workflow.lib.evaluation.served_checks import WHOLE, Asked, Comparison, Said, ask, write_parts
+from workflow.lib.evaluation.vllm_server import BASE
+from workflow.lib.system.errors import UserError
+
+BOUND = 1e-3
+DOCUMENTS = {
+    number: (np.arange(3, 15 + number, dtype=np.uint32), np.arange(12 + number) > 3)
+    for number in (4, 9)
+}
+
+
+class Served:
+    """A server that computes by PEFT as it should, but for parts of the adapter that it ignores."""
+
+    def __init__(self, folder, *, ignored=()):
+        self.ignored = ignored
+        self.model: Any = PeftModel.from_pretrained(random_llama(), str(folder / "adapter"))
+
+    def load_adapter(self, name, folder):
+        self.model.load_adapter(str(folder), name)
+        for path, parameter in self.model.named_parameters():
+            if f".lora_B.{name}." in path and any(f".{kind}." in path for kind in self.ignored):
+                parameter.data.zero_()
+
+    @torch.no_grad()
+    def _logits(self, ids, model):
+        with self.model.disable_adapter() if model == BASE else nullcontext():
+            if model != BASE:
+                self.model.set_adapter(model)
+            return self.model(input_ids=torch.tensor([ids])).logits[0]
+
+    def log_probabilities(self, ids, *, model):
+        log_p = torch.log_softmax(self._logits(ids, model)[:-1], dim=-1)
+        return log_p.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+    def answer(self, prompt, *, model, most, stop_ids):
+        found = list(prompt)
+        for _ in range(most):
+            found.append(int(self._logits(found, model)[-1].argmax()))
+        return found[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with an adapter of attention, MLP and head that is not zero."""
+    folder = tmp_path_factory.mktemp("served")
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]
+    tuned = get_peft_model(random_llama(), LoraConfig(r=4, target_modules=targets))
+    torch.manual_seed(1)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    tuned.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
+    return folder
+
+
+def asked_of(losses=None):
+    losses = losses or dict.fromkeys(DOCUMENTS, 0.0)
+    tokens = {n: int(mask.sum()) for n, (_, mask) in DOCUMENTS.items()}
+    heldout = Heldout(
+        loss=sum(losses.values()) / sum(tokens.values()),
+        loss_ci95=(0.0, 1.0),
+        perplexity=1.0,
+        documents=2,
+        trained_tokens=sum(tokens.values()),
+        sources={},
+        per_document=[
+            DocumentLoss(document=n, source="s", loss_sum=losses[n], tokens=tokens[n])
+            for n in DOCUMENTS
+        ],
+    )
+    prompts = [Prompt(4, [3, 4, 5, 6], [7])]
+    samples = [Sample(document=4, prompt="", reference="", answer="8 9", drawn=None)]
+    return Asked(heldout, samples, DOCUMENTS, prompts, [2], most=3)
+
+
+def compared(folder, tmp_path, **server):
+    """Return what a server said of all parts, beside PEFT."""
+    parts = write_parts(folder / "adapter", tmp_path)
+    served: Any = Served(folder, **server)
+    for name, path in parts.items():
+        served.load_adapter(name, path)
+    asked = asked_of()
+    comparison = Comparison("vLLM 9", asked, ask(served, asked, parts), bound=BOUND)
+    model = PeftModel.from_pretrained(random_llama(), str(folder / "adapter"))
+    return comparison, model, parts
+
+
+def test_part_has_the_tensors_of_one_kind_and_zeros(folder, tmp_path):
+    parts = write_parts(folder / "adapter", tmp_path)
+    assert list(parts) == [WHOLE, "lm_head", "mlp", "self_attn"]
+    whole, alone = (load_file(parts[name] / "adapter_model.safetensors") for name in (WHOLE, "mlp"))
+    assert whole.keys() == alone.keys()
+    for name, tensor in alone.items():
+        assert torch.equal(tensor, whole[name] if ".mlp." in name else torch.zeros_like(tensor))
+
+
+def test_every_part_acts_as_in_peft(folder, tmp_path):
+    comparison, model, parts = compared(folder, tmp_path)
+    found = comparison.parts(model, parts)
+    assert [part.part for part in found] == list(parts)
+    assert all(part.share == pytest.approx(1.0, abs=1e-3) for part in found)
+    assert all(part.effect > 10 * BOUND > part.difference for part in found)
+    assert comparison.answer_gap(model) == pytest.approx(0.0, abs=BOUND)
+
+
+@pytest.mark.parametrize("kind", ["self_attn", "mlp", "lm_head"])
+def test_kind_of_module_that_a_server_ignores_is_named(folder, tmp_path, kind):
+    comparison, model, parts = compared(folder, tmp_path, ignored=[kind])
+    with pytest.raises(UserError, match=rf"adapter of {kind} alone as PEFT .* 0% of it in the"):
+        comparison.parts(model, parts)
+
+
+def test_ignored_kind_is_noticed_under_a_bound_that_is_wider_than_its_effect(folder, tmp_path):
+    comparison, model, parts = compared(folder, tmp_path, ignored=["mlp"])
+    (part,) = [
+        p for p in compared(folder, tmp_path / "2")[0].parts(model, parts) if p.part == "mlp"
+    ]
+    with pytest.raises(UserError, match="adapter of mlp alone"):
+        replace(comparison, bound=1.01 * part.effect).parts(model, parts)
+
+
+def comparison_of(served, evaluated):
+    return Comparison("vLLM 9", asked_of(evaluated), Said(served, {}, [[8, 9, 2]]), bound=0.01)
+
+
+def test_losses_within_the_bound_are_recorded():
+    found = comparison_of({4: 8.04, 9: 13.0}, {4: 8.0, 9: 13.0})
+    assert found.worst_document() == pytest.approx(0.04 / 12)
+    assert found.loss == pytest.approx(21.04 / 29)
+
+
+@pytest.mark.parametrize("wrong", [8.2, 7.8, float("nan")])
+def test_document_of_another_loss_is_refused(wrong):
+    with pytest.raises(UserError, match=r"1 of 2 documents are more than 0\.01 apart, document 4"):
+        comparison_of({4: wrong, 9: 13.0}, {4: 8.0, 9: 13.0}).worst_document()
+
+
+def test_answer_that_is_not_the_most_likely_is_refused():
+    found = comparison_of({}, {4: 8.0, 9: 13.0})
+    with pytest.raises(UserError, match=r"greedy answer with a token that is [\d.]+ nats less"):
+        found.answer_gap(random_llama())
+
+
+def test_answers_are_compared_as_they_read():
+    class Tokenizer:
+        def decode(self, ids, *, skip_special_tokens):
+            return " ".join(map(str, ids))
+
+    tokenizer: Any = Tokenizer()
+    assert comparison_of({}, {4: 8.0, 9: 13.0}).equal_answers(tokenizer) == 1

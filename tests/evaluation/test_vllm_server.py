@@ -1,0 +1,113 @@
+"""vLLM's server as a process: what it says is passed on, and nothing of it is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support import fake_vllm
+from workflow.lib.evaluation.vllm_server import BASE, Start, slots, vllm_server
+from workflow.lib.system.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """How `fake_vllm` is started; its processes are in the file `pids`."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_vllm.__file__} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("FAKE_VLLM_PIDS", str(tmp_path / "pids"))
+    return Start(python, tmp_path, tmp_path, "float32", 64, max_lora_rank=8, gpus=0)
+
+
+def left(folder):
+    """Return the server's processes that live, once those have ended that are told to."""
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    found = pids
+    for _ in range(600):
+        found = [pid for pid in pids if lives(pid)]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def lives(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_server_answers_and_ends_with_the_block(start, tmp_path):
+    with vllm_server(start) as server:
+        assert server.version == "9.9"
+        server.load_adapter("adapter", tmp_path)
+        assert server.text_ids("abc") == [3]
+        assert server.log_probabilities([4, 5, 6], model=BASE) == [fake_vllm.LOG_P] * 2
+        assert server.answer([4], model=BASE, most=4, stop_ids=[2]) == [7, 2]
+    assert left(tmp_path) == []
+
+
+def test_what_it_refuses_is_told_in_its_words(start, tmp_path):
+    with (
+        pytest.raises(UserError, match=r"rank 999 is greater than max_lora_rank 8\. Set export\.m"),
+        vllm_server(start) as server,
+    ):
+        server.load_adapter("adapter", tmp_path / "refused")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("fails", r"(?s)ended before it was ready.*ValueError: no such model type"),
+        ("never", r"(?s)was not ready, and said nothing for 5 s.*starting"),
+        ("dies", r"(?s)want of memory.*OutOfMemoryError: no room"),
+        ("silent", r"did not answer /v1/completions within 5 s"),
+    ],
+)
+def test_failure_is_one_message_and_leaves_no_process(start, tmp_path, monkeypatch, mode, message):
+    monkeypatch.setenv("FAKE_VLLM", mode)
+    quiet_s = 5.0 if mode in ("never", "silent") else 600.0
+    with (
+        pytest.raises(UserError, match=message),
+        vllm_server(replace(start, quiet_s=quiet_s)) as server,
+    ):
+        server.log_probabilities([4, 5], model=BASE)
+    assert left(tmp_path) == []
+
+
+def test_killed_while_it_starts_leaves_no_process(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_VLLM", "never")
+    program = (
+        "from pathlib import Path; from workflow.lib.evaluation.vllm_server import *\n"
+        f"with vllm_server(Start(Path({str(start.python)!r}), Path(), Path(), 'float32', 64, None, "
+        "0)): pass"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ.copy())
+    while not (tmp_path / "pids").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (24, 32), (600, 1024)])
+def test_room_for_a_rank_is_a_power_of_two(rank, room):
+    assert slots(rank) == room
+
+
+def test_server_on_the_cpu_runs_eagerly_and_on_gpus_over_all(start, tmp_path):
+    assert "--enforce-eager" in start.command(tmp_path)
+    command = replace(start, gpus=2, max_lora_rank=None).command(tmp_path)
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
+    assert not {"--enforce-eager", "--enable-lora"} & {*command}

@@ -1,0 +1,49 @@
+"""The stage that serves what is exported: what it needs is said before anything runs."""
+
+import pytest
+
+from workflow.lib.artifacts import local_inputs
+from workflow.lib.artifacts.layout import stage_json
+from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.settings.config import load_config
+from workflow.lib.system.errors import UserError
+
+
+def runs(**document):
+    return load_config(document)[1]
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "named"),
+    [({"served": "tuned"}, "served = tuned"), ({"heldout": False}, "heldout")],
+)
+def test_what_a_server_does_not_have_is_refused_with_the_settings(evaluate, named):
+    with pytest.raises(UserError, match=rf"export\.serve = vllm and evaluate\.{named}.* Set eval"):
+        runs(export={"serve": "vllm"}, evaluate=evaluate)
+
+
+@pytest.mark.parametrize(
+    ("export", "served"),
+    [
+        ({}, "tuned"),
+        ({"serve": "vllm"}, "tuned_on_original"),
+        ({"serve": "vllm", "merged": True}, "merged"),
+    ],
+)
+def test_verdict_is_about_the_form_that_a_server_has(export, served):
+    (run,) = runs(export=export).values()
+    assert run.served == served
+    assert served in run.subjects
+
+
+def test_without_a_server_all_stages_receive_what_they_did():
+    (run,) = runs().values()
+    stages = ("consolidate", "convert_gguf", "evaluate_run", "publish_run", "write_card")
+    assert not any('"serve"' in stage_json(stage, run) for stage in stages)
+
+
+def test_environment_that_is_not_made_is_told_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_inputs, "SERVING", str(tmp_path / "python"))
+    (run,) = runs(export={"serve": "vllm"}).values()
+    with pytest.raises(UserError, match=r"\(run demo\): .* Run make serving"):
+        check_local_paths("demo", run)

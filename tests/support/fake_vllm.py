@@ -1,0 +1,71 @@
+"""A program that stands for vLLM's server: its options, its interface on a Unix socket, and what
+may go wrong (`FAKE_VLLM`). Its log-probabilities are those of `LOG_P`."""
+
+import http.server
+import json
+import os
+import signal
+import socketserver
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LOG_P = -0.5
+
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def address_string(self):
+        return "socket"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.say({"version": "9.9"})
+
+    def do_POST(self):
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/load_lora_adapter":
+            if "refused" in question["lora_path"]:
+                error = {"message": "LoRA rank 999 is greater than max_lora_rank 8."}
+                return self.say({"error": error}, status=400)
+            return self.say(f"Success: {question['lora_name']}")
+        if self.path == "/tokenize":
+            return self.say({"tokens": [len(str(question.get("prompt")))]})
+        if MODE == "dies":
+            print("torch.OutOfMemoryError: no room", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if MODE == "silent":
+            time.sleep(3600)
+        ids = question["prompt"]
+        said = [None, *({str(i): {"logprob": LOG_P, "rank": 1}} for i in ids[1:])]
+        choice = {"prompt_logprobs": said, "token_ids": [7, 2]}
+        return self.say({"choices": [choice]})
+
+    def say(self, content, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode() if content else b"")
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+
+
+MODE = os.environ.get("FAKE_VLLM", "")
+
+if __name__ == "__main__":
+    child = subprocess.Popen(["sleep", "3600"])  # as vLLM has its engine
+    Path(os.environ["FAKE_VLLM_PIDS"]).write_text(f"{os.getpid()} {child.pid}\n")
+    print("starting", " ".join(sys.argv[1:]), flush=True)
+    if MODE == "fails":
+        print("ValueError: no such model type\nthe engine did not start", flush=True)
+        sys.exit(1)
+    if MODE == "never":
+        time.sleep(3600)
+    Server(option("--uds"), Handler).serve_forever()

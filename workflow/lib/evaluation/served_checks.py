@@ -1,0 +1,246 @@
+"""What a server makes of exported files, beside the evaluation's numbers and beside PEFT.
+
+Asked first, of the server (`ask`), then compared (`compared`), so that the two are not in memory
+together. That the adapter acts is told kind by kind: one kind of its modules, the others zeroed,
+must change the log-probabilities as it does in PEFT.
+
+Bounds: the trained and the exported adapter may differ by `Parity.tolerance` in a logit (root mean
+square, nats, of the compute dtype). A log-probability has a logit and its normalizer, so twice
+that; a token that is greedy by one of two such models is at most two of their largest errors less
+likely by the other, which are taken as four times the root mean square."""
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from workflow.lib.artifacts.evaluation_record import Evaluation, Heldout, Sample
+from workflow.lib.artifacts.served_record import ServedPart
+from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.evaluation.questions import Model
+from workflow.lib.evaluation.sample_answers import Prompt, choose_prompts
+from workflow.lib.evaluation.vllm_server import BASE, VllmServer
+from workflow.lib.export.adapter_files import GENERATION_CONFIG
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
+from workflow.lib.model.lora import module_kind
+from workflow.lib.quantization.nf4_checkpoint import read_settings
+from workflow.lib.system.errors import UserError
+
+WHOLE = "adapter"  # all of it, as a part
+PART_DOCUMENTS = 8  # on which parts are compared
+LEAST_SHARE = 0.5  # of a part's change; judged where noise is smaller than half of that
+TINY = 1e-30  # instead of a change of nothing
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked: what the evaluation found of the same model, its documents by number, its
+    prompts."""
+
+    heldout: Heldout
+    samples: list[Sample]
+    documents: Mapping[int, Document]
+    prompts: list[Prompt]
+    stop_ids: list[int]
+    most: int  # tokens of an answer
+
+    @classmethod
+    def of(
+        cls, evaluation: Evaluation, documents: Sequence[Document], *, folder: Path, most: int
+    ) -> "Asked":
+        """Return what was asked of `evaluation`; folder: the exported one, whose settings end
+        answers."""
+        heldout, samples = evaluation.heldout, evaluation.samples
+        assert heldout is not None, "export.serve needs evaluate.heldout"
+        ends = read_settings(folder / GENERATION_CONFIG)["eos_token_id"]
+        numbers = [sample.document for sample in samples]
+        prompts = choose_prompts(documents, numbers, count=len(numbers), seed=0)
+        some = {found.document: documents[found.document] for found in heldout.per_document}
+        return cls(heldout, samples, some, prompts, ends, most)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that a server meets, with one more that it must write."""
+        rows = [len(prompt.prompt) + self.most for prompt in self.prompts]
+        return max(rows + [len(ids) for ids, _ in self.documents.values()]) + 1
+
+    @property
+    def compared(self) -> list[Document]:
+        """The documents on which parts are compared."""
+        return list(self.documents.values())[:PART_DOCUMENTS]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a server said: loss by document; log p of the trained tokens of `Asked.compared` by
+    part, and without an adapter by `BASE`; answers."""
+
+    losses: dict[int, float]
+    parts: dict[str, Numbers]
+    answers: list[list[int]]
+
+
+def write_parts(adapter: Path, folder: Path) -> dict[str, Path]:
+    """Write the adapter once a kind of its modules, the others zeroed; return the folders of all
+    parts by name. With a single kind, that is the adapter itself."""
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    kinds = sorted({module_kind(name) for name in tensors})
+    parts = {WHOLE: adapter}
+    for kind in kinds if len(kinds) > 1 else ():
+        parts[kind] = folder / f"only-{kind}"
+        parts[kind].mkdir(parents=True)
+        shutil.copy(adapter / "adapter_config.json", parts[kind])
+        alone = {
+            name: tensor if module_kind(name) == kind else torch.zeros_like(tensor)
+            for name, tensor in tensors.items()
+        }
+        save_file(alone, parts[kind] / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    return parts
+
+
+def ask(server: VllmServer, asked: Asked, parts: Iterable[str]) -> Said:
+    """Return what a server says; parts: names of loaded adapters, the whole one first, or none."""
+    names = list(parts)
+    served = names[0] if names else BASE
+
+    def found(document: Document, model: str) -> Numbers:
+        ids, mask = document
+        log_p = server.log_probabilities([int(token) for token in ids], model=model)
+        return np.array(log_p)[mask[1:]]
+
+    losses = {n: -float(found(d, served).sum()) for n, d in asked.documents.items()}
+    by_part = {
+        name: np.concatenate([found(document, name) for document in asked.compared])
+        for name in ([BASE, *names] if names else ())
+    }
+    how: Any = {"model": served, "most": asked.most, "stop_ids": asked.stop_ids}
+    answers = [server.answer(prompt.prompt, **how) for prompt in asked.prompts]
+    return Said(losses, by_part, answers)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a server said beside the evaluation and Transformers; bound: nats. What is further apart
+    raises `UserError`."""
+
+    server: str
+    asked: Asked
+    said: Said
+    bound: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per trained token, by the server."""
+        return sum(self.said.losses.values()) / self.asked.heldout.trained_tokens
+
+    def worst_document(self) -> float:
+        """Return the largest difference of a document's loss, nats per token."""
+        heldout = self.asked.heldout
+        apart = {
+            d.document: abs(self.said.losses[d.document] - d.loss_sum) / d.tokens
+            for d in heldout.per_document
+        }
+        beyond = {number: far for number, far in apart.items() if not far <= self.bound}  # or NaN
+        if beyond:
+            number = max(beyond, key=lambda number: beyond[number])
+            raise self._other(
+                f"gives held-out tokens {self.loss:.4f} nats, Transformers {heldout.loss:.4f}; "
+                f"{len(beyond)} of {len(apart)} documents are more than {self.bound:.2g} apart, "
+                f"document {number} {beyond[number]:.2g}"
+            )
+        return max(apart.values())
+
+    def parts(self, model: PeftModel, folders: Mapping[str, Path]) -> list[ServedPart]:
+        """Return how each part acts in the server and in PEFT."""
+        with model.disable_adapter():
+            plain = _log_p(model, self.asked.compared)
+        found = []
+        for name, folder in folders.items():
+            if name != WHOLE:
+                model.load_adapter(str(folder), name)
+                model.set_adapter(name)
+            here, there = _log_p(model, self.asked.compared), self.said.parts[name]
+            change, served = here - plain, there - self.said.parts[BASE]
+            part = ServedPart(
+                part=name,
+                effect=_rms(change),
+                served_effect=_rms(served),
+                share=float(served @ change) / max(float(change @ change), TINY),
+                difference=_rms(there - here),
+            )
+            found.append(part)
+        model.set_adapter("default")
+        # a kind of module first: it says what the whole lacks
+        for part in sorted(found, key=lambda part: part.part == WHOLE):
+            self._refuse_ignored(part, tokens=len(plain))
+        return found
+
+    def _refuse_ignored(self, part: ServedPart, *, tokens: int) -> None:
+        noise = self.bound / max(part.effect * tokens**0.5, TINY)  # of the share
+        ignored = part.share < LEAST_SHARE and noise < LEAST_SHARE / 2
+        if ignored or not part.difference <= self.bound:
+            what = "" if part.part == WHOLE else f" of {part.part} alone"
+            raise self._other(
+                f"does not apply the adapter{what} as PEFT does: it changes log-probabilities by "
+                f"{part.served_effect:.3g} nats, PEFT by {part.effect:.3g}, {part.share:.0%} of it "
+                f"in the same way; they are {part.difference:.2g} apart and may be {self.bound:.2g}"
+            )
+
+    @torch.no_grad()
+    def answer_gap(self, model: Model) -> float:
+        """Return by how many nats a token of the server's answers is at most less likely than the
+        most likely one."""
+        gap = 0.0
+        for prompt, answer in zip(self.asked.prompts, self.said.answers, strict=True):
+            row = torch.tensor([prompt.prompt + answer], device=model.device)
+            first = len(prompt.prompt)
+            logits = model(input_ids=row).logits[0, first - 1 : -1].float()
+            written = logits.gather(-1, row[0, first:, None])[:, 0]
+            gap = max([gap, *(logits.amax(-1) - written).tolist()])
+        if not gap <= 4 * self.bound:
+            raise self._other(
+                f"writes a greedy answer with a token that is {gap:.3g} nats less likely than the "
+                f"most likely one in Transformers; {4 * self.bound:.2g} are allowed"
+            )
+        return gap
+
+    def equal_answers(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Return how many answers read as those of the evaluation."""
+        ends = set(self.asked.stop_ids)
+        texts = [
+            tokenizer.decode([t for t in answer if t not in ends], skip_special_tokens=True)
+            for answer in self.said.answers
+        ]
+        return sum(t == s.answer for t, s in zip(texts, self.asked.samples, strict=True))
+
+    def _other(self, what: str) -> UserError:
+        cure = "Set export.merged to true; or take" if self.said.parts else "Take"
+        return UserError(
+            f"export.serve: {self.server} {what}. It serves another model than was exported. "
+            f"{cure} another version of it, or set export.serve to none."
+        )
+
+
+@torch.no_grad()
+def _log_p(model: Model, documents: Iterable[Document]) -> Numbers:
+    """Return log p of the trained tokens, (tokens,)."""
+    rows = []
+    for ids, mask in documents:
+        row = torch.from_numpy(ids.astype("int64")).to(model.device)
+        logits = model(input_ids=row[None]).logits[0, :-1].float()
+        found = torch.log_softmax(logits, dim=-1).gather(-1, row[1:, None])[:, 0]
+        rows.append(found.cpu().double().numpy()[mask[1:]])
+    return np.concatenate(rows)
+
+
+def _rms(values: Numbers) -> float:
+    return float(np.sqrt(np.mean(values**2)))
