@@ -2,28 +2,33 @@
 does otherwise is noticed. It needs the environment of `make serving`."""
 
 import argparse
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.llama_cpp_model import prepare
+from tests.support.report_examples import evaluation, parity
 from tests.support.shared import made_once
+from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.layout import SERVING
+from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.served_record import ServedCheck
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.evaluation.gguf_checks import check_prompts
 from workflow.lib.evaluation.heldout_loss import heldout_losses
+from workflow.lib.evaluation.served_checks import Asked, Comparison, ask, write_parts
+from workflow.lib.evaluation.vllm_server import Start, vllm_server
 from workflow.lib.export.parity import RELATIVE_TOLERANCE
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import provenance, write_checked_json
+from workflow.lib.system.files import write_checked_json
 from workflow.scripts.check_served import main
 
 CPU = torch.device("cpu")
-# One rank and one scale: of others vLLM 0.32 takes none, and says nothing.
-PLAIN: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
 
 pytestmark = pytest.mark.skipif(
     not Path(SERVING).exists(), reason=f"vLLM has no environment ({SERVING}); make serving"
@@ -40,8 +45,8 @@ def stock(folder, form):
     return model if form == "merged" else load_adapter(model, folder / "adapter")
 
 
-def evaluate(folder, form):
-    """Write what the evaluation of a form, and the parity of its export, would be."""
+def evaluate(folder, form, output):
+    """Write to `output` what the evaluation of a form, and the parity of its export, would be."""
     documents = TokenStore.open(folder / "tokens").heldout_documents()
     model = stock(folder, form)
     losses = heldout_losses(model, documents, batch_size=4, device=CPU)
@@ -59,40 +64,20 @@ def evaluate(folder, form):
             for n, (total, count) in enumerate(losses)
         ],
     }
-    sample = {"document": 0, "prompt": "", "reference": "", "answer": "", "drawn": None}
-    found = {
+    found = evaluation("demo", "base") | {
         "subject": form,
-        "run": "demo",
-        "served": True,
         "heldout": heldout,
-        "tasks": {},
-        "samples": [sample],
-        "comparisons": {},
-        "provenance": provenance(),
+        "samples": [{"document": 0, "prompt": "", "reference": "", "answer": ""}],
     }
-    write_checked_json(folder / "evaluate_run" / f"{form}.json", found)
-    rms = float(model(input_ids=ids).logits.square().mean().sqrt())
-    parity = {
-        "passed": True,
-        "identical_values": True,
-        "rms_difference": 0.0,
-        "tolerance": RELATIVE_TOLERANCE[torch.float32] * rms,
-        "relative_tolerance": RELATIVE_TOLERANCE[torch.float32],
-        "rms_logit": rms,
-        "adapter_effect": 1.0,
-        "argmax_agreement": 1.0,
-        "rows": 1,
-        "positions": 1,
-        "compute_dtype": "float32",
-        "reference": "",
-        "reloaded": "",
-        "provenance": provenance(),
-    }
-    write_checked_json(folder / "parity.json", parity)
+    write_checked_json(output / f"{form}.json", found)
+    rms = float(model(input_ids=ids).logits.detach().square().mean().sqrt())
+    tolerance = RELATIVE_TOLERANCE[torch.float32] * rms
+    checked = parity() | {"tolerance": tolerance, "compute_dtype": "float32"}
+    write_checked_json(output / "parity.json", checked)
 
 
-def check(folder, form):
-    evaluate(folder, form)
+def check(folder, form, output):
+    evaluate(folder, form, output)
     main(
         argparse.Namespace(
             config={"evaluate": {"max_new_tokens": 6}, "model": {}},
@@ -101,23 +86,24 @@ def check(folder, form):
             model=folder / "model",
             merged=folder / "merged" if form == "merged" else None,
             adapter=folder / "adapter",
-            parity=folder / "parity.json",
-            evaluation=folder / "evaluate_run",
+            parity=output / "parity.json",
+            evaluation=output,
             tokens=folder / "tokens",
-            output=folder / "served.json",
+            output=output / "served.json",
         )
     )
-    return read_record(folder / "served.json", ServedCheck)
+    return read_record(output / "served.json", ServedCheck)
 
 
 @pytest.fixture
 def exported(shared_folder):
-    return made_once(shared_folder / "for-vllm", lambda folder: prepare(folder, **PLAIN))
+    """A folder with an adapter of two ranks and two scales."""
+    return made_once(shared_folder / "for-vllm", prepare)
 
 
 @pytest.mark.parametrize("form", ["tuned_on_original", "merged"])
-def test_vllm_serves_what_is_exported(exported, form):
-    found = check(exported, form)
+def test_vllm_serves_what_is_exported(exported, form, tmp_path):
+    found = check(exported, form, tmp_path)
     assert found.worst_document < found.bound
     assert found.prompts >= 2
     assert [part.part for part in found.parts] == (
@@ -126,13 +112,34 @@ def test_vllm_serves_what_is_exported(exported, form):
     assert all(part.share == pytest.approx(1.0, abs=0.01) for part in found.parts)
 
 
-def test_scale_that_vllm_does_not_know_is_noticed(tmp_path):
-    prepare(tmp_path, **(PLAIN | {"alpha_pattern": {"down_proj": 6}}))
+def test_kind_of_module_and_template_that_vllm_serves_otherwise_are_noticed(exported, tmp_path):
+    """It is given the adapter without its MLPs, and another template."""
+    evaluate(exported, "tuned_on_original", tmp_path)
+    found = read_record(tmp_path / "tuned_on_original.json", Evaluation)
+    documents = TokenStore.open(exported / "tokens").heldout_documents()
+    asked = Asked.of(found, documents, folder=exported / "adapter", most=6)
+    parts = write_parts(exported / "adapter", tmp_path / "parts")
+    other = shutil.copytree(exported / "adapter", tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = {"dtype": "float32", "max_tokens": asked.longest, "max_lora_rank": 8, "gpus": 0}
+    with vllm_server(
+        Start(python=Path(SERVING), model=exported / "model", tokenizer=other, **options)
+    ) as server:
+        for part in parts:
+            server.load_adapter(part, parts["self_attn"])
+        said = ask(server, asked, parts)
+        probes = read_record(exported / "tokens" / "manifest.json", ConversationFacts).probes
+        with pytest.raises(UserError, match=r"vLLM writes a conversation .* and Transformers as"):
+            check_prompts(server, load_tokenizer(exported / "adapter"), probes)
+    comparison = Comparison("vLLM", asked, said, bound=1e-3)
     with pytest.raises(UserError, match=r"gives held-out tokens .* serves another model"):
-        check(tmp_path, "tuned_on_original")
+        comparison.worst_document()
+    model = stock(exported, "tuned_on_original")
+    with pytest.raises(UserError, match="does not apply the adapter of mlp alone as PEFT does"):
+        comparison.parts(model, parts)
 
 
 def test_dora_is_refused_in_the_words_of_vllm(tmp_path):
-    prepare(tmp_path, **PLAIN, use_dora=True)
+    prepare(tmp_path, use_dora=True)
     with pytest.raises(UserError, match=r"refuses /v1/load_lora_adapter: .*DoRA.* Set export\.m"):
-        check(tmp_path, "tuned_on_original")
+        check(tmp_path, "tuned_on_original", tmp_path / "measured")

