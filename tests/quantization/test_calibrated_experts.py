@@ -54,7 +54,7 @@ def test_expert_is_rounded_as_a_linear_that_sees_its_tokens(family, tmp_path):
     experts = experts_of(family, tmp_path)
     tokens = tokens_for(experts, count=1500)
     before = {name: stack.expert(2) for name, stack in loaded_stacks(experts).items()}
-    found = {name: errors for name, _, errors in quantize_experts(experts, tokens, PLAIN, path="e")}
+    list(quantize_experts(experts, tokens, PLAIN, path="e"))
     (up, first), (down, second) = loaded_stacks(experts).items()
     rows = tokens.states[(tokens.chosen == 2).any(1)]
     assert len(rows) > 96
@@ -62,9 +62,6 @@ def test_expert_is_rounded_as_a_linear_that_sees_its_tokens(family, tmp_path):
     bias = experts.gate_up_proj_bias[2] if experts.has_bias else 0.0
     between = experts._apply_gate(rows @ first.expert(2).T + bias)
     torch.testing.assert_close(second.expert(2), rounded(before[down], between))
-    assert all(errors.filled == 0 for errors in found.values())
-    least = min(tokens.routed(number) for number in range(experts.num_experts))
-    assert {errors.fewest_tokens for errors in found.values()} == {least}
 
 
 def test_tokens_of_an_expert_alone_calibrate_it_where_there_are_enough():
@@ -85,13 +82,14 @@ def test_tokens_of_other_experts_fill_up_evenly(in_features, expected):
     assert rows.flatten().tolist() == expected
 
 
-def test_expert_without_any_token_is_calibrated_by_those_of_others(tmp_path):
+def test_expert_without_any_token_is_calibrated_by_those_of_others_and_told(tmp_path, caplog):
+    caplog.set_level("INFO", "workflow")
     experts = experts_of("mixtral", tmp_path)
     tokens = tokens_for(experts, count=300)
     tokens.chosen[tokens.chosen == 2] = 1
     weight = next(iter(loaded_stacks(experts).values())).expert(2)
-    name, _, errors = next(quantize_experts(experts, tokens, PLAIN, path="e"))
-    assert (errors.fewest_tokens, errors.filled) == (0, 1)
+    name, _ = next(quantize_experts(experts, tokens, PLAIN, path="e"))
+    assert "e: 1 of 3 experts got fewer than 16 tokens" in caplog.text
     spread = tokens.states[torch.arange(16) * 300 // 16]
     ours = loaded_stacks(experts)[name].expert(2)
     torch.testing.assert_close(ours, rounded(weight, spread))
@@ -110,9 +108,9 @@ def test_only_tokens_that_count_calibrate(tmp_path):
 def test_tokens_go_through_an_expert_in_parts(tmp_path, monkeypatch):
     whole, parts = (experts_of("qwen3_moe", tmp_path / name) for name in ("whole", "parts"))
     tokens = tokens_for(whole, count=900)
-    _, one = (packed for _, packed, _ in quantize_experts(whole, tokens, PLAIN, path="e"))
+    _, one = (packed for _, packed in quantize_experts(whole, tokens, PLAIN, path="e"))
     monkeypatch.setattr("workflow.lib.quantization.expert_tokens.TOKENS_AT_ONCE", 37)
-    _, other = (packed for _, packed, _ in quantize_experts(parts, tokens, PLAIN, path="e"))
+    _, other = (packed for _, packed in quantize_experts(parts, tokens, PLAIN, path="e"))
     same = one.codes == other.codes
     assert same.float().mean() > 0.98, "sums in another order"
 

@@ -12,7 +12,6 @@ from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.layers.expert_stacks import expert_stacks
-from workflow.lib.quantization import expert_tokens
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 
@@ -36,17 +35,6 @@ def base(tokens):
     return quantize(tokens, tokens / "base", model=tokens / "qwen3_moe")
 
 
-def test_stacks_are_better_than_absmax_for_their_inputs(base):
-    record = read_checked_json(base / "quantization.json")
-    stacks = record["calibration"]["stacks"]
-    assert record["quantized_stacks"] == len(stacks) == 4
-    for path, errors in stacks.items():
-        for expert in ("median", "worst"):
-            assert errors[expert]["calibrated"] < 0.9 * errors[expert]["absmax"], (path, expert)
-        assert errors["median"]["calibrated"] <= errors["worst"]["calibrated"]
-        assert 0 <= errors["worst_expert"] < 11
-
-
 def test_routers_stay_as_they_are(base, tokens):
     ours: dict[str, torch.Tensor] = {}
     for path in base.glob("*.safetensors"):
@@ -58,34 +46,19 @@ def test_routers_stay_as_they_are(base, tokens):
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_experts_that_few_tokens_reach_are_told(tokens, tmp_path, monkeypatch):
-    """256 tokens, of which each goes to 2 of 11 experts: 47 for one, and the weights have 64 and 48
-    inputs."""
-    monkeypatch.setattr(expert_tokens, "ENOUGH", 1.0)
-    model = tokens / "qwen3_moe"
-    base = quantize(tokens, tmp_path / "base", model=model, calibration_tokens=256)
-    stacks = read_checked_json(base / "quantization.json")["calibration"]["stacks"]
-    wide = [x for path, x in stacks.items() if path.endswith("gate_up_proj")]
-    assert all(0 < errors["filled"] <= 11 and errors["fewest_tokens"] < 64 for errors in wide)
-    for errors in stacks.values():
-        assert errors["worst"]["calibrated"] < errors["worst"]["absmax"]
-
-
 @pytest.mark.parametrize("settings", [{"double_quant": False}, {"block_size": 128}], ids=str)
-def test_stock_packages_decode_what_the_errors_were_measured_on(settings, tokens, tmp_path):
+def test_stock_packages_decode_every_expert(settings, tokens, tmp_path):
     model = tokens / "qwen3_moe"
     base = quantize(tokens, tmp_path / "base", model=model, **settings)
-    record = read_checked_json(base / "quantization.json")["calibration"]
+    assert read_checked_json(base / "quantization.json")["quantized_stacks"] == 4
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     stock = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
     decoded = dict(stock.named_parameters())
     for path in expert_stacks(original):
-        worst = record["stacks"][path]["worst_expert"]
-        weight = original.get_parameter(path)[worst].detach()
-        ours = stacked(decoded, stock, path)[worst]
-        lost = (weight - ours).square().sum() / weight.square().sum()
-        expected = record["stacks"][path]["worst"]["calibrated_plain"]
-        assert float(lost) == pytest.approx(expected, rel=1e-4), path
+        weight, ours = original.get_parameter(path).detach(), stacked(decoded, stock, path)
+        lost = (weight - ours).square().sum((1, 2)) / weight.square().sum((1, 2))
+        # absmax loses 0.01; another expert's scales, or a stack turned over, would lose most
+        assert 0 < float(lost.min()) <= float(lost.max()) < 0.1, path
 
 
 def stacked(decoded, stock, path):

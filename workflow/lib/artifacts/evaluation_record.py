@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
-
-from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
 from workflow.lib.artifacts.records import Interval, Provenance, Record
 from workflow.lib.settings.subjects import SubjectName
 
@@ -126,18 +123,6 @@ class Comparison(LossDifference):
     rewards: RewardDifference | None = None  # of preferences, where both subjects have rewards
 
 
-class WorstLinear(LinearErrors):
-    """One of the linears that are furthest off in 4 bits."""
-
-    path: str  # which one
-
-
-class WorstStack(StackErrors):
-    """One of the stacks of experts that are furthest off in 4 bits."""
-
-    path: str  # which one
-
-
 class FourBits(Record):
     """What 4 bits cost, by the base's calibration: nats per predicted held-out token."""
 
@@ -147,9 +132,6 @@ class FourBits(Record):
     """What bitsandbytes' codes and scales would lose: the difference to the original."""
     calibrated: LossDifference  # what the base loses
     won_back: LossDifference  # what calibration wins back: the difference of the two
-    worst: list[WorstLinear]  # the linears that are furthest off in the base, the worst first
-    worst_stacks: list[WorstStack] = Field(default_factory=list)
-    """Of a mixture the stacks of experts whose median expert is furthest off, the worst first."""
 
 
 class Evaluation(Record):

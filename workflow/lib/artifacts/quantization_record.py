@@ -7,25 +7,6 @@ from pydantic import Field
 from workflow.lib.artifacts.records import Provenance, Record
 
 
-class LinearErrors(Record):
-    """How far a linear in 4 bits is off, by method: as a share of the squared norm."""
-
-    absmax: float  # of its outputs for the calibration inputs, in bitsandbytes' codes and scales
-    calibrated: float  # the same in the calibrated ones, which the base has
-    absmax_plain: float  # of its weights, in bitsandbytes' codes and scales
-    calibrated_plain: float  # the same in the calibrated ones
-
-
-class StackErrors(Record):
-    """How far the experts of a stack in 4 bits are off."""
-
-    median: LinearErrors  # of the expert in the middle, by how far its calibrated weight is off
-    worst: LinearErrors  # of the expert that is furthest off
-    worst_expert: int  # its number
-    fewest_tokens: int  # tokens of calibration that went to the expert with the fewest
-    filled: int  # experts with tokens for less than a quarter of their inputs; others' were added
-
-
 class HeldoutLosses(Record):
     """Loss on held-out documents (some, and cut where they are long) of three models."""
 
@@ -39,9 +20,6 @@ class CalibrationFacts(Record):
     """What a calibration saw and reached."""
 
     tokens: int  # tokens that calibrated
-    linears: dict[str, LinearErrors]  # errors by path
-    stacks: dict[str, StackErrors] = Field(default_factory=dict)
-    """Errors of the stacks of experts, by path."""
     heldout: HeldoutLosses  # what 4 bits cost
 
 

@@ -15,8 +15,6 @@ from workflow.lib.artifacts.evaluation_record import (
     LossDifference,
     Sample,
     SourceLoss,
-    WorstLinear,
-    WorstStack,
     four_bits_cost,
 )
 from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
@@ -30,7 +28,6 @@ from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 
-WORST = 5  # linears, and stacks of experts, that the report lists
 RESAMPLES, SEED = 2000, 0
 
 
@@ -56,16 +53,12 @@ def method_of(base: Path) -> str | None:
 def summarize(calibration: CalibrationFacts) -> FourBits:
     """Return the measured losses as means and paired differences over documents."""
     losses = calibration.heldout
-    worst = sorted(calibration.linears.items(), key=lambda item: -item[1].calibrated)[:WORST]
-    stacks = sorted(calibration.stacks.items(), key=lambda item: -item[1].median.calibrated)[:WORST]
     return FourBits(
         documents=len(losses.tokens),
         original=sum(losses.original) / sum(losses.tokens),
         absmax=_difference(losses.absmax, losses.original, losses.tokens),
         calibrated=_difference(losses.calibrated, losses.original, losses.tokens),
         won_back=_difference(losses.absmax, losses.calibrated, losses.tokens),
-        worst=[WorstLinear(path=path, **errors.model_dump()) for path, errors in worst],
-        worst_stacks=[WorstStack(path=path, **errors.model_dump()) for path, errors in stacks],
     )
 
 

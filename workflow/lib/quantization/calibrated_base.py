@@ -34,7 +34,6 @@ from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.quantization.nf4_checkpoint import SHARD_BYTES, ShardWriter, quantized_tensors
 from workflow.lib.quantization.resumable import (
     calibrated_layers,
-    layer_errors,
     layer_path,
     remove_state,
 )
@@ -86,10 +85,7 @@ def write_calibrated(
     )  # fmt: skip
     calibration = Calibration(stream, rows, measured, settings, linears=inputs.linears)
     hidden = calibrated_layers(calibration, stream, folder, settings, fingerprint=fingerprint)
-    linears, stacks = layer_errors(folder, len(stream.layers))
-    facts = CalibrationFacts(
-        tokens=tokens, linears=linears, stacks=stacks, heldout=_heldout_losses(calibration, hidden)
-    )
+    facts = CalibrationFacts(tokens=tokens, heldout=_heldout_losses(calibration, hidden))
     total_bytes = _write_files(folder, inputs, settings, stream)
     remove_state(folder)
     return total_bytes, facts

@@ -4,6 +4,7 @@ The scales of a stack are nested together, because the mean that is taken off th
 whole stack (`stack_codes`). So all experts get their scales first, and then their codes. The second
 stack sees what the first gives in 4 bits. One expert at a time is on the device in fp32."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
 from workflow.lib.model.layers.expert_stacks import product_names
 from workflow.lib.quantization.calibrated_rounding import (
     codes_with_feedback,
@@ -23,8 +23,9 @@ from workflow.lib.quantization.calibrated_rounding import (
 )
 from workflow.lib.quantization.expert_tokens import ExpertTokens, enough_tokens
 from workflow.lib.quantization.nf4_codes import Scales, packed_codes, store_scales
-from workflow.lib.quantization.weight_errors import weight_errors
 from workflow.lib.settings.config import QuantizeConfig
+
+logger = logging.getLogger("workflow")
 
 Inputs = Callable[[int], Iterable[torch.Tensor]]
 
@@ -72,11 +73,15 @@ def loaded_stacks(experts: nn.Module) -> dict[str, LoadedStack]:
 
 def quantize_experts(
     experts: nn.Module, tokens: ExpertTokens, settings: QuantizeConfig, *, path: str
-) -> Iterator[tuple[str, PackedStack, StackErrors]]:
-    """Yield name, codes and errors of both stacks of an experts module (`path`, for errors), and
-    put decoded weights in their place. Raises `UserError` if a weight is not finite."""
+) -> Iterator[tuple[str, PackedStack]]:
+    """Yield name and codes of both stacks of an experts module (`path`, for errors), and put
+    decoded weights in their place. Raises `UserError` if a weight is not finite."""
     device = next(experts.parameters()).device
     (up, first), (down, second) = loaded_stacks(experts).items()
+    enough = enough_tokens(first.shape[2])
+    if few := sum(tokens.routed(number) < enough for number in range(len(first))):
+        message = "%s: %d of %d experts got fewer than %d tokens; others' calibrate them too"
+        logger.info(message, path, few, len(first), enough)
 
     def states(number: int, stack: LoadedStack) -> Iterator[torch.Tensor]:
         return (part.to(device) for part in tokens.of(number, in_features=stack.shape[2]))
@@ -88,9 +93,7 @@ def quantize_experts(
         (up, first, lambda number: states(number, first)),
         (down, second, products),
     ):
-        packed, errors = _quantize_stack(stack, inputs, settings, what=f"{path}.{name}")
-        routed = [tokens.routed(number) for number in range(len(stack))]
-        yield name, packed, _summary(errors, routed, in_features=stack.shape[2])
+        yield name, _quantize_stack(stack, inputs, settings, what=f"{path}.{name}")
 
 
 def _between(experts: nn.Module, number: int, states: torch.Tensor) -> torch.Tensor:
@@ -105,25 +108,20 @@ def _between(experts: nn.Module, number: int, states: torch.Tensor) -> torch.Ten
 
 def _quantize_stack(
     stack: LoadedStack, inputs: Inputs, settings: QuantizeConfig, *, what: str
-) -> tuple[PackedStack, list[LinearErrors]]:
-    """Quantize a stack; return its codes and the errors of its experts."""
+) -> PackedStack:
     block_size = settings.block_size
     searched = [
         searched_scales(stack.expert(number), _mean_squares(inputs(number)), block_size=block_size)
         for number in range(len(stack))
     ]
     scales = store_scales(torch.cat(searched), double_quant=settings.double_quant)
-    codes, errors, plain = [], [], absmax_experts(stack, settings)
+    codes = []
     for number, own in enumerate(scales.decoded.chunk(len(stack))):
-        weight, absmax = stack.expert(number), next(plain)
-        correlation = _correlation(inputs(number))
-        feedback = error_feedback(correlation, what=f"{what}, expert {number}")
-        chosen = codes_with_feedback(weight, feedback, own, block_size=block_size)
-        decoded = decoded_weight(chosen, own, block_size=block_size)
-        errors.append(weight_errors(weight, absmax, decoded, correlation))
+        feedback = error_feedback(_correlation(inputs(number)), what=f"{what}, expert {number}")
+        chosen = codes_with_feedback(stack.expert(number), feedback, own, block_size=block_size)
         codes.append(packed_codes(chosen.flatten()).cpu())
-        stack.replace_(number, decoded)
-    return PackedStack(torch.cat(codes), scales, stack.shape), errors
+        stack.replace_(number, decoded_weight(chosen, own, block_size=block_size))
+    return PackedStack(torch.cat(codes), scales, stack.shape)
 
 
 def absmax_experts(stack: LoadedStack, settings: QuantizeConfig) -> Iterator[torch.Tensor]:
@@ -149,14 +147,3 @@ def _correlation(inputs: Iterable[torch.Tensor]) -> torch.Tensor:
         total = rows.T @ rows if not count else total.addmm_(rows.T, rows)
         count += len(rows)
     return total / count
-
-
-def _summary(errors: list[LinearErrors], routed: list[int], *, in_features: int) -> StackErrors:
-    ranked = sorted(range(len(errors)), key=lambda number: errors[number].calibrated)
-    return StackErrors(
-        median=errors[ranked[len(ranked) // 2]],
-        worst=errors[ranked[-1]],
-        worst_expert=ranked[-1],
-        fewest_tokens=min(routed),
-        filled=sum(count < enough_tokens(in_features) for count in routed),
-    )

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
 from workflow.lib.model.layers.expert_stacks import experts_modules
 from workflow.lib.quantization.calibrated_experts import (
     PackedStack,
@@ -30,7 +29,6 @@ from workflow.lib.quantization.counted import Counted
 from workflow.lib.quantization.expert_tokens import expert_tokens
 from workflow.lib.quantization.layer_inputs import groups_by_input, input_correlation
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
-from workflow.lib.quantization.weight_errors import weight_errors
 from workflow.lib.settings.config import QuantizeConfig
 
 ORIGINAL, ABSMAX, CALIBRATED = "original", "absmax", "calibrated"
@@ -52,9 +50,7 @@ class Hidden:
 @dataclass(frozen=True)
 class QuantizedLayer:
     rounded: dict[str, Rounded] = field(default_factory=dict)
-    errors: dict[str, LinearErrors] = field(default_factory=dict)
     stacks: dict[str, PackedStack] = field(default_factory=dict)
-    stack_errors: dict[str, StackErrors] = field(default_factory=dict)
 
 
 class Calibration:
@@ -119,11 +115,8 @@ class Calibration:
         for path in [path for path in parts if path not in linears]:
             name, runs = f"{self._stream.prefixes[number]}.{path}", self._runs(number, hidden)
             tokens = expert_tokens(name, parts[path], runs)
-            for stack, packed, errors in quantize_experts(
-                parts[path], tokens, self._settings, path=name
-            ):
+            for stack, packed in quantize_experts(parts[path], tokens, self._settings, path=name):
                 result.stacks[f"{path}.{stack}"] = packed
-                result.stack_errors[f"{path}.{stack}"] = errors
 
     def _quantize_linears(
         self, number: int, linears: dict[str, nn.Linear], hidden: Hidden, result: QuantizedLayer
@@ -134,15 +127,9 @@ class Calibration:
         correlation = input_correlation(name, first, self._runs(number, hidden))
         feedback = error_feedback(correlation, what=name)
         for path, linear in linears.items():
-            weight = linear.weight.float()
-            rounded = round_calibrated(weight, feedback, self._settings)
-            decoded = decode(rounded, block_size=self._settings.block_size)
-            plain = decode(
-                round_absmax(weight, self._settings), block_size=self._settings.block_size
-            )
+            rounded = round_calibrated(linear.weight.float(), feedback, self._settings)
             result.rounded[path] = rounded
-            result.errors[path] = weight_errors(weight, plain, decoded, correlation)
-            linear.weight.copy_(decoded)
+            linear.weight.copy_(decode(rounded, block_size=self._settings.block_size))
 
     def _runs(self, number: int, hidden: Hidden) -> list[tuple[partial[torch.Tensor], Counted]]:
         """Return calls of each calibration batch through the layer, and what counts in it."""

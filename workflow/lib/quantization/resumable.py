@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
 from workflow.lib.quantization.beside import Beside, beside_of
 from workflow.lib.quantization.calibrated_experts import PackedStack
 from workflow.lib.quantization.calibrated_rounding import Rounded
@@ -21,7 +20,7 @@ from workflow.lib.quantization.calibration import MODELS, ROWS, Calibration, Hid
 from workflow.lib.quantization.layer_stream import LayerStream
 from workflow.lib.quantization.nf4_codes import packed_tensors, stored_tensors
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.files import atomic_path, read_checked_json, write_checked_json
+from workflow.lib.system.files import atomic_path
 from workflow.lib.system.progress import Progress
 
 logger = logging.getLogger("workflow")
@@ -85,14 +84,6 @@ def _write_layer(
             tensors |= {f"{prefix}.{linear}.{suffix}": part for suffix, part in parts.items()}
         else:
             tensors[name] = stream.source_tensor(name)
-    # Not into the file's metadata: safetensors writes several entries in no fixed order.
-    write_checked_json(
-        _errors_path(path),
-        {
-            "linears": {f"{prefix}.{name}": e.as_json() for name, e in layer.errors.items()},
-            "stacks": {f"{prefix}.{name}": e.as_json() for name, e in layer.stack_errors.items()},
-        },
-    )
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
 
@@ -111,26 +102,8 @@ def _packed_stack(
     return stored_tensors(stack.codes, stack.scales, settings, shape=stack.shape, dtype=dtype)
 
 
-def _errors_path(path: Path) -> Path:
-    return path.with_suffix(".errors.json")
-
-
-def layer_errors(
-    folder: Path, count: int
-) -> tuple[dict[str, LinearErrors], dict[str, StackErrors]]:
-    linears: dict[str, LinearErrors] = {}
-    stacks: dict[str, StackErrors] = {}
-    for number in range(count):
-        found = read_checked_json(_errors_path(layer_path(folder, number)))
-        linears |= {path: LinearErrors(**values) for path, values in found["linears"].items()}
-        stacks |= {path: StackErrors(**values) for path, values in found["stacks"].items()}
-    return linears, stacks
-
-
 def remove_state(folder: Path) -> None:
     (folder / STATE).unlink()
-    for path in folder.glob("*.errors.json"):
-        path.unlink()
 
 
 def write_state(
