@@ -31,9 +31,28 @@ def refused(*words):
     return answer.stderr.strip().splitlines()[-1]
 
 
-def test_what_does_not_fit_names_changes_that_would():
-    here = ("--set", "hardware.offload_layers=0", "--set", "hardware.offload_activations=false")
-    message = refused("--model", "Llama-3.1-70B", "--gpus", "2x4090", *here)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with the config.json of a tiny Llama. Never change it."""
+    return model_of(tmp_path_factory.mktemp("tiny"))
+
+
+def model_of(folder, **sizes):
+    """Write the config.json of a tiny Llama of other sizes into a folder; return its name."""
+    (folder / "config.json").write_text(json.dumps(TINY | sizes))
+    return str(folder)
+
+
+def test_what_does_not_fit_names_changes_that_would(tmp_path):
+    """Three layers of Llama-3.1-8B: 0.33 GiB of packed weights, half on each GPU."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    model = ("--model", model_of(tmp_path, **sizes, **heads), "--gpus", "2x4090", "--rank", "4")
+    fixed = ("train.micro_batch_size=1", "train.activation_checkpointing=true")
+    fixed += ("hardware.gpu_memory_gib=2.8", "hardware.reshard_after_forward=true")
+    fixed += ("hardware.offload_layers=0", "hardware.offload_activations=false")
+    settings = (word for setting in fixed for word in ("--set", setting))
+    message = refused(*model, "--seq-len", "128", *settings)
     assert "does not fit" in message
     assert "hardware.gpus = 4" in message
 
@@ -44,15 +63,14 @@ def test_what_does_not_fit_names_changes_that_would():
         ((), 0, "64.00 GiB (what machines with such GPUs usually have"),
         (("--host-gib", "128"), 0, "128.00 GiB (--host-gib)"),
         (("--set", "hardware.host_memory_gib=96"), 0, "96.00 GiB (hardware.host_memory_gib)"),
-        (("--host-gib", "16"), 1, "16.00 GiB (--host-gib)"),
+        (("--host-gib", "1"), 1, "1.00 GiB (--host-gib)"),
         (("--host-gib", "-1"), 1, "--host-gib = -1.0: it must be above 0"),
     ],
     ids=["usual", "asked for", "by a setting", "too little", "none"],
 )
-def test_host_memory_is_that_of_the_imagined_machine_and_told(words, status, said):
-    """Activations of rows of 98,304 tokens take 35 GiB of it: more than half of the usual host."""
-    model = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "4090", "--seq-len", "98304")
-    answer = ask(*model, "--estimate", *words)
+def test_host_memory_is_that_of_the_imagined_machine_and_told(tiny, words, status, said):
+    """A process with a GPU takes 2.5 GiB of it."""
+    answer = ask("--model", tiny, "--gpus", "4090", "--seq-len", "64", "--estimate", *words)
     assert answer.returncode == status, answer.stderr
     assert said in " ".join(re.sub("[│\\n]", " ", answer.stderr).split())
 
@@ -60,8 +78,7 @@ def test_host_memory_is_that_of_the_imagined_machine_and_told(words, status, sai
 def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeypatch):
     """Changing one byte of the kept one costs a recording, no more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    words = ("--model", str(tmp_path), "--seq-len", "64", "--gpus", "2x4090", "--output")
+    words = ("--model", model_of(tmp_path), "--seq-len", "64", "--gpus", "2x4090", "--output")
 
     def asked(*levers):
         file = tmp_path / "preflight.json"
@@ -90,9 +107,8 @@ def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeyp
 def test_mixture_of_experts_is_judged_by_a_recording(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
-    config = TINY | sizes | experts | {"model_type": "qwen3_moe"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ("--model", str(tmp_path), "--seq-len", "64", "--gpus", "4090", "--output")
+    model = model_of(tmp_path, **sizes, **experts, model_type="qwen3_moe")
+    words = ("--model", model, "--seq-len", "64", "--gpus", "4090", "--output")
     answer = ask(*words, str(tmp_path / "p.json"))
     assert answer.returncode == 0, answer.stderr
     found = json.loads((tmp_path / "p.json").read_text())
@@ -110,9 +126,9 @@ def test_text_of_a_model_with_a_vision_tower_is_judged_by_a_recording(tmp_path):
     assert json.loads((tmp_path / "p.json").read_text())["method"] == "replay"
 
 
-def test_any_setting_can_be_given(tmp_path):
+def test_any_setting_can_be_given(tiny):
     words = ("--set", "hardware.price_per_gpu_hour=0.5", "--set", "train.micro_batch_size=2")
-    answer = ask("--model", "Qwen3-0.6B", "--gpus", "3090", "--seq-len", "512", *words)
+    answer = ask("--model", tiny, "--gpus", "3090", "--seq-len", "64", *words)
     assert answer.returncode == 0
     assert "cost" in answer.stderr
     assert "micro-batch 2" in answer.stderr
@@ -188,15 +204,14 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_question_is_answered_with_a_command_that_gives_the_answer_alone(tmp_path, question):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+def test_question_is_answered_with_a_command_that_gives_the_answer_alone(tiny, tmp_path, question):
     words, said = QUESTIONS[question]
     table = tmp_path / "machines.yaml"
     table.write_text(
         "machines: [{gpus: 4090, price_per_hour: 9000}, {gpus: A100, price_per_hour: 2}]"
     )
     words = [str(table) if word == "TABLE" else word for word in words]
-    model = [str(tmp_path)] if question == "largest" else ["--model", str(tmp_path)]
+    model = [tiny] if question == "largest" else ["--model", tiny]
     answer = ask(*words, *model, "--estimate")
     assert answer.returncode == 0, answer.stderr
     assert said in answer.stderr
@@ -209,7 +224,7 @@ def test_question_is_answered_with_a_command_that_gives_the_answer_alone(tmp_pat
 
 def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path):
     folder = write_checkpoint(tmp_path / "whole")
-    (tmp_path / "config.json").write_text(json.dumps(TINY | {"dtype": "float16"}))
+    model_of(tmp_path, dtype="float16")
     whole = describe_folder(folder)
     assert find_shape(str(folder), revision=None, describe=described) == whole
     assert find_shape(str(tmp_path), revision=None, describe=described) == whole
@@ -217,7 +232,7 @@ def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path):
 
 
 def test_config_of_an_unsupported_family_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "bloom"}))
+    model_of(tmp_path, model_type="bloom")
     with pytest.raises(
         UserError, match=r"config\.json does not describe a decoder that Transformers"
     ):
@@ -225,8 +240,8 @@ def test_config_of_an_unsupported_family_is_refused(tmp_path):
 
 
 def test_shipped_model_is_predicted_without_torch():
-    """Which takes seconds to load."""
-    words = "['--model', 'Qwen3-0.6B', '--gpus', '3090', '--seq-len', '256']"
+    """Which takes seconds to load: its recordings are shipped too."""
+    words = "['--model', 'Qwen3-0.6B', '--gpus', '3090', '--estimate']"
     program = (
         "import sys, runpy\n"
         f"sys.argv = ['preflight_run', *{words}]\n"
