@@ -2,6 +2,7 @@
 after a kill."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,15 +20,17 @@ from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.quantization import resumable
+from workflow.lib.quantization import calibrated_base, resumable
 from workflow.lib.quantization.calibrated_base import (
+    BATCH_TOKENS,
     CalibrationInputs,
     check_gpu_memory,
     layer_bytes,
+    measured_batches,
+    rows_at_once,
     write_calibrated,
 )
 from workflow.lib.quantization.calibration import Calibration
-from workflow.lib.quantization.calibration_rows import BATCH_TOKENS
 from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.quantization.nf4_checkpoint import (
     copy_companions,
@@ -183,3 +186,33 @@ def test_experts_of_a_layer_are_counted_once_and_their_originals_on_the_host(tmp
     expected += 4 * (3 * 64**2 + 7 * largest) + 3 * 4 * BATCH_TOKENS * 64
     expected += 2 * 10 * BATCH_TOKENS * (96 + 64 + 64 + 48) + 4 * 5 * (11 * largest) // 64
     assert layer_bytes(layer) == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "eager_heads", "rows"),
+    [
+        (2048, 0, 4),
+        (512, 0, 16),
+        (10_000, 0, 1),  # longer than what goes through at once: a row all the same
+        (2048, 32, 2),
+        (2048, 64, 1),
+        (4096, 64, 1),  # more scores than wanted: a row all the same
+        (512, 8, 16),
+    ],
+)
+def test_rows_go_through_together_by_their_tokens_and_scores(width, eager_heads, rows):
+    assert rows_at_once(width, eager_heads=eager_heads) == rows
+
+
+@pytest.mark.parametrize(("eager_heads", "longest"), [(0, 90), (4, 50)])
+def test_measured_documents_are_cut_where_all_scores_would_be_too_many(
+    eager_heads, longest, monkeypatch
+):
+    monkeypatch.setattr(calibrated_base, "SCORES", 4 * 50**2)
+    documents = [(np.arange(length), np.arange(length) > 3) for length in (90, 7, 51)]
+    store = SimpleNamespace(heldout_documents=lambda: documents)
+    batches = measured_batches(store, device=CPU, eager_heads=eager_heads)  # type: ignore[arg-type]
+    assert [batch.input_ids.shape for batch in batches] == [
+        (1, min(longest, length)) for length in (90, 7, 51)
+    ]
+    assert all(batch.counted is not None for batch in batches)

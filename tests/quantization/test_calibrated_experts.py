@@ -13,8 +13,7 @@ from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization import calibrated_experts
 from workflow.lib.quantization.calibrated_experts import loaded_stacks, quantize_experts
 from workflow.lib.quantization.calibrated_rounding import decode, error_feedback, round_calibrated
-from workflow.lib.quantization.counted import Counted
-from workflow.lib.quantization.expert_tokens import ExpertTokens, expert_tokens
+from workflow.lib.quantization.layer_inputs import Counted, ExpertTokens, expert_tokens
 from workflow.lib.settings.config import QuantizeConfig
 
 PLAIN = QuantizeConfig(double_quant=False)
@@ -109,7 +108,7 @@ def test_tokens_go_through_an_expert_in_parts(tmp_path, monkeypatch):
     whole, parts = (experts_of("qwen3_moe", tmp_path / name) for name in ("whole", "parts"))
     tokens = tokens_for(whole, count=900)
     _, one = (packed for _, packed in quantize_experts(whole, tokens, PLAIN, path="e"))
-    monkeypatch.setattr("workflow.lib.quantization.expert_tokens.TOKENS_AT_ONCE", 37)
+    monkeypatch.setattr("workflow.lib.quantization.layer_inputs.TOKENS_AT_ONCE", 37)
     _, other = (packed for _, packed in quantize_experts(parts, tokens, PLAIN, path="e"))
     same = one.codes == other.codes
     assert same.float().mean() > 0.98, "sums in another order"

@@ -18,10 +18,9 @@ from tests.support.models import VOCAB, adapted, quantized, random_store, tiny_l
 from tests.support.rounding import allowed, lost
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.scores.scoring import Scorer, rows_of, scores_of
+from workflow.lib.scores.scoring import Scorer, WholeModel, rows_of, scores_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.scores.streamed_model import StreamedModel, StreamedScorer
-from workflow.lib.scores.whole_model import WholeModel
 from workflow.lib.scores.writer import parts_of
 from workflow.lib.training.batches import stored_batch
 

@@ -8,8 +8,7 @@ from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import evaluation, rewards
 from tests.support.workflow_project import Finished, Project, executed, make_project
 from workflow.lib.artifacts.evaluation_record import Evaluation
-from workflow.lib.report.required_gains import refuse_unmet, verdicts
-from workflow.lib.report.verdict import Measured
+from workflow.lib.report.verdict import Measured, refuse_unmet, verdicts
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import canonical_json, read_checked_json, write_checked_json
 

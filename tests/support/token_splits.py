@@ -13,7 +13,7 @@ from workflow.lib.data.reading.row import Row
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts
-from workflow.lib.data.tokens.repetition.shingles import Pieces
+from workflow.lib.data.tokens.repetition.exchanges import Pieces
 from workflow.lib.data.tokens.splits import Split, whole_corpus
 
 PER_SHARD = 7

@@ -23,7 +23,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     quantizable_linears,
     quantize_tensor,
 )
-from workflow.lib.quantization.stack_codes import quantize_expert, stack_tensors
+from workflow.lib.quantization.nf4_codes import quantize_expert, stack_tensors
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import put_in_place, write_json
 

@@ -27,13 +27,13 @@ from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.evaluation.gguf_checks import (
+    LlamaCppServer,
     Loaded,
     Reference,
     check_prompts,
     compared,
     reference,
 )
-from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
 from workflow.lib.export.gguf_files import GgufSource, write_adapter, write_models
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL

@@ -32,6 +32,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
     ShardWriter,
     check_model,
+    check_taken,
     copy_companions,
     modules_in_16_bits,
     nf4_config,
@@ -40,8 +41,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     quantized_tensors,
     read_model_config,
 )
-from workflow.lib.quantization.stack_codes import check_blocks
-from workflow.lib.quantization.taken_base import check_taken
+from workflow.lib.quantization.nf4_codes import check_blocks
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
 from workflow.lib.system.files import (

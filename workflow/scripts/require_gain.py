@@ -11,8 +11,7 @@ from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
-from workflow.lib.report.required_gains import refuse_unmet, verdicts
-from workflow.lib.report.verdict import read_measured
+from workflow.lib.report.verdict import read_measured, refuse_unmet, verdicts
 from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import run, stage_parser
 

@@ -35,10 +35,9 @@ from workflow.lib.scores.same_tokenizer import (
     check_top_k,
     vocabulary_size,
 )
-from workflow.lib.scores.scoring import Scorer, rows_of
+from workflow.lib.scores.scoring import Scorer, WholeModel, rows_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.scores.streamed_model import StreamedModel, StreamedScorer
-from workflow.lib.scores.whole_model import WholeModel
 from workflow.lib.scores.writer import Part, ScoreWriter
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.system.checksums import listed_files

@@ -47,7 +47,7 @@ from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.data.tokens.neighbours import with_neighbours
 from workflow.lib.data.tokens.process_pool import available_processes
 from workflow.lib.data.tokens.repetition.containment import find_contained
-from workflow.lib.data.tokens.repetition.shingles import pieces_of
+from workflow.lib.data.tokens.repetition.exchanges import pieces_of
 from workflow.lib.data.tokens.splits import (
     Split,
     check_both_judgements,

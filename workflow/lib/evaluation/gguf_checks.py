@@ -1,5 +1,11 @@
-"""A GGUF file beside its model in Transformers: prompt ids, answers, held-out loss."""
+"""A GGUF file beside its model in Transformers: prompt ids, answers, held-out loss.
 
+llama.cpp's own server (`xllamacpp`, envs/gguf.txt) runs in this process. Its log-probabilities are
+of the token behind a prompt, so a loss asks once a position."""
+
+import json
+import math
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workflow.lib.artifacts.gguf_record import GgufFile
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.data.tokens.token_store import Document
-from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
 from workflow.lib.evaluation.sample_answers import (
     AnswerSettings,
     Prompt,
@@ -24,6 +29,104 @@ from workflow.lib.evaluation.sample_answers import (
 )
 from workflow.lib.settings.evaluate import GgufForm, GgufFormat
 from workflow.lib.system.errors import UserError
+
+PACKAGE = "xllamacpp"
+BIAS = 1e6  # on one logit: no other token is written
+
+
+class LlamaCppServer:
+    """A running model; it ends with the object."""
+
+    name, setting = "llama.cpp", "export.gguf"
+
+    def __init__(
+        self, path: Path, *, adapter: Path | None, context_tokens: int, threads: int
+    ) -> None:
+        try:
+            import xllamacpp
+        except ImportError:
+            raise UserError(
+                f"export.gguf: the package {PACKAGE} is not installed, by which the files are "
+                "checked. Run pip install -r envs/gguf.txt, or leave out export.gguf."
+            ) from None
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.port = context_tokens, 1, 0
+        params.n_gpu_layers, params.warmup, params.use_jinja = 0, False, True
+        params.verbosity = -1
+        # else one for each core, which wait for each other by spinning
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        if adapter is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
+        self._server = xllamacpp.Server(params)
+        # no proxy stands between a process and itself
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._letter = self.text_ids("a")[-1]
+
+    def _ask(self, path: str, **question: Any) -> dict[str, Any]:
+        request = urllib.request.Request(  # noqa: S310 - an address of this machine
+            f"{self._server.listening_address}{path}",
+            json.dumps(question).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with self._opener.open(request) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation asking for an answer, by the file's template."""
+        prompt = self._ask("/apply-template", messages=messages)["prompt"]
+        ids: list[int] = self._ask(
+            "/tokenize", content=prompt, add_special=True, parse_special=True
+        )["tokens"]
+        return ids
+
+    def text_ids(self, text: str) -> list[int]:
+        """Return the token ids of a text, without tokens that begin or end it."""
+        ids: list[int] = self._ask(
+            "/tokenize", content=text, add_special=False, parse_special=True
+        )["tokens"]
+        return ids
+
+    def answer(self, prompt: list[int], *, max_new_tokens: int) -> list[int]:
+        """Return the greedy continuation of a prompt, with the token that ended it if one did."""
+        found = self._ask(
+            "/completion",
+            prompt=prompt,
+            n_predict=max_new_tokens,
+            temperature=0.0,
+            return_tokens=True,
+        )
+        tokens: list[int] = found["tokens"]
+        return tokens
+
+    def log_probability(
+        self, prompt: list[int], target: int, *, vocab_size: int
+    ) -> tuple[float, int]:
+        """Return (log p of `target` after a prompt, the most likely token). Of a token that is part
+        of a character, the server (of 2026-10) returns nothing where it is the one that is written:
+        then a letter is, and the target is looked up among all tokens."""
+        if found := self._probabilities(prompt, written=target, count=1):
+            return float(found["logprob"]), found["top_logprobs"][0]["id"]
+        candidates = self._probabilities(prompt, written=self._letter, count=vocab_size)
+        by_token = {entry["id"]: float(entry["logprob"]) for entry in candidates["top_logprobs"]}
+        return by_token.get(target, -math.inf), candidates["top_logprobs"][0]["id"]
+
+    def _probabilities(self, prompt: list[int], *, written: int, count: int) -> dict[str, Any]:
+        """Return what the server says of the token that it is made to write and of the `count` most
+        likely ones; nothing where that token is part of a character. It is made to by a bias, and
+        the probabilities are those before the bias."""
+        found = self._ask(
+            "/completion",
+            prompt=prompt,
+            n_predict=1,
+            temperature=0.0,
+            n_probs=count,
+            logit_bias=[[written, BIAS]],
+        )
+        entries: list[dict[str, Any]] = found.get("completion_probabilities") or [{}]
+        return entries[0]
+
 
 # Largest difference of the mean loss, nats per token: about three times that of the merged model of
 # SmolLM2-135M-Instruct, tuned for 12 steps, or 0.01 (96 tokens, llama.cpp 11549, CPU, 2026-11-23).

@@ -1,7 +1,11 @@
 """Tasks of the LM Evaluation Harness (lm_eval 0.4.13) on a model that is loaded already.
 
 The thousands of shipped tasks are indexed only if a task is not local. Each task is loaded and run
-by itself, and all subjects run the same objects with the same seeds, so their items pair up."""
+by itself, and all subjects run the same objects with the same seeds, so their items pair up.
+
+The harness renders templates in a plain Jinja environment, in which one can walk to the
+interpreter. So the environment, a variable of the harness's `utils`, is replaced by a sandbox;
+endless loops and texts are stopped by `limits`."""
 
 import hashlib
 import json
@@ -14,12 +18,16 @@ from typing import Any, TypeGuard
 import lm_eval
 import numpy as np
 import torch
+from jinja2 import Environment, StrictUndefined, Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from lm_eval import utils
 from lm_eval.api.metrics import mean
 from lm_eval.tasks import TaskManager
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.evaluation_record import Metric, Task
+from workflow.lib.data.reading.row import preview
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.lm_eval_model import SharingHFLM
 from workflow.lib.evaluation.task_files import (
@@ -29,10 +37,10 @@ from workflow.lib.evaluation.task_files import (
     refuse_unrunnable,
 )
 from workflow.lib.evaluation.task_scores import MetricItems, TaskScores
-from workflow.lib.evaluation.task_templates import sandbox_task_templates
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
+from workflow.lib.system.limits import BoundedWork, ExcessError
 from workflow.lib.system.undocumented_interfaces import check_interfaces
 
 logger = logging.getLogger("workflow")
@@ -237,3 +245,64 @@ def _items(samples: dict[str, list[dict[str, Any]]], tasks: dict[str, Any]) -> M
                     of_metric = items.setdefault((name, _metric_name(metric, row["filter"])), {})
                     of_metric[item] = float(row[metric])
     return items
+
+
+# An item of a task is a prompt for a model; the longest context has some million tokens.
+MAX_RENDERED_CHARS = 2**24
+
+
+def sandbox_task_templates() -> None:
+    """Let the harness render its templates in a sandbox with the same filters."""
+    if not isinstance(utils.env, ImmutableSandboxedEnvironment):
+        utils.env = sandboxed(utils.env)
+
+
+class _BoundedTemplate(Template):
+    """A template whose rendering has bounds of time, memory and output."""
+
+    source = ""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        try:
+            with BoundedWork():
+                text = super().render(*args, **kwargs)
+        except ExcessError as excess:
+            raise _excess_error(str(excess), self.source) from None
+        if len(text) > MAX_RENDERED_CHARS:
+            much = f"writes {len(text)} characters, more than {MAX_RENDERED_CHARS}"
+            raise _excess_error(much, self.source)
+        return text
+
+
+class _BoundedSandbox(ImmutableSandboxedEnvironment):
+    """Bounds the translation of templates too, in which Jinja computes what is constant."""
+
+    template_class = _BoundedTemplate
+
+    def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
+        try:
+            with BoundedWork():
+                template = super().from_string(source, *args, **kwargs)
+        except ExcessError as excess:
+            raise _excess_error(str(excess), str(source)) from None
+        assert isinstance(template, _BoundedTemplate), "the environment names the class"
+        template.source = str(source)
+        return template
+
+
+def _excess_error(excess: str, source: str) -> UserError:
+    return UserError(
+        f"evaluate.tasks: the template {preview(source)!r} of a task {excess} for one item. "
+        "Change it in the task's file, or remove the task."
+    )
+
+
+def sandboxed(environment: Environment) -> ImmutableSandboxedEnvironment:
+    """Return a sandbox with the filters and newlines of the harness's environment."""
+    filters: dict[str, Any] = environment.filters
+    assert environment.undefined is StrictUndefined, "the harness's environment has changed"
+    sandbox = _BoundedSandbox(
+        undefined=StrictUndefined, keep_trailing_newline=environment.keep_trailing_newline
+    )
+    sandbox.filters.update(filters)
+    return sandbox

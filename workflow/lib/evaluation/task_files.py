@@ -80,7 +80,7 @@ def _names(keys: dict[str, list[str]]) -> set[str]:
 def refuse_code(tasks_dir: str) -> None:
     """Raise `UserError` if a task file of the folder, or one that it includes, may run Python. That
     is a tag such as `!function`, and whatever `code_free_tasks` does not know. Templates in the
-    files are another matter: `task_templates` keeps them in."""
+    files are another matter: `lm_eval_tasks` keeps them in."""
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
     while waiting:
         file = waiting.pop().resolve()

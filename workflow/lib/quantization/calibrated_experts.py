@@ -1,7 +1,7 @@
 """Stacks of experts by calibration: each expert is rounded as a linear is, by its own tokens.
 
 The scales of a stack are nested together, because the mean that is taken off them is that of the
-whole stack (`stack_codes`). So all experts get their scales first, and then their codes. The second
+whole stack (`nf4_codes`). So all experts get their scales first, and then their codes. The second
 stack sees what the first gives in 4 bits. One expert at a time is on the device in fp32."""
 
 import logging
@@ -21,7 +21,7 @@ from workflow.lib.quantization.calibrated_rounding import (
     round_absmax,
     searched_scales,
 )
-from workflow.lib.quantization.expert_tokens import ExpertTokens, enough_tokens
+from workflow.lib.quantization.layer_inputs import ExpertTokens, enough_tokens
 from workflow.lib.quantization.nf4_codes import Scales, packed_codes, store_scales
 from workflow.lib.settings.config import QuantizeConfig
 

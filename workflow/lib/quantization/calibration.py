@@ -25,9 +25,12 @@ from workflow.lib.quantization.calibrated_rounding import (
     round_absmax,
     round_calibrated,
 )
-from workflow.lib.quantization.counted import Counted
-from workflow.lib.quantization.expert_tokens import expert_tokens
-from workflow.lib.quantization.layer_inputs import groups_by_input, input_correlation
+from workflow.lib.quantization.layer_inputs import (
+    Counted,
+    expert_tokens,
+    groups_by_input,
+    input_correlation,
+)
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.settings.config import QuantizeConfig
 

@@ -1,13 +1,50 @@
-"""What the linears of a decoder layer see: which share an input, and the correlations of inputs."""
+"""What linears and experts of a decoder layer see, of the tokens that calibrate: which share an
+input, correlations of inputs, and the tokens that the router sends to each expert.
+
+Of few tokens the correlation says little, so an expert gets tokens of others too, spread evenly,
+until there are `ENOUGH` times as many as a weight has inputs (llm-compressor sends all to all)."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
 
-from workflow.lib.quantization.counted import Counted
+from workflow.lib.model.documents import Documents
 from workflow.lib.system.errors import UserError
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Masks of rows that count. whole: (tokens,) of packed rows, None: all; apart: by call of a
+    module in a recurrent layer, which gets documents by group."""
+
+    whole: torch.Tensor | None = None
+    apart: tuple[torch.Tensor, ...] = ()
+
+    def of(self, rows: torch.Tensor, *, call: int) -> torch.Tensor:
+        """Return the counted rows of a module's rows (rows, ...) in its `call`-th call, from 0."""
+        mask = self.whole
+        if call < len(self.apart) and len(self.apart[call]) == len(rows):
+            mask = self.apart[call]
+        return rows if mask is None or len(mask) != len(rows) else rows[mask]
+
+
+def counted_tokens(counted: torch.Tensor | None, documents: Documents | None) -> Counted:
+    """Return what counts in rows of which `counted` (rows, tokens) does (None: all). documents:
+    that recurrent layers take one by one; None if the model has none."""
+    whole = None if counted is None else counted.flatten()
+    if documents is None or documents.order is None:
+        return Counted(whole)
+    of_tokens = torch.ones_like(documents.order, dtype=torch.bool) if whole is None else whole
+    places = sum(count * length for count, length in documents.shapes)
+    at_places = torch.zeros(places, dtype=torch.bool, device=of_tokens.device)
+    at_places[documents.order] = of_tokens  # what is filled up does not count
+    sizes = [count * length for count, length in documents.shapes]
+    return Counted(whole, at_places.split(sizes))
+
 
 Run = Callable[[], object]
 
@@ -68,3 +105,63 @@ def _with_inputs(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+# Tokens for each input of a weight. Of 0, 1/4 and 1 this lost least where tokens were few: those of
+# an expert are worth more than many of others, since damping makes a singular correlation
+# invertible (docs/results.md).
+ENOUGH = 0.25
+TOKENS_AT_ONCE = 8192  # that go through an expert
+
+
+def enough_tokens(in_features: int) -> int:
+    """Return how many tokens calibrate a weight of an expert at least."""
+    return round(ENOUGH * in_features)
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """What goes into the experts of a layer, in host memory."""
+
+    states: torch.Tensor  # (tokens, hidden), in the type of activations
+    chosen: torch.Tensor  # (tokens, k) int64: the experts that each token goes to
+
+    def routed(self, expert: int) -> int:
+        return int((self.chosen == expert).any(1).sum())
+
+    def of(self, expert: int, *, in_features: int) -> Iterator[torch.Tensor]:
+        """Yield, in parts, the states (rows, hidden) that calibrate an expert of so many inputs."""
+        goes = (self.chosen == expert).any(1)
+        own, others = goes.nonzero().flatten(), (~goes).nonzero().flatten()
+        lacking = min(len(others), max(0, enough_tokens(in_features) - len(own)))
+        spread = torch.arange(lacking) * len(others) // max(1, lacking)
+        for part in torch.cat([own, others[spread]]).split(TOKENS_AT_ONCE):
+            yield self.states[part]
+
+
+def expert_tokens(
+    path: str, experts: nn.Module, runs: Iterable[tuple[Run, Counted]]
+) -> ExpertTokens:
+    """Return the tokens that these runs take to the experts of a layer. runs: with which of their
+    tokens count. Raises `UserError` if a state is not finite."""
+    states: list[torch.Tensor] = []
+    chosen: list[torch.Tensor] = []
+    for run, counted in runs:
+
+        def keep(module: nn.Module, inputs: tuple[Any, ...], counted: Counted = counted) -> None:
+            hidden, index, *_ = inputs
+            states.append(counted.of(hidden, call=0).cpu())
+            chosen.append(counted.of(index, call=0).cpu())
+
+        hook = experts.register_forward_pre_hook(keep)
+        try:
+            run()
+        finally:
+            hook.remove()
+    found = ExpertTokens(torch.cat(states), torch.cat(chosen))
+    if not found.states.isfinite().all():
+        raise UserError(
+            f"calibration: {path} sees values that are not finite (in the type of activations of "
+            "this device). Is model.source whole? Else set quantize.method: absmax"
+        )
+    return found

@@ -27,7 +27,7 @@ from workflow.lib.quantization.beside import (
     refuse_unlike,
     with_hidden,
 )
-from workflow.lib.quantization.counted import Counted, counted_tokens
+from workflow.lib.quantization.layer_inputs import Counted, counted_tokens
 from workflow.lib.system.compute_choice import FLEX
 
 # By safetensors' names: what a weight can be quantized from.

@@ -2,12 +2,13 @@
 
 Per linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double quantization
 `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
-(packed JSON); a stack of experts alike (`stack_codes`). All else is copied."""
+(packed JSON); a stack of experts alike (`nf4_codes`). All else is copied. Of a base published in
+NF4 the bytes are taken as they are, if the engine can compute with them."""
 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.model.architecture.model_files import (
     PROCESSOR_PATTERN,
     TOKENIZER_PATTERNS,
@@ -29,11 +31,12 @@ from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
 from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.published.loading import is_tied
 from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
-from workflow.lib.quantization.stack_codes import quantize_stack
+from workflow.lib.quantization.nf4_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.errors import UserError
+from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import atomic_path, write_json
 
 BLOCK_OF_BITSANDBYTES = 64  # weights a scale; `BitsAndBytesConfig` (Transformers 5.23) has no other
@@ -265,3 +268,56 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         part = config.get(TEXT_PART)
         config |= {TIE: False} | ({TEXT_PART: part | {TIE: False}} if part else {})
     return config
+
+
+ORIGINAL = "Set model.source to the original bf16, fp16 or fp32 checkpoint"
+
+
+def check_taken(
+    reader: ConvertedReader,
+    linears: Collection[str],
+    stacks: Mapping[str, ExpertStack],
+    settings: QuantizeConfig,
+) -> bool:
+    """Tell whether a checkpoint is in NF4 already; raise `UserError` if it is, but not as the
+    settings say, or not all of it. linears: paths of all that the engine expects in 4 bits."""
+    states = {path: reader.nf4_state(f"{path}.weight") for path in linears}
+    packed = {path: state for path, state in states.items() if state is not None}
+    if not packed:
+        return False
+    if stacks:
+        raise UserError(
+            f"{reader.folder} is in NF4 already, and has experts ({min(stacks)}), of which it says "
+            f"nothing in one piece. {ORIGINAL}."
+        )
+    if lacking := sorted(states.keys() - packed.keys()):
+        raise UserError(
+            f"{reader.folder} is in NF4 already, but {len(lacking)} of {len(states)} linears are "
+            f"not ({lacking[0]} first), and the engine trains adapters on NF4 weights alone. "
+            f"{ORIGINAL}, or to one whose linears are all in NF4."
+        )
+    if settings.method == "calibrated":
+        bound = f"{reader.folder} is in NF4 already, and its bytes are taken as they are"
+        raise setting_error("quantize.method", "calibrated", bound, f"Set absmax. Or: {ORIGINAL}")
+    for path, state in packed.items():
+        _check_state(path, state, settings)
+    return True
+
+
+def _check_state(path: str, state: Mapping[str, Any], settings: QuantizeConfig) -> None:
+    """Raise `UserError` unless a linear is stored as the settings (and memory plan) say."""
+    found = {"block_size": state["blocksize"], "double_quant": "nested_offset" in state}
+    for key, value in found.items():
+        if getattr(settings, key) != value:
+            raise setting_error(
+                f"quantize.{key}",
+                getattr(settings, key),
+                f"{path} of model.source is in NF4 already, with {value}",
+                f"Set {key} to {str(value).lower()}",
+            )
+    nested = state.get("nested_blocksize", NESTED_BLOCK_SIZE)
+    if nested != NESTED_BLOCK_SIZE:
+        raise UserError(
+            f"{path} of model.source has blocks of {nested} scales; {NESTED_BLOCK_SIZE} are known. "
+            f"{ORIGINAL}."
+        )

@@ -2,21 +2,29 @@
 
 A weight decodes as w = code_table[code] * scale[block]; blocks run over the flattened weight. With
 double quantization the scales decode as scale = nested_table[s] * nested_scale + offset, so what a
-scale will be is known only after nesting. Codes have to be chosen for the decoded scales."""
+scale will be is known only after nesting. Codes have to be chosen for the decoded scales.
+
+A stack of experts is stored as one linear (experts * out, in); only the shape in `quant_state`
+tells it from one. Its scales are nested when all experts have theirs: the mean is the stack's."""
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from bitsandbytes.functional import (
     QuantState,
     dequantize_blockwise,
     get_4bit_type,
+    quantize_4bit,
     quantize_blockwise,
 )
 
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
+from workflow.lib.model.layers.expert_stacks import ExpertStack
 from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import setting_error
 
 
 @dataclass(frozen=True)
@@ -102,3 +110,69 @@ def packed_codes(codes: torch.Tensor) -> torch.Tensor:
 def num_blocks(shape: tuple[int, int], block_size: int) -> int:
     """Return the number of scales of a weight: one for each started block."""
     return math.ceil(math.prod(shape) / block_size)
+
+
+def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) -> None:
+    """Raise `UserError` if an expert would not begin at a block of weights that share a scale."""
+    for path, stack in stacks.items():
+        _, out_features, in_features = stack.shape
+        weights = out_features * in_features
+        if weights % settings.block_size:
+            raise setting_error(
+                "quantize.block_size",
+                settings.block_size,
+                f"each of the experts in {path} has {out_features} x {in_features} weights, which "
+                "must be whole blocks",
+                "Set a smaller block_size, or choose another model.source",
+            )
+
+
+class ExpertCodes(NamedTuple):
+    """An expert in NF4: codes (out * in / 2, 1) uint8 (CPU), and fp32 scales by block (device)."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantize_expert(weight: torch.Tensor, settings: QuantizeConfig) -> ExpertCodes:
+    packed, state = quantize_4bit(
+        weight.contiguous(),
+        blocksize=settings.block_size,
+        compress_statistics=False,
+        quant_type="nf4",
+    )
+    return ExpertCodes(packed.cpu(), state.absmax)
+
+
+def stack_tensors(
+    experts: Sequence[ExpertCodes],
+    settings: QuantizeConfig,
+    *,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return a stack's checkpoint tensors by suffix, CPU; shape (out, in), dtype: an expert's."""
+    packed, scales = zip(*experts, strict=True)
+    return stored_tensors(
+        torch.cat(packed),
+        store_scales(torch.cat(scales), double_quant=settings.double_quant),
+        settings,
+        shape=(len(experts), *shape),
+        dtype=dtype,
+    )
+
+
+def quantize_stack(
+    experts: Iterable[torch.Tensor],
+    settings: QuantizeConfig,
+    *,
+    device: torch.device,
+    transposed: bool,
+) -> dict[str, torch.Tensor]:
+    """Quantize the experts (out, in), or (in, out) if `transposed`, one by one on `device`; return
+    as `stack_tensors`. out * in: whole blocks."""
+    quantized = []
+    for expert in experts:
+        weight = (expert.T if transposed else expert).to(device)
+        quantized.append(quantize_expert(weight, settings))
+    return stack_tensors(quantized, settings, shape=weight.shape, dtype=weight.dtype)

@@ -31,9 +31,8 @@ from workflow.lib.report.comparison import (
 )
 from workflow.lib.report.figures import Figure, curve_figures, heldout_figure, memory_figure
 from workflow.lib.report.preferences import both_fell, reward_fields, reward_figures, reward_runs
-from workflow.lib.report.required_gains import gate
 from workflow.lib.report.run_results import Run
-from workflow.lib.report.verdict import Measured, label
+from workflow.lib.report.verdict import Measured, gate, label
 from workflow.lib.settings.config import EvaluateConfig, ReportConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SUBJECTS
 from workflow.lib.step_plan.memory_options import in_words

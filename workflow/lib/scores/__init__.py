@@ -2,5 +2,5 @@
 likeliest tokens beside it.
 
 Begin with `store` (reading) and `writer` (shards that outlive a kill). `scoring` makes rows of
-tokens and scores of logits; `whole_model` and `streamed_model` run the model. It loads no model
+tokens and runs a whole model, `streamed_model` one layer by layer. It loads no model
 itself: stages hand one in."""

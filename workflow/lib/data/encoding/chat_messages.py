@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workflow.lib.data.encoding.keys_read import MEDIA, KeyAccount, Place, media_error
+from workflow.lib.data.encoding.keys_read import (
+    FLAGS,
+    MEDIA,
+    KeyAccount,
+    Place,
+    check_not_trained_by_role,
+    flags_of,
+    media_error,
+    weight_of,
+)
 from workflow.lib.data.encoding.row_values import (
     RowError,
     check_unicode,
@@ -19,12 +28,6 @@ from workflow.lib.data.encoding.row_values import (
     without_nulls,
 )
 from workflow.lib.data.encoding.tool_calls import Tool, read_calls
-from workflow.lib.data.encoding.turn_flags import (
-    FLAGS,
-    check_not_trained_by_role,
-    flags_of,
-    weight_of,
-)
 from workflow.lib.data.reading.row import Values
 
 # A message as the template gets it: `role`, `content`, perhaps `tool_calls`, and any keys more.

@@ -11,7 +11,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import ROLE_KEYS, Conversation, Message, read_messages
-from workflow.lib.data.encoding.keys_read import REASONING_KEYS, KeyAccount, Place, row_weight
+from workflow.lib.data.encoding.keys_read import (
+    FLAGS,
+    LABEL,
+    REASONING_KEYS,
+    KeyAccount,
+    Place,
+    row_weight,
+)
 from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
@@ -25,7 +32,6 @@ from workflow.lib.data.encoding.row_values import (
 )
 from workflow.lib.data.encoding.token_rows import TokenRow, read_tokens
 from workflow.lib.data.encoding.tool_calls import read_calls, read_tools
-from workflow.lib.data.encoding.turn_flags import FLAGS, LABEL
 from workflow.lib.data.reading.row import Values
 from workflow.lib.settings.data import DataColumns, Format
 

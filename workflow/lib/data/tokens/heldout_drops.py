@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.data.reading.row import PREVIEW_CHARS, preview, printable
 from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, SHARED_GROUP, Listing
 from workflow.lib.data.tokens.repetition.containment import Match, shared_tokens
-from workflow.lib.data.tokens.repetition.shingles import Pieces
+from workflow.lib.data.tokens.repetition.exchanges import Pieces
 from workflow.lib.data.tokens.splits import Split, overlap, shared_groups
 from workflow.lib.system.errors import UserError, setting_error
 

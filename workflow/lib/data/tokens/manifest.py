@@ -16,8 +16,7 @@ from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.dropped_rows import OVERLAP, Listing
-from workflow.lib.data.tokens.seeded_draws import Numbers
-from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
+from workflow.lib.data.tokens.splits import BLOCK, Numbers, Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
     ARRAYS,
     CHUNK_TOKENS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.data.tokens.special_texts import log_special_texts
+from workflow.lib.data.tokens.corpus import log_special_texts
 from workflow.lib.data.tokens.token_store import REJECTS
 from workflow.lib.settings.data import SpecialTokens
 

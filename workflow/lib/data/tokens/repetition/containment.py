@@ -19,14 +19,15 @@ import numpy.typing as npt
 from workflow.lib.data.tokens.encoded_shards import Shard
 from workflow.lib.data.tokens.process_pool import map_in_order
 from workflow.lib.data.tokens.repetition.exchanges import (
+    SHINGLE_WORDS,
     SHORT_SHINGLES,
     SHORT_WORDS,
     Integers,
+    Pieces,
     by_stretch,
     exchanges,
 )
 from workflow.lib.data.tokens.repetition.heldout_index import Index, grouped, indices, rows_by_key
-from workflow.lib.data.tokens.repetition.shingles import SHINGLE_WORDS, Pieces
 from workflow.lib.data.tokens.splits import Split
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.data.tokens.token_writer import spans

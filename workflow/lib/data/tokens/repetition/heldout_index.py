@@ -11,8 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.tokens.repetition.exchanges import Exchanges, Integers, by_stretch
-from workflow.lib.data.tokens.repetition.shingles import Hashes, Pieces
+from workflow.lib.data.tokens.repetition.exchanges import (
+    Exchanges,
+    Hashes,
+    Integers,
+    Pieces,
+    by_stretch,
+)
 from workflow.lib.data.tokens.splits import Split
 
 ANSWER_KEYS = 64

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workflow.lib.data.tokens.seeded_draws import drawn, times_taken
+from workflow.lib.data.tokens.splits import drawn, times_taken
 
 DOCUMENTS = 7
 

@@ -3,7 +3,7 @@
 import torch
 
 from workflow.lib.model.documents import documents_of
-from workflow.lib.quantization.counted import counted_tokens
+from workflow.lib.quantization.layer_inputs import counted_tokens
 
 TOKENS = torch.arange(20.0)[:, None]
 LENGTHS = [3, 9, 2, 6]

@@ -12,9 +12,9 @@ from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.published.loading import check_loading
 from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.quantization import stack_codes
+from workflow.lib.quantization import nf4_codes
 from workflow.lib.quantization.nf4_checkpoint import check_model, quantizable_linears
-from workflow.lib.quantization.stack_codes import check_blocks, quantize_stack
+from workflow.lib.quantization.nf4_codes import check_blocks, quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 
@@ -93,7 +93,7 @@ def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(tmp_path, monke
             yield expert
             at_work -= 1
 
-    monkeypatch.setattr(stack_codes, "quantize_4bit", quantize)
+    monkeypatch.setattr(nf4_codes, "quantize_4bit", quantize)
     with ConvertedReader(source, model) as reader:
         experts = reader.experts("model.layers.0.mlp.experts.gate_up_proj")
         parts = quantize_stack(counted(experts), QuantizeConfig(), device=CPU, transposed=False)
