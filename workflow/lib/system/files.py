@@ -217,19 +217,10 @@ def package_versions() -> dict[str, str]:
 
 def source_commit() -> str | None:
     """Return the commit of this checkout, `-dirty` if it has changes; None outside one."""
-    root = Path(__file__).resolve().parents[3]
     try:
         described = subprocess.run(
-            [
-                "git",
-                "-C",
-                str(root),
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=40",
-                "--exclude=*",
-            ],
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
             timeout=10,

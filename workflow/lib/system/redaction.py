@@ -7,6 +7,8 @@ for: logins of URLs, what follows `access_token=` and the like, tokens of the hu
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
@@ -41,39 +43,27 @@ SECRET_NAME = re.compile(
 NO_SECRET_NAME = re.compile(r"(_|^)(OLDPWD|FILE|PATH|DIR|SOCK)$", re.IGNORECASE)
 
 
+# Modules of `detect_secrets.plugins`.
+SERVICES = (
+    *("aws", "discord", "github_token", "gitlab_token", "jwt", "openai", "pypi_token", "sendgrid"),
+    *("slack", "square_oauth", "stripe", "telegram_token"),
+)
+
+
 @functools.cache
 def token_forms() -> re.Pattern[str]:
     """Return what matches a token of a service, by its own form. The package is imported when the
     first text may hold one: that takes a fifth of a second."""
-    from detect_secrets.plugins import (
-        aws,
-        discord,
-        github_token,
-        gitlab_token,
-        jwt,
-        openai,
-        pypi_token,
-        sendgrid,
-        slack,
-        square_oauth,
-        stripe,
-        telegram_token,
-    )
+    from detect_secrets.plugins.base import RegexBasedDetector
 
-    detectors = (
-        aws.AWSKeyDetector,
-        discord.DiscordBotTokenDetector,
-        github_token.GitHubTokenDetector,
-        gitlab_token.GitLabTokenDetector,
-        jwt.JwtTokenDetector,
-        openai.OpenAIDetector,
-        pypi_token.PypiTokenDetector,
-        sendgrid.SendGridDetector,
-        slack.SlackDetector,
-        square_oauth.SquareOAuthDetector,
-        stripe.StripeDetector,
-        telegram_token.TelegramBotTokenDetector,
-    )
+    modules = [import_module(f"detect_secrets.plugins.{name}") for name in SERVICES]
+    detectors: list[Any] = [
+        found
+        for module in modules
+        for found in vars(module).values()
+        if isinstance(found, type) and issubclass(found, RegexBasedDetector)
+        if found.__module__ == module.__name__
+    ]
     # But for those that look for a name before the token.
     patterns = [
         form.pattern
