@@ -4,6 +4,8 @@ unasked."""
 import importlib.util
 import json
 import os
+import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from tests.support.finished import finished
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.live_view import check_tracking, live_view
+from workflow.lib.training.live_view import TRACKERS, Shown, check_tracking, curves, live_view
 from workflow.scripts import finetune
 
 
@@ -41,9 +43,7 @@ def points(folder, tag):
 
 
 def watch(folder, *, before, after):
-    with live_view(
-        TrackingConfig(), folder=folder, run="demo", identity="demo-0", rows=before, config={}
-    ) as show:
+    with live_view(TrackingConfig(), Shown(folder, "demo", "demo-0", before, {})) as show:
         for line in after:
             show(line)
 
@@ -81,13 +81,21 @@ def test_time_of_an_interruption_is_not_in_the_curve(tmp_path):
 
 def test_switched_off_nothing_is_written(tmp_path):
     off = TrackingConfig(tensorboard=False)
-    with live_view(off, folder=tmp_path, run="a", identity="a", rows=[], config={}) as show:
+    with live_view(off, Shown(tmp_path, "a", "a", [], {})) as show:
         show(row(1))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_sent_by_default():
-    assert TrackingConfig().wandb_project is None
+    on = [tracker.setting for tracker in TRACKERS if tracker.value(TrackingConfig())]
+    assert on == ["tensorboard"]
+
+
+def test_held_out_losses_of_several_sources_are_curves_that_every_tracker_can_name():
+    measured = row(1) | {"heldout_losses": {"data/chats?.jsonl": 2.5, "code": 3.0}}
+    found = curves(measured)
+    assert found["heldout_loss/data_chats_.jsonl"] == 2.5
+    assert found["heldout_loss/code"] == 3.0
 
 
 def test_project_without_a_key_is_refused_before_anything_is_sent():
@@ -124,23 +132,67 @@ def test_missing_package_is_told_before_any_process_is_started(monkeypatch, tmp_
 ONE_START = """
 import sys
 from pathlib import Path
-from workflow.lib.training.live_view import live_view
+from workflow.lib.training.live_view import Shown, live_view
 from workflow.lib.settings.tracking import TrackingConfig
-rows = [{"step": step, "loss": 1.0 / step, "elapsed_s": step} for step in range(1, 4)]
-settings = TrackingConfig(tensorboard=False, wandb_project="mine")
-run = {"run": "demo", "identity": "demo-0", "config": {"lora": {"r": 4}}}
-with live_view(settings, folder=Path(sys.argv[1]), rows=rows[:2], **run) as show:
-    show(rows[2])
+folder, setting, *steps = sys.argv[1:]
+known, last = map(int, steps)
+rows = [{"step": step, "loss": 1.0 / step, "elapsed_s": step} for step in range(1, last + 1)]
+settings = TrackingConfig(tensorboard=False, **{setting: "mine"})
+shown = Shown(Path(folder), "demo", "demo-0", rows[:known], {"lora": {"r": 4}})
+with live_view(settings, shown) as show:
+    for row in rows[known:]:
+        show(row)
 """
+
+
+def one_start(folder, setting, *, known, last, **environment):
+    """Show steps up to `last`, of which `known` are in the journal, by a process of its own."""
+    command = [sys.executable, "-c", ONE_START, str(folder), setting, str(known), str(last)]
+    environment = os.environ | {"HOME": str(folder)} | environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def points_of_mlflow(folder):
+    with sqlite3.connect(folder / "mlflow" / "mlflow.db") as database:
+        return database.execute("SELECT step, value FROM metrics WHERE key = 'loss'").fetchall()
+
+
+def points_of_trackio(folder):
+    with sqlite3.connect(folder / "trackio" / "mine.db") as database:
+        rows = database.execute("SELECT step, metrics FROM metrics").fetchall()
+    return [(step, json.loads(metrics)["loss"]) for step, metrics in rows]
+
+
+@pytest.mark.parametrize(
+    ("setting", "points"),
+    [("mlflow_experiment", points_of_mlflow), ("trackio_project", points_of_trackio)],
+)
+def test_tracker_gets_every_step_once_also_of_a_run_that_was_killed(setting, points, tmp_path):
+    """Killed after step 3 with a checkpoint of step 2."""
+    one_start(tmp_path, setting, known=0, last=3)
+    one_start(tmp_path, setting, known=2, last=5)
+    found = sorted(points(tmp_path))
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5]
+    assert [loss for _, loss in found] == pytest.approx([1.0 / step for step in range(1, 6)])
+
+
+def test_server_that_is_not_there_is_told_by_the_setting(tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        command = [sys.executable, "-c", ONE_START, str(tmp_path), "mlflow_experiment", "0", "1"]
+        environment = {"MLFLOW_TRACKING_URI": address, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | environment
+        )
+    assert "tracking.mlflow_experiment = 'mine': mlflow refuses the run" in done.stderr
 
 
 def test_weights_and_biases_gets_the_steps_under_the_runs_identity(tmp_path):
     """Its own offline mode, in its own process: a file that `wandb sync` would send."""
-    pytest.importorskip("wandb")
-    environment = os.environ | {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", ONE_START, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = one_start(tmp_path, "wandb_project", known=2, last=3, WANDB_MODE="offline")
     (written,) = tmp_path.glob("wandb/offline-run-*/run-demo-0.wandb")
     content = written.read_bytes()
     assert content.count(b"0.3333333333333333") >= 1

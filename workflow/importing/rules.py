@@ -10,6 +10,12 @@ from workflow.lib.settings.objectives import NEEDS
 
 NAMES = re.compile(r"[\w.,\s-]+")
 WHOLE = ("embed_tokens", "lm_head")
+# Of trackers: what they call a project, here and there.
+TRACKERS = {
+    "wandb": ("wandb_project", "wandb_project"),
+    "mlflow": ("mlflow_experiment", "mlflow_experiment_name"),
+    "trackio": ("trackio_project", "project"),
+}
 CYCLES, FALLING = "lr_scheduler_kwargs.num_cycles", "lr_scheduler_kwargs.num_decay_steps"
 # Keys that only such a training of TRL has, for files that do not say which command reads them.
 TELLING = {
@@ -153,9 +159,10 @@ def _while_training(draft: Draft) -> None:
         draft.put("train.checkpoint_every_steps", every, "save_steps", "save_strategy")
     if (logged := draft.number("logging_steps") or 0) >= 1:
         draft.put("train.log_every_steps", logged, "logging_steps")
-    if "wandb" in draft.texts("report_to"):
-        project = draft.get("wandb_project") or "huggingface"
-        draft.put("tracking.wandb_project", project, "report_to", "wandb_project")
+    for tracker, (setting, key) in TRACKERS.items():
+        if tracker in draft.texts("report_to") or draft.get(f"use_{tracker}"):
+            project = draft.get(key) or "huggingface"
+            draft.put(f"tracking.{setting}", project, "report_to", key, f"use_{tracker}")
     for key in ("chat_template_jinja", "chat_template", "template"):
         if str(draft.get(key)).endswith((".jinja", ".jinja2")):
             draft.put("data.chat_template", draft.get(key), key)

@@ -46,7 +46,7 @@ from workflow.lib.training.checkpoint import (
 )
 from workflow.lib.training.expert_load import expert_load
 from workflow.lib.training.failure_causes import explained
-from workflow.lib.training.live_view import View, live_view
+from workflow.lib.training.live_view import Shown, View, live_view
 from workflow.lib.training.loop import Trainer, make_optimizer, peak_bytes
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.precision_check import check_precision
@@ -325,14 +325,11 @@ def shown(
     """Return the live view of the run; on all but the main process one that shows nothing."""
     if not world.is_main:
         return nullcontext(lambda row: None)
-    return live_view(
-        tracking_settings(args),
-        folder=args.tracking_folder,
-        run=args.run,
-        identity=args.checkpoints.name,
-        rows=journal.rows,
-        config=config.model_dump(mode="json", include={"model", "lora", "train"}),
+    trained = config.model_dump(mode="json", include={"model", "lora", "train"})
+    shown = Shown(
+        args.tracking_folder, args.run, args.checkpoints.name, journal.rows, config=trained
     )
+    return live_view(tracking_settings(args), shown)
 
 
 def run_identity(args: argparse.Namespace) -> str:

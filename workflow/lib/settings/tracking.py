@@ -1,11 +1,13 @@
 """Settings of the live view of a training."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Section
+
+Project = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class TrackingConfig(Section):
@@ -15,6 +17,12 @@ class TrackingConfig(Section):
 
     tensorboard: bool = True
     """Write TensorBoard files to `results/tensorboard/<run>/`."""
-    wandb_project: str | None = Field(None, min_length=1, max_length=128)
+    wandb_project: Project | None = None
     """Weights & Biases project for curves and settings (`envs/wandb.txt`; WANDB_API_KEY in the
     environment); null = nothing is sent."""
+    mlflow_experiment: Project | None = None
+    """MLflow experiment for the same (`envs/mlflow.txt`), at MLFLOW_TRACKING_URI, else in
+    `results/mlflow/mlflow.db`; null = none."""
+    trackio_project: Project | None = None
+    """Trackio project for the same (`envs/trackio.txt`), in TRACKIO_DIR, else `results/trackio/`;
+    null = none."""

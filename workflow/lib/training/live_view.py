@@ -1,16 +1,17 @@
-"""The live view of a training: TensorBoard files, and on request Weights & Biases.
+"""The live view of a training, by the trackers that `TRACKERS` lists.
 
-Both show the lines of `metrics.jsonl`. At a start TensorBoard's files are written anew, and Weights
-& Biases is sent what it lacks, so no point is doubled or lost. On the main process alone."""
+They show the lines of `metrics.jsonl`. At a start TensorBoard's files are written anew, and the
+others are given what they lack, so no point is doubled or lost. On the main process alone."""
 
-import importlib
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.system.errors import UserError, setting_error
@@ -20,84 +21,106 @@ View = Callable[[Row], None]
 
 FLUSH_S = 10  # how old the newest point of a TensorBoard file may be
 NOT_CURVES = frozenset({"step", "elapsed_s"})
-# No crash reports to the vendor, no questions on the terminal.
-WANDB_ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+
+
+class Shown(NamedTuple):
+    """A training as trackers see it."""
+
+    folder: Path  # trackers that keep files have folders below it
+    run: str
+    identity: str  # of the trajectory
+    rows: Sequence[Row]  # of the journal so far
+    config: Mapping[str, Mapping[str, Any]]  # settings shown, by section
+
+
+# A tracker's first step that it lacks, and what sends it a row.
+Opened = AbstractContextManager[tuple[int, View]]
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A package that shows curves, switched on by a setting of `tracking`."""
+
+    setting: str
+    package: str
+    installed_by: str
+    opened: Callable[[str, Shown], Opened]
+    """Continues the run of this identity, or begins it; takes the setting's value."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of the package, set before its import where the user has not: no reports to its vendor."""
+    refuses: Callable[[], tuple[str, str] | None] = lambda: None
+    """What is missing beside the package, and the cure."""
+
+    def value(self, settings: TrackingConfig) -> Any:
+        return getattr(settings, self.setting)
+
+    def error(self, settings: TrackingConfig, finding: str, cure: str) -> UserError:
+        value = self.value(settings)
+        off = "false" if value is True else "null"
+        return setting_error(f"tracking.{self.setting}", value, finding, f"{cure}, or set {off}")
 
 
 def check_tracking(settings: TrackingConfig) -> None:
     """Raise `UserError` if a view is asked for whose package, or whose key, is missing."""
-    if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        raise setting_error(
-            "tracking.tensorboard",
-            True,
-            "the package tensorboardX is not installed",
-            "Install it (pip install -r envs/torch.txt), or set false",
-        )
-    if settings.wandb_project is None:
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise setting_error(
-            "tracking.wandb_project",
-            settings.wandb_project,
-            "the package wandb is not installed",
-            "Install it (pip install -r envs/wandb.txt), or set null",
-        )
-    if os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
-        raise setting_error(
-            "tracking.wandb_project",
-            settings.wandb_project,
-            "there is no WANDB_API_KEY in the environment",
-            "Export it, or WANDB_MODE=offline to send later (wandb sync), or set null",
-        )
+    for tracker in TRACKERS:
+        if not tracker.value(settings):
+            continue
+        if importlib.util.find_spec(tracker.package) is None:
+            finding = f"the package {tracker.package} is not installed"
+            raise tracker.error(
+                settings, finding, f"Install it (pip install -r {tracker.installed_by})"
+            )
+        if (refused := tracker.refuses()) is not None:
+            raise tracker.error(settings, *refused)
 
 
 @contextmanager
-def live_view(
-    settings: TrackingConfig,
-    *,
-    folder: Path,
-    run: str,
-    identity: str,
-    rows: Sequence[Row],
-    config: Mapping[str, Any],
-) -> Iterator[View]:
-    """Show `rows`, those of the journal so far, and every row that the yielded function is given.
-    folder: of `tensorboard/<run>/` and `wandb/`; identity: of the trajectory; config: settings
-    shown. Raises `UserError` if Weights & Biases refuses."""
+def live_view(settings: TrackingConfig, shown: Shown) -> Iterator[View]:
+    """Show the rows of the journal so far, and every row that the yielded function is given.
+    Raises `UserError` if a tracker refuses."""
     with ExitStack() as stack:
         views: list[View] = []
-        if settings.tensorboard:
-            views.append(stack.enter_context(_tensorboard(folder / "tensorboard" / run, rows)))
-        if settings.wandb_project is not None:
-            wandb_view = _wandb(
-                settings.wandb_project,
-                folder=folder,
-                run=run,
-                identity=identity,
-                rows=rows,
-                config=config,
-            )
-            views.append(stack.enter_context(wandb_view))
+        for tracker in TRACKERS:
+            if not tracker.value(settings):
+                continue
+            for name, value in tracker.environment.items():
+                os.environ.setdefault(name, value)
+            try:
+                opened = tracker.opened(tracker.value(settings), shown)
+                next_step, show = stack.enter_context(opened)
+            except Exception as error:
+                finding = f"{tracker.package} refuses the run ({error})"
+                raise tracker.error(settings, finding, "Check its server and key") from error
+            views.append(_from(next_step, show))
 
-        def show(row: Row) -> None:
+        def show_all(row: Row) -> None:
             for view in views:
                 view(row)
 
-        yield show
+        for row in shown.rows:
+            show_all(row)
+        yield show_all
+
+
+def _from(next_step: int, show: View) -> View:
+    """Return a view that leaves out the steps before."""
+    return lambda row: show(row) if row["step"] >= next_step else None
 
 
 def curves(row: Row) -> dict[str, float]:
     numbers = {name: value for name, value in row.items() if name not in NOT_CURVES}
-    by_source = row.get("heldout_losses") or {}
-    numbers |= {f"heldout_loss/{source}": loss for source, loss in by_source.items()}
+    for source, loss in (row.get("heldout_losses") or {}).items():
+        # as all trackers take names
+        numbers[f"heldout_loss/{re.sub(r'[^A-Za-z0-9_.-]', '_', source)}"] = loss
     return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
 
 
 @contextmanager
-def _tensorboard(folder: Path, rows: Sequence[Row]) -> Iterator[View]:
+def _tensorboard(_: object, shown: Shown) -> Iterator[tuple[int, View]]:
     """Write event files anew, with the times of an uninterrupted run."""
     from tensorboardX import SummaryWriter
 
+    folder, rows = shown.folder / "tensorboard" / shown.run, shown.rows
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
     # purge_step: a TensorBoard that is open drops what it has read of the files before
@@ -111,58 +134,107 @@ def _tensorboard(folder: Path, rows: Sequence[Row]) -> Iterator[View]:
             )
 
     try:
-        for row in rows:
-            show(row)
-        writer.flush()
-        yield show
+        yield 0, show
     finally:
         writer.close()
 
 
 @contextmanager
-def _wandb(
-    project: str,
-    *,
-    folder: Path,
-    run: str,
-    identity: str,
-    rows: Sequence[Row],
-    config: Mapping[str, Any],
-) -> Iterator[View]:
-    """Continue the run of this identity, or begin it; steps are never sent again."""
-    os.environ.update(WANDB_ENVIRONMENT)  # before the import, which reads them
-    wandb = importlib.import_module("wandb")
-    folder.mkdir(parents=True, exist_ok=True)
-    wandb_settings = wandb.Settings(
+def _wandb(project: str, shown: Shown) -> Iterator[tuple[int, View]]:
+    import wandb
+
+    shown.folder.mkdir(parents=True, exist_ok=True)
+    settings = wandb.Settings(
         console="off", disable_code=True, disable_git=True, x_disable_stats=True, silent=True
     )
-    try:
-        wandb_run = wandb.init(
-            project=project,
-            name=run,
-            id=identity,
-            resume="allow",
-            dir=str(folder),
-            config=dict(config),
-            settings=wandb_settings,
-        )
-    except wandb.Error as error:
-        raise UserError(
-            f"tracking.wandb_project = {project!r}: Weights & Biases refuses the run ({error}). "
-            "Check the key and the project, or set null."
-        ) from None
-    # the step that it would count next: 0 of a new run, one past the last of a resumed one
-    next_step = wandb_run.step
-
-    def show(row: Row) -> None:
-        if row["step"] >= next_step:
-            wandb_run.log(curves(row), step=row["step"])
-
+    run = wandb.init(
+        project=project,
+        name=shown.run,
+        id=shown.identity,
+        resume="allow",
+        dir=str(shown.folder),
+        config=dict(shown.config),
+        settings=settings,
+    )
     failed = True
     try:
-        for row in rows:
-            show(row)
-        yield show
+        yield run.step, lambda row: run.log(curves(row), step=row["step"])
         failed = False
     finally:
-        wandb_run.finish(exit_code=int(failed))
+        run.finish(exit_code=int(failed))
+
+
+def _wandb_lacks() -> tuple[str, str] | None:
+    if os.environ.get("WANDB_MODE", "online") != "online" or os.environ.get("WANDB_API_KEY"):
+        return None
+    finding = "there is no WANDB_API_KEY in the environment"
+    return finding, "Export it, or WANDB_MODE=offline to send later (wandb sync)"
+
+
+@contextmanager
+def _mlflow(experiment: str, shown: Shown) -> Iterator[tuple[int, View]]:
+    import mlflow
+
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        folder = (shown.folder / "mlflow").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+    mlflow.set_experiment(experiment)
+    same = f"tags.identity = '{shown.identity}'"
+    found = [
+        run.info.run_id for run in mlflow.search_runs(filter_string=same, output_format="list")
+    ]
+    tags = {"identity": shown.identity}
+    with mlflow.start_run(run_id=found[0] if found else None, run_name=shown.run, tags=tags) as run:
+        sections = shown.config.items()
+        if not found:
+            mlflow.log_params({f"{s}.{key}": x for s, keys in sections for key, x in keys.items()})
+        points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+
+        def show(row: Row) -> None:  # in the background: a server may be slow, or gone
+            mlflow.log_metrics(curves(row), step=row["step"], synchronous=False)
+
+        yield 1 + max((point.step for point in points), default=-1), show
+        mlflow.flush_async_logging()
+
+
+@contextmanager
+def _trackio(project: str, shown: Shown) -> Iterator[tuple[int, View]]:
+    os.environ.setdefault("TRACKIO_DIR", str((shown.folder / "trackio").resolve()))
+    import trackio
+
+    run = trackio.init(
+        project=project,
+        name=shown.identity,
+        group=shown.run,
+        config=dict(shown.config),
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    try:
+        yield run._next_step, lambda row: run.log(curves(row), step=row["step"])
+    finally:
+        run.finish()
+
+
+TRACKERS = (
+    Tracker("tensorboard", "tensorboardX", "envs/torch.txt", _tensorboard),
+    Tracker(
+        "wandb_project",
+        "wandb",
+        "envs/wandb.txt",
+        _wandb,
+        environment={"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
+        refuses=_wandb_lacks,
+    ),
+    Tracker(
+        "mlflow_experiment",
+        "mlflow",
+        "envs/mlflow.txt",
+        _mlflow,
+        environment={"MLFLOW_DISABLE_TELEMETRY": "true"},
+    ),
+    Tracker("trackio_project", "trackio", "envs/trackio.txt", _trackio),
+)
