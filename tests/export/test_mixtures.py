@@ -13,12 +13,13 @@ from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter
-from workflow.lib.export.packed_stacks import NF4Tensor, stored_weight
-from workflow.lib.export.stack_names import (
+from workflow.lib.export.packed_stacks import (
     PREFIX,
+    NF4Tensor,
     exported_config,
     exported_names,
     stored_names,
+    stored_weight,
     without_stacks,
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base

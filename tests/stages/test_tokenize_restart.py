@@ -15,7 +15,7 @@ from tests.support.forked_stage import forked_stage
 from tests.support.tokenizing import SEQ_LEN, rows, save_rows
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
-from workflow.lib.data.reading.row import Row
+from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import FEW_CHUNKS
 from workflow.lib.data.tokens.encoded_shards import encode_rows, is_finished
 from workflow.lib.data.tokens.token_store import ARRAYS

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_rows
-from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.settings.data import FileType
 
 

@@ -28,9 +28,8 @@ from tests.support.rounding import allowed, lost
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
-from workflow.lib.export.packed_stacks import dequantized_weight
+from workflow.lib.export.packed_stacks import dequantized_weight, exported_config, exported_names
 from workflow.lib.export.parity import save_logits, trained_logits
-from workflow.lib.export.stack_names import exported_config, exported_names
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.auto_class import auto_class

@@ -5,7 +5,7 @@ import argparse
 import os
 from pathlib import Path
 
-from workflow.lib.system.nodes import find_place
+from workflow.lib.system.environment import find_place
 from workflow.lib.training.launch import Workers, launch_workers
 from workflow.scripts.command import run, stage_parser
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.evaluation.bootstrap import estimate_ratio
+from workflow.lib.evaluation.task_scores import estimate_ratio
 from workflow.lib.settings.subjects import SubjectName
 
 ROOT = Path(__file__).parents[2]

@@ -34,9 +34,8 @@ from tests.support.family_runs import (
 from tests.support.models import adapted
 from tests.support.rounding import allowed, assert_rounded, lost
 from workflow.lib.export.adapter_files import merged_tensors, write_merged
-from workflow.lib.export.packed_stacks import merged_stacks
+from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.auto_class import auto_class

@@ -22,11 +22,10 @@ from typing import NoReturn
 
 from workflow import scripts
 from workflow.lib.artifacts.stage_logs import BEGUN, ENDED
-from workflow.lib.system.environment import is_worker
+from workflow.lib.system.environment import follows, is_worker
 from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
 from workflow.lib.system.files import unwritable
 from workflow.lib.system.locks import exclusive
-from workflow.lib.system.nodes import follows
 from workflow.lib.system.redaction import redacted, secret_values
 
 logger = logging.getLogger("workflow")

@@ -36,13 +36,13 @@ from workflow.lib.export.adapter_files import (
     write_generation_config,
     write_merged,
 )
-from workflow.lib.export.packed_stacks import merged_stacks
-from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stack_names import (
+from workflow.lib.export.packed_stacks import (
     exported_config,
     exported_names,
+    merged_stacks,
     without_stacks,
 )
+from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.model.architecture.stack_names import StackNames

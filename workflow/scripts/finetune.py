@@ -13,7 +13,7 @@ from pathlib import Path
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.settings.tracking import TrackingConfig
-from workflow.lib.system.nodes import find_place
+from workflow.lib.system.environment import find_place
 from workflow.lib.training.failure_causes import damaged_tokens
 from workflow.lib.training.launch import Workers, launch_workers
 from workflow.lib.training.live_view import check_tracking

@@ -22,8 +22,8 @@ from workflow.lib.data.encoding.tokenizer import (
     read_chat_template,
     read_tool_template,
 )
+from workflow.lib.data.reading.chunks import printable
 from workflow.lib.data.reading.data_file import column_names
-from workflow.lib.data.reading.row import printable
 from workflow.lib.data.reading.sources import Source, resolve_splits
 from workflow.lib.data.tokens import manifest
 from workflow.lib.data.tokens.corpus import (
@@ -35,7 +35,6 @@ from workflow.lib.data.tokens.corpus import (
     open_corpora,
 )
 from workflow.lib.data.tokens.documents import collect_documents
-from workflow.lib.data.tokens.dropped_rows import Listing
 from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
 from workflow.lib.data.tokens.heldout_drops import (
     check_heldout_left,
@@ -65,7 +64,12 @@ from workflow.lib.data.tokens.token_writer import (
     write_heldout,
     write_train,
 )
-from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
+from workflow.lib.data.tokens.work_folder import (
+    Listing,
+    finished_folder,
+    rejects_beside,
+    work_folder,
+)
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.settings.objectives import Examples

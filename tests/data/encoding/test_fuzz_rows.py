@@ -24,8 +24,8 @@ from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import read_chat_template
+from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_rows
-from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import DataColumns

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.data_files import read, write
+from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.compression import file_type_of
 from workflow.lib.data.reading.data_file import column_names, read_chunks
-from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.reading.sources import SourceFile, resolve_splits
 from workflow.lib.settings.data import DataConfig
 from workflow.lib.system.errors import UserError

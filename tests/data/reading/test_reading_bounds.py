@@ -10,8 +10,8 @@ import pytest
 from tests.support.data_files import read, write
 from workflow.lib.data.reading import chunks as chunks_module
 from workflow.lib.data.reading import compression, table_readers, text_readers
+from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_chunks
-from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.system.errors import UserError
 
 

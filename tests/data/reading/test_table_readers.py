@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 from datasets import ClassLabel, Dataset, Features, Json, LargeList, List, Value
 
+from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_rows
-from workflow.lib.data.reading.row import BrokenRow, Row
 
 TURN = {"role": Value("string"), "content": Value("string"), "more": Json()}
 COLUMNS: dict[str, tuple[Any, list[Any]]] = {

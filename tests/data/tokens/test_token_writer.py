@@ -6,7 +6,7 @@ import numpy as np
 
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
-from workflow.lib.data.reading.row import Row
+from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts

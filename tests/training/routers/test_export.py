@@ -21,9 +21,13 @@ from workflow.lib.export.adapter_files import (
     with_corrections,
     write_merged,
 )
-from workflow.lib.export.packed_stacks import merged_stacks
+from workflow.lib.export.packed_stacks import (
+    exported_config,
+    exported_names,
+    merged_stacks,
+    without_stacks,
+)
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stack_names import exported_config, exported_names, without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.layers.expert_stacks import expert_stacks

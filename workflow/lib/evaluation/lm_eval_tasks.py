@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.evaluation_record import Metric, Task
-from workflow.lib.data.reading.row import preview
+from workflow.lib.data.reading.chunks import preview
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.lm_eval_model import SharingHFLM
 from workflow.lib.evaluation.task_files import (

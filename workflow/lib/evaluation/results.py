@@ -20,10 +20,9 @@ from workflow.lib.artifacts.evaluation_record import (
 from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval, Provenance
-from workflow.lib.evaluation.bootstrap import estimate_ratio
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
-from workflow.lib.evaluation.task_scores import task_differences
+from workflow.lib.evaluation.task_scores import estimate_ratio, task_differences
 from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName

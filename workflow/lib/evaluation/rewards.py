@@ -16,7 +16,7 @@ import torch
 
 from workflow.lib.artifacts.evaluation_record import RewardDifference, Rewards
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
-from workflow.lib.evaluation.bootstrap import estimate_ratio
+from workflow.lib.evaluation.task_scores import estimate_ratio
 from workflow.lib.objectives import pairs
 from workflow.lib.scores.store import ScoreStore
 from workflow.lib.settings.config import EvaluateConfig

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
-from workflow.lib.export.stack_names import stored_names, trained_targets
+from workflow.lib.export.packed_stacks import stored_names, trained_targets
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, is_nf4, refuse_unmatched
 from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.layers.expert_stacks import expert_stacks

@@ -31,8 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from workflow.lib.export.packed_stacks import pack_, with_linears
-from workflow.lib.export.stack_names import names_of_experts
+from workflow.lib.export.packed_stacks import names_of_experts, pack_, with_linears
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION
 from workflow.lib.model.auto_class import auto_class

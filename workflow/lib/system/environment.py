@@ -1,11 +1,18 @@
-"""This interpreter: what it hands on to shell commands and workers, and how it imports packages."""
+"""This interpreter: what it hands on to shell commands and workers, how it imports packages, and on
+which node of a run it is.
+
+Slurm starts one launcher per node (`srun --ntasks-per-node=1`) and says in its environment which
+one this is. The step is started on the first node, so its address is where the workers meet."""
 
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from workflow.lib.system.errors import setting_error
 
 LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of who has started a worker
 
@@ -35,3 +42,51 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+# Above the ports of system services, below those that Linux gives to outgoing connections (32768
+# on).
+FIRST_PORT, PORTS = 20000, 10000
+
+
+@dataclass(frozen=True)
+class Place:
+    """One node among those of a run; `address` and `port` are of the first one."""
+
+    nodes: int
+    index: int
+    address: str
+    port: int
+    run_id: str
+
+
+ALONE = Place(nodes=1, index=0, address="127.0.0.1", port=0, run_id="")
+
+
+def follows(environment: Mapping[str, str]) -> bool:
+    """Tell whether this process works for a launcher on another node: not a step's first."""
+    several = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    return several and environment.get("SLURM_NODEID", "0") != "0"
+
+
+def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
+    """Return this process's place, from Slurm's variables of a step; `ALONE` for one node. Raises
+    `UserError` if the run wants several nodes and this is no step on as many."""
+    if nodes == 1:
+        return ALONE
+    started = environment.get("SLURM_STEP_NUM_NODES", "1")
+    if started != str(nodes):
+        raise setting_error(
+            "hardware.nodes",
+            nodes,
+            f"this run was started on {started} node(s)",
+            "Run with --profile workflow/profiles/slurm, or set it to 1",
+        )
+    job = int(environment["SLURM_JOB_ID"])
+    return Place(
+        nodes=nodes,
+        index=int(environment["SLURM_NODEID"]),
+        address=environment["SLURM_LAUNCH_NODE_IPADDR"],
+        port=FIRST_PORT + job % PORTS,
+        run_id=str(job),
+    )

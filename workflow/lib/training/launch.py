@@ -25,11 +25,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from workflow.lib.distributed.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, WAITING, Watch
 from workflow.lib.distributed.rendezvous import LOOPBACK, use_loopback
 from workflow.lib.distributed.stop_signals import SIGNALS
-from workflow.lib.system.environment import LAUNCHER_VARIABLE
+from workflow.lib.system.environment import ALONE, LAUNCHER_VARIABLE, Place
 from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
 from workflow.lib.system.hardware import threads_of_job
 from workflow.lib.system.interrupts import children_of
-from workflow.lib.system.nodes import ALONE, Place
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
 
 STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"

@@ -28,7 +28,7 @@ from workflow.lib.data.encoding.row_values import (
     without_nulls,
 )
 from workflow.lib.data.encoding.tool_calls import Tool, read_calls
-from workflow.lib.data.reading.row import Values
+from workflow.lib.data.reading.chunks import Values
 
 # A message as the template gets it: `role`, `content`, perhaps `tool_calls`, and any keys more.
 Message = dict[str, Any]

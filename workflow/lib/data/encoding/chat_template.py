@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from workflow.lib.data.encoding.chat_messages import Conversation, Message
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, with_short_ids
-from workflow.lib.data.reading.row import MAX_ROW_BYTES, preview
+from workflow.lib.data.reading.chunks import MAX_ROW_BYTES, preview
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.limits import BoundedWork, ExcessError
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from workflow.lib.data.reading.chunks import parse_json
-from workflow.lib.data.reading.row import is_too_deep, printable
+from workflow.lib.data.reading.chunks import is_too_deep, parse_json, printable
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from workflow.lib.data.encoding.row_values import RowError, kind
-from workflow.lib.data.reading.row import Values
+from workflow.lib.data.reading.chunks import Values
 from workflow.lib.settings.data import DataColumns
 
 IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers

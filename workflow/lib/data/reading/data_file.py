@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from workflow.lib.data.reading.chunks import Chunk
+from workflow.lib.data.reading.chunks import BrokenRow, Chunk, Row
 from workflow.lib.data.reading.compression import UnreadableError, file_type_of, read_head
-from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.reading.sources import SourceFile
 from workflow.lib.data.reading.table_readers import read_arrow, read_parquet
 from workflow.lib.data.reading.text_readers import (

@@ -11,9 +11,17 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk, parse_json
+from workflow.lib.data.reading.chunks import (
+    MAX_ROW_BYTES,
+    NOT_UTF8,
+    BrokenRow,
+    Chunk,
+    Row,
+    as_row,
+    parse_json,
+    too_large,
+)
 from workflow.lib.data.reading.compression import UnreadableError, compression_of, open_seekable
-from workflow.lib.data.reading.row import MAX_ROW_BYTES, BrokenRow, Row, as_row, too_large
 from workflow.lib.data.reading.text_readers import CHUNK_BYTES
 
 ARROW_FILE_MARK = b"ARROW1"

@@ -12,25 +12,23 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from workflow.lib.data.reading.chunks import (
+    MAX_ROW_BYTES,
     NOT_UTF8,
+    BrokenRow,
     Chunk,
     CsvRecords,
     JsonLines,
     Parsed,
+    Row,
     TextBlocks,
+    as_row,
     holds_undecoded,
     parse_json,
     parse_json_at,
-)
-from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
-from workflow.lib.data.reading.row import (
-    MAX_ROW_BYTES,
-    BrokenRow,
-    Row,
-    as_row,
     preview,
     too_large,
 )
+from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 4 * 2**20  # a chunk ends here, however few its rows are

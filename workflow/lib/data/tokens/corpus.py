@@ -25,11 +25,9 @@ from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
-from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk
+from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk, Row
 from workflow.lib.data.reading.data_file import read_chunks
-from workflow.lib.data.reading.row import Row
 from workflow.lib.data.reading.sources import Source
-from workflow.lib.data.tokens.dropped_rows import Listing, reason_kind
 from workflow.lib.data.tokens.encoded_shards import (
     Shard,
     ShardFacts,
@@ -38,6 +36,7 @@ from workflow.lib.data.tokens.encoded_shards import (
     read_facts,
 )
 from workflow.lib.data.tokens.process_pool import map_in_order
+from workflow.lib.data.tokens.work_folder import Listing, reason_kind
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format, SpecialTokens
 from workflow.lib.settings.objectives import Examples

@@ -21,9 +21,9 @@ from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded
-from workflow.lib.data.reading.row import BrokenRow, Row, Values
-from workflow.lib.data.tokens.dropped_rows import Line
+from workflow.lib.data.reading.chunks import BrokenRow, Row, Values
 from workflow.lib.data.tokens.overlong import CUT, Overlong, tokens_needed
+from workflow.lib.data.tokens.work_folder import Line
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 

@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.data.reading.row import PREVIEW_CHARS, preview, printable
-from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, SHARED_GROUP, Listing
+from workflow.lib.data.reading.chunks import PREVIEW_CHARS, preview, printable
 from workflow.lib.data.tokens.repetition.containment import Match, shared_tokens
 from workflow.lib.data.tokens.repetition.exchanges import Pieces
 from workflow.lib.data.tokens.splits import Split, overlap, shared_groups
+from workflow.lib.data.tokens.work_folder import NEAR_DUPLICATE, OVERLAP, SHARED_GROUP, Listing
 from workflow.lib.system.errors import UserError, setting_error
 
 Treatment = Literal["remove", "refuse", "keep"]

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
-from workflow.lib.data.tokens.dropped_rows import OVERLAP, Listing
 from workflow.lib.data.tokens.splits import BLOCK, Numbers, Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
     ARRAYS,
@@ -27,6 +26,7 @@ from workflow.lib.data.tokens.token_store import (
     WEIGHTS,
     Document,
 )
+from workflow.lib.data.tokens.work_folder import OVERLAP, Listing
 from workflow.lib.system.files import file_sha256, provenance
 
 Facts = dict[str, Any]  # a JSON object of the manifest
