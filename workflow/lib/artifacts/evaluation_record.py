@@ -19,8 +19,6 @@ class SourceLoss(Record):
 
 
 class DocumentLoss(Record):
-    """Loss on one held-out document."""
-
     document: int  # its number in the tokens folder
     source: str  # name of its source
     loss_sum: float  # Nats, summed over its prediction targets
@@ -28,8 +26,6 @@ class DocumentLoss(Record):
 
 
 class Heldout(SourceLoss):
-    """Loss on all held-out documents, and by their source."""
-
     loss_ci95: Interval  # 95% interval over documents
     of: str = "documents"
     """What the documents are: of pairs `chosen answers`, of rated answers `good answers`."""
@@ -38,16 +34,12 @@ class Heldout(SourceLoss):
 
 
 class Metric(Record):
-    """A task's score."""
-
     value: float  # the score
     stderr: float | None  # its standard error; null where the harness gives none
     higher_is_better: bool | None  # which direction is better; null if the task does not say
 
 
 class Task(Record):
-    """A task's scores."""
-
     metrics: dict[str, Metric]  # scores by metric
     items: int  # items of the task
     version: int | float | str | None  # version of the task
@@ -63,8 +55,6 @@ class Sample(Record):
 
 
 class MetricDifference(Record):
-    """Paired difference of a task metric."""
-
     difference: float  # second subject - first
     difference_ci95: Interval | None
     """95% interval over the items; null where the metric is no mean over at least two items."""

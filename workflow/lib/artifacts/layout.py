@@ -257,22 +257,18 @@ def local_files(folder: str, patterns: Sequence[str]) -> list[str]:
 
 
 def tokens_dir(run: RunConfig) -> str:
-    """Folder of the tokenized dataset."""
     return str(RESULTS / "tokens" / f"{run.data.name}-{tokens_key(run)}")
 
 
 def token_arrays(run: RunConfig) -> list[str]:
-    """Return the arrays of the tokenized dataset, which lie beside its manifest."""
     return [f"{tokens_dir(run)}/{name}" for name in ARRAYS]
 
 
 def base_dir(run: RunConfig) -> str:
-    """Folder of the NF4 base checkpoint."""
     return str(RESULTS / "base" / f"{run.model.name}-{base_key(run)}")
 
 
 def stage_dir(name: str, stage: str) -> str:
-    """Folder of a run's stage."""
     return str(RESULTS / "runs" / name / stage)
 
 

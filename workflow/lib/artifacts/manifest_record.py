@@ -48,16 +48,12 @@ class Percentiles(Record):
 
 
 class LongRow(Record):
-    """One of the longest rows."""
-
     file: str  # its file
     row: int  # its number in the file, from 1
     tokens: int  # its tokens before any cut
 
 
 class Split(Record):
-    """Counts of one split."""
-
     rows_read: int  # rows of its files
     rows_kept: int  # rows that became documents
     rows_dropped: int  # rows that did not
@@ -71,8 +67,6 @@ class Split(Record):
 
 
 class TokenWeights(Record):
-    """Weights of trained tokens in the loss."""
-
     smallest: float  # of a trained token
     largest: float  # of a trained token
     mean: float  # over all trained tokens
@@ -80,8 +74,6 @@ class TokenWeights(Record):
 
 
 class TrainSplit(Split):
-    """The packed training split."""
-
     documents: int | None = None
     """Documents as an epoch takes them: a source of weight 2 counts twice."""
     packed_rows: int  # rows of `seq_len` tokens into which they are packed
@@ -90,23 +82,17 @@ class TrainSplit(Split):
 
 
 class SourceDocuments(Record):
-    """A source's part of the held-out documents."""
-
     source: str  # name of the source
     documents: int  # its documents, which lie one after the other
 
 
 class HeldoutSplit(Split):
-    """The held-out split, which is not packed."""
-
     documents: int  # documents
     sources: list[SourceDocuments] = Field(default=[])
     """Documents by source, in the order in which they lie."""
 
 
 class Splits(Record):
-    """Both splits."""
-
     train: TrainSplit  # what is trained on
     heldout: HeldoutSplit  # what losses are measured on
 

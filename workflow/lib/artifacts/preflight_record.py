@@ -45,8 +45,6 @@ class Estimate(PreflightRecord):
 
 
 class TriedPlan(PreflightRecord):
-    """A plan that preflight tried."""
-
     choice: dict[str, bool | int | float | str]
     """Fields of the plan that the search decides, and their values here."""
     host_bytes: int  # host memory of a node's processes together

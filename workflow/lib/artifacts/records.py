@@ -41,5 +41,4 @@ class Provenance(Record):
 
     @classmethod
     def now(cls) -> Self:
-        """Return the provenance of what is made now."""
         return cls.model_validate(provenance())

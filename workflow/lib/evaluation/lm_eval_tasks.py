@@ -252,14 +252,11 @@ MAX_RENDERED_CHARS = 2**24
 
 
 def sandbox_task_templates() -> None:
-    """Let the harness render its templates in a sandbox with the same filters."""
     if not isinstance(utils.env, ImmutableSandboxedEnvironment):
         utils.env = sandboxed(utils.env)
 
 
 class _BoundedTemplate(Template):
-    """A template whose rendering has bounds of time, memory and output."""
-
     source = ""
 
     def render(self, *args: Any, **kwargs: Any) -> str:

@@ -216,7 +216,6 @@ def _task(name: str, questions: Questions, *, world: World | None) -> Part:
 
 
 def asked_of(subject: Subject, asked: Sequence[Part]) -> list[Part]:
-    """Return the parts that are measured on a subject."""
     parts = [part for part in asked if subject.name in part.subjects]
     return [part for part in parts if part.name == HELDOUT or not subject.streamed]
 

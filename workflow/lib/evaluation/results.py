@@ -50,7 +50,6 @@ def method_of(base: Path) -> str | None:
 
 
 def summarize(calibration: CalibrationFacts) -> FourBits:
-    """Return the measured losses as means and paired differences over documents."""
     losses = calibration.heldout
     return FourBits(
         documents=len(losses.tokens),
@@ -202,7 +201,6 @@ def _loss_fields(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
 
 
 def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
-    """Return the paired comparison of two subjects on the same questions."""
     settings = questions.settings
     pairs = list(zip(before.losses, after.losses, strict=True))
     return Comparison(

@@ -129,7 +129,6 @@ class Preferences:
 def rewards_record(
     preferences: Preferences, losses: Losses, *, settings: EvaluateConfig
 ) -> Rewards:
-    """Return what one model prefers, with intervals over the examples."""
     margins = preferences.margins(losses)
     fields = _of_margins([float(m > 0) for m in margins], margins, settings=settings)
     for name, good in (("chosen_log_ratio", True), ("rejected_log_ratio", False)):

@@ -67,8 +67,6 @@ def stop_token_ids(
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How answers are generated."""
-
     stop_ids: list[int]  # tokens that end an answer
     max_new_tokens: int
     batch_size: int | str  # Prompts, or `auto`; halved where memory runs out

@@ -212,7 +212,6 @@ class LayerStream:
         return states
 
     def counted(self, batch: Batch) -> Counted:
-        """Return which tokens of a batch calibrate."""
         recurrent = self._prepared.recurrent_layers
         documents = documents_in(batch.positions) if recurrent else None
         return counted_tokens(batch.counted, documents)

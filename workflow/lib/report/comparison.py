@@ -130,7 +130,6 @@ def _heldout(found: Evaluation) -> dict[str, Value]:
 
 
 def _estimated(name: str, value: Value, ci95: Interval | None) -> dict[str, Value]:
-    """Return the columns of a value and its interval."""
     low, high = ci95 or (None, None)
     return {name: value, f"{name}_ci95_low": low, f"{name}_ci95_high": high}
 

@@ -177,7 +177,6 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
 
 
 def _figures(value: object) -> Iterator[Figure]:
-    """Yield the figures among variables."""
     if isinstance(value, Figure):
         yield value
     elif isinstance(value, list | tuple | dict):

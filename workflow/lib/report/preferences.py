@@ -61,12 +61,10 @@ CURVES = (
 
 
 def reward_runs(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs that train preferences."""
     return [run for run in runs if reward_fields(run) or run.measured.served.rewards]
 
 
 def reward_fields(run: Run) -> list[str]:
-    """Return the fields of its steps that are about preferences."""
     known = [field for curve in CURVES for field in curve.fields]
     return [name for name in known if any(getattr(s, name) is not None for s in run.steps)]
 

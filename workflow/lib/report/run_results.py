@@ -31,8 +31,6 @@ class Answers:
 
 @dataclass(frozen=True)
 class Run:
-    """One run's artifacts."""
-
     name: str
     tokens_name: str
     manifest: Manifest
@@ -120,8 +118,6 @@ def _served_check(checked: ServedCheck) -> Check:
 
 @dataclass(frozen=True)
 class RunFolders:
-    """Where a run's artifacts lie."""
-
     folder: str  # `results/runs/<run>`
     tokens: str
     gguf: bool = False

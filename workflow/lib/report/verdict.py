@@ -114,7 +114,6 @@ class Measured:
 
     @property
     def scores(self) -> list[TaskScore]:
-        """Every metric of every task, in the order of the evaluation."""
         before, after = self.task_reference, self.served
         differences = after.comparisons[before.subject].tasks
         return [

@@ -55,7 +55,6 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], 
 
 
 def vocabulary_size(folder: Path) -> int:
-    """Return the number of tokens for which a model has logits."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return int(config.get_text_config().vocab_size)
 

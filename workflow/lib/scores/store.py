@@ -39,7 +39,6 @@ class Scores(NamedTuple):
 
     @classmethod
     def nothing(cls, top_k: int) -> Self:
-        """Return the scores of no token."""
         layout = arrays_of(top_k).items()
         return cls(**{name: np.empty((0, *more), dtype) for name, (dtype, more) in layout})
 
@@ -111,7 +110,6 @@ class ScoreStore:
         return self._splits["train"].of(indices)
 
     def heldout(self, number: int) -> Scores:
-        """Return the scores of the trained tokens of a held-out document."""
         return self._splits["heldout"].of([number])
 
 

@@ -109,8 +109,6 @@ ASKED_FOR = "model.attention asks for it"
 
 
 class AttentionChoice(NamedTuple):
-    """An implementation, and why it is this one."""
-
     name: str
     reason: str
 
@@ -136,8 +134,6 @@ COMPUTE_DTYPE, FLOAT8 = "compute_dtype", "float8"
 
 @dataclass(frozen=True)
 class MatmulHardware:
-    """What a device multiplies."""
-
     cuda: bool
     float8: bool  # compute capability 8.9 and more
 

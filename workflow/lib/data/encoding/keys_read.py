@@ -243,7 +243,6 @@ class KeyAccount:
             )
 
     def count(self, place: Place, key: str) -> None:
-        """Count a key that is not read."""
         counted = place.name, key
         if counted not in self._counts and len(self._counts) >= MAX_NAMES:
             counted = OTHERS
@@ -279,7 +278,6 @@ def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = 
 
 
 def media_error(what: str) -> RowError:
-    """Return the refusal of pictures, sounds and videos."""
     return RowError(
         f"not text: {what}, and pictures, sounds and videos are not read; to train on the text "
         "alone, set data.media: omit"

@@ -206,7 +206,6 @@ def _side(row: RowParts, given: Any, what: str) -> Turns:
 
 
 def _transcript(text: str, what: str) -> Turns:
-    """Divide a transcript into its turns."""
     start, *parts = SPEAKER.split(text)
     assert not start.strip(), "a transcript begins with a speaker"
     pairs = list(zip(parts[::2], parts[1::2], strict=True))

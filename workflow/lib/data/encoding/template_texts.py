@@ -153,7 +153,6 @@ Visitor = Collector | Marker
 
 
 def texts_of_conversation(conversation: Conversation) -> list[Text]:
-    """Return every text that the template has to write."""
     collector = Collector()
     _visit(conversation, collector)
     return collector.texts
@@ -166,7 +165,6 @@ def marked(conversation: Conversation) -> tuple[Conversation, list[Text]]:
 
 
 def _visit(conversation: Conversation, visitor: Visitor) -> Conversation:
-    """Return the conversation with every text as the visitor gives it back."""
     tools = [_visit_tool(tool, visitor) for tool in conversation.tools or ()]
     messages: list[Message] = []
     called: dict[str, str] = {}

@@ -225,7 +225,6 @@ def _holds(begun: str, before: str, conversation: Conversation, index: int) -> b
 
 
 def _without(text: str, tags: Collection[str]) -> str:
-    """Return the text without the tags, longer ones first."""
     for tag in sorted(tags, key=len, reverse=True):
         text = text.replace(tag, "")
     return text

@@ -216,8 +216,6 @@ def holds_undecoded(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Rows as they are."""
-
     parsed: tuple[Row | BrokenRow, ...]
     blank_lines: int = 0
 

@@ -100,7 +100,6 @@ def column_names(files: Iterable[SourceFile], *, setting: str) -> list[str]:
 
 
 def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
-    """Refuse a file whose first bytes, decompressed, are not of its type."""
     head = read_head(path)
     signature = next((name for start, name in SIGNATURES.items() if head.startswith(start)), None)
     wrong = signature or _unlike(kind, head)

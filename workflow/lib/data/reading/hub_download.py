@@ -80,7 +80,6 @@ class Source:
 
     @property
     def repo_type(self) -> str:
-        """What the hub calls it."""
         return "dataset" if self.kind == "dataset" else "model"
 
     def error(self, bound: str, change: str) -> UserError:

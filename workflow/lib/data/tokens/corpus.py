@@ -219,7 +219,6 @@ def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> It
 
 
 def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
-    """Return what writes the shard of a task."""
     settings, encoder = encoding.settings, encoding.encoder
     template_keys = keys_in_template(encoding.chat_template or "")
     accounts = [

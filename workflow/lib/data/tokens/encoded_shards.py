@@ -86,8 +86,6 @@ class ShardFacts:
 
 
 class ShardBuilder:
-    """Collects the documents and facts of one chunk."""
-
     def __init__(
         self, *, seq_len: int, overlong: Overlong, group_by: str | None, examples: Examples
     ) -> None:

@@ -238,7 +238,6 @@ def drop_facts(listing: Listing) -> Facts:
 
 
 def file_checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of the folder but the manifest."""
     optional = [name for name in OPTIONAL_ARRAYS if (folder / name).exists()]
     names = [*ARRAYS, *optional, REJECTS, TRUNCATED]
     return {name: file_sha256(folder / name) for name in names}

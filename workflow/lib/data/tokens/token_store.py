@@ -172,7 +172,6 @@ class TokenStore:
 
     @property
     def num_heldout_documents(self) -> int:
-        """Number of held-out documents."""
         return len(self._heldout)
 
 
@@ -196,7 +195,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def array_names(manifest: dict[str, Any]) -> list[str]:
-    """Return the arrays that a manifest records."""
     return [*ARRAYS, *(name for name in OPTIONAL_ARRAYS if name in manifest["files"])]
 
 

@@ -149,7 +149,6 @@ class _Shared:
 def _matches(
     index: Index, shared: _Shared, heldout: Split, train: Split, least: float
 ) -> Iterator[Match]:
-    """Yield the matches of an index' documents, in order."""
     sharing, documents, shares = _shares(
         index, shared, all_rows=len(heldout.first_of_row) + len(train.first_of_row), least=least
     )
