@@ -16,7 +16,12 @@ from workflow.lib.quantization.calibrated_rounding import (
     round_calibrated,
     searched_scales,
 )
-from workflow.lib.quantization.nf4_codes import code_table, packed_tensors, store_scales
+from workflow.lib.quantization.nf4_codes import (
+    code_table,
+    packed_codes,
+    store_scales,
+    stored_tensors,
+)
 from workflow.lib.settings.config import QuantizeConfig
 
 CPU = torch.device("cpu")
@@ -150,9 +155,8 @@ def test_bitsandbytes_decodes_the_calibrated_weight_bit_by_bit(shape, double_qua
 
 
 def packed(rounded, settings, shape):
-    return packed_tensors(
-        rounded.codes.reshape(-1), rounded.scales, settings, shape=shape, dtype=torch.float32
-    )
+    codes = packed_codes(rounded.codes.reshape(-1))
+    return stored_tensors(codes, rounded.scales, settings, shape=shape, dtype=torch.float32)
 
 
 def test_inputs_that_are_always_zero_leave_their_columns_alone():

@@ -39,15 +39,8 @@ MODELS = (ORIGINAL, ABSMAX, CALIBRATED)
 ROWS = "calibration"
 
 
-@dataclass
-class Hidden:
-    """Hidden states between two layers, on the host, by batch (beside: `Calibration.batches`)."""
-
-    calibration: list[torch.Tensor] = field(default_factory=list)
-    measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # by model (`MODELS`)
-
-    def by_stream(self) -> dict[str, list[torch.Tensor]]:
-        return {ROWS: self.calibration} | self.measured
+Hidden = dict[str, list[torch.Tensor]]
+"""Hidden states between two layers, on the host, by batch: of `ROWS` and of each of `MODELS`."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +74,10 @@ class Calibration:
             stream.record(batches)
 
     def first_hidden(self) -> Hidden:
-        rows, *measured = (
-            [first_hidden(batch) for batch in batches] for batches in self.batches.values()
-        )
-        return Hidden(rows, dict(zip(MODELS, measured, strict=True)))
+        return {
+            name: [first_hidden(batch) for batch in batches]
+            for name, batches in self.batches.items()
+        }
 
     @torch.no_grad()
     def quantize(self, number: int, hidden: Hidden) -> QuantizedLayer:
@@ -92,20 +85,17 @@ class Calibration:
         with self._stream.loaded(number) as layer:
             parts = quantized_modules(layer, self._linears, prefix=self._stream.prefixes[number])
             originals = [(weight, _put_aside(weight)) for weight in _weights(parts)]
-            self._measure(number, hidden, ORIGINAL)
+            self._run(number, hidden, ORIGINAL)
             result = QuantizedLayer()
             for group in groups_by_input(parts, self._runs(number, hidden)[0][0]):
                 self._quantize_group(number, {path: parts[path] for path in group}, hidden, result)
-            hidden.calibration = [
-                self._forward(number, batch, states)
-                for batch, states in zip(self.batches[ROWS], hidden.calibration, strict=True)
-            ]
-            self._measure(number, hidden, CALIBRATED)
+            self._run(number, hidden, ROWS)
+            self._run(number, hidden, CALIBRATED)
             for weight, original in originals:
                 weight.copy_(original)
             for part in parts.values():
                 put_absmax_(part, self._settings)
-            self._measure(number, hidden, ABSMAX)
+            self._run(number, hidden, ABSMAX)
         return result
 
     def _quantize_group(
@@ -137,21 +127,22 @@ class Calibration:
     def _runs(self, number: int, hidden: Hidden) -> list[tuple[partial[torch.Tensor], Counted]]:
         """Return calls of each calibration batch through the layer, and what counts in it."""
         self._outside.put_(stored=True)
-        pairs = zip(self.batches[ROWS], hidden.calibration, strict=True)
+        pairs = zip(self.batches[ROWS], hidden[ROWS], strict=True)
         return [
             (partial(self._forward, number, batch, states), self._stream.counted(batch))
             for batch, states in pairs
         ]
 
-    def _measure(self, number: int, hidden: Hidden, model: str) -> None:
-        self._outside.put_(stored=model != ORIGINAL)
-        pairs = zip(self.batches[model], hidden.measured[model], strict=True)
-        hidden.measured[model] = [self._forward(number, *pair) for pair in pairs]
+    def _run(self, number: int, hidden: Hidden, name: str) -> None:
+        """Take the states of one of `batches` through the layer as it is now."""
+        self._outside.put_(stored=name != ORIGINAL)
+        pairs = zip(self.batches[name], hidden[name], strict=True)
+        hidden[name] = [self._forward(number, *pair) for pair in pairs]
 
     def losses(self, hidden: Hidden, model: str) -> list[float]:
         """Return the summed -log p (nats) of each measured document, from the last output."""
         self._outside.put_(stored=model != ORIGINAL)
-        return document_losses(self._stream, self.batches[model], hidden.measured[model])
+        return document_losses(self._stream, self.batches[model], hidden[model])
 
     def _forward(self, number: int, batch: Batch, states: torch.Tensor) -> torch.Tensor:
         """Return what the layer makes of hidden states in host memory, in host memory."""

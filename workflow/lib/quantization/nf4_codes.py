@@ -7,7 +7,6 @@ scale will be is known only after nesting. Codes have to be chosen for the decod
 A stack of experts is stored as one linear (experts * out, in); only the shape in `quant_state`
 tells it from one. Its scales are nested when all experts have theirs: the mean is the stack's."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,18 +63,6 @@ def code_edges(table: torch.Tensor) -> torch.Tensor:
     return (table[1:] + table[:-1]) / 2
 
 
-def packed_tensors(
-    codes: torch.Tensor,
-    scales: Scales,
-    settings: QuantizeConfig,
-    *,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Return a weight's checkpoint tensors by suffix, CPU; codes: uint8 (out * in,); dtype: old."""
-    return stored_tensors(packed_codes(codes), scales, settings, shape=shape, dtype=dtype)
-
-
 def stored_tensors(
     packed: torch.Tensor,
     scales: Scales,
@@ -84,7 +71,7 @@ def stored_tensors(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Return the same of codes that are packed already: uint8, (bytes, 1)."""
+    """Return checkpoint tensors of a weight by suffix, CPU. dtype: the old one."""
     state = QuantState(
         absmax=scales.stored,
         shape=torch.Size(shape),
@@ -105,11 +92,6 @@ def packed_codes(codes: torch.Tensor) -> torch.Tensor:
     if codes.numel() % 2:
         codes = torch.cat([codes, codes.new_zeros(1)])
     return (codes[0::2] << 4 | codes[1::2]).unsqueeze(1)
-
-
-def num_blocks(shape: tuple[int, int], block_size: int) -> int:
-    """Return the number of scales of a weight: one for each started block."""
-    return math.ceil(math.prod(shape) / block_size)
 
 
 def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) -> None:

@@ -14,11 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from workflow.lib.quantization.beside import Beside, beside_of
-from workflow.lib.quantization.calibrated_experts import PackedStack
-from workflow.lib.quantization.calibrated_rounding import Rounded
-from workflow.lib.quantization.calibration import MODELS, ROWS, Calibration, Hidden, QuantizedLayer
+from workflow.lib.quantization.calibration import MODELS, Calibration, Hidden, QuantizedLayer
 from workflow.lib.quantization.layer_stream import LayerStream
-from workflow.lib.quantization.nf4_codes import packed_tensors, stored_tensors
+from workflow.lib.quantization.nf4_codes import packed_codes, stored_tensors
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import atomic_path
 from workflow.lib.system.progress import Progress
@@ -77,29 +75,22 @@ def _write_layer(
         inside = name.removeprefix(f"{prefix}.")
         linear = inside.removesuffix(".weight")
         if inside in layer.stacks:
-            parts = _packed_stack(layer.stacks[inside], settings, dtype=stream.source_type(name))
+            stack, dtype = layer.stacks[inside], stream.source_type(name)
+            parts = stored_tensors(
+                stack.codes, stack.scales, settings, shape=stack.shape, dtype=dtype
+            )
             tensors |= {f"{name}.{suffix}": part for suffix, part in parts.items()}
         elif linear != inside and linear in layer.rounded:
-            parts = _packed_linear(layer.rounded[linear], settings, dtype=stream.source_type(name))
+            rounded, dtype = layer.rounded[linear], stream.source_type(name)
+            packed = packed_codes(rounded.codes.reshape(-1))
+            parts = stored_tensors(
+                packed, rounded.scales, settings, shape=tuple(rounded.codes.shape), dtype=dtype
+            )
             tensors |= {f"{prefix}.{linear}.{suffix}": part for suffix, part in parts.items()}
         else:
             tensors[name] = stream.source_tensor(name)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-
-
-def _packed_linear(
-    rounded: Rounded, settings: QuantizeConfig, *, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    out_features, in_features = rounded.codes.shape
-    codes, shape = rounded.codes.reshape(-1), (out_features, in_features)
-    return packed_tensors(codes, rounded.scales, settings, shape=shape, dtype=dtype)
-
-
-def _packed_stack(
-    stack: PackedStack, settings: QuantizeConfig, *, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    return stored_tensors(stack.codes, stack.scales, settings, shape=stack.shape, dtype=dtype)
 
 
 def remove_state(folder: Path) -> None:
@@ -117,7 +108,7 @@ def write_state(
     """Keep the hidden states after so many layers, and `beside`, in place of earlier ones."""
     tensors = {
         f"{name}.{number}.{HIDDEN}": states.contiguous()
-        for name, batches in hidden.by_stream().items()
+        for name, batches in hidden.items()
         for number, states in enumerate(batches)
     } | {
         f"{name}.{number}.{key}": tensor.clone(memory_format=torch.contiguous_format)
@@ -152,5 +143,4 @@ def read_state(
     ordered = {name: [batches[n] for n in sorted(batches)] for name, batches in found.items()}
     hidden = {name: [parts.pop(HIDDEN) for parts in batches] for name, batches in ordered.items()}
     beside = {name: [beside_of(parts) for parts in batches] for name, batches in ordered.items()}
-    rows = hidden.pop(ROWS)
-    return layers, Hidden(rows, {model: hidden.get(model, []) for model in MODELS}), beside
+    return layers, {model: [] for model in MODELS} | hidden, beside

@@ -114,12 +114,7 @@ class TokenStore:
     @cached_property
     def trained_tokens_per_row(self) -> npt.NDArray[np.int32]:
         """Prediction targets of each training row, shape (num_rows,), read at the first use."""
-        counts = np.empty(self.num_rows, dtype=np.int32)
-        step = max(1, CHUNK_TOKENS // self.seq_len)
-        for first in range(0, self.num_rows, step):
-            rows = slice(first, first + step)
-            counts[rows] = self.loss_mask[rows].sum(axis=1, dtype=np.int32)
-        return counts
+        return self._sums(self.loss_mask, np.int32)
 
     @cached_property
     def weights_per_row(self) -> npt.NDArray[Any]:
@@ -127,11 +122,15 @@ class TokenStore:
         its prediction targets where all weights are 0 or 1."""
         if self.weights is None:
             return self.trained_tokens_per_row
-        sums = np.empty(self.num_rows, dtype=np.float64)
+        return self._sums(self.weights, np.float64)
+
+    def _sums(self, array: Array, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """Return the sum of each row, some rows at a time."""
+        sums = np.empty(self.num_rows, dtype=dtype)
         step = max(1, CHUNK_TOKENS // self.seq_len)
         for first in range(0, self.num_rows, step):
             rows = slice(first, first + step)
-            sums[rows] = self.weights[rows].sum(axis=1, dtype=np.float64)
+            sums[rows] = array[rows].sum(axis=1, dtype=dtype)
         return sums
 
     def heldout_documents(self) -> Sequence[Document]:
