@@ -3,7 +3,13 @@ import torch
 from transformers import LlamaConfig
 
 from workflow.lib.evaluation import batch_size
-from workflow.lib.evaluation.batch_size import fitting_batch_size, halving, restarting, token_bytes
+from workflow.lib.evaluation.batch_size import (
+    batches,
+    fitting_batch_size,
+    halving,
+    restarting,
+    token_bytes,
+)
 from workflow.lib.system.errors import BatchMemoryError, UserError
 
 CPU = torch.device("cpu")
@@ -83,3 +89,14 @@ def test_new_starts_have_half_the_batch_until_it_fits():
 
     restarting(launch)
     assert asked == [None, 4, 2]
+
+
+def test_batches_hold_all_and_keep_within_size_and_tokens():
+    lengths, alike = [5, 41, 17, 9, 30, 9, 2, 23, 11, 3, 3], [(n % 3 == 0,) for n in range(11)]
+    found = list(batches(lengths, alike, size=5, most_tokens=60))
+    assert sorted(number for batch in found for number in batch) == list(range(11))
+    for batch in found:
+        assert len(batch) <= 5
+        assert len(batch) * max(lengths[n] for n in batch) <= 60 or len(batch) == 1
+        assert len({alike[n] for n in batch}) == 1
+    assert len(list(batches(lengths, [()] * 11, size=5))) == 3

@@ -50,17 +50,6 @@ def test_losses_do_not_depend_on_the_memory_for_logits(model, monkeypatch):
     np.testing.assert_allclose([s for s, _ in measured(model, DOCUMENTS)], expected, **CLOSE)
 
 
-def test_batches_keep_within_the_memory_for_logits():
-    batches = list(
-        heldout_loss._batches(DOCUMENTS, [()] * len(DOCUMENTS), batch_size=5, most_rows=60)
-    )
-    assert sorted(n for batch in batches for n in batch) == list(range(11))
-    for batch in batches:
-        padded = len(batch) * max(len(DOCUMENTS[n][0]) for n in batch)
-        assert len(batch) <= 5
-        assert padded <= 60 or len(batch) == 1
-
-
 def test_what_follows_the_last_trained_token_does_not_matter(model):
     ids, mask = DOCUMENTS[0]
     longer = (np.append(ids, [8, 9, 10]).astype(np.uint32), np.append(mask, [False] * 3))

@@ -6,7 +6,7 @@ workspace) is caught, and the batch halved. Rounding aside, no number depends on
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +53,28 @@ def free_bytes(device: torch.device) -> int:
         for index in range(torch.cuda.device_count())
         if torch.cuda.memory_allocated(index) or index == (device.index or 0)
     )
+
+
+def batches(
+    lengths: Sequence[int],
+    alike: Sequence[tuple[int, ...]],
+    *,
+    size: int,
+    most_tokens: int | None = None,
+) -> Iterator[list[int]]:
+    """Yield numbers of sequences in batches of at most `size`, with padding `most_tokens`, of equal
+    `alike` and similar length, longest first: what does not fit fails at once."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        full = len(batch) == size or (
+            most_tokens is not None and batch and (len(batch) + 1) * lengths[batch[0]] > most_tokens
+        )
+        if batch and (full or alike[batch[0]] != alike[number]):
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def halving(compute: Callable[[int], T], *, start: int, what: str, collective: bool = False) -> T:

@@ -4,7 +4,7 @@ A batch is padded on the right, which a causal model never sees. Where rotation 
 length, a batch has documents that are rotated as each alone (`rotated_alike`). Only positions that
 predict a trained token get logits, at most `LOGITS_BYTES` of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import nn
 
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
-from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halving
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
@@ -62,33 +62,12 @@ def _losses(
         description, total=len(documents), unit="documents", total_work=sum(lengths)
     ) as progress:
         alike = [rotated_alike(config, length) for length in lengths]
-        for batch in _batches(documents, alike, batch_size=batch_size, most_rows=rows):
+        for batch in batches(lengths, alike, size=batch_size, most_tokens=rows):
             sums = _batch_losses(model, [documents[number] for number in batch], device=device)
             for number, loss_sum in zip(batch, sums, strict=True):
                 losses[number] = (loss_sum, int(documents[number][1].sum()))
             progress.add(len(batch), work=sum(lengths[number] for number in batch))
     return losses
-
-
-def _batches(
-    documents: Sequence[Document],
-    alike: Sequence[tuple[int, ...]],
-    *,
-    batch_size: int,
-    most_rows: int,
-) -> Iterator[list[int]]:
-    """Group `alike` documents of similar length, longest first: what does not fit fails at once."""
-    batch: list[int] = []
-    longest = 0
-    for number in sorted(range(len(documents)), key=lambda n: -len(documents[n][0])):
-        longest = longest or len(documents[number][0])
-        full = len(batch) == batch_size or (len(batch) + 1) * longest > most_rows
-        if batch and (full or alike[batch[0]] != alike[number]):
-            yield batch
-            batch, longest = [], len(documents[number][0])
-        batch.append(number)
-    if batch:
-        yield batch
 
 
 # FSDP gathers into the same buffers in every mode, and inference mode would mark them

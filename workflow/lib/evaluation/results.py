@@ -22,12 +22,12 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval, Provenance
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
-from workflow.lib.evaluation.task_scores import estimate_ratio, task_differences
+from workflow.lib.evaluation.task_scores import draws_of, estimate_ratio, task_differences
 from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 
-RESAMPLES, SEED = 2000, 0
+DRAWS = {"resamples": 2000, "seed": 0}
 
 
 def four_bits_of(base: Path) -> FourBits | None:
@@ -64,14 +64,8 @@ def _difference(
     first: Sequence[float], second: Sequence[float], tokens: Sequence[int]
 ) -> LossDifference:
     """Return first - second per token, with its interval."""
-    differences = [one - other for one, other in zip(first, second, strict=True)]
-    estimate = estimate_ratio(differences, tokens, resamples=RESAMPLES, seed=SEED)
-    return LossDifference(
-        loss_difference=estimate.value,
-        loss_difference_ci95=estimate.ci95,
-        p_value=estimate.p_value,
-        documents=len(tokens),
-    )
+    pairs = [((x, n), (y, n)) for x, y, n in zip(first, second, tokens, strict=True)]
+    return LossDifference(**_difference_fields(pairs, DRAWS))
 
 
 T = TypeVar("T")
@@ -188,9 +182,7 @@ def _by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T
 def _loss_fields(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
     sums, tokens = zip(*losses, strict=True)
     loss = sum(sums) / sum(tokens)
-    estimate = estimate_ratio(
-        sums, tokens, resamples=settings.bootstrap_resamples, seed=settings.seed
-    )
+    estimate = estimate_ratio(sums, tokens, **draws_of(settings))
     return {
         "loss": loss,
         "loss_ci95": estimate.ci95,
@@ -201,32 +193,28 @@ def _loss_fields(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
 
 
 def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
-    settings = questions.settings
+    draws = draws_of(questions.settings)
     pairs = list(zip(before.losses, after.losses, strict=True))
     return Comparison(
-        **_difference_fields(pairs, settings=settings),
+        **_difference_fields(pairs, draws),
         sources={
-            name: LossDifference(**_difference_fields(some, settings=settings))
+            name: LossDifference(**_difference_fields(some, draws))
             for name, some in _by_source(pairs, questions.sources).items()
         },
-        tasks=task_differences(
-            before.tasks, after.tasks, resamples=settings.bootstrap_resamples, seed=settings.seed
-        ),
+        tasks=task_differences(before.tasks, after.tasks, **draws),
         **_reward_difference(before, after, questions),
     )
 
 
 def _difference_fields(
-    pairs: Sequence[tuple[tuple[float, int], tuple[float, int]]], *, settings: EvaluateConfig
+    pairs: Sequence[tuple[Loss, Loss]], draws: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return the fields of `LossDifference`; pairs: (summed loss, tokens) before and after."""
     gains = [before - after for (before, _), (after, _) in pairs]
     tokens = [count for (_, count), _ in pairs]
     fields: dict[str, Any] = dict.fromkeys(("loss_difference", "loss_difference_ci95", "p_value"))
     if pairs:
-        estimate = estimate_ratio(
-            gains, tokens, resamples=settings.bootstrap_resamples, seed=settings.seed
-        )
+        estimate = estimate_ratio(gains, tokens, **draws)
         mean = sum(gains) / sum(tokens)
         fields = dict(zip(fields, (mean, estimate.ci95, estimate.p_value), strict=True))
     return fields | {"documents": len(pairs)}

@@ -16,7 +16,7 @@ import torch
 
 from workflow.lib.artifacts.evaluation_record import RewardDifference, Rewards
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
-from workflow.lib.evaluation.task_scores import estimate_ratio
+from workflow.lib.evaluation.task_scores import draws_of, estimate_ratio
 from workflow.lib.objectives import pairs
 from workflow.lib.scores.store import ScoreStore
 from workflow.lib.settings.config import EvaluateConfig
@@ -160,7 +160,5 @@ def _estimated(
     name: str, tops: list[float], bottoms: list[float], *, settings: EvaluateConfig
 ) -> dict[str, Any]:
     """Return a ratio of sums and its interval as fields; there is none of a single unit."""
-    estimate = estimate_ratio(
-        tops, bottoms, resamples=settings.bootstrap_resamples, seed=settings.seed
-    )
+    estimate = estimate_ratio(tops, bottoms, **draws_of(settings))
     return {name: sum(tops) / sum(bottoms), f"{name}_ci95": estimate.ci95}

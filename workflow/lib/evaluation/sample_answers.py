@@ -3,9 +3,8 @@
 A prompt is what precedes a document's first trained token; its reference, the first run of trained
 tokens. Answers are greedy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from transformers import (
 
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
-from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halving
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
@@ -94,23 +93,24 @@ def generate_answers(
     """Return a continuation of each prompt, token by token, without the token that ended it."""
     if not prompts:
         return []
+    lengths = [len(prompt.prompt) for prompt in prompts]
     start = fitting_batch_size(
         settings.batch_size,
         config=model.config,
         device=device,
-        tokens=max(len(prompt.prompt) for prompt in prompts) + settings.max_new_tokens,
+        tokens=max(lengths) + settings.max_new_tokens,
         keeps_cache=True,
     )
 
     alike = [
-        rotated_alike(model.config, len(prompt.prompt), new_tokens=settings.max_new_tokens)
-        for prompt in prompts
+        rotated_alike(model.config, length, new_tokens=settings.max_new_tokens)
+        for length in lengths
     ]
 
     def with_size(size: int) -> list[list[int]]:
         answers: list[list[int]] = [[]] * len(prompts)
         with Progress(description, total=len(prompts), unit="answers") as progress:
-            for batch in _batches(prompts, alike, size=size):
+            for batch in batches(lengths, alike, size=size):
                 rows = _continue(
                     model, [prompts[index] for index in batch], settings, device=device
                 )
@@ -120,17 +120,6 @@ def generate_answers(
         return answers
 
     return halving(with_size, start=start, what=description, collective=is_sharded(model))
-
-
-def _batches(
-    prompts: Sequence[Prompt], alike: Sequence[tuple[int, ...]], *, size: int
-) -> Iterator[list[int]]:
-    """Group `alike` prompts of similar length, longest first: what does not fit fails at once."""
-    by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].prompt))
-    for _, group in groupby(by_length, key=lambda index: alike[index]):
-        numbers = list(group)
-        for first in range(0, len(numbers), size):
-            yield numbers[first : first + size]
 
 
 @torch.no_grad()  # as in `heldout`

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from scipy.stats import binomtest  # type: ignore[import-untyped]
 
 from workflow.lib.artifacts.evaluation_record import MetricDifference, Task
+from workflow.lib.settings.config import EvaluateConfig
 
 Floats = npt.NDArray[np.float64]
 CHUNK_ENTRIES = 2**22  # resampled indices held at a time: 32 MiB
@@ -29,6 +30,11 @@ class Estimate:
     value: float
     ci95: tuple[float, float] | None = None
     p_value: float | None = None
+
+
+def draws_of(settings: EvaluateConfig) -> dict[str, int]:
+    """Return arguments of `estimate_ratio`."""
+    return {"resamples": settings.bootstrap_resamples, "seed": settings.seed}
 
 
 def estimate_ratio(
