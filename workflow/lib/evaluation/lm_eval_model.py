@@ -37,21 +37,16 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         self._progress: Progress | None = None
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        return shared_out(
-            requests,
-            lambda mine: super(SharingHFLM, self).loglikelihood(mine, True),
-            world=self._world,
-            model=self.model,
-        )
+        return self._shared(requests, super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
         # Windows come in groups of this many, and each group is batched by what fits.
         self.batch_size_per_gpu = WINDOWS
+        return self._shared(requests, super().loglikelihood_rolling)
+
+    def _shared(self, requests: Any, answer: Callable[..., list[Any]]) -> list[Any]:
         return shared_out(
-            requests,
-            lambda mine: super(SharingHFLM, self).loglikelihood_rolling(mine, True),
-            world=self._world,
-            model=self.model,
+            requests, lambda mine: answer(mine, True), world=self._world, model=self.model
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -60,9 +55,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         if drawn:
             with in_step(self.model, world=self._world):
                 return self._generate(requests)
-        return shared_out(
-            requests, lambda mine: self._generate(mine), world=self._world, model=self.model
-        )
+        return shared_out(requests, self._generate, world=self._world, model=self.model)
 
     def _generate(self, requests: list[Any]) -> list[str]:
         if not requests:

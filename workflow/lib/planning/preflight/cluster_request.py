@@ -42,7 +42,7 @@ LAUNCH_BYTES = 3 * 2**29
 # Reading, copying and writing a base and its original, at 200 MB/s from a busy shared disk.
 DISK_BYTES_PER_S = 200e6
 # Of a calibration: passes of its rows through a layer, and the held-out tokens that three models
-# see (`quantization.calibration_rows`).
+# see (`quantization.calibrated_base`).
 CALIBRATION_PASSES = 6
 MEASURED_MODELS, MEASURED_TOKENS = 3, 32_768
 # The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, Intel
