@@ -31,8 +31,7 @@ from workflow.lib.evaluation.evaluated_models import (
     source_files,
     subjects,
 )
-from workflow.lib.evaluation.measurement_cache import Archive
-from workflow.lib.evaluation.questions import Measurement, measure, parts, prepare
+from workflow.lib.evaluation.questions import Archive, Measurement, measure, parts, prepare
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.settings.config import ModelConfig

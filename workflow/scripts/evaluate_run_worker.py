@@ -20,8 +20,8 @@ from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.joining import Process, join
 from workflow.lib.distributed.work_sharing import check_recorded, main_first
 from workflow.lib.evaluation import evaluated_models
-from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import (
+    Archive,
     Measurement,
     Questions,
     Subject,

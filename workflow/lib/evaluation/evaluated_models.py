@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, Pulse
 from workflow.lib.distributed.work_sharing import check_recorded, is_sharded, shared_out
 from workflow.lib.distributed.world import World
-from workflow.lib.evaluation.measurement_cache import content_key
-from workflow.lib.evaluation.questions import Model, Subject
+from workflow.lib.evaluation.questions import Model, Subject, content_key
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL

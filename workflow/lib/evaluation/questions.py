@@ -2,13 +2,20 @@
 
 `prepare` settles the questions before any weight is loaded; `parts` are the questions as
 independent measurements; `measure` puts to one subject those that the archive does not hold, and
-returns the answers to all. The JSON artifacts are made of measurements in `results`."""
+returns the answers to all. The JSON artifacts are made of measurements in `results`.
+
+A part of one subject lies in `<archive>/<subject>/<part>-<key>.json`; both names are short hashes:
+of the subject's checksums, and of settings, data and package versions. Runs may share the folder;
+it may be deleted."""
 
 import hashlib
+import logging
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
@@ -19,7 +26,6 @@ from workflow.lib.distributed.work_sharing import agreed, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.lm_eval_tasks import LoadedTasks, load_tasks, run_tasks, task_facts
-from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.evaluation.sample_answers import (
     AnswerSettings,
@@ -32,7 +38,55 @@ from workflow.lib.evaluation.task_scores import NO_SCORES, TaskScores
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.system.artifact_files import said
+from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import provenance, read_checked_json, short_hash, write_checked_json
+
+logger = logging.getLogger("workflow")
+
+FORMAT_VERSION = 2  # raised whenever a part is measured or written otherwise than before
+# Named in checksums, but without influence on any number: they tell when and how a folder was made.
+UNMEASURED = ("README.md", "quantization.json")
+
+
+def content_key(*models: Sequence[RecordedFile]) -> str:
+    """Return a short hash of the content of models, from the recorded SHA-256 of their files. The
+    files must have been checked against it (`work_sharing.check_recorded`)."""
+    return short_hash(
+        [[f"{f.sha256}  {f.name}" for f in files if f.name not in UNMEASURED] for files in models]
+    )
+
+
+@dataclass(frozen=True)
+class Archive:
+    folder: Path
+
+    def find(self, subject: str, part: str, facts: Mapping[str, Any]) -> Any | None:
+        """Return what was measured on `subject` under `facts`; None if nothing sound is there."""
+        path = self._path(subject, part, facts)
+        if not path.is_file():
+            return None
+        try:
+            return read_checked_json(path)["value"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            _note_damage(path, said(error))
+            return None
+
+    def keep(self, subject: str, part: str, facts: Mapping[str, Any], value: Any) -> None:
+        """Write one measurement (JSON, finite numbers), atomically."""
+        entry = {"part": part, "value": value, "provenance": provenance()}
+        write_checked_json(self._path(subject, part, facts), entry)
+
+    def _path(self, subject: str, part: str, facts: Mapping[str, Any]) -> Path:
+        readable = re.sub(r"[^\w.-]", "_", part)
+        key = short_hash([FORMAT_VERSION, part, facts])
+        return self.folder / subject / f"{readable}-{key}.json"
+
+
+def _note_damage(path: Path, finding: str) -> None:
+    logger.warning("%s is damaged (%s): it is ignored, and measured again", path, finding)
+
 
 HELDOUT = "heldout"
 OTHERS = "other_answers"
