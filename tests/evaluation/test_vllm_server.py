@@ -32,7 +32,7 @@ def left(folder):
     """Return the server's processes that live, once those have ended that are told to."""
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     found = pids
-    for _ in range(600):
+    for _ in range(18_000):  # half an hour, on a busy machine
         found = [pid for pid in pids if lives(pid)]
         if not found:
             break

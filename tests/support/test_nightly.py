@@ -3,7 +3,7 @@
 import sys
 
 from tests.support import nightly
-from tests.support.suite import ALWAYS, OTHERS, read_table, table_of
+from tests.support.suite import ALWAYS, MOST_S, OTHERS, read_table, table_of
 
 TESTS = """
 import os
@@ -50,3 +50,10 @@ def test_longest_files_are_slow_but_those_of_every_change():
     seconds = {"a.py": 50.0, ALWAYS[0]: 40.0, "b.py": 30.0, "c.py": 10.0, OTHERS: 10.0}
     rows = read_table(table_of(seconds))
     assert rows == {"a.py": "slow", ALWAYS[0]: "always", "b.py": "slow", "c.py": "slow"}
+
+
+def test_what_is_left_takes_no_more_minutes_however_long_all_take():
+    rows = read_table(table_of({"a.py": MOST_S, "b.py": MOST_S / 2, OTHERS: 9 * MOST_S}))
+    assert rows == {"a.py": "slow", "b.py": "slow"}
+    few = read_table(table_of({"a.py": MOST_S, "b.py": 1.0, OTHERS: 0.5 * MOST_S, "c.py": 9.0}))
+    assert few == {"a.py": "slow", "b.py": "always", "c.py": "always"}

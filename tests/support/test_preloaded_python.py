@@ -167,4 +167,4 @@ def test_stage_does_not_outlive_its_command(checkout):
     process, stage = waiting(checkout)
     process.kill()
     process.communicate()  # until nobody has the pipe
-    assert not stage.is_running() or stage.wait(timeout=60) is None
+    assert not stage.is_running() or stage.wait(timeout=1800) is None

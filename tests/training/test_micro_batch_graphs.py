@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.captures import ALONE, Captures
+from tests.support.distributed import TIMEOUT_S
 from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, random_store
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
@@ -65,7 +66,7 @@ def gradients(training):
 
 def run(base, captures):
     training, config = adapted(base, r=4), settings(max_grad_norm=CLIP)
-    with process_group("cpu", timeout_s=60.0) as world:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         graphs = None if captures is None else MicroBatchGraphs(training, world, lambda: captures)
         metrics = list(
             Trainer(
