@@ -5,12 +5,14 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.ops import all_ops
+from tests.support.ops import all_ops, variants_in_fp32
 from workflow.lib import kernels
 from workflow.lib.kernels.decision import Decision, Key
 from workflow.lib.kernels.launch import INSTALLED
@@ -114,6 +116,25 @@ def test_kernel_that_another_process_cannot_use_is_not_used(caplog):
     assert not decision.allows(key, CPU, lambda: None)
     assert not decision.allows(other, CPU, lambda: None)
     assert "The kernel for norms is not used: on another process: no compiler." in caplog.messages
+
+
+@pytest.mark.parametrize("name", table())
+def test_first_use_within_a_recomputed_layer_leaves_the_layer_alone(name, monkeypatch):
+    monkeypatch.setattr("workflow.lib.kernels.op.INSTALLED", True)
+    op = replace(OPS[name], name="a test", kernel=OPS[name].reference)
+    del OPS["a test"]
+    found = []
+
+    def layer(x):
+        if not found:
+            found.append([op.fault(CPU, *variant) for variant in variants_in_fp32(name)])
+        return x.exp().sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    if not INSTALLED and any("No module named 'triton'" in str(fault) for fault in found[0]):
+        pytest.skip("its reference needs Triton, too")
+    assert {*found[0]} == {None}
 
 
 @torch.no_grad()

@@ -74,6 +74,11 @@ class Op(Generic[P, R]):
         """Try the kernel; return why it cannot be used, None if it can."""
         if not INSTALLED:
             return f"Triton is not installed; {WITHOUT}"
+        # A recomputed layer would take what a trial's backward saves for its own.
+        with gradients_alone():
+            return self._tried(device, *variant)
+
+    def _tried(self, device: torch.device, *variant: Hashable) -> str | None:
         try:
             made = _results(self.kernel, self.case(device, *variant))
         # Whatever it is: no compiler, no folder for the cache and an unknown GPU are errors of
@@ -111,7 +116,7 @@ def _results(function: Callable[..., Any], args: Case) -> list[torch.Tensor]:
     leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
     if not leaves:
         return [*_tensors(function(*args))]
-    with gradients_alone():
+    with torch.enable_grad():
         output = function(*args)
     draw = torch.Generator().manual_seed(1)
     slope = torch.randn(output.shape, generator=draw).to(torch.bfloat16)
