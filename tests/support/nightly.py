@@ -23,12 +23,14 @@ SUMMARY = ROOT / "tests" / "nightly.json"
 NUMERIC = ("tests/model", "tests/kernels", "tests/quantization", "tests/training/test_families.py")
 
 
-def run_pytest(arguments: list[str], variables: dict[str, str]) -> Summary:
+def run_pytest(
+    arguments: list[str], variables: dict[str, str], *, python: Path | None = None
+) -> Summary:
     """Run pytest with these arguments and variables of the environment. A run that ends without a
-    summary has failed."""
+    summary has failed. python: of another environment."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary.json"
-        command = [sys.executable, "-m", "pytest", f"--summary={path}", *arguments]
+        command = [str(python or sys.executable), "-m", "pytest", f"--summary={path}", *arguments]
         began = time.monotonic()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -49,9 +51,7 @@ def machine() -> str:
     text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     name = names[0] if names else platform.processor()
-    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch " + version(
-        "torch"
-    )
+    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def main(options: list[str]) -> int:
@@ -69,6 +69,7 @@ def main(options: list[str]) -> int:
             "commit": commit.stdout.strip(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": machine(),
+            "torch": version("torch"),
             "instructions": newest[0],
             "runs": runs,
         }
