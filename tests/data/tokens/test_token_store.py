@@ -14,6 +14,7 @@ from workflow.lib.data.tokens.token_store import (
     FORMAT_VERSION,
     WEIGHTS,
     TokenStore,
+    map_array,
     recorded_arrays,
 )
 from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
@@ -248,3 +249,19 @@ def test_folder_that_does_not_hold_the_examples_of_its_manifest_is_refused(
     save_manifest(folder, **changes)
     with pytest.raises(UserError, match=message):
         TokenStore.open(folder)
+
+
+def test_no_flipped_bit_of_a_header_ends_in_another_error(tmp_path):
+    path = tmp_path / "heldout.loss_mask.npy"
+    np.save(path, np.ones(37, dtype=bool))
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(8 * (len(whole) - 37)):
+        changed = bytearray(whole)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        try:
+            assert map_array(path, "|b1", (37,)).tolist() == [True] * 37
+        except UserError:
+            refused += 1
+    assert refused > 900

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, get_args, overload
 
 import numpy as np
@@ -244,7 +245,7 @@ def map_array(path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array
     try:
         # no empty array can be mapped
         array: Array = np.load(path, mmap_mode="r" if all(shape) else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, TokenError) as error:  # the last of a header's text
         if is_passing(error):
             raise
         raise damaged(path.parent, path.name, f"cannot be read ({error})") from None
