@@ -117,7 +117,7 @@ def test_damaged_folder_is_refused(run, tmp_path, damage):
         read_sharded_adapter(folder)
     message = str(caught.value)
     assert message.startswith(f"the sharded adapter in {folder} cannot be read (")
-    assert "Train again: delete that folder" in message
+    assert f"Delete the folder {folder} and repeat the command" in message
     assert "Traceback" not in message
 
 

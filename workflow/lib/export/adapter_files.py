@@ -54,8 +54,8 @@ def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
         tensors = read_whole(folder)
     except (OSError, DamagedError) as error:
         raise UserError(
-            f"the sharded adapter in {folder} cannot be read ({error}). Train again: delete that "
-            "folder and repeat the command; it continues from the last checkpoint."
+            f"the sharded adapter in {folder} cannot be read ({error}). Delete the folder "
+            f"{folder} and repeat the command; training continues from its last checkpoint."
         ) from None
     check_adapter(tensors)
     return tensors
