@@ -14,7 +14,14 @@ from tests.support.workflow_project import make_project
 from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.evaluation.gguf_checks import BOUNDS, Loaded, Reference, check_prompts, compared
+from workflow.lib.evaluation.gguf_checks import (
+    BOUNDS,
+    LlamaCppServer,
+    Loaded,
+    Reference,
+    check_prompts,
+    compared,
+)
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
@@ -71,6 +78,8 @@ def test_converters_are_downloaded_where_no_checkout_is_named(project):
 
 class Server:
     """What a server of llama.cpp answers, of the one document of `EXPECTED`."""
+
+    name, setting = LlamaCppServer.name, LlamaCppServer.setting
 
     def __init__(self, log_p: float = -0.5) -> None:
         self.log_p = log_p
