@@ -128,7 +128,7 @@ def journals(folder):
         for number, first in enumerate((0, 3, 3)):
             skipped = [{"step": 5, "reason": "truncated"}] if number == 2 else []
             resumed = Resumed(first, skipped, None)
-            journal = Journal(folder, resumed=resumed, log_every=1, world=world)
+            journal = Journal(folder, resumed=resumed, log_every=1, num_steps=STEPS, world=world)
             found[f"start {number}"] = (
                 [r["step"] for r in journal.rows],
                 journal.resumed_from,

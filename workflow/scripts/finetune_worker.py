@@ -218,7 +218,13 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
     optimizer = make_optimizer(training, settings)
     pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
     resumed = resume_(checkpoints, training, optimizer, identity=run.identity, world=world)
-    journal = Journal(checkpoints, resumed=resumed, log_every=settings.log_every_steps, world=world)
+    journal = Journal(
+        checkpoints,
+        resumed=resumed,
+        log_every=settings.log_every_steps,
+        num_steps=num_steps,
+        world=world,
+    )
     writer = CheckpointWriter(
         checkpoints,
         keep=settings.keep_checkpoints,

@@ -4,6 +4,7 @@ Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the ch
 resuming, so without gaps or doubles) and `history.jsonl` (one line per start, never rewound)."""
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from workflow.lib.settings.objectives import needs_of
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import checked_line, write_lines
+from workflow.lib.system.number_formats import duration
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import (
     METRICS,
@@ -32,14 +34,16 @@ from workflow.lib.training.time_watch import TimeWatch
 
 logger = logging.getLogger("workflow")
 
-HEARTBEAT_S = 30.0  # a line in the log at least this often
+LINE_S = 60.0  # between lines of the log, which is shown where no terminal has a bar
 
 
 class Journal:
     """Appends to `metrics.jsonl` on the main process; keeps the same history in memory on all."""
 
-    def __init__(self, folder: Path, *, resumed: Resumed, log_every: int, world: World) -> None:
-        self._path = folder / METRICS
+    def __init__(
+        self, folder: Path, *, resumed: Resumed, log_every: int, num_steps: int, world: World
+    ) -> None:
+        self._path, self._num_steps = folder / METRICS, num_steps
         self._log_every, self._world = log_every, world
         self._last_line_s = 0.0
         self.rows: list[dict[str, Any]] = []
@@ -66,6 +70,7 @@ class Journal:
         the log now and then. Return whether it has a line."""
         self.step, self.elapsed_s = metrics.step, metrics.elapsed_s
         measured = metrics.heldout_loss is not None
+        self._tell(metrics)
         if metrics.step % self._log_every and metrics.step != 1 and not measured:
             return False
         self.rows.append(metrics.as_json())
@@ -75,10 +80,20 @@ class Journal:
             return True
         with self._path.open("a", encoding="utf-8") as file:
             file.write(checked_line(metrics.as_json()))
-        if time.monotonic() - self._last_line_s >= HEARTBEAT_S:
-            self._last_line_s = time.monotonic()
-            logger.debug("step %d: %s", metrics.step, self.line(metrics))
         return True
+
+    def _tell(self, metrics: Step) -> None:
+        if not self._world.is_main or time.monotonic() - self._last_line_s < LINE_S:
+            return
+        self._last_line_s = time.monotonic()
+        left_s = metrics.elapsed_s / metrics.step * (self._num_steps - metrics.step)
+        if metrics.heldout_loss is None and self.heldout:
+            metrics = metrics.model_copy(update={"heldout_loss": self.heldout[-1]})
+        logger.log(
+            logging.DEBUG if sys.stderr.isatty() else logging.INFO,
+            "step %d of %d: %s, about %s left",
+            *(metrics.step, self._num_steps, self.line(metrics), duration(left_s)),
+        )
 
     def line(self, metrics: Step) -> str:
         heldout, balance = metrics.heldout_loss, metrics.router_aux_loss
