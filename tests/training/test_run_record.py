@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.captures import ALONE
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS, finished
 from tests.support.models import random_store
@@ -13,7 +14,7 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import read_checked_json
-from workflow.lib.training import time_watch
+from workflow.lib.training import run_record, time_watch
 from workflow.lib.training.checkpoint import Resumed
 from workflow.lib.training.run_record import Journal, trained_tokens
 from workflow.lib.training.time_watch import CHECKPOINTS, DATA
@@ -119,6 +120,26 @@ def test_trained_tokens_are_counted_over_the_rows_in_order(summary):
     expected = sum(int(store.loss_mask[row].sum()) for row in rows)
     assert summary["trained_tokens"] == expected
     assert trained_tokens(store, CONFIG.train, num_steps=STEPS) == expected
+
+
+def test_a_line_a_minute_tells_progress_where_no_terminal_has_a_bar(tmp_path, caplog, monkeypatch):
+    clock = {"s": 100.0}
+    monkeypatch.setattr(run_record.time, "monotonic", lambda: clock["s"])
+    monkeypatch.setattr(run_record.sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(run_record.dist, "broadcast_object_list", lambda *_, **__: None)
+    with caplog.at_level("INFO", logger="workflow"):
+        start = Resumed(0, [], None)
+        journal = Journal(tmp_path, resumed=start, log_every=1, num_steps=201, world=ALONE)
+        for step, now in ((1, 100.0), (2, 159.0), (3, 161.0)):
+            clock["s"] = now
+            heldout = {2: 4.25}.get(step)
+            update = {"step": step, "elapsed_s": float(step), "heldout_loss": heldout}
+            journal.add(METRICS.model_copy(update=update))
+    assert [x.getMessage() for x in caplog.records if "tokens/s" in x.getMessage()] == [
+        "step 1 of 201: loss 5.000, |g| 1.50, 184 tokens/s, 1.00 GiB, about 3 min 20 s left",
+        "step 3 of 201: loss 5.000, held-out 4.250, |g| 1.50, 184 tokens/s, 1.00 GiB, "
+        "about 3 min 18 s left",
+    ]
 
 
 def journals(folder):
