@@ -28,7 +28,7 @@ def test_forecast_that_is_off_is_corrected_once_after_ten_steps(predicted_s, off
     assert line[0] == 10
     assert f"were predicted ({off})" in line[1]
     assert f"most of it is {STEPS} " in line[1]
-    assert "1 h are left" in line[1]
+    assert line[1].endswith("Corrected: 1 h 0 min left")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.system.number_formats import duration
 
 STEPS_SEEN = 10  # the first of a start, of which one compiles and captures
 FAR_OFF = 0.10  # of a predicted time, what is told
@@ -67,11 +68,11 @@ class TimeWatch:
         if abs(off) <= FAR_OFF:
             return None
         worst = max(more_s, key=lambda name: abs(more_s[name]))
-        left_h = (self.num_steps - step) * each_s / 3600
+        left_s = (self.num_steps - step) * each_s
         return (
             f"the forecast of time was off: {STEPS_SEEN} steps show {each_s:.3g} s a step, "
             f"{self.predicted_s:.3g} s were predicted ({off:+.0%}); most of it is {worst} "
-            f"({more_s[worst]:+.2g} s a step). Corrected: {left_h:.3g} h are left"
+            f"({more_s[worst]:+.2g} s a step). Corrected: {duration(left_s)} left"
         )
 
     def document(self) -> dict[str, Any]:

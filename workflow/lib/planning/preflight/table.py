@@ -10,6 +10,7 @@ from workflow.lib.artifacts.preflight_record import Estimate, Forecast
 from workflow.lib.planning.preflight.machine_table import Answer
 from workflow.lib.planning.preflight.plan_words import nearest_plans, plan_choices
 from workflow.lib.step_plan.memory_options import in_words
+from workflow.lib.system.number_formats import duration
 from workflow.lib.system.units import GIB, MIB
 
 METHODS = {
@@ -148,11 +149,11 @@ def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
 
 
 def _time(time: Estimate) -> str:
-    if time.step_s is None:
+    if time.step_s is None or time.total_h is None:
         return "not known"
     cost = "" if time.cost is None else f"cost {time.cost:,.2f}, "
     return (
-        f"{time.step_s:.3g} s a step, {time.total_h:.3g} h in all, {cost}"
+        f"{time.step_s:.3g} s a step, {duration(3600 * time.total_h)} in all, {cost}"
         f"{time.tokens_per_s_per_process:,.0f} tokens/s per process"
     )
 
