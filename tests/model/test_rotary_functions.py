@@ -1,6 +1,7 @@
 """Which functions of families rotate heads, and attention that calls ours in their place. What it
 computes, and its gradients: `tests/training/test_families.py`."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -89,7 +90,8 @@ def test_a_function_that_gets_another_kind_of_table_is_the_familys():
     module, stock = attention("olmo3"), attention("olmo3")
     rotate_by_kernel_(module)
     rotating, family = (
-        type(each).forward.__globals__["apply_rotary_pos_emb"] for each in (module, stock)
+        inspect.unwrap(type(each).forward).__globals__["apply_rotary_pos_emb"]
+        for each in (module, stock)
     )
     assert rotating is not family
     query, key = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8)
@@ -102,7 +104,7 @@ def test_rotated_heads_are_never_rounded():
     """Whatever attention follows: some tell it by themselves."""
     module = attention("olmo3")
     rotate_by_kernel_(module)
-    rotating = type(module).forward.__globals__["apply_rotary_pos_emb"]
+    rotating = inspect.unwrap(type(module).forward).__globals__["apply_rotary_pos_emb"]
     angles = torch.randn(2, 1, 5, 8)
     made = rotating(torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8), angles[0], angles[1])
     assert all(map(is_exact, made))

@@ -4,6 +4,8 @@ import torch
 
 from workflow.lib.quantization.calibrated_rounding import columns_by_kernel, columns_by_loop
 
+SHAPES = [(9, 128), (5, 40), (4, 1)]
+
 Columns = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -16,9 +16,13 @@ MASKED = frozenset({"nemotron", "stablelm"})
 # Families that make the masks of sdpa and eager without positions (5.23): in packed rows they leave
 # out where documents begin. The check before the first step refuses any other that does.
 MASKS_OF_ROWS = frozenset({"afmoe", "gpt_oss", "granitemoehybrid"})
-# Families whose layers compute all scores themselves, whatever function is asked for (5.23).
+# Families whose layers compute all scores themselves, whatever function is asked for (5.24; codegen
+# and gptj up to 5.23).
 EAGER_ALONE = frozenset(
-    {"bloom", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "inkling2_text", "mpt", "xglm"}
+    {
+        *("bloom", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "xglm"),
+        *("inkling2_loop_text", "inkling2_text"),
+    }
 )
 # Those, and others whose class rules sdpa out, besides those with sinks or soft caps: some have no
 # attention at all.
