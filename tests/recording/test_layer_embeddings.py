@@ -53,9 +53,10 @@ def test_embeddings_of_layers_are_cut_over_processes(process, levers):
 
 
 @pytest.mark.parametrize(
-    ("shared", "width", "kinds"), [(12, 256, 24), (12, 0, 24), (0, 256, 24), (0, 0, 2)]
+    ("shared", "width", "themselves"),
+    [(12, 256, True), (12, 0, True), (0, 256, True), (0, 0, False)],
 )
-def test_layers_that_take_something_of_others_stand_for_themselves(shared, width, kinds):
+def test_layers_that_take_something_of_others_stand_for_themselves(shared, width, themselves):
     changes = {
         "num_hidden_layers": 24,
         "layer_types": CONFIG["layer_types"] * 4,
@@ -65,4 +66,5 @@ def test_layers_that_take_something_of_others_stand_for_themselves(shared, width
     config = AutoConfig.for_model(**CONFIG | changes)
     model = build_config_on_meta(config, dtype=torch.bfloat16)
     every = LayerChoice(range(24), (), ())
-    assert len({*layer_kinds(model, every)}) == kinds
+    kinds = len({*layer_kinds(model, every)})
+    assert kinds == 24 if themselves else kinds <= 4  # 2 or 4, by the release of Transformers

@@ -57,16 +57,22 @@ def installed(folder: Path, versions: dict[str, str]) -> Path:
         kept = [line for line in lines if line.partition("==")[0].replace("_", "-") not in free]
         kept += [f"{name}=={version}" for name, version in versions.items()]
         pins.write_text("\n".join(kept) + "\n", encoding="utf-8")
-        wanted = [
-            line
-            for name in REQUIREMENTS
-            for line in (ROOT / "envs" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-            if line and not line.startswith(("#", "-"))
-        ]
+        wanted = [line for name in REQUIREMENTS for line in required(f"{name}.txt")]
         command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(pins), *wanted]
         subprocess.run(command, check=True)
         done.write_text(json.dumps(versions), encoding="utf-8")
     return python
+
+
+def required(name: str) -> list[str]:
+    """Return the packages of a file of envs/ and of those that it names."""
+    packages: list[str] = []
+    for line in (ROOT / "envs" / name).read_text(encoding="utf-8").splitlines():
+        if line.startswith("-r "):
+            packages += required(line.removeprefix("-r "))
+        elif line and not line.startswith(("#", "-c")):
+            packages.append(line)
+    return packages
 
 
 def main() -> int:
