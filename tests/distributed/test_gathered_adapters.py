@@ -73,11 +73,12 @@ def test_layers_see_adapters_in_the_compute_type(found):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_gradients_are_never_rounded_to_the_compute_type(found, kind):
-    """Those of B are multiplied by the scale in float32; the other process adds zeros."""
+    """Those of B are multiplied by a scale of a third in float32, so two of three are no numbers
+    of bfloat16; rounded ones all would be. The other process adds zeros."""
     for result in found:
         gradients = result[kind]["gradients"]
         assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
         of_b = [gradient for name, gradient in gradients.items() if ".lora_B." in name]
         assert len(of_b) > 20
         for gradient in of_b:
-            assert (gradient != gradient.bfloat16().float()).float().mean() > 0.5
+            assert (gradient != gradient.bfloat16().float()).any()
