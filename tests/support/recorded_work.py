@@ -145,11 +145,20 @@ def measured_steps() -> list[Step]:
             work=Work.of(kept[key]["work"]),
             num_layers=kept[key]["num_layers"],
             trained_share=1 - line["sizes"]["documents"] / line["sizes"]["seq_len"],
-            measured_s=median(line["measured"]["step_s"][len(line["measured"]["step_s"]) // 3 :]),
+            measured_s=step_seconds(line["measured"]["step_s"]),
         )
         for line in timed_lines()
         if (key := _key(line)) in kept
     ]
+
+
+def step_seconds(measured: list[float]) -> float:
+    """Return the median of steps, without the first third and those after it that took over half
+    more than the median of the rest: kernels and states were still made in them."""
+    steps = measured[len(measured) // 3 :]
+    while len(steps) > 1 and steps[0] > 1.5 * median(steps[1:]):
+        steps = steps[1:]
+    return median(steps)
 
 
 def published_step(name: str) -> Step:
