@@ -19,7 +19,7 @@ from workflow.lib.system.errors import UserError
 CPU = torch.device("cpu")
 LENGTHS = (9, 5, 10, 1)  # longer and shorter than windows and convolutions
 INDEXED: dict[str, Any] = {
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # of few heads none may find a key, and equal scores are chosen by chance
     "index_head_dim": 16,
     "index_topk": 4,
     "q_lora_rank": 24,
