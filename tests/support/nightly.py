@@ -1,5 +1,6 @@
 """Run all tests as the newest instructions of this processor add numbers up, then those that
-compare numbers as every older set would; write what was found to tests/nightly.json.
+compare numbers as every older set would, and once more with other random numbers, which the commit
+draws; write what was found to tests/nightly.json.
 
 python -m tests.support.nightly -- OPTIONS OF PYTEST
 
@@ -47,6 +48,19 @@ def run_pytest(
     )
 
 
+def git(*arguments: str) -> str:
+    """Return what git says of this tree."""
+    command = ["git", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def commit() -> str:
+    """Name the commit of the tests, and say if files differ from it."""
+    return git("describe", "--always", "--dirty")
+
+
 def machine() -> str:
     text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
@@ -56,17 +70,16 @@ def machine() -> str:
 
 def main(options: list[str]) -> int:
     """Run everything; return the exit status. The file is written after every run."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
     *older, newest = supported(flags(CPUINFO.read_text() if CPUINFO.exists() else "")).items()
     numeric = [folder for folder in NUMERIC if (ROOT / folder).exists()]
     runs: dict[str, Summary] = {}
+    draw = int(git("rev-parse", "HEAD"), 16) % 10_000
     parts = [("all", newest[1], []), *((f"numeric, {name}", x, numeric) for name, x in older)]
+    parts.append((f"numeric, draw {draw}", newest[1], [*numeric, f"--draw={draw}"]))
     for name, processor, files in parts:
         runs[name] = run_pytest([*options, *files], processor.variables)
         summary = {
-            "commit": commit.stdout.strip(),
+            "commit": commit(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": machine(),
             "torch": version("torch"),

@@ -1,6 +1,7 @@
 """Plugin of pytest: what a run counts, how long each file takes, and which files are slow.
 
-Every run writes its summary to `--summary`, by default into pytest's cache. `tests/slow.txt` lists
+Every run writes its summary to `--summary`, by default into pytest's cache. `--draw N` adds N to
+every seed that a test gives to torch: a bound has to hold for any. `tests/slow.txt` lists
 the files that take longest, longest first; `make test` leaves those marked `slow` to
 `make nightly`, after which `python -m tests.support.suite` chooses them anew."""
 
@@ -45,11 +46,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     default = ROOT / ".pytest_cache" / "summary.json"
     said = "file for the counts and durations of this run"
     parser.addoption("--summary", type=Path, default=default, help=said)
+    parser.addoption("--draw", type=int, default=0, help="is added to every seed of torch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if draw := config.getoption("--draw"):
+        draw_otherwise(draw)
     if not hasattr(config, "workerinput"):  # what pytest-xdist's workers report comes here too
         config.pluginmanager.register(Recorder(config))
+
+
+def draw_otherwise(draw: int) -> None:
+    """Add a number to every seed that this process gives to torch from now on."""
+    import torch
+
+    seeded = torch.manual_seed
+
+    def manual_seed(seed: int) -> torch.Generator:
+        return seeded(seed + draw)
+
+    class Generator(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return super().manual_seed(seed + draw)
+
+    torch.manual_seed = torch.random.manual_seed = manual_seed
+    torch.Generator = Generator  # type: ignore[misc]
 
 
 class Recorder:

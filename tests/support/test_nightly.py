@@ -41,6 +41,22 @@ def test_run_that_cannot_begin_has_failed():
     assert "status 4" in run["failures"][0]
 
 
+def test_another_draw_changes_every_seed_that_torch_is_given(tmp_path):
+    text = """
+import torch
+def test_draws():
+    torch.manual_seed(3)
+    other = torch.Generator().manual_seed(3)
+    drawn = [torch.rand(1).item(), torch.rand(1, generator=other).item()]
+    assert drawn == [torch.rand(1, generator=torch.Generator().manual_seed(3)).item()] * 2
+    assert torch.initial_seed() == 3
+"""
+    (tmp_path / "test_one.py").write_text(text, encoding="utf-8")
+    options = [*OPTIONS, f"--rootdir={tmp_path}", str(tmp_path)]
+    assert nightly.run_pytest(options, {})["failed"] == 0
+    assert nightly.run_pytest([*options, "--draw=4"], {})["failed"] == 1
+
+
 def test_machine_names_what_computes():
     assert "cores" in nightly.machine()
     assert sys.version.split()[0] in nightly.machine()

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support.nightly import machine, run_pytest
+from tests.support.nightly import commit, machine, run_pytest
 from tests.support.suite import ROOT
 
 FOUND = ROOT / "tests" / "versions.json"
@@ -88,12 +88,9 @@ def main() -> int:
         python = installed(args.folder.resolve() / name, SETS[name])
         tests = run_pytest(["-m", "not slow", *options], {}, python=python)
         demo = run_demo(python)
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-        )
         found[name] = {
             "versions": SETS[name],
-            "commit": commit.stdout.strip(),
+            "commit": commit(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": machine(),
             "passed": tests["passed"],
