@@ -30,6 +30,8 @@ include: "workflow/rules/check_served.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
+include: "workflow/rules/certify_run.smk"
+include: "workflow/rules/verify.smk"
 include: "workflow/rules/publish_run.smk"
 
 
@@ -41,6 +43,8 @@ localrules:
     train,
     evaluate,
     report,
+    certify,
+    verify,
     publish,
 
 
@@ -97,6 +101,12 @@ rule report:
     input:
         rules.evaluate.input,
         rules.render_report.output,
+
+
+# What others can check of the runs; no part of `all`.
+rule certify:
+    input:
+        of_runs("certify_run", "certificate.json", names=NAMED),
 
 
 # Uploads to the hub what `export.hub_repo` names; no part of `all`.

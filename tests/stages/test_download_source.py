@@ -84,6 +84,7 @@ def manifest(folder):
 def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_path):
     """No code and no pickle is even requested; the token goes to the hub and nowhere else."""
     repo = HubRepo(MODEL | JUNK)
+    repo.licence = "apache-2.0"
     with start_hub({"owner/name": repo}) as endpoint:
         result = download(endpoint, tmp_path / "out", environment={"HF_TOKEN": TOKEN})
     assert result.returncode == 0, result.stderr
@@ -92,6 +93,7 @@ def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_pat
         "kind": "model",
         "requested_revision": None,
         "commit": repo.branches["main"],
+        "licence": "apache-2.0",
         "files": [
             {"path": path, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             for path, content in sorted(MODEL.items())

@@ -15,6 +15,7 @@ from tests.support.tiny_export import (
     tiny_tokens,
 )
 from tests.system.test_checksums import flip, flip_tensor
+from workflow.lib.evaluation.certificate import statement
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.files import canonical_json, read_json, write_checksums
@@ -85,6 +86,15 @@ def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finish
     assert measured.served.provenance.stage == "evaluate_run"
     assert measured.comparison.documents == 7
     assert list(measured.served.tasks) == ["local", "writes"]
+
+
+def test_numbers_of_every_subject_follow_from_the_items(finished):
+    evaluation = finished[1] / "evaluation"
+    said = statement("demo", [], published=evaluation, evaluation=evaluation)
+    assert list(said.predicate.measured) == MEASURED
+    for found in said.predicate.measured.values():
+        assert found["heldout"]["documents"] == 7
+        assert list(found["tasks"]) == ["local", "writes"]
 
 
 def numbers(output):

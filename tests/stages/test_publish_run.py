@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from tests.support.certificates import add_items, certify
 from tests.support.hub_server import WRITE_TOKEN, HubRepo, start_hub
 from tests.support.report_examples import edit, write_run
 from tests.support.workflow_project import make_project
@@ -30,10 +31,21 @@ def run(tmp_path):
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
     write_checksums(adapter)
     (adapter / "README.md").write_text(CARD)
+    add_items(folder)
+    certify(tmp_path, "demo")
     return folder
 
 
+def uploaded(run):
+    """Return the content of what should be there, by name."""
+    adapter = run / "consolidate" / "adapter"
+    beside = [run / "certify_run" / "certificate.json", run / "evaluate_run" / "items.json"]
+    return {path.name: path.read_bytes() for path in [*adapter.iterdir(), *beside]}
+
+
 def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
+    """Publish from the folder above, as names in a certificate begin there."""
+    root, run = run.parents[1], run.relative_to(run.parents[1])
     adapter = run / "consolidate" / "adapter"
     options = {
         "config": json.dumps({"export": {"hub_repo": "acme/demo", **export}}),
@@ -42,16 +54,19 @@ def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
         "card": adapter / "README.md",
         "summary": run / "finetune" / "summary.json",
         "parity": run / "consolidate" / "parity.json",
+        "certificate": run / "certify_run" / "certificate.json",
+        "evaluation": run / "evaluate_run",
         "output": run / "publish_run" / "published.json",
     }
     command = [sys.executable, "-m", "workflow.scripts.publish_run"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     variables = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
     variables["HF_HUB_DISABLE_XET"] = "1"  # the stand-in takes large files by git LFS
+    variables |= {"HF_HOME": str(root / "cache"), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command,
-        cwd=ROOT,
-        env=os.environ | variables | {"HF_HOME": str(run / "cache")},
+        cwd=root,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -68,8 +83,7 @@ def test_adapter_and_card_are_in_a_repository_that_is_private_unless_asked(run, 
     with start_hub(repos) as endpoint:
         done = publish(run, endpoint, hub_public=public)
     assert done.returncode == 0, done.stderr
-    adapter = run / "consolidate" / "adapter"
-    assert files_of(repos["acme/demo"]) == {p.name: p.read_bytes() for p in adapter.iterdir()}
+    assert files_of(repos["acme/demo"]) == uploaded(run)
     assert repos["acme/demo"].private is not public
     published = read_checked_json(run / "publish_run" / "published.json")
     assert published["commit_url"].endswith(repos["acme/demo"].branches["main"])
@@ -91,6 +105,7 @@ def test_upload_that_broke_off_goes_on_with_the_files_that_are_missing(run):
     second.write_bytes(b"other weights")
     write_checksums(adapter)
     (adapter / "README.md").write_text(CARD)
+    certify(run.parents[1], "demo")
     oids = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)}
     repo = HubRepo({})
     repo.refused = {oids[second]}
@@ -106,7 +121,7 @@ def test_upload_that_broke_off_goes_on_with_the_files_that_are_missing(run):
         done = publish(run, endpoint)
     assert done.returncode == 0, done.stderr
     assert repo.sent == [oids[first], oids[second]], "each is sent once"
-    assert files_of(repo) == {path.name: path.read_bytes() for path in adapter.iterdir()}
+    assert files_of(repo) == uploaded(run)
 
 
 def test_card_of_a_merged_model_says_that_it_is_one(run):
@@ -144,6 +159,13 @@ def fail_parity(run):
     edit(run / "consolidate" / "parity.json", lambda d: d.update(passed=False))
 
 
+def state_another_loss(run):
+    path = run / "certify_run" / "certificate.json"
+    said = read_json(path)
+    said["predicate"]["measured"]["tuned"]["heldout"]["loss"] = 1.0
+    write_json(path, said)
+
+
 def damage_weights(run):
     (run / "consolidate" / "adapter" / "adapter_model.safetensors").write_bytes(b"rotten!")
 
@@ -156,6 +178,7 @@ def damage_weights(run):
         (name_folder_of_base_in_card, "4-bit weights that only this machine has"),
         (fail_training_check, "a check failed (Gathered weights equal"),
         (fail_parity, "a check failed (the exported adapter gives"),
+        (state_another_loss, "which does not follow from the items"),
         (damage_weights, "adapter_model.safetensors is damaged"),
     ],
 )

@@ -39,6 +39,7 @@ class HubRepo:
         self.lfs = lfs
         self.commits: dict[str, Files] = {}
         self.branches: dict[str, str] = {}
+        self.licence: str | list[str] | None = None  # as its card names it
         self.gated = False  # files are refused, as to an account that did not accept the licence
         self.private = False
         self.bad_token = False  # every request is refused, as with an expired token
@@ -240,7 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
         if commit is None:
             return self._error(404, "RevisionNotFound")
         if action == "revision":
-            return self._json({"id": "/".join(parts[:2]), "sha": commit, "siblings": []})
+            said = {"id": "/".join(parts[:2]), "sha": commit, "siblings": []}
+            return self._json(said | {"cardData": {"license": repo.licence}})
         if action == "tree":
             return self._json(repo.tree(commit))
         return self._file(repo, commit, "/".join(rest))

@@ -26,7 +26,7 @@ from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.settings.config import merge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TARGETS = ("all", "tokenize", "preflight", "train", "evaluate", "report")
+TARGETS = ("all", "tokenize", "preflight", "train", "evaluate", "report", "certify")
 TIMEOUT_S = 1800.0  # of one command, on a busy machine
 
 # Small on purpose: two processes, six steps. The random model needs a high rate to move at all.

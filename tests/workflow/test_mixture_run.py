@@ -22,7 +22,10 @@ def test_mixture_goes_through_all_stages(tmp_path):
     done = project.snakemake("all")
     assert done.status == 0, done.output
     run = tmp_path / "results" / "runs" / "demo"
-    assert {path.stem for path in (run / "evaluate_run").glob("[a-z]*.json")} == {*SUBJECTS}
+    assert {path.stem for path in (run / "evaluate_run").glob("[a-z]*.json")} == {
+        *SUBJECTS,
+        "items",
+    }
     parity = read_checked_json(run / "consolidate" / "parity.json")
     assert parity["passed"]
     assert parity["adapter_effect"] > 100 * parity["rms_difference"]

@@ -60,6 +60,9 @@ configfile: "config.yaml"
 
 update_config(config, as_in_yaml(workflow.config_settings.config))
 
+# No settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`.
+CERTIFICATE, SIGNED_BY = (config.pop(name, None) for name in ("certificate", "signed_by"))
+
 STARTED = time.time()
 
 # Here, since Snakemake would show a traceback of what a function of a rule raises.

@@ -100,6 +100,22 @@ def publications():
     return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in named]
 
 
+def certified_folders(name):
+    """The folders of exported files that a certificate names beside base and adapter."""
+    gguf = [layout.stage_dir(name, "convert_gguf")] if name in IN_GGUF else []
+    return [*([merged_model(name)] if name in MERGED else []), *gguf]
+
+
+def verified_options():
+    """The options of `verify`: what the command line names."""
+    if CERTIFICATE is None:
+        raise WorkflowError(
+            "Nothing is verified: name a file, snakemake verify --config certificate=FILE"
+        )
+    signer = [] if SIGNED_BY is None else ["--signed-by", SIGNED_BY]
+    return ["--certificate", CERTIFICATE, *signer]
+
+
 # Gains that runs must reach, by run.
 REQUIRED = {
     name: run.evaluate.model_dump(mode="json", include={"require", "require_by"})

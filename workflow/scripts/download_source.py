@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
     source = hub.Source(**args.config)
     with hub.explained_errors(source):
         partial = hub.partial_folder(args.output)
-        commit, listing = hub.list_files(source)
+        commit, licence, listing = hub.list_files(source)
         logger.info("%s at %s is commit %s", source.repo_id, source.revision or "main", commit)
         paths = [file.path for file in listing]
         check_runs(args.checks, source, paths, commit=commit, folder=partial)
@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> None:
         hub.check_disk_space(source, {f.path: f.size for f in files}, folder=partial)
         logger.info("%d files, %.3f GiB", len(files), sum(f.size for f in files) / 2**30)
         hub.fetch(source, chosen, commit=commit, folder=partial)
-        record = hub.record(source, files, commit=commit, folder=partial)
+        record = hub.record(source, files, commit=commit, licence=licence, folder=partial)
         write_checked_json(partial / hub.MANIFEST, record)
         hub.publish(partial, args.output, keep=[hub.MANIFEST, *chosen])
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items
 from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
@@ -30,7 +30,13 @@ from workflow.lib.evaluation.questions import (
     parts,
     prepare,
 )
-from workflow.lib.evaluation.results import evaluations, four_bits_of, method_of, summary_lines
+from workflow.lib.evaluation.results import (
+    evaluations,
+    four_bits_of,
+    items_of,
+    method_of,
+    summary_lines,
+)
 from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.kto import RatedAnswers
@@ -88,7 +94,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
                 four_bits=four_bits_of(args.base),
                 quantized_by=method_of(args.base),
             )
-            write(args.output, results)
+            write(args.output, results, items_of(measured, questions, run=args.run))
 
 
 def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:
@@ -197,12 +203,13 @@ def measure_all(
     return measured
 
 
-def write(folder: Path, results: dict[SubjectName, Evaluation]) -> None:
-    """Write one file a subject, all or none, and tell what came out."""
+def write(folder: Path, results: dict[SubjectName, Evaluation], items: Items) -> None:
+    """Write one file a subject and the items, all or none, and tell what came out."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for subject, evaluation in results.items():
         write_checked_json(partial / f"{subject}.json", evaluation.as_json())
+    write_checked_json(partial / ITEMS, items.as_json())
     put_in_place(partial, folder)
     for line in summary_lines(results):
         logger.info("%s", line)

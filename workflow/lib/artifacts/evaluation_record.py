@@ -1,4 +1,5 @@
-"""Records of `evaluate_run` (`<subject>.json`) and of `require_gain` (`requirements.json`)."""
+"""Records of `evaluate_run` (`<subject>.json`, `items.json`) and of `require_gain`
+(`requirements.json`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +7,8 @@ from typing import Literal
 
 from workflow.lib.artifacts.records import Interval, Provenance, Record
 from workflow.lib.settings.subjects import SubjectName
+
+ITEMS = "items.json"
 
 
 class SourceLoss(Record):
@@ -141,6 +144,32 @@ class Evaluation(Record):
     four_bits: FourBits | None = None  # of the base, if it was calibrated
     quantized_by: str | None = None
     """Of the base: its method, with `quantize.method: auto` the reason too."""
+    provenance: Provenance  # what made the file
+
+
+class TaskItems(Record):
+    """A metric of a task, item by item."""
+
+    task: str  # name of the task
+    metric: str  # name of the metric, which is the mean of the values
+    values: list[tuple[int, str, str, float]]
+    """Number of the item, hashes of its document and of its prompt, value."""
+
+
+class SubjectItems(Record):
+    """What one subject answered."""
+
+    losses: list[DocumentLoss]  # on each held-out document; none where that is switched off
+    tasks: list[TaskItems]  # without corpus-level metrics and groups
+
+
+class Items(Record):
+    """`evaluate_run/items.json`: what the statistics are made of, without texts."""
+
+    run: str  # name of the run
+    resamples: int  # of the bootstrap
+    seed: int  # of the bootstrap
+    subjects: dict[SubjectName, SubjectItems]  # in the order in which they are shown
     provenance: Provenance  # what made the file
 
 

@@ -17,13 +17,13 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 def read_record(path: Path, model: type[RecordT]) -> RecordT:
     """Read a JSON artifact; raises `UserError` as `read_artifact`, or naming a wrong field."""
-    return _parse(read_artifact(path), model, where=str(path))
+    return parsed(read_artifact(path), model, where=str(path))
 
 
 def read_records(path: Path, model: type[RecordT]) -> list[RecordT]:
     """Read a JSON Lines artifact, perhaps empty; raises `UserError` naming line and field."""
     rows = enumerate(read_lines(path), 1)
-    return [_parse(row, model, where=f"{path}, line {number}") for number, row in rows]
+    return [parsed(row, model, where=f"{path}, line {number}") for number, row in rows]
 
 
 def read_steps(path: Path) -> list[Step]:
@@ -40,7 +40,8 @@ def read_steps(path: Path) -> list[Step]:
     return steps
 
 
-def _parse(content: dict[str, Any], model: type[RecordT], *, where: str) -> RecordT:
+def parsed(content: dict[str, Any], model: type[RecordT], *, where: str) -> RecordT:
+    """Return the record that JSON holds; raises `UserError` naming a wrong field."""
     try:
         return model.model_validate_json(json.dumps(content))  # of JSON, a list may be a tuple
     except ValidationError as error:

@@ -1,7 +1,6 @@
 """Measurements of the subjects as the JSON artifacts of the evaluation, computed anew from stored
 answers, and what 4 bits cost: the losses that the base's calibration has measured."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,9 +11,12 @@ from workflow.lib.artifacts.evaluation_record import (
     Evaluation,
     FourBits,
     Heldout,
+    Items,
     LossDifference,
     Sample,
     SourceLoss,
+    SubjectItems,
+    TaskItems,
     four_bits_cost,
 )
 from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
@@ -22,9 +24,14 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval, Provenance
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
-from workflow.lib.evaluation.task_scores import draws_of, estimate_ratio, task_differences
+from workflow.lib.evaluation.task_scores import (
+    Loss,
+    difference_fields,
+    draws_of,
+    loss_fields,
+    task_differences,
+)
 from workflow.lib.model.safetensors_reader import QUANTIZATION
-from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 
 DRAWS = {"resamples": 2000, "seed": 0}
@@ -65,11 +72,10 @@ def _difference(
 ) -> LossDifference:
     """Return first - second per token, with its interval."""
     pairs = [((x, n), (y, n)) for x, y, n in zip(first, second, tokens, strict=True)]
-    return LossDifference(**_difference_fields(pairs, DRAWS))
+    return LossDifference(**difference_fields(pairs, **DRAWS))
 
 
 T = TypeVar("T")
-Loss = tuple[float, int]
 Losses = Sequence[Loss]
 
 
@@ -154,22 +160,46 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
 def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
     if not losses:
         return None
-    settings = questions.settings
+    draws = draws_of(questions.settings)
     of: dict[str, Any] = {"of": questions.preferences.what} if questions.preferences else {}
     return Heldout(
-        **_loss_fields(losses, settings=settings),
+        **loss_fields(losses, **draws),
         **of,
         sources={
-            name: SourceLoss(**_loss_fields(some, settings=settings))
+            name: SourceLoss(**loss_fields(some, **draws))
             for name, some in _by_source(losses, questions.sources).items()
         },
-        per_document=[
-            DocumentLoss(document=number, source=source, loss_sum=loss_sum, tokens=count)
-            for number, source, (loss_sum, count) in zip(
-                questions.losses_of, questions.sources, losses, strict=True
-            )
-        ],
+        per_document=_per_document(losses, questions),
     )
+
+
+def _per_document(losses: Losses, questions: Questions) -> list[DocumentLoss]:
+    of = zip(questions.losses_of, questions.sources, losses, strict=True) if losses else ()
+    return [
+        DocumentLoss(document=number, source=source, loss_sum=loss_sum, tokens=count)
+        for number, source, (loss_sum, count) in of
+    ]
+
+
+def items_of(
+    measured: Mapping[SubjectName, Measurement], questions: Questions, *, run: str
+) -> Items:
+    """Return what the statistics are made of."""
+    subjects = {
+        name: SubjectItems(
+            losses=_per_document(measured[name].losses, questions),
+            tasks=[
+                TaskItems(
+                    task=task, metric=metric, values=[(*item, v) for item, v in found.items()]
+                )
+                for (task, metric), found in measured[name].tasks.items.items()
+            ],
+        )
+        for name in SUBJECTS
+        if name in measured
+    }
+    draws = draws_of(questions.settings)
+    return Items(run=run, **draws, subjects=subjects, provenance=Provenance.now())
 
 
 def _by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T]]:
@@ -179,45 +209,18 @@ def _by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T
     }
 
 
-def _loss_fields(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
-    sums, tokens = zip(*losses, strict=True)
-    loss = sum(sums) / sum(tokens)
-    estimate = estimate_ratio(sums, tokens, **draws_of(settings))
-    return {
-        "loss": loss,
-        "loss_ci95": estimate.ci95,
-        "perplexity": math.exp(loss),
-        "documents": len(sums),
-        "trained_tokens": sum(tokens),
-    }
-
-
 def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
     draws = draws_of(questions.settings)
     pairs = list(zip(before.losses, after.losses, strict=True))
     return Comparison(
-        **_difference_fields(pairs, draws),
+        **difference_fields(pairs, **draws),
         sources={
-            name: LossDifference(**_difference_fields(some, draws))
+            name: LossDifference(**difference_fields(some, **draws))
             for name, some in _by_source(pairs, questions.sources).items()
         },
         tasks=task_differences(before.tasks, after.tasks, **draws),
         **_reward_difference(before, after, questions),
     )
-
-
-def _difference_fields(
-    pairs: Sequence[tuple[Loss, Loss]], draws: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return the fields of `LossDifference`; pairs: (summed loss, tokens) before and after."""
-    gains = [before - after for (before, _), (after, _) in pairs]
-    tokens = [count for (_, count), _ in pairs]
-    fields: dict[str, Any] = dict.fromkeys(("loss_difference", "loss_difference_ci95", "p_value"))
-    if pairs:
-        estimate = estimate_ratio(gains, tokens, **draws)
-        mean = sum(gains) / sum(tokens)
-        fields = dict(zip(fields, (mean, estimate.ci95, estimate.p_value), strict=True))
-    return fields | {"documents": len(pairs)}
 
 
 def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:

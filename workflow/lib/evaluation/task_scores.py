@@ -7,7 +7,8 @@ subjects see the same documents, so a difference resamples as one numerator.
 Where every item is right or wrong, the p-value is that of the exact McNemar test (McNemar 1947):
 binomial, over the items that one of the two alone answered rightly. Elsewhere: the bootstrap's."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from workflow.lib.settings.config import EvaluateConfig
 
 Floats = npt.NDArray[np.float64]
 CHUNK_ENTRIES = 2**22  # resampled indices held at a time: 32 MiB
+Loss = tuple[float, int]  # summed over tokens, and their number
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def task_differences(
         differences[name] = {
             metric: MetricDifference(
                 difference=score.metrics[metric].value - before[metric].value,
-                **_paired_fields(
+                **paired_fields(
                     base.items.get((name, metric), {}),
                     tuned.items.get((name, metric), {}),
                     resamples=resamples,
@@ -134,9 +136,10 @@ def task_differences(
     return differences
 
 
-def _paired_fields(
+def paired_fields(
     base: dict[Item, float], tuned: dict[Item, float], *, resamples: int, seed: int
 ) -> dict[str, Any]:
+    """Return the fields of `MetricDifference` that the items decide."""
     assert base.keys() == tuned.keys(), "base and tuned did not answer the same items"
     keys = ("difference_ci95", "p_value", "test", "gained", "lost")
     fields: dict[str, Any] = dict.fromkeys(keys)
@@ -157,3 +160,30 @@ def mcnemar(gained: int, lost: int) -> float:
     """Return the two-sided p-value of as many items gained as lost."""
     changed = gained + lost
     return float(binomtest(gained, changed, 0.5).pvalue) if changed else 1.0
+
+
+def loss_fields(losses: Sequence[Loss], *, resamples: int, seed: int) -> dict[str, Any]:
+    """Return the fields of `SourceLoss`, of a loss by document."""
+    sums, tokens = zip(*losses, strict=True)
+    loss = sum(sums) / sum(tokens)
+    return {
+        "loss": loss,
+        "loss_ci95": estimate_ratio(sums, tokens, resamples=resamples, seed=seed).ci95,
+        "perplexity": math.exp(loss),
+        "documents": len(sums),
+        "trained_tokens": sum(tokens),
+    }
+
+
+def difference_fields(
+    pairs: Sequence[tuple[Loss, Loss]], *, resamples: int, seed: int
+) -> dict[str, Any]:
+    """Return the fields of `LossDifference`; pairs: the losses of a document before and after."""
+    gains = [before - after for (before, _), (after, _) in pairs]
+    tokens = [count for (_, count), _ in pairs]
+    fields: dict[str, Any] = dict.fromkeys(("loss_difference", "loss_difference_ci95", "p_value"))
+    if pairs:
+        estimate = estimate_ratio(gains, tokens, resamples=resamples, seed=seed)
+        mean = sum(gains) / sum(tokens)
+        fields = dict(zip(fields, (mean, estimate.ci95, estimate.p_value), strict=True))
+    return fields | {"documents": len(pairs)}

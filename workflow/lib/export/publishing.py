@@ -48,6 +48,13 @@ class Publication:
     form: Form
     repo_id: str
     private: bool
+    beside: tuple[Path, ...] = ()  # further files: the certificate and its items
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Return what is uploaded beside the card, by its name there."""
+        own = {path.relative_to(self.folder).as_posix(): path for path in _files(self.folder)}
+        return own | {path.name: path for path in self.beside}
 
 
 def refuse_failed(summary: Summary, parity: Parity) -> None:
@@ -63,7 +70,7 @@ def refuse_failed(summary: Summary, parity: Parity) -> None:
 
 def refuse_private(publication: Publication) -> None:
     """Raise `UserError` if a file to be uploaded names a path of this machine."""
-    for path in [publication.card, *_files(publication.folder)]:
+    for path in [publication.card, *publication.files.values()]:
         for named in named_paths(path):
             raise UserError(
                 f"Nothing is published: {path} names {named}. If it is the base model "
@@ -96,14 +103,13 @@ def upload(publication: Publication, *, message: str) -> str:
     """Make the repository if there is none, and upload in one commit; return the commit's address.
     Raises `UserError` with what the hub says if it refuses, and if the upload breaks off."""
     api = HfApi()
-    names = [path.relative_to(publication.folder) for path in _files(publication.folder)]
     try:
         api.create_repo(publication.repo_id, private=publication.private, exist_ok=True)
         with tempfile.TemporaryDirectory() as temporary:
             staged = Path(temporary)
-            for name in names:
+            for name, path in publication.files.items():
                 (staged / name).parent.mkdir(exist_ok=True)
-                (staged / name).symlink_to((publication.folder / name).resolve())
+                (staged / name).symlink_to(path.resolve())
             write_text(staged / CARD, card_text(publication))
             done = api.upload_folder(
                 repo_id=publication.repo_id, folder_path=staged, commit_message=message

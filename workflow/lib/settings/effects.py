@@ -22,6 +22,7 @@ Stage = Literal[
     "publish_run",
     "evaluate_run",
     "check_served",
+    "certify_run",
     "write_card",
     "require_gain",
     "render_report",

@@ -64,6 +64,8 @@ class ExportConfig(Section):
     nf4_base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
     """Hub id of a copy of the folder below `results/base`, where Transformers cannot make this
     4-bit base. Not looked up."""
+    signing_key: Annotated[str | None, Affects(read_by=("certify_run",), later=True)] = None
+    """Private key (of `ssh-keygen`, or PEM) that signs the certificate; null = it is not signed."""
     hub_repo: Annotated[str | None, PUBLISHED] = Field(None, pattern=HUB_REPO)
     """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
     hub_form: Annotated[Literal["adapter", "merged", "gguf"], PUBLISHED] = "adapter"

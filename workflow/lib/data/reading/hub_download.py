@@ -86,15 +86,17 @@ class Source:
         return setting_error(SETTINGS[self.kind], self.repo_id, bound, change)
 
 
-def list_files(source: Source) -> tuple[str, list[RepoFile]]:
-    """Return the commit that the revision names now, and all of its files."""
+def list_files(source: Source) -> tuple[str, str | None, list[RepoFile]]:
+    """Return the commit that the revision names now, its licence if one is named, and its files."""
     api, kind = HfApi(), source.repo_type
-    commit = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind).sha
+    found: Any = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind)
+    commit, licence = found.sha, (found.card_data or {}).get("license")
     assert commit is not None, "the hub answers every repository request with its commit"
     tree = api.list_repo_tree(source.repo_id, revision=commit, repo_type=kind, recursive=True)
     files = [entry for entry in tree if isinstance(entry, RepoFile)]
     check_paths(source, [file.path for file in files])
-    return commit, files
+    licences = [licence] if isinstance(licence, str) else licence or []
+    return commit, ", ".join(map(str, licences)) or None, files
 
 
 def check_paths(source: Source, paths: Iterable[str]) -> None:
@@ -214,7 +216,7 @@ def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) ->
 
 
 def record(
-    source: Source, files: Iterable[RepoFile], *, commit: str, folder: Path
+    source: Source, files: Iterable[RepoFile], *, commit: str, licence: str | None, folder: Path
 ) -> dict[str, Any]:
     """Return the content of `source.json`: what was asked for, what it was, and every file."""
     return {
@@ -222,6 +224,7 @@ def record(
         "kind": source.kind,
         "requested_revision": source.revision,
         "commit": commit,
+        "licence": licence,
         "files": [
             {
                 "path": file.path,

@@ -1,0 +1,45 @@
+"""`certify_run/certificate.json`: an in-toto Statement v1, as it is or in a DSSE envelope."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from workflow.lib.artifacts.records import Provenance, Record
+from workflow.lib.settings.subjects import SubjectName
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "urn:fsdp-qlora:fine-tuning:v1"  # of this workflow: in-toto has none for a training
+
+
+class Digest(Record):
+    """Hashes of a file."""
+
+    sha256: str  # SHA-256 of its bytes
+
+
+class CertifiedFile(Record):
+    """A file of the run."""
+
+    name: str  # its path from the folder of the run's `results`
+    digest: Digest  # hashes of it
+
+
+class Predicate(Record):
+    """What is said of these files."""
+
+    run: str  # name of the run
+    published: str  # folder whose files `snakemake publish` uploads
+    facts: dict[str, dict[str, Any]]
+    """What files of `subject` say, by their names: of the data, training, export and servers."""
+    measured: dict[SubjectName, dict[str, Any]]
+    """Statistics of `items.json`, in the fields of `Evaluation`, by model."""
+    provenance: Provenance  # what made the statement
+
+
+class Statement(Record):
+    """The statement."""
+
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")  # its format
+    subject: list[CertifiedFile]  # the files that it is about
+    predicate_type: str = Field(alias="predicateType")  # format of the predicate
+    predicate: Predicate  # what is said

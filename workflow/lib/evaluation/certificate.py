@@ -1,0 +1,272 @@
+"""A statement that others can check: hashes of what a run has made, and what was measured.
+
+Its numbers are computed from files that it names, so a check computes them again (`verify`). It
+holds no text of the data and no path of this machine. Formats: in-toto Statement v1; where it is
+signed, a DSSE envelope v1 with Ed25519."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from securesystemslib.dsse import Envelope
+from securesystemslib.exceptions import VerificationError
+from securesystemslib.signer import CryptoSigner, SSlibKey
+
+from workflow.lib.artifacts.certificate_record import PREDICATE, STATEMENT, Statement
+from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items, SubjectItems
+from workflow.lib.artifacts.gguf_record import GgufChecks
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.read_records import parsed, read_record
+from workflow.lib.artifacts.records import Download, Record
+from workflow.lib.artifacts.served_record import ServedCheck
+from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.evaluation.task_scores import (
+    difference_fields,
+    estimate_ratio,
+    loss_fields,
+    paired_fields,
+)
+from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import file_sha256, provenance
+from workflow.lib.system.number_formats import some_of
+
+PAYLOAD = "application/vnd.in-toto+json"
+SAME = 1e-9  # relative: other processors may add in another order
+# What is told of a file, by its name: its record, and the fields.
+FACTS: dict[str, tuple[type[Record], dict[str, Any]]] = {
+    "source.json": (Download, dict.fromkeys(Download.model_fields, True)),
+    "manifest.json": (
+        Manifest,
+        {
+            "seq_len": True,
+            "sources": {"__all__": {"split", "sha256", "rows"}},
+            "train_heldout_overlap": True,
+            "train_heldout_near_duplicates": True,
+        },
+    ),
+    "summary.json": (
+        Summary,
+        {
+            **dict.fromkeys(("fingerprint", "num_steps", "trained_tokens", "final_loss"), True),
+            **dict.fromkeys(("device_name", "processes", "elapsed_s"), True),
+            "checks": {"__all__": {"name", "passed"}},
+            "provenance": {"commit", "packages"},
+        },
+    ),
+    "parity.json": (
+        Parity,
+        dict.fromkeys(("passed", "rms_difference", "tolerance", "positions"), True),
+    ),
+    "served.json": (
+        ServedCheck,
+        dict.fromkeys(ServedCheck.model_fields.keys() - {"provenance"}, True),
+    ),
+    "gguf.json": (GgufChecks, {"files": True}),
+}
+
+
+def facts_of(paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Return what files say, by their names."""
+    found: dict[str, Any] = {}
+    for name, path in paths.items():
+        if path.name in FACTS:
+            model, fields = FACTS[path.name]
+            found[name] = read_record(path, model).model_dump(mode="json", include=fields)
+    return found
+
+
+def statistics(items: Items) -> dict[str, Any]:
+    """Return loss, scores and paired differences of each subject, in the fields of `Evaluation`."""
+    how = {"resamples": items.resamples, "seed": items.seed}
+    found: dict[str, Any] = {}
+    for position, (name, subject) in enumerate(items.subjects.items()):
+        tasks: dict[str, Any] = {}
+        for (task, metric), values in _values(subject).items():
+            estimate = estimate_ratio(list(values.values()), [1.0] * len(values), **how)
+            score = {"value": estimate.value, "value_ci95": estimate.ci95}
+            tasks.setdefault(task, {"metrics": {}})["metrics"][metric] = score
+        found[name] = {
+            "heldout": loss_fields(_losses(subject), **how) if subject.losses else None,
+            "tasks": tasks,
+            "comparisons": {
+                other: _compared(before, subject, how)
+                for other, before in list(items.subjects.items())[:position]
+            },
+        }
+    return found
+
+
+def _losses(subject: SubjectItems) -> list[tuple[float, int]]:
+    return [(document.loss_sum, document.tokens) for document in subject.losses]
+
+
+def _values(subject: SubjectItems) -> dict[tuple[str, str], dict[tuple[int, str, str], float]]:
+    return {
+        (found.task, found.metric): {(of[0], of[1], of[2]): of[3] for of in found.values}
+        for found in subject.tasks
+    }
+
+
+def _compared(before: SubjectItems, after: SubjectItems, how: Mapping[str, int]) -> dict[str, Any]:
+    pairs = list(zip(_losses(before), _losses(after), strict=True))
+    tasks: dict[str, Any] = {}
+    old = _values(before)
+    for (task, metric), values in _values(after).items():
+        if (task, metric) in old:
+            paired = paired_fields(old[task, metric], values, **how)
+            tasks.setdefault(task, {})[metric] = paired
+    return {**difference_fields(pairs, **how), "tasks": tasks}
+
+
+def statement(
+    run: str, files: Iterable[RecordedFile], *, published: Path, evaluation: Path
+) -> Statement:
+    """Return the statement of a run; files: sound ones, those of `FACTS` and the items among them.
+    Raises `UserError` if the evaluation is not what its items say."""
+    by_name = {file.path.as_posix(): file for file in files}
+    measured = statistics(read_record(evaluation / ITEMS, Items))
+    for subject, found in measured.items():
+        path = evaluation / f"{subject}.json"
+        told = read_record(path, Evaluation).model_dump(mode="json")
+        if wrong := _first_other(told, found, common=True):
+            raise _not_following(path, wrong)
+    return Statement.model_validate(
+        {
+            "_type": STATEMENT,
+            "subject": [
+                {"name": name, "digest": {"sha256": file.sha256}} for name, file in by_name.items()
+            ],
+            "predicateType": PREDICATE,
+            "predicate": {
+                "run": run,
+                "published": published.as_posix(),
+                "facts": facts_of({name: file.path for name, file in by_name.items()}),
+                "measured": measured,
+                "provenance": provenance(),
+            },
+        }
+    )
+
+
+def _not_following(path: Path, wrong: str) -> UserError:
+    return UserError(f"{path}: {wrong}, which does not follow from the items ({ITEMS}).")
+
+
+def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list | tuple):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in parts:
+            yield from _leaves(part, f"{at}.{key}" if at else str(key))
+    else:
+        yield at, value
+
+
+def _first_other(stated: Any, found: Any, *, common: bool = False) -> str | None:
+    """Return the first value that is stated and not found, in words; common: of those in both."""
+    old, new = dict(_leaves(stated)), dict(_leaves(found))
+    names = [name for name in (old | new) if not common or (name in old and name in new)]
+    for name in names:
+        if name not in old or name not in new or not _same(old[name], new[name]):
+            return f"{name} = {old.get(name, 'nothing')}, found {new.get(name, 'nothing')}"
+    return None
+
+
+def _same(stated: Any, found: Any) -> bool:
+    if isinstance(stated, float) and isinstance(found, float):
+        return math.isclose(stated, found, rel_tol=SAME, abs_tol=SAME)
+    return bool(stated == found)
+
+
+def packed(said: Statement, key: Path | None) -> dict[str, Any]:
+    """Return the statement as JSON, signed if there is a key."""
+    content = said.as_json()
+    if key is None:
+        return content
+    envelope = Envelope(json.dumps(content).encode(), PAYLOAD, {})
+    envelope.sign(CryptoSigner(_key(key, of="private", setting="export.signing_key")))
+    return dict(envelope.to_dict())
+
+
+def _key(path: Path, *, of: Literal["private", "public"], setting: str) -> Any:
+    """Read a key as `ssh-keygen` writes it, or in PEM."""
+    data = path.read_bytes()
+    form = "ssh" if b"OPENSSH" in data or data.startswith(b"ssh-") else "pem"
+    try:
+        load = getattr(serialization, f"load_{form}_{of}_key")
+        return load(data, password=None) if of == "private" else load(data)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        change = "Name one of `ssh-keygen -t ed25519 -N ''`, or in PEM, without a passphrase"
+        bound = f"it cannot be read as a {of} key ({error})"
+        raise setting_error(setting, str(path), bound, change) from None
+
+
+def opened(path: Path, signed_by: Path | None) -> tuple[Statement, str]:
+    """Return a certificate's statement, and who signed it, in words. Raises `UserError` if that is
+    not the public key `signed_by`."""
+    try:
+        content = dict(json.loads(path.read_bytes()))
+        envelope = Envelope.from_dict(content) if "payload" in content else None
+        said = content if envelope is None else dict(json.loads(envelope.payload))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        bound, change = f"it cannot be read ({error!r})", "Name a file certificate.json"
+        raise setting_error("certificate", str(path), bound, change) from None
+    signer = "not signed"
+    if signed_by is not None:
+        key = SSlibKey.from_crypto(_key(signed_by, of="public", setting="signed_by"))
+        try:
+            (envelope or Envelope(b"", PAYLOAD, {})).verify([key], threshold=1)
+        except VerificationError:
+            raise UserError(f"{path} is not signed by {signed_by}.") from None
+        signer = f"signed by {signed_by}"
+    elif envelope is not None:
+        signer = f"signed by {', '.join(envelope.signatures)}, not checked (signed_by)"
+    return parsed(said, Statement, where=str(path)), signer
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A certificate that holds: its statement, who signed it, files that are not here."""
+
+    said: Statement
+    signer: str
+    absent: list[str]
+
+
+def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
+    """Hold files beside the certificate, or below this folder, and its numbers against it; raises
+    `UserError` for the first that is another."""
+    said, signer = opened(certificate, signed_by)
+    paths = {file.name: _located(file.name, said, certificate.parent) for file in said.subject}
+    here = {name: path for name, path in paths.items() if path is not None}
+    digests = {file.name: file.digest.sha256 for file in said.subject}
+    if wrong := [str(here[name]) for name in here if file_sha256(here[name]) != digests[name]]:
+        raise UserError(f"{certificate}: not the files that were certified: {some_of(wrong)}.")
+    items = next((path for name, path in here.items() if Path(name).name == ITEMS), None)
+    if items is None:
+        raise UserError(f"{certificate}: {ITEMS} is not here, so no number can be checked.")
+    measured = said.predicate.model_dump(mode="json")["measured"]
+    if other := _first_other(measured, statistics(read_record(items, Items))):
+        raise _not_following(certificate, other)
+    told = {name: facts for name, facts in said.predicate.facts.items() if paths.get(name, True)}
+    if other := _first_other(told, facts_of(here)):
+        raise UserError(f"{certificate}: {other} in the file itself.")
+    return Verified(said, signer, sorted(paths.keys() - here.keys()))
+
+
+def _located(name: str, said: Statement, beside: Path) -> Path | None:
+    """Return where a certified file is: as published beside the certificate, or where it was made;
+    None if it is not here."""
+    path, published = Path(name), Path(said.predicate.published)
+    places = [path]
+    if path.is_relative_to(published):
+        places.insert(0, beside / path.relative_to(published))
+    elif path.name == ITEMS:
+        places.insert(0, beside / ITEMS)
+    return next((place for place in places if place.is_file()), None)

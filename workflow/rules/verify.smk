@@ -1,0 +1,10 @@
+# No input: a certificate is held against what is here, and nothing is made anew for it.
+rule verify:
+    log:
+        "logs/verify/verify.log",
+    conda:
+        "../../envs/torch.yaml"
+    params:
+        options=lambda w: verified_options(),
+    shell:
+        "python -m workflow.scripts.verify {params.options:q} --log {log:q}"

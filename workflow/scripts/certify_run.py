@@ -1,0 +1,46 @@
+"""State what a run has made and measured, so that others can check it: `certificate.json`.
+
+Every file is held against its recorded SHA-256 first. Signed with `export.signing_key`, if one is
+set. `snakemake verify` checks it.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from workflow.lib.artifacts.evaluation_record import ITEMS
+from workflow.lib.evaluation.certificate import packed, statement
+from workflow.lib.settings.config import ExportConfig
+from workflow.lib.system.checksums import RecordedFile, check_files, listed_files
+from workflow.lib.system.files import file_sha256, write_json
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    key = ExportConfig.model_validate(args.config["export"]).signing_key
+    made = [file for folder in args.folders for file in listed_files(folder)]
+    check_files(made)
+    files = [*made, *map(hashed, [*args.files, args.evaluation / ITEMS])]
+    said = statement(args.run, files, published=args.published, evaluation=args.evaluation)
+    write_json(args.output, packed(said, None if key is None else Path(key)))
+    signed = "not signed" if key is None else f"signed with {key}"
+    logger.info("certificate of the run %s: %d files, %s", args.run, len(files), signed)
+
+
+def hashed(path: Path) -> RecordedFile:
+    return RecordedFile(path.parent, path.name, file_sha256(path))
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__)
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument(
+        "--folders", type=Path, nargs="+", required=True, help="folders with SHA256SUMS"
+    )
+    parser.add_argument("--files", type=Path, nargs="+", required=True, help="further files")
+    parser.add_argument("--evaluation", type=Path, required=True, help="the run's evaluation")
+    parser.add_argument("--published", type=Path, required=True, help="folder that is published")
+    parser.add_argument("--output", type=Path, required=True, help="certificate.json to write")
+    run(main, parser)
