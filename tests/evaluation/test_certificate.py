@@ -189,3 +189,14 @@ def test_file_that_is_no_certificate_is_one_message(root, content):
     (root / "certificate.json").write_text(content)
     with pytest.raises(UserError, match=r"certificate\.json"):
         verified(root, Path("certificate.json"))
+
+
+def test_files_of_a_run_of_the_same_name_are_not_taken_for_those_of_a_published_one(root, tmp_path):
+    """As where a certificate of somebody else's `demo` is verified in a project with an own one."""
+    certificate = certify(root, "demo")
+    published = tmp_path / "published"
+    published.mkdir()
+    shutil.copy(root / certificate, published)
+    shutil.copy(root / "runs" / "demo" / "evaluate_run" / "items.json", published)
+    edit(root / "runs" / "demo" / "consolidate" / "parity.json", lambda d: d.update(positions=1))
+    assert len(verified(root, published / "certificate.json").absent) == 6

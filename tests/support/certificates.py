@@ -81,6 +81,9 @@ def certify(root: Path, run: str, *, key: Path | None = None) -> Path:
             Path("tokens") / f"{run}-data" / "manifest.json",
         ]
         files = [*listed_files(adapter), *map(hashed, others)]
-        said = statement(run, files, published=adapter, evaluation=evaluation)
-        write_json(folder / "certify_run" / "certificate.json", packed(said, key))
-        return folder / "certify_run" / "certificate.json"
+        certificate = folder / "certify_run" / "certificate.json"
+        said = statement(
+            run, files, certificate=certificate, published=adapter, evaluation=evaluation
+        )
+        write_json(certificate, packed(said, key))
+        return certificate

@@ -110,7 +110,7 @@ def verified_options():
     """The options of `verify`: what the command line names."""
     if CERTIFICATE is None:
         raise WorkflowError(
-            "Nothing is verified: name a file, snakemake verify --config certificate=FILE"
+            "Nothing is verified: name a file, a folder or a hub id: snakemake verify --config certificate=FILE_OR_REPO"
         )
     signer = [] if SIGNED_BY is None else ["--signed-by", SIGNED_BY]
     return ["--certificate", CERTIFICATE, *signer]

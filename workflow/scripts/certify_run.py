@@ -23,7 +23,13 @@ def main(args: argparse.Namespace) -> None:
     made = [file for folder in args.folders for file in listed_files(folder)]
     check_files(made)
     files = [*made, *map(hashed, [*args.files, args.evaluation / ITEMS])]
-    said = statement(args.run, files, published=args.published, evaluation=args.evaluation)
+    said = statement(
+        args.run,
+        files,
+        certificate=args.output,
+        published=args.published,
+        evaluation=args.evaluation,
+    )
     write_json(args.output, packed(said, None if key is None else Path(key)))
     signed = "not signed" if key is None else f"signed with {key}"
     logger.info("certificate of the run %s: %d files, %s", args.run, len(files), signed)

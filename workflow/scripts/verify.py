@@ -1,13 +1,20 @@
 """Hold files against a certificate, and compute its numbers again from the items. Needs no GPU.
 
-Files are looked for beside the certificate, as they are published, and where the run made them.
+Files are looked for beside the certificate, as they are published, and where the run made them. A
+repository of the Hugging Face hub is downloaded to its cache.
 """
 
 import argparse
 import logging
+import re
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
+from workflow.lib.artifacts.certificate_record import CERTIFICATE
+from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.evaluation.certificate import verify
+from workflow.lib.settings.evaluate import HUB_REPO
 from workflow.lib.system.number_formats import some_of
 from workflow.scripts.command import run, stage_parser
 
@@ -15,12 +22,13 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    found = verify(args.certificate, signed_by=args.signed_by)
+    certificate = certificate_in(args.certificate)
+    found = verify(certificate, signed_by=args.signed_by)
     said, total = found.said.predicate, len(found.said.subject)
     logger.info(
         "%s holds for the run %s, %s: %d of %d files are those that were certified; statistics of "
         "%d models follow from their items",
-        args.certificate,
+        certificate,
         said.run,
         found.signer,
         total - len(found.absent),
@@ -31,8 +39,17 @@ def main(args: argparse.Namespace) -> None:
         logger.info("not here, so not checked: %s", some_of(found.absent))
 
 
+def certificate_in(named: str) -> Path:
+    """Return the path of the certificate that a file, a folder or a hub id names."""
+    path = Path(named)
+    if not path.exists() and re.match(HUB_REPO, named):
+        with explained_errors(Source(named, None, "certificate")):
+            path = Path(snapshot_download(named))
+    return path / CERTIFICATE if path.is_dir() else path
+
+
 if __name__ == "__main__":
     parser = stage_parser(__doc__, config_required=False)
-    parser.add_argument("--certificate", type=Path, required=True, help="certificate.json")
+    parser.add_argument("--certificate", required=True, help="file, folder or hub id")
     parser.add_argument("--signed-by", type=Path, help="public key that must have signed it")
     run(main, parser)

@@ -7,6 +7,7 @@ from pydantic import Field
 from workflow.lib.artifacts.records import Provenance, Record
 from workflow.lib.settings.subjects import SubjectName
 
+CERTIFICATE = "certificate.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:fsdp-qlora:fine-tuning:v1"  # of this workflow: in-toto has none for a training
 
@@ -20,7 +21,7 @@ class Digest(Record):
 class CertifiedFile(Record):
     """A file of the run."""
 
-    name: str  # its path from the folder of the run's `results`
+    name: str  # its path from the working folder of the run
     digest: Digest  # hashes of it
 
 
@@ -28,6 +29,7 @@ class Predicate(Record):
     """What is said of these files."""
 
     run: str  # name of the run
+    certificate: str  # path of the certificate
     published: str  # folder whose files `snakemake publish` uploads
     facts: dict[str, dict[str, Any]]
     """What files of `subject` say, by their names: of the data, training, export and servers."""

@@ -39,37 +39,22 @@ from workflow.lib.system.number_formats import some_of
 
 PAYLOAD = "application/vnd.in-toto+json"
 SAME = 1e-9  # relative: other processors may add in another order
-# What is told of a file, by its name: its record, and the fields.
-FACTS: dict[str, tuple[type[Record], dict[str, Any]]] = {
-    "source.json": (Download, dict.fromkeys(Download.model_fields, True)),
+# What is told of a file, by its name: its record, and fields of it.
+FACTS: dict[str, tuple[type[Record], str]] = {
+    "source.json": (Download, "repo_id kind commit licence"),
     "manifest.json": (
-        Manifest,
-        {
-            "seq_len": True,
-            "sources": {"__all__": {"split", "sha256", "rows"}},
-            "train_heldout_overlap": True,
-            "train_heldout_near_duplicates": True,
-        },
+        Manifest, "seq_len sources train_heldout_overlap train_heldout_near_duplicates",
     ),
     "summary.json": (
         Summary,
-        {
-            **dict.fromkeys(("fingerprint", "num_steps", "trained_tokens", "final_loss"), True),
-            **dict.fromkeys(("device_name", "processes", "elapsed_s"), True),
-            "checks": {"__all__": {"name", "passed"}},
-            "provenance": {"commit", "packages"},
-        },
+        "fingerprint settings num_steps trained_tokens final_loss device_name processes elapsed_s "
+        "checks provenance",
     ),
-    "parity.json": (
-        Parity,
-        dict.fromkeys(("passed", "rms_difference", "tolerance", "positions"), True),
-    ),
-    "served.json": (
-        ServedCheck,
-        dict.fromkeys(ServedCheck.model_fields.keys() - {"provenance"}, True),
-    ),
-    "gguf.json": (GgufChecks, {"files": True}),
-}
+    "parity.json": (Parity, "passed rms_difference tolerance positions"),
+    "served.json": (ServedCheck, " ".join(ServedCheck.model_fields.keys() - {"provenance"})),
+    "gguf.json": (GgufChecks, "files"),
+}  # fmt: skip
+UNTOLD = {"sources": {"__all__": {"file", "columns", "not_read"}}}  # of this machine, or long
 
 
 def facts_of(paths: Mapping[str, Path]) -> dict[str, Any]:
@@ -78,7 +63,10 @@ def facts_of(paths: Mapping[str, Path]) -> dict[str, Any]:
     for name, path in paths.items():
         if path.name in FACTS:
             model, fields = FACTS[path.name]
-            found[name] = read_record(path, model).model_dump(mode="json", include=fields)
+            content = read_record(path, model)
+            found[name] = content.model_dump(
+                mode="json", include=set(fields.split()), exclude=UNTOLD
+            )
     return found
 
 
@@ -126,9 +114,15 @@ def _compared(before: SubjectItems, after: SubjectItems, how: Mapping[str, int])
 
 
 def statement(
-    run: str, files: Iterable[RecordedFile], *, published: Path, evaluation: Path
+    run: str,
+    files: Iterable[RecordedFile],
+    *,
+    certificate: Path,
+    published: Path,
+    evaluation: Path,
 ) -> Statement:
-    """Return the statement of a run; files: sound ones, those of `FACTS` and the items among them.
+    """Return the statement of a run; files: sound ones, those of `FACTS` and the items among them;
+    certificate: the file to be written.
     Raises `UserError` if the evaluation is not what its items say."""
     by_name = {file.path.as_posix(): file for file in files}
     measured = statistics(read_record(evaluation / ITEMS, Items))
@@ -146,6 +140,7 @@ def statement(
             "predicateType": PREDICATE,
             "predicate": {
                 "run": run,
+                "certificate": certificate.as_posix(),
                 "published": published.as_posix(),
                 "facts": facts_of({name: file.path for name, file in by_name.items()}),
                 "measured": measured,
@@ -240,13 +235,13 @@ class Verified:
 
 
 def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
-    """Hold files beside the certificate, or below this folder, and its numbers against it; raises
-    `UserError` for the first that is another."""
+    """Hold files and numbers against a certificate. Files are looked for beside it, as they are
+    published, and where the run made it. Raises `UserError` naming what is another."""
     said, signer = opened(certificate, signed_by)
-    paths = {file.name: _located(file.name, said, certificate.parent) for file in said.subject}
+    paths = {file.name: _located(file.name, said, certificate) for file in said.subject}
     here = {name: path for name, path in paths.items() if path is not None}
     digests = {file.name: file.digest.sha256 for file in said.subject}
-    if wrong := [str(here[name]) for name in here if file_sha256(here[name]) != digests[name]]:
+    if wrong := [name for name in here if file_sha256(here[name]) != digests[name]]:
         raise UserError(f"{certificate}: not the files that were certified: {some_of(wrong)}.")
     items = next((path for name, path in here.items() if Path(name).name == ITEMS), None)
     if items is None:
@@ -260,13 +255,16 @@ def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
     return Verified(said, signer, sorted(paths.keys() - here.keys()))
 
 
-def _located(name: str, said: Statement, beside: Path) -> Path | None:
-    """Return where a certified file is: as published beside the certificate, or where it was made;
-    None if it is not here."""
+def _located(name: str, said: Statement, certificate: Path) -> Path | None:
+    """Return where a certified file is, or None: beside the certificate, as what is published, or
+    in the folders of the run, if the certificate lies there."""
     path, published = Path(name), Path(said.predicate.published)
-    places = [path]
+    places = []
     if path.is_relative_to(published):
-        places.insert(0, beside / path.relative_to(published))
+        places = [certificate.parent / path.relative_to(published)]
     elif path.name == ITEMS:
-        places.insert(0, beside / ITEMS)
+        places = [certificate.parent / ITEMS]
+    made, root = Path(said.predicate.certificate), certificate.absolute()
+    if root.parts[-len(made.parts) :] == made.parts:
+        places.append(root.parents[len(made.parts) - 1] / path)
     return next((place for place in places if place.is_file()), None)

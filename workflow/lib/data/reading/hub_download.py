@@ -56,12 +56,14 @@ LOCAL = {
     "dataset": "set data.source to null and data.train to a file or folder that exists",
     "adapter": "set train.start_from to a run or to a folder that exists",
     "scored": "name a run or a folder that exists",
+    "certificate": "name a file or a folder that exists",
 }
 SETTINGS = {
     "model": "model.source",
     "dataset": "data.source",
     "adapter": "train.start_from",
     "scored": "preferences.reference or distill.teacher",
+    "certificate": "certificate",
 }
 
 
@@ -71,7 +73,8 @@ class Source:
 
     repo_id: str
     revision: str | None
-    kind: Literal["model", "dataset", "adapter", "scored"]  # scored: a model, or an adapter
+    kind: Literal["model", "dataset", "adapter", "scored", "certificate"]
+    """`scored` is a model or an adapter, `certificate` a repository that holds one."""
     files: Sequence[str] | None = None
 
     @property
