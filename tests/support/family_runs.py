@@ -39,8 +39,7 @@ from workflow.lib.model.backends import (
     resolve_training_attention,
 )
 from workflow.lib.model.documents import Documents, documents_of
-from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.layers.expert_stacks import expert_stacks, experts_modules
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.shared_input import VALUES
 from workflow.lib.model.lora import trainable_parameters
@@ -59,7 +58,6 @@ from workflow.lib.system.files import read_json, short_hash, write_json
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
-from workflow.lib.training.expert_load import expert_load, routed_rows
 from workflow.lib.training.startup_checks import check_attention, startup_checks
 
 CPU = torch.device("cpu")
@@ -164,7 +162,6 @@ def run_family(
         for rows, size in MICRO_BATCHES.items()
     }
     _gather_(found, world)
-    load = expert_load(model.training, world)
     if target is not None:
         _save(model, folder / target, packed, world)
     if break_checks:
@@ -174,7 +171,6 @@ def run_family(
         "details": [check.detail for check in checks],
         "broken": broken,
         "fused": dict(model.fused),
-        "load": load,
         **found,
     }
 
@@ -252,8 +248,6 @@ def _gradients(
     training: Any, store: TokenStore, world: World, *, micro_batch: int
 ) -> dict[str, Any]:
     training.train()
-    for experts in experts_of(training):
-        experts.routed = None
     total, num_rows = torch.zeros(()), len(store.input_ids)
     size = micro_batch if world.size == 1 else 2
     for first in range(0, num_rows, size * world.size):
@@ -266,12 +260,7 @@ def _gradients(
     params = trainable_parameters(training)
     gradients = {n: param.grad for n, param in params.items() if param.grad is not None}
     training.zero_grad()
-    shares = [layer / layer.sum() for layer in routed_rows(training, world)]
-    return {"loss": float(total), "gradients": gradients, "experts": shares}
-
-
-def experts_of(model: torch.nn.Module) -> list[FusedExperts]:
-    return [module for module in model.modules() if isinstance(module, FusedExperts)]
+    return {"loss": float(total), "gradients": gradients}
 
 
 @cache
@@ -356,14 +345,7 @@ def difference_from_stock(ours: dict[str, Any], folder: Path) -> str:
 
 
 def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
-    """Return the summed loss, its gradients, and the experts chosen in each layer, documents of one
-    length at a time."""
-    routed: list[list[torch.Tensor]] = []
-    hooks = []
-    for _, experts in experts_modules(model):
-        chosen: list[torch.Tensor] = []
-        hooks.append(experts.register_forward_pre_hook(lambda _, x, c=chosen: c.append(x[1])))
-        routed.append(chosen)
+    """Return the summed loss and its gradients, documents of one length at a time."""
     total = torch.zeros(())
     for ids, mask in _documents(store):
         logits = model(input_ids=ids, use_cache=False).logits
@@ -374,9 +356,7 @@ def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
     params = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
     gradients = {n: p.grad.detach().clone() for n, p in params.items() if p.grad is not None}
     model.zero_grad()
-    for hook in hooks:
-        hook.remove()
-    return {"loss": float(total.detach()), "gradients": gradients, "chosen": routed}
+    return {"loss": float(total.detach()), "gradients": gradients}
 
 
 def _documents(store: TokenStore) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -90,7 +90,6 @@ def summary(run: str, num_steps: int, *, rate: float) -> dict[str, Any]:
         "seq_len": 257,
         "trainable_parameters": 20_971_523,
         "trainable_by_module": {"self_attn": 6_291_456, "experts": 14_680_067},
-        "expert_load": {"layers": 24, "experts": 3_072, "without_tokens": 5, "busiest": 6.25},
         "total_parameters": 8_051_232_771,
         "final_loss": 1.4123456789,
         "first_loss": 3.2718281828,

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.families import EXPERTS, FAMILIES, RECURRENT, RECURRENT_EXPERTS, by_kind
+from tests.support.families import FAMILIES, RECURRENT, RECURRENT_EXPERTS, by_kind
 from tests.support.family_runs import (
     LENGTHS,
     LOSS,
-    SEQ_LEN,
     attention_of,
     exported,
     family_store,
@@ -119,24 +118,6 @@ def test_losses_and_gradients_are_those_of_the_stock_model(folder, found, family
     ours = of_family(found, family, processes)
     assert all(ours["checks"])
     assert_equals_stock(ours, folder / family)
-
-
-@pytest.mark.parametrize("family", by_kind(EXPERTS))
-@pytest.mark.parametrize("processes", [1, 2])
-def test_tokens_go_to_the_experts_of_the_stock_model(folder, found, family, processes):
-    run = of_family(found, family, processes)
-    ours = run["unpacked"]["experts"]
-    theirs = stock(folder / family)[0]["unpacked"]["chosen"]
-    assert len(ours) == len(theirs) > 0
-    for shares, chosen in zip(ours, theirs, strict=True):
-        counts = torch.cat(chosen).flatten().bincount(minlength=len(shares))
-        assert counts.sum() >= 4 * SEQ_LEN
-        torch.testing.assert_close(shares, counts / counts.sum())
-    load = run["load"]  # of the last rows, which are the unpacked ones
-    assert (load.layers, load.experts) == (len(ours), sum(map(len, ours)))
-    assert load.without_tokens == sum(int((shares == 0).sum()) for shares in ours)
-    busiest = max(float(shares.max()) * len(shares) for shares in ours)
-    assert load.busiest == pytest.approx(busiest)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ from workflow.lib.training.checkpoint import (
     save_adapter,
     trained_otherwise,
 )
-from workflow.lib.training.expert_load import expert_load
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import Shown, View, live_view
 from workflow.lib.training.loop import Trainer, make_optimizer, peak_bytes
@@ -365,7 +364,6 @@ def write_results(
     save_adapter(training, partial / "adapter", world=world)
     logits = trained_logits(training, run.store, device=world.device)
     peak = journal.peak_over_processes()
-    load = expert_load(training, world)
     if not world.is_main:
         return
     save_logits(logits, partial / "parity.safetensors")
@@ -381,9 +379,8 @@ def write_results(
         selected_step=selected_step,
         parity_sha256=file_sha256(partial / "parity.safetensors"),
     )
-    of_experts = {"expert_load": load.model_dump()} if load else {}
     lineage = {"lineage": args.lineage} if args.lineage else {}
-    facts = summary | of_experts | lineage | {"provenance": provenance()}
+    facts = summary | lineage | {"provenance": provenance()}
     write_checked_json(partial / "summary.json", facts)
     put_in_place(partial, args.output)
     logger.info(

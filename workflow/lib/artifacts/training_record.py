@@ -32,15 +32,6 @@ class PeakBytes(Record):
     """What was measured: memory allocated on the GPU, or the resident set of the process."""
 
 
-class ExpertLoad(Record):
-    """Where the rows of a run went in a mixture. A token has a row for each of its experts."""
-
-    layers: int  # layers with experts
-    experts: int  # experts of all these layers
-    without_tokens: int  # experts that no token went to: their adapters have their initial values
-    busiest: float  # the most rows that an expert got, as a multiple of its layer's mean
-
-
 class SkippedCheckpoint(Record):
     """A checkpoint from which the run could not continue."""
 
@@ -128,7 +119,6 @@ class Summary(Record):
     graphs_off: str | None = None  # why micro-batches, which were to be CUDA graphs, were none
     peak_bytes: PeakBytes  # predicted and measured peak memory
     times: Times | None = None  # predicted and measured time; none: of an earlier version
-    expert_load: ExpertLoad | None = None  # of a mixture of experts: where the tokens went
     selected_step: int | None = None  # the step after which the adapter was taken
     checks: list[Check]  # what the run tested about itself
     provenance: Provenance  # what made the file

@@ -37,7 +37,6 @@ from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.system.artifact_files import row_of, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import sync
-from workflow.lib.training.expert_load import restore_routed_rows_, routed_rows
 from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 logger = logging.getLogger("workflow")
@@ -112,7 +111,7 @@ class CheckpointWriter:
             return
         # Copied now, and the host waits for it: the next step changes the tensors while the thread
         # writes.
-        live = _pieces(training, optimizer, routed_rows(training, self._world))
+        live = _pieces(training, optimizer)
         pieces = {name: piece.staged() for name, piece in live.items()}
         self._newest, self.last_saved_s = step, time.monotonic()
         self._orders.put((pieces, step))
@@ -214,15 +213,12 @@ def discard(path: Path) -> None:
         logger.warning("%s cannot be removed (%s: %s)", path, type(error).__name__, error)
 
 
-def _pieces(
-    training: nn.Module, optimizer: ShardwiseOptimizer, routed: list[torch.Tensor]
-) -> dict[str, Piece]:
-    """Return this process's part of the weights and of the optimizer's tensors, and the rows that
-    experts got (`routed_rows`); the optimizer's rates and betas are settings."""
+def _pieces(training: nn.Module, optimizer: ShardwiseOptimizer) -> dict[str, Piece]:
+    """Return this process's part of the weights and of the optimizer's tensors; the optimizer's
+    rates and betas are settings."""
     weights, rank = trainable_parameters(training), dist.get_rank()
     named = {f"adapter/{n}": param.detach() for n, param in weights.items()}
     named["optimizer/step"] = optimizer.count
-    named |= {f"routed_rows/{layer}": rows for layer, rows in enumerate(routed)}
     if (scale := loss_scale_of(training)) is not None:
         named["loss_scale"] = scale.values
     return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()} | {
@@ -251,9 +247,7 @@ def resume_(
         path = step_dir(folder, step)
         problem = _problem(path, world=world)
         if problem is None:
-            routed = routed_rows(training, world)
-            _load_(path, training, optimizer, routed, identity=identity, step=step)
-            restore_routed_rows_(training, routed, world)
+            _load_(path, training, optimizer, identity=identity, step=step)
             metrics = path / METRICS
             return Resumed(step, skipped, metrics if metrics.exists() else None)
         skipped.append({"step": step, "reason": problem})
@@ -293,13 +287,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _load_(
-    path: Path,
-    training: nn.Module,
-    optimizer: ShardwiseOptimizer,
-    routed: list[torch.Tensor],
-    *,
-    identity: str,
-    step: int,
+    path: Path, training: nn.Module, optimizer: ShardwiseOptimizer, *, identity: str, step: int
 ) -> None:
     index = read_index(path)
     if (index["identity"], index["step"]) != (identity, step):
@@ -310,7 +298,7 @@ def _load_(
             "it."
         )
     try:
-        pieces = _pieces(training, optimizer, routed)  # the live tensors, not copies
+        pieces = _pieces(training, optimizer)  # the live tensors, not copies
         moments = _cut_otherwise(index, pieces)
         read_into_(path, index, pieces | {n: piece_of(t, rank=0) for n, t in moments.items()})
         if moments:

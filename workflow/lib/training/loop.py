@@ -49,7 +49,6 @@ from workflow.lib.training.batches import (
     shared_lengths,
     text_lengths,
 )
-from workflow.lib.training.expert_load import note_finished_steps_
 from workflow.lib.training.gradients import LossSum, clip_gradients, step_estimate
 from workflow.lib.training.learning_rate import learning_rate
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
@@ -291,7 +290,6 @@ class Trainer:
         updated or repeated."""
         host_decides = loss_scale_of(self.training) or not self.optimizer.device_decides
         possible = len(steps) > 0 and self.graphs is not None and not host_decides
-        note_finished_steps_(self.training, more_follows=possible)
         if not possible:
             return None
         self._drop_gradients()

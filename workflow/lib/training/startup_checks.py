@@ -22,7 +22,6 @@ from workflow.lib.distributed.world import World, decide_kernels
 from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.nf4_model import local
 from workflow.lib.model.recomputation import nothing_recomputed, recomputes
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -330,8 +329,6 @@ def _drawn_gradients(
         if param.grad is not None
     ]
     training.zero_grad()
-    for experts in (x for x in training.modules() if isinstance(x, FusedExperts)):
-        experts.routed = None  # these tokens are of no step
     training.eval()
     return torch.cat(found)
 

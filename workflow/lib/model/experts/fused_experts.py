@@ -101,18 +101,12 @@ class FusedExperts(nn.Module):
         for name, bias in biases.items():
             self.register_parameter(f"{name}_bias", bias)
         self.num_experts, self.gate = stacks[self._names[0]].num_experts, Gate(activation)
-        self.routed: torch.Tensor | None = None
-        """(experts,) int64: rows that each expert got in training, recomputed ones too."""
-        self.routed_before: torch.Tensor | None = None
-        """The same without those of a step that is under way; None: there is none."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return y (T, hidden) of x (T, hidden); top_k_index, top_k_weights: (T, k)."""
         routing = route(top_k_index, num_experts=self.num_experts)
-        if self.training:
-            self._count(routing)
         layers = [self.get_submodule(name) for name in self._names]
         masters = [w for x in layers if isinstance(x, FusedLoraStack) for w in x.fused_weights()]
 
@@ -131,13 +125,6 @@ class FusedExperts(nn.Module):
         name = self._names[number]
         bias = self._parameters.get(f"{name}_bias")
         return stack_of(self.get_submodule(name), bias=bias, dtype=dtype)
-
-    @torch.no_grad()
-    def _count(self, routing: Routing) -> None:
-        if self.routed is None:
-            self.routed = routing.counts.long()
-        else:
-            self.routed += routing.counts
 
 
 class _ExpertsGradient(torch.autograd.Function):
