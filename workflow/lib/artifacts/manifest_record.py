@@ -125,7 +125,6 @@ class Probe(Record):
 
     @property
     def described(self) -> str:
-        """What it is, in words."""
         if self.messages is None:
             return "a text"
         roles = ", ".join(str(message["role"]) for message in self.messages)

@@ -75,7 +75,6 @@ class Ancestor(Record):
 
     @property
     def told(self) -> str:
-        """What people read of it."""
         return f"run {self.run}: {self.objective} on {self.data}" if self.run else f"{self.adapter}"
 
 

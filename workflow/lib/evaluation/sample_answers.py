@@ -71,7 +71,6 @@ class AnswerSettings:
     batch_size: int | str  # Prompts, or `auto`; halved where memory runs out
 
     def for_generate(self) -> GenerationConfig:
-        """Return what `generate` of Transformers takes."""
         return GenerationConfig(
             do_sample=False,
             num_beams=1,

@@ -75,7 +75,6 @@ class Asked:
 
     @property
     def compared(self) -> list[Document]:
-        """The documents on which parts are compared."""
         return list(self.documents.values())[:PART_DOCUMENTS]
 
 

@@ -158,7 +158,6 @@ class VllmServer:
         return {}
 
     def wait(self) -> None:
-        """Return when it is ready."""
         size, changed = -1, time.monotonic()
         while True:
             with suppress(OSError, http.client.HTTPException):

@@ -104,7 +104,6 @@ OPS: dict[str, Op[Any, Any]] = {}
 
 
 def first_tensor(args: Iterable[Any]) -> torch.Tensor:
-    """Return the first argument, or what it begins with."""
     first: Any = next(iter(args))
     return first if isinstance(first, torch.Tensor) else first_tensor(first)
 

@@ -59,7 +59,6 @@ class View:
     strides: tuple[int, ...]
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
         return values.view(self.dtype).as_strided(self.shape, self.strides)
 
 

@@ -116,7 +116,6 @@ class CheckpointReader:
         return str(self._file(name).get_slice(name).get_dtype())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor on the CPU."""
         tensor: torch.Tensor = self._file(name).get_tensor(name)
         return tensor
 

@@ -27,7 +27,6 @@ class Distill:
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss."""
         ids, log_probs = batch.teacher_ids, batch.teacher_log_probs
         assert ids is not None, "the tokens have a teacher's scores"
         assert log_probs is not None

@@ -51,7 +51,6 @@ OF_PREFERENCES: Mapping[ObjectiveName, Callable[[PreferencesConfig, float], Obje
 def objective_of(
     name: ObjectiveName, preferences: PreferencesConfig, distill: DistillConfig
 ) -> Objective:
-    """Return the objective of `train.objective`."""
     if name == "sft":
         return NEXT_TOKEN
     if name == "distill":

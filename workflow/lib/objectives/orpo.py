@@ -24,7 +24,6 @@ def orpo_losses(*, beta: float) -> PairLosses:
 
 
 def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
-    """Return log(p / (1 - p)) of log p < 0."""
     low = log_p < HALF
     # each form sees values of its own alone: the other's would give gradients that are not finite
     by_log1p = torch.log1p(-torch.exp(log_p.where(low, HALF)))

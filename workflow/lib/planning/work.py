@@ -50,7 +50,6 @@ class Work:
 
     @staticmethod
     def of(document: Mapping[str, Mapping[str, Sequence[float]]]) -> "Work":
-        """Return the work of `stored`."""
         return Work(
             {
                 phase: {kind: Amount(*x) for kind, x in amounts.items()}
@@ -59,7 +58,6 @@ class Work:
         )
 
     def stored(self) -> dict[str, dict[str, list[int]]]:
-        """Return it as JSON."""
         return {
             phase: {kind: [*map(round, amount)] for kind, amount in amounts.items()}
             for phase, amounts in self.phases.items()

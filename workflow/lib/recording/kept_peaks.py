@@ -36,7 +36,6 @@ def keep_peaks(config: Mapping[str, Any], plan: StepPlan, peaks: Peaks, *, check
 
 
 def stored(peaks: Peaks) -> list[Any]:
-    """Return peaks as JSON."""
     return [peaks.phases, peaks.host_bytes, peaks.work.stored()]
 
 

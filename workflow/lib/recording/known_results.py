@@ -189,7 +189,6 @@ class KnownResults:
             raise _UnknownError
 
     def _made(self, known: _Known, operands: Mapping[int | str, Any]) -> Any:
-        """Make a result."""
         if known is None:
             return None
         if isinstance(known, tuple):

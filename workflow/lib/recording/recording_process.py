@@ -141,7 +141,6 @@ class PlanRecorder:
         ]
 
     def asked(self, plan: StepPlan) -> StepPlan:
-        """Return the plan that is recorded for a plan."""
         return as_recorded(replace(plan, offload_window_bytes=offload_window(self._shape, plan)))
 
 

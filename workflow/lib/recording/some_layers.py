@@ -112,7 +112,6 @@ class _Repetition:
         return [places[tensor] for tensor in range(len(self._old.sizes))]
 
     def run(self) -> Tape:
-        """Return the new tape."""
         self._check_alike()
         for part in self._parts:
             for layer in [NONE] if part.fixed else self._order(part):

@@ -70,7 +70,6 @@ class BasePlan:
 
     @property
     def compute_bytes(self) -> int:
-        """c: bytes of the compute dtype."""
         return 4 if self.compute_dtype == "float32" else 2
 
     @property

@@ -60,7 +60,6 @@ class MemoryOption:
 
     @property
     def begins(self) -> Value:
-        """What the search begins with."""
         return self.off if self.first is None else self.first
 
     @property

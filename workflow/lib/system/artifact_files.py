@@ -49,7 +49,6 @@ def said(error: Exception) -> str:
 
 
 def checked_line(row: Mapping[str, object]) -> str:
-    """Return a line of a file of rows."""
     return json.dumps(with_checksum(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -143,7 +143,6 @@ def _models_by_plain_name() -> dict[str, GpuModel]:
 
 
 def _unknown_kind(kind: str) -> tuple[str, str]:
-    """Return what is wrong with an unknown kind, and what to change."""
     known = _models_by_plain_name()
     near = difflib.get_close_matches(_plain(kind), known, n=3, cutoff=0.3)
     names = list(dict.fromkeys(known[key].aliases[0] for key in near))

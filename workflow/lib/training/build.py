@@ -79,7 +79,6 @@ class TrainingModel:
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
     def trainable_by_module(self) -> dict[str, int]:
-        """Return the trainable parameters by `module_kind`."""
         counts: Counter[str] = Counter()
         for name, param in trainable_parameters(self.training).items():
             counts[module_kind(name)] += param.numel()
@@ -168,7 +167,6 @@ def build_training_model(
 
 
 def dtype_of(plan: StepPlan) -> torch.dtype:
-    """Return the compute dtype."""
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     return dtype
 

@@ -41,7 +41,6 @@ class PackedMasks:
         self._blocks: dict[MaskKind, BlockMask] = {}
 
     def first_keys(self, kind: MaskKind) -> torch.Tensor:
-        """Return `first_keys` of the micro-batch."""
         if kind not in self._first:
             self._first[kind] = first_keys(self._position_ids, kind)
         return self._first[kind]
@@ -53,7 +52,6 @@ class PackedMasks:
         return computed_keys(length, kind.window)
 
     def block_mask(self, kind: MaskKind) -> BlockMask:
-        """Return `block_mask` of the micro-batch."""
         if kind not in self._blocks:
             self._blocks[kind] = block_mask(self.first_keys(kind))
         return self._blocks[kind]

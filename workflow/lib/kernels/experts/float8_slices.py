@@ -25,7 +25,6 @@ class PackedStack(NamedTuple):
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """What kernels read."""
         data = self.data
         return data.packed, *data.scale_parts, data.code, data.nested_code, data.offset
 

@@ -32,7 +32,6 @@ class GateForm(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the kernels are compiled for."""
         return {"kind": self.kind, "alternating": self.kind == CLAMPED, "num_warps": WARPS}
 
 

@@ -140,7 +140,6 @@ class _Space(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Heads of a group."""
         return self.heads // self.groups
 
     def tile(self, name: str) -> Tile:

@@ -125,5 +125,4 @@ def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def drop_(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """The same in place."""
     return drop(rows, rows, draw)

@@ -108,7 +108,6 @@ class WholeModules:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All of them."""
         return self.embedding, self.head, *self.routers
 
     @property

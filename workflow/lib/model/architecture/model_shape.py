@@ -37,7 +37,6 @@ class Linear:
 
     @property
     def num_weights(self) -> int:
-        """Elements of its weight."""
         return self.out_features * self.in_features
 
     @property
@@ -69,7 +68,6 @@ class DecoderLayer:
 
     @property
     def num_weights(self) -> int:
-        """Elements of its linears."""
         return sum(linear.num_weights for linear in self.linears)
 
     @property
@@ -132,7 +130,6 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.order)
 
     @cached_property
@@ -141,7 +138,6 @@ class ModelShape:
         return dict(Counter(self.order))
 
     def layer(self, number: int) -> DecoderLayer:
-        """Return the kind of a decoder layer."""
         return self.kinds[self.order[number]]
 
     def total(

@@ -36,7 +36,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 

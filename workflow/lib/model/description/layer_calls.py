@@ -144,7 +144,6 @@ def _attend(
 
 
 def _route(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, *_: Any) -> torch.Tensor:
-    """A function of experts."""
     module.workflow_recorder.routed(module, top_k_index.shape[1])
     return torch.empty_like(hidden)
 

@@ -30,7 +30,6 @@ class FusedLoraStack(FusedLoraLinear):
             getattr(self, name)[adapter_name] = linear
 
     def stack(self) -> NF4Stack:
-        """Return the stack below."""
         base = self.get_base_layer()
         assert isinstance(base, NF4Stack)
         return base

@@ -132,7 +132,6 @@ class ConvertedReader(DecodedReader):
         return super().dtype(stored[0][0] if stored else name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor on the CPU."""
         if (only := self._only_stored(name)) is not None:
             return super().tensor(only)
         sources = {s: super(ConvertedReader, self).tensor(s) for s, _ in self._stored[name]}

@@ -144,7 +144,6 @@ class DecodedReader(CheckpointReader):
         return self._tensors[name].dtype if name in self._tensors else super().dtype(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor on the CPU."""
         if name in self.packed:
             return self.rows(name, 0, self.shape(name)[0])
         return self._checked(name, super().tensor(name))

@@ -57,12 +57,10 @@ class Peaks:
 
     @property
     def phase_bytes(self) -> dict[str, int]:
-        """Bytes of every phase."""
         return {name: sum(terms.values()) for name, terms in self.phases.items()}
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the most bytes."""
         sizes = self.phase_bytes
         return max(sizes, key=sizes.__getitem__)
 

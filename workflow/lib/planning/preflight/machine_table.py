@@ -96,7 +96,6 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits the machine."""
         return self.lack is None
 
 

@@ -107,7 +107,6 @@ class _LengthLines:
         return combined((self.known[str(replace(plan, seq_len=n))], share) for n, share in ends)
 
     def tape(self, plan: StepPlan) -> Tape:
-        """Return the recording of a plan."""
         return self.record.tape(plan)
 
 
