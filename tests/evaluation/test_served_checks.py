@@ -45,11 +45,11 @@ class Served:
                 self.model.set_adapter(model)
             return self.model(input_ids=torch.tensor([ids])).logits[0]
 
-    def log_probabilities(self, ids, *, model):
-        log_p = torch.log_softmax(self._logits(ids, model)[:-1], dim=-1)
-        return log_p.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    def log_probabilities(self, ids, places, *, model=BASE):
+        log_p = torch.log_softmax(self._logits(ids, model), dim=-1)
+        return [float(log_p[place - 1, ids[place]]) for place in places]
 
-    def answer(self, prompt, *, model, most, stop_ids):
+    def answer(self, prompt, *, most, stop_ids, model=BASE):
         found = list(prompt)
         for _ in range(most):
             found.append(int(self._logits(found, model)[-1].argmax()))

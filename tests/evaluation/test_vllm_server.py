@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import fake_vllm
-from workflow.lib.evaluation.vllm_server import BASE, Start, slots, vllm_server
+from workflow.lib.evaluation.vllm_server import Start, slots, vllm_server
 from workflow.lib.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +51,8 @@ def test_server_answers_and_ends_with_the_block(start, tmp_path):
         assert server.version == "9.9"
         server.load_adapter("adapter", tmp_path)
         assert server.text_ids("abc") == [3]
-        assert server.log_probabilities([4, 5, 6], model=BASE) == [fake_vllm.LOG_P] * 2
-        assert server.answer([4], model=BASE, most=4, stop_ids=[2]) == [7, 2]
+        assert server.log_probabilities([4, 5, 6], [1, 2]) == [fake_vllm.LOG_P] * 2
+        assert server.answer([4], most=4, stop_ids=[2]) == [7, 2]
     assert left(tmp_path) == []
 
 
@@ -81,7 +81,7 @@ def test_failure_is_one_message_and_leaves_no_process(start, tmp_path, monkeypat
         pytest.raises(UserError, match=message),
         vllm_server(replace(start, quiet_s=quiet_s)) as server,
     ):
-        server.log_probabilities([4, 5], model=BASE)
+        server.log_probabilities([4, 5], [1])
     assert left(tmp_path) == []
 
 

@@ -3,9 +3,11 @@ serves what was trained."""
 
 import argparse
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.llama_cpp_model import converters, forked_converters, prepare, prepare_mixture
@@ -14,14 +16,9 @@ from tests.support.workflow_project import make_project
 from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.evaluation.gguf_checks import (
-    BOUNDS,
-    LlamaCppServer,
-    Loaded,
-    Reference,
-    check_prompts,
-    compared,
-)
+from workflow.lib.evaluation.gguf_checks import BOUNDS, Reference, compared, first_tokens
+from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
+from workflow.lib.evaluation.served_checks import check_prompts
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
@@ -87,36 +84,41 @@ class Server:
     def text_ids(self, text: str) -> list[int]:
         return [len(text)]
 
-    def log_probability(
-        self, prompt: list[int], target: int, *, vocab_size: int
-    ) -> tuple[float, int]:
-        return self.log_p, target
+    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        return [len(messages)]
 
-    def answer(self, prompt: list[int], *, max_new_tokens: int) -> list[int]:
-        return [7, 2, 9]
+    def log_probabilities(
+        self, ids: Sequence[int], places: Iterable[int], *, model: str = ""
+    ) -> list[float]:
+        assert (list(ids), list(places)) == ([1, 5, 6], [1, 2])
+        return [self.log_p, self.log_p]
 
-
-EXPECTED = Reference(
-    positions=[([1], 5, -0.5, 5), ([1, 5], 6, -0.5, 4)], prompts=[], answers=[], stop_ids=[2]
-)
-
-
-def compare(log_p, path):
-    path.write_bytes(b"GGUF")
-    server: Any = Server(log_p)
-    return compared(Loaded(server, "merged", "q8_0", path), EXPECTED, vocab_size=11, prompts=3)
+    def answer(
+        self, prompt: Sequence[int], *, most: int, stop_ids: Sequence[int], model: str = ""
+    ) -> list[int]:
+        return [7, 2]
 
 
-def test_loss_within_the_bound_is_recorded(tmp_path):
-    found = compare(-0.52, tmp_path / "x.gguf")
-    assert (found.loss, found.reference_loss, found.bytes) == (0.52, 0.5, 4)
-    assert found.same_most_likely == 0.5
+DOCUMENT = (np.array([1, 5, 6], dtype=np.uint32), np.array([False, True, True]))
+EXPECTED = Reference([DOCUMENT], 0.5, prompts=[], answers=[], stop_ids=[2])
+
+
+def test_loss_within_the_bound_is_recorded():
+    found = compared(Server(-0.52), "q8_0", EXPECTED)
+    assert (found["loss"], found["reference_loss"], found["tokens"]) == (0.52, 0.5, 2)
 
 
 @pytest.mark.parametrize("log_p", [-0.56, -0.44, float("nan")])
-def test_loss_beyond_the_bound_is_refused(tmp_path, log_p):
+def test_loss_beyond_the_bound_is_refused(log_p):
     with pytest.raises(UserError, match=r"export\.gguf = q8_0: .* may differ by 0\.03"):
-        compare(log_p, tmp_path / "x.gguf")
+        compared(Server(log_p), "q8_0", EXPECTED)
+
+
+def test_no_more_tokens_are_compared_than_are_asked_for():
+    ids, mask = np.arange(60, dtype=np.uint32), np.arange(60) > 9
+    found = first_tokens([(ids, mask)] * 3)
+    assert [int(mask.sum()) for _, mask in found] == [50, 46]
+    assert np.flatnonzero(found[1][1])[-1] == 55
 
 
 def test_bounds_are_those_of_the_documents():
@@ -127,7 +129,7 @@ def test_bounds_are_those_of_the_documents():
 
 
 def test_prompt_with_other_ids_is_refused():
-    server: Any = Server()
+    server = Server()
 
     class Tokenizer:
         def decode(self, ids: list[int]) -> str:
@@ -190,7 +192,6 @@ def check_served(folder, form):
     assert list(found) == ["f32", "q4_k_m"]
     exact = found["f32"]
     assert exact.loss == pytest.approx(exact.reference_loss, abs=1e-3)
-    assert exact.same_most_likely > 0.95
     assert exact.equal_answers == exact.answers == 3
     assert exact.prompts >= 2
     assert found["q4_k_m"].bytes < exact.bytes / 3

@@ -18,9 +18,8 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.evaluation.gguf_checks import check_prompts
 from workflow.lib.evaluation.heldout_loss import heldout_losses
-from workflow.lib.evaluation.served_checks import Asked, Comparison, ask, write_parts
+from workflow.lib.evaluation.served_checks import Asked, Comparison, ask, check_prompts, write_parts
 from workflow.lib.evaluation.vllm_server import Start, vllm_server
 from workflow.lib.export.parity import RELATIVE_TOLERANCE
 from workflow.lib.export.stock_models import load_adapter, load_base

@@ -398,8 +398,7 @@ def add_gguf(folder: Path) -> None:
         "loss": 1.5625,
         "reference_loss": 1.5,
         "bound": 0.3,
-        "positions": 96,
-        "same_most_likely": 0.875,
+        "tokens": 96,
         "answers": 4,
         "equal_answers": 1,
     }

@@ -23,9 +23,8 @@ from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.evaluation.evaluated_models import load_options
-from workflow.lib.evaluation.gguf_checks import check_prompts
 from workflow.lib.evaluation.questions import Model
-from workflow.lib.evaluation.served_checks import Asked, Comparison, ask, write_parts
+from workflow.lib.evaluation.served_checks import Asked, Comparison, ask, check_prompts, write_parts
 from workflow.lib.evaluation.vllm_server import Start, slots, vllm_server
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.export.stock_models import load_adapter, load_base

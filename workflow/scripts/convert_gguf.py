@@ -26,14 +26,9 @@ from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.evaluation.gguf_checks import (
-    LlamaCppServer,
-    Loaded,
-    Reference,
-    check_prompts,
-    compared,
-    reference,
-)
+from workflow.lib.evaluation.gguf_checks import Reference, compared, reference
+from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
+from workflow.lib.evaluation.served_checks import check_prompts
 from workflow.lib.export.gguf_files import GgufSource, write_adapter, write_models
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
@@ -116,20 +111,29 @@ def served_form(
 def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[GgufFile]:
     """Return how the files of a form compare with it in Transformers."""
     expected, vocab_size = in_transformers(served, tokens)
-    tokenizer = load_tokenizer(served.source.tokenizer)
-    longest = max(len(prompt) for prompt, *_ in expected.positions)
+    tokenizer, adapter = load_tokenizer(served.source.tokenizer), served.adapter_file
+    longest = max(len(ids) for ids, _ in expected.documents)
     found = []
     for name, path in served.files.items():
         server = LlamaCppServer(
             path,
-            adapter=served.adapter_file,
+            adapter=adapter,
+            vocab_size=vocab_size,
             context_tokens=max(512, 2 * longest),
             threads=torch.get_num_threads(),
         )
-        prompts = check_prompts(server, tokenizer, probes)
-        loaded = Loaded(server, served.form, name, path, served.adapter_file)
-        found.append(compared(loaded, expected, vocab_size=vocab_size, prompts=prompts))
-        tell(found[-1])
+        file = GgufFile(
+            form=served.form,
+            format=name,
+            file=path.name,
+            bytes=path.stat().st_size,
+            adapter=None if adapter is None else adapter.name,
+            adapter_bytes=None if adapter is None else adapter.stat().st_size,
+            prompts=check_prompts(server, tokenizer, probes),
+            **compared(server, name, expected),
+        )
+        found.append(file)
+        tell(file)
     return found
 
 
@@ -148,12 +152,10 @@ def in_transformers(served: Served, tokens: Path) -> tuple[Reference, int]:
 
 def tell(file: GgufFile) -> None:
     logger.info(
-        "%s%s: %d prompts with equal token ids; loss %.4f in llama.cpp, %.4f in Transformers (at "
-        "most %g apart); the same most likely token at %.1f%% of %d positions; %d of %d greedy "
-        "answers equal",
-        file.file, f" with {file.adapter}" if file.adapter else "", file.prompts, file.loss,
-        file.reference_loss, file.bound, 100 * file.same_most_likely, file.positions,
-        file.equal_answers, file.answers,
+        "%s%s: %d prompts with equal token ids; loss of %d tokens %.4f in llama.cpp, %.4f in "
+        "Transformers (at most %g apart); %d of %d greedy answers equal",
+        file.file, f" with {file.adapter}" if file.adapter else "", file.prompts, file.tokens,
+        file.loss, file.reference_loss, file.bound, file.equal_answers, file.answers,
     )  # fmt: skip
 
 

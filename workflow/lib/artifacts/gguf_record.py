@@ -15,11 +15,10 @@ class GgufFile(Record):
     adapter_bytes: int | None  # its size
     prompts: int
     """Conversations and texts whose token ids are equal in llama.cpp and in Transformers."""
-    loss: float  # nats per token that llama.cpp gives the compared positions
+    loss: float  # nats per token that llama.cpp gives the compared tokens
     reference_loss: float  # what Transformers gives them, in float32
     bound: float  # largest difference of the two that is allowed in this format
-    positions: int  # positions of held-out documents compared
-    same_most_likely: float  # share of them with the same most likely token
+    tokens: int  # tokens of held-out documents compared
     answers: int  # held-out prompts answered greedily by both
     equal_answers: int  # answers that are the same, token by token
 

@@ -151,6 +151,6 @@ def _left_padded(
     return ids, mask
 
 
-def until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
+def until_stop(row: list[int], stop_ids: Sequence[int]) -> list[int]:
     ends = [index for index, token in enumerate(row) if token in stop_ids]
     return row[: ends[0]] if ends else row

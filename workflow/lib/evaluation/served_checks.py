@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,22 +23,41 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.evaluation_record import Evaluation, Heldout, Sample
+from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.served_record import ServedPart
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import Prompt, choose_prompts
-from workflow.lib.evaluation.vllm_server import BASE, VllmServer
+from workflow.lib.evaluation.vllm_server import BASE
 from workflow.lib.export.adapter_files import GENERATION_CONFIG
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.model.lora import module_kind
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.system.errors import UserError
 
+ROLES = {"system", "user", "assistant"}
 WHOLE = "adapter"  # all of it, as a part
 PART_DOCUMENTS = 8  # on which parts are compared
 LEAST_SHARE = 0.5  # of a part's change; judged where noise is smaller than half of that
 TINY = 1e-30  # instead of a change of nothing
 Numbers = npt.NDArray[np.float64]
+
+
+class Server(Protocol):
+    """What is asked of a running server, of which `model` is one that it serves; setting: what asks
+    for it."""
+
+    name: str
+    setting: str
+
+    def text_ids(self, text: str) -> list[int]: ...
+    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def log_probabilities(
+        self, ids: Sequence[int], places: Iterable[int], *, model: str = BASE
+    ) -> list[float]: ...
+    def answer(
+        self, prompt: Sequence[int], *, most: int, stop_ids: Sequence[int], model: str = BASE
+    ) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -106,19 +125,25 @@ def write_parts(adapter: Path, folder: Path) -> dict[str, Path]:
     return parts
 
 
-def ask(server: VllmServer, asked: Asked, parts: Iterable[str]) -> Said:
+def log_p_of(server: Server, documents: Iterable[Document], *, model: str = BASE) -> Numbers:
+    """Return log p of the trained tokens by a server, (tokens,)."""
+    found = [
+        server.log_probabilities(ids.tolist(), (np.flatnonzero(mask[1:]) + 1).tolist(), model=model)
+        for ids, mask in documents
+    ]
+    return np.concatenate(found)
+
+
+def ask(server: Server, asked: Asked, parts: Iterable[str]) -> Said:
     """Return what a server says; parts: names of loaded adapters, the whole one first, or none."""
     names = list(parts)
     served = names[0] if names else BASE
-
-    def found(document: Document, model: str) -> Numbers:
-        ids, mask = document
-        log_p = server.log_probabilities([int(token) for token in ids], model=model)
-        return np.array(log_p)[mask[1:]]
-
-    losses = {n: -float(found(d, served).sum()) for n, d in asked.documents.items()}
+    losses = {
+        number: -float(log_p_of(server, [document], model=served).sum())
+        for number, document in asked.documents.items()
+    }
     by_part = {
-        name: np.concatenate([found(document, name) for document in asked.compared])
+        name: log_p_of(server, asked.compared, model=name)
         for name in ([BASE, *names] if names else ())
     }
     how: Any = {"model": served, "most": asked.most, "stop_ids": asked.stop_ids}
@@ -161,13 +186,13 @@ class Comparison:
     def parts(self, model: PeftModel, folders: Mapping[str, Path]) -> list[ServedPart]:
         """Return how each part acts in the server and in PEFT."""
         with model.disable_adapter():
-            plain = _log_p(model, self.asked.compared)
+            plain = log_p(model, self.asked.compared)
         found = []
         for name, folder in folders.items():
             if name != WHOLE:
                 model.load_adapter(str(folder), name)
                 model.set_adapter(name)
-            here, there = _log_p(model, self.asked.compared), self.said.parts[name]
+            here, there = log_p(model, self.asked.compared), self.said.parts[name]
             change, served = here - plain, there - self.said.parts[BASE]
             part = ServedPart(
                 part=name,
@@ -230,7 +255,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def _log_p(model: Model, documents: Iterable[Document]) -> Numbers:
+def log_p(model: Model, documents: Iterable[Document]) -> Numbers:
     """Return log p of the trained tokens, (tokens,)."""
     rows = []
     for ids, mask in documents:
@@ -239,6 +264,59 @@ def _log_p(model: Model, documents: Iterable[Document]) -> Numbers:
         found = torch.log_softmax(logits, dim=-1).gather(-1, row[1:, None])[:, 0]
         rows.append(found.cpu().double().numpy()[mask[1:]])
     return np.concatenate(rows)
+
+
+def check_prompts(
+    server: Server, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
+) -> int:
+    """Return how many conversations and texts have the same token ids in both; raises `UserError`
+    at another. Left out: tools, and content that is no text."""
+    checked = 0
+    for probe in probes:
+        if probe.text is not None:
+            theirs, ours = server.text_ids(probe.text), probe.ids
+        elif probe.messages is not None and _is_plain(probe):
+            messages = _asking(probe.messages)
+            theirs = server.prompt_ids(messages)
+            ours = _prompt_ids(tokenizer, messages)
+        else:
+            continue
+        if theirs != ours:
+            raise UserError(
+                f"{server.setting}: {server.name} writes {probe.described} as "
+                f"{tokenizer.decode(theirs)!r}, and Transformers as {tokenizer.decode(ours)!r} (or "
+                f"the same text in other tokens). Leave out {server.setting}, or take a newer "
+                f"{server.name}."
+            )
+        checked += 1
+    return checked
+
+
+def _is_plain(probe: Probe) -> bool:
+    messages = probe.messages or []
+    return not probe.tools and all(
+        message["role"] in ROLES
+        and set(message) == {"role", "content"}
+        and isinstance(message["content"], str)
+        for message in messages
+    )
+
+
+def _asking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages up to the last one of the user, which an answer is asked for."""
+    last = max(
+        (number for number, message in enumerate(messages) if message["role"] == "user"),
+        default=len(messages) - 1,
+    )
+    return messages[: last + 1]
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+    written: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )
+    ids: list[int] = written["input_ids"]
+    return ids
 
 
 def _rms(values: Numbers) -> float:

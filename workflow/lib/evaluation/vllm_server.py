@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +119,15 @@ class VllmServer:
     def _tokens(self, **question: Any) -> list[int]:
         return list(self._ask("POST", "/tokenize", model=BASE, **question)["tokens"])
 
-    def log_probabilities(self, ids: Sequence[int], *, model: str) -> list[float]:
-        """Return log p, nats, of each token but the first, after those before it."""
+    def log_probabilities(
+        self, ids: Sequence[int], places: Iterable[int], *, model: str = BASE
+    ) -> list[float]:
+        """Return log p, nats, of the tokens at these places, after those before them."""
         found = self._continued(ids, model, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
-        pairs = zip(ids[1:], found[1:], strict=True)
-        return [float(by[str(token)]["logprob"]) for token, by in pairs]
+        return [float(found[place][str(ids[place])]["logprob"]) for place in places]
 
     def answer(
-        self, prompt: Sequence[int], *, model: str, most: int, stop_ids: Sequence[int]
+        self, prompt: Sequence[int], *, most: int, stop_ids: Sequence[int], model: str = BASE
     ) -> list[int]:
         """Return the greedy continuation, with the token that ended it if one did."""
         how = {"max_tokens": most, "stop_token_ids": stop_ids, "return_token_ids": True}

@@ -31,9 +31,9 @@ OUTCOME_WORDS = {
 }
 GGUF_MEANING = (
     "Each file was run by llama.cpp on the CPU, beside the same model in Transformers: the loss of "
-    "held-out tokens (nats per token) and what is allowed, the share of them with the same most "
-    "likely token, and greedy answers that are equal token by token. The token ids of prompts are "
-    "the same in both. The tokens are too few to compare formats."
+    "held-out tokens (nats per token) and what is allowed, and greedy answers that are equal token "
+    "by token. The token ids of prompts are the same in both. The tokens are too few to compare "
+    "formats."
 )
 
 
@@ -180,7 +180,7 @@ def _shares(ends: Interval | None) -> str:
 
 
 def gguf_section(checks: GgufChecks) -> str:
-    head = "| file | size | llama.cpp | Transformers | difference | same token | equal answers |\n"
+    head = "| file | size | llama.cpp | Transformers | difference | tokens | equal answers |\n"
     rows = "".join(f"| {' | '.join(_gguf_row(file))} |\n" for file in checks.files)
     commands = "".join(f"{_gguf_command(file)}\n" for file in _firsts(checks))
     return f"```bash\n{commands}```\n\n{head}|{'---|' * 7}\n{rows}\n{GGUF_MEANING}\n"
@@ -206,6 +206,6 @@ def _gguf_row(file: GgufFile) -> list[str]:
         loss(file.loss),
         loss(file.reference_loss),
         f"{signed(file.loss - file.reference_loss)} (at most {general(file.bound)})",
-        f"{share(file.same_most_likely)} of {count(file.positions)}",
+        count(file.tokens),
         f"{count(file.equal_answers)} of {count(file.answers)}",
     ]
