@@ -35,7 +35,7 @@ SETS = {
         "datasets": "5.2.0",
     },
 }
-CHOSEN_BY_TRANSFORMERS = ("tokenizers", "huggingface-hub")
+CHOSEN_BY_THEM = ("tokenizers", "huggingface-hub", "fsspec")
 REQUIREMENTS = ("driver", "torch", "report", "dev")
 # What works on models, and every undocumented name (`undocumented_interfaces`).
 TESTS = (
@@ -53,7 +53,7 @@ def installed(folder: Path, versions: dict[str, str]) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pins = folder / "pins.txt"
         lines = (ROOT / "envs" / "pins.txt").read_text(encoding="utf-8").splitlines()
-        free = {*versions, *CHOSEN_BY_TRANSFORMERS}
+        free = {*versions, *CHOSEN_BY_THEM}
         kept = [line for line in lines if line.partition("==")[0].replace("_", "-") not in free]
         kept += [f"{name}=={version}" for name, version in versions.items()]
         pins.write_text("\n".join(kept) + "\n", encoding="utf-8")
