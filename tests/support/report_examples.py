@@ -169,7 +169,7 @@ def preflight() -> dict[str, Any]:
             "total_h": 1.05,
             "tokens_per_s_per_process": 6500.0,
             "cost": None,
-            "parts_s": {"products": 0.05, "elementwise": 0.012},
+            "parts_s": {"matmuls": 0.05, "elementwise": 0.012},
             "basis": "roofline at 45% of the peak of this GPU",
         },
         candidates=[

@@ -37,8 +37,8 @@ def parts(work: Work = WORK, *, plan=GRAPHED, gpu=H200, rates=RATES, **options: 
 
 def test_matmuls_take_their_flop_or_their_bytes_whichever_takes_longer():
     thin = Work({"forward": {f"{kinds.MATMUL}@3": Amount(1e9, 5e11, 1.0)}})
-    assert parts()["products"] == pytest.approx(3.0)
-    assert parts(thin)["products"] == pytest.approx(0.5)
+    assert parts()["matmuls"] == pytest.approx(3.0)
+    assert parts(thin)["matmuls"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_seconds_of_a_sum_with_factors_are_the_sum_of_seconds():
     """So lines between recordings may subtract one whose matmuls are bound by something else."""
     other = Work({"forward": {f"{kinds.MATMUL}@3": Amount(1e9, 5e11, 1.0)}})
     made = summed([(WORK, 2.0), (other, -1.0)])
-    assert parts(made)["products"] == pytest.approx(2 * 3.0 - 0.5)
+    assert parts(made)["matmuls"] == pytest.approx(2 * 3.0 - 0.5)
 
 
 def test_python_is_waited_for_where_it_launches_longer_than_the_gpu_computes():

@@ -26,7 +26,7 @@ from workflow.lib.step_plan.memory_options import TABLE, demands, takes_host_mem
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
-# Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
+# Larger micro-batches bring a CPU nothing: its matmuls are full at a few hundred rows.
 LARGEST_CPU_MICRO_BATCH = 8
 # Two plans of different kinds are told apart by no less than what predicted times are off
 # (docs/memory-model.md), two of a kind by less.

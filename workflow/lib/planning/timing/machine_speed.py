@@ -42,7 +42,7 @@ class Speed:
         """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU."""
         if not self.clocks:
             seconds = cpu_seconds(work, flops=self.cpu_flops, micro_batches=micro_batches)
-            return {"products": seconds}
+            return {"matmuls": seconds}
         counts: dict[str, Any] = {"num_layers": num_layers, "trained_share": trained_share}
         counts["micro_batches"] = micro_batches
         every = (clock.parts(work, plan, **counts) for clock in self.clocks)

@@ -23,7 +23,7 @@ Parts = dict[str, float]
 _Sums = Mapping[tuple[str, bool], float]
 BACKWARD = "backward"
 TRAFFIC, EXPOSED, LAUNCHED = "traffic", "exposed", "launched"
-COMPUTING = ("products", "attention", "dequantization", "elementwise", "loss", "update")
+COMPUTING = ("matmuls", "attention", "dequantization", "elementwise", "loss", "update")
 ATTENTION = {kinds.ATTENTION, kinds.EQUAL, kinds.BROAD, kinds.FLEX, kinds.WIDE, kinds.MASKED}
 # Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of
 # 8 layers' activations of 70B width there, copied 19 GB/s each (November 2026, a virtual machine of
@@ -148,7 +148,7 @@ def _part(phase: str, name: str) -> str:
     if name in ATTENTION:
         return "attention"
     if name not in (kinds.MEMORY, kinds.DELTA_RULE, kinds.STATE_SPACE):
-        return "products"
+        return "matmuls"
     return {"loss": "loss", UPDATE: "update"}.get(phase, "elementwise")
 
 
