@@ -8,7 +8,6 @@ import logging
 import math
 import shlex
 from collections.abc import Callable, Iterable
-from datetime import datetime
 from pathlib import Path
 
 from workflow.lib.model.architecture.model_shape import ModelShape
@@ -16,7 +15,6 @@ from workflow.lib.model.architecture.shipped_shapes import known_models
 from workflow.lib.planning.preflight.machine_table import (
     Answer,
     Offer,
-    hours_until,
     machine_table,
 )
 from workflow.lib.planning.preflight.questions import (
@@ -202,8 +200,6 @@ def tell_machines(
     """Print a table of machines, and of `--cheapest` the one that costs least by the deadline."""
     text, setting = (args.compare, "--compare") if args.compare else (args.cheapest, "--cheapest")
     table = machine_table(text, setting=setting)
-    now = datetime.now().astimezone()
-    hours = None if args.deadline is None else hours_until(args.deadline, now)
     processes = [parse_gpus(x.gpus, setting=setting)[0] * x.nodes for x in table.machines]
     shared = math.lcm(*processes)
     batch = args.batch or math.ceil(16 / shared) * shared
@@ -219,7 +215,7 @@ def tell_machines(
             if one.fits:
                 logger.info("%s", command_of(args, parser, **of_offer(args, one.offer, batch)))
         return
-    best = table.cheapest(answers, hours=hours)
+    best = table.cheapest(answers, hours=args.deadline)
     logger.info("the cheapest: %s, %.2f in %.3g h", best.offer.label, best.cost, best.hours)
     logger.info("%s", command_of(args, parser, **of_offer(args, best.offer, batch)))
 
@@ -286,5 +282,5 @@ def add_by_hand(parser: argparse.ArgumentParser) -> None:
         "--cheapest", metavar="FILE", help="the machine of a YAML file that costs least"
     )
     questions.add_argument(
-        "--deadline", help="of --cheapest: hours from now, or a date like 2030-01-31"
+        "--deadline", type=float, metavar="HOURS", help="of --cheapest: from now"
     )

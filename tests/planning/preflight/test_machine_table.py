@@ -1,7 +1,6 @@
-"""Tables of machines with prices, and deadlines."""
+"""Tables of machines with prices."""
 
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,9 @@ from workflow.lib.planning.preflight.machine_table import (
     Answer,
     MachineTable,
     Offer,
-    hours_until,
     machine_table,
 )
 from workflow.lib.system.errors import UserError
-
-NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)
 
 
 def written(folder, text):
@@ -72,41 +68,6 @@ def test_text_that_is_no_table_is_refused(text):
         machine_table(text, setting="--compare")
 
 
-@pytest.mark.parametrize(
-    ("text", "hours"),
-    [
-        ("48", 48.0),
-        ("0.5", 0.5),
-        ("2026-11-27T15:00+00:00", 3.0),
-        ("2026-11-28T12:00+02:00", 22.0),
-    ],
-)
-def test_deadline_is_hours_or_a_moment(text, hours):
-    assert hours_until(text, NOW) == pytest.approx(hours)
-
-
-def test_date_alone_is_its_end():
-    day = NOW.astimezone().date().isoformat()
-    assert 0 < hours_until(day, NOW) <= 24
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("2020-01-31", "it is in the past"),
-        ("-3", "it is in the past"),
-        ("0", "it is in the past"),
-        ("nan", "it is no number of hours"),
-        ("inf", "it is no number of hours"),
-        ("tomorrow", "it is neither a number of hours nor a date"),
-        ("2026-13-40", "it is neither"),
-    ],
-)
-def test_deadline_that_is_none_is_refused(text, part):
-    with pytest.raises(UserError, match=part):
-        hours_until(text, NOW)
-
-
 def answers(*told):
     """Answers of machines by hours and cost; None: it does not fit."""
     offer = Offer(gpus="4090")
@@ -128,6 +89,8 @@ def test_cheapest_is_the_one_of_least_cost_that_is_done_by_then(hours, place):
         ([None], None, "fits none of the machines"),
         ([(5.0, 0.0)], None, "no machine that fits has a price"),
         ([(5.0, 1.0), (4.0, 2.0)], 3.0, "the fastest machine, 4090, takes 4 h"),
+        ([(5.0, 1.0)], -1.0, "it is in -1 h"),
+        ([(5.0, 1.0)], float("nan"), "it is in nan h"),
     ],
 )
 def test_no_cheapest_machine_is_told_with_the_reason(told, hours, part):

@@ -155,7 +155,7 @@ def test_any_setting_can_be_given(tiny):
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.gpus=2"), (
             "--gpus says which GPUs there are"
         )),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--deadline", "3"), "--deadline = '3'"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--deadline", "3"), "--deadline = '3.0'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--largest"), (
             "--largest = []: --longest is asked too"
         )),
@@ -172,7 +172,7 @@ def test_any_setting_can_be_given(tiny):
         (("--model", "Qwen3-8B", "--compare", "2x4090,3x4091"), "machines.2.gpus = '3x4091'"),
         (("--model", "Qwen3-8B", "--cheapest", "/nowhere.yaml"), "/nowhere.yaml"),
         (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
-          "--deadline", "2020-01-01"), "--deadline = '2020-01-01': it is in the past"),
+          "--deadline", "0"), "--deadline: it is in 0 h"),
         (("--config", "{}", "--model", "x"), "--tokens = None"),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--longest"), "--longest = 'True'"),

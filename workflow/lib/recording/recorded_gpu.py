@@ -41,6 +41,10 @@ OWN_KERNELS = ("silu_backward", "mish_backward", "_fused_rms_norm")
 COMPUTING = 0  # the number of the stream that computes
 
 
+def _does_nothing(*_: Any) -> None:
+    """Stand for a method of a device on which nothing runs."""
+
+
 class RecordedEvent:
     """Nothing runs, so nothing is waited for."""
 
@@ -50,11 +54,7 @@ class RecordedEvent:
     def record(self, *_: Any) -> "RecordedEvent":
         return self
 
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    wait = synchronize = _does_nothing
 
     def query(self) -> bool:
         return True
@@ -71,17 +71,10 @@ class RecordedStream:
         self.stream_id = RecordedStream.made
         RecordedStream.made += 1
 
-    def wait_stream(self, *_: Any) -> None:
-        pass
-
-    def wait_event(self, *_: Any) -> None:
-        pass
+    wait_stream = wait_event = synchronize = _does_nothing
 
     def record_event(self, *_: Any) -> RecordedEvent:
         return RecordedEvent()
-
-    def synchronize(self) -> None:
-        pass
 
 
 class RecordedGpu:
@@ -125,25 +118,11 @@ class RecordedGpu:
     def current_device(self) -> int:
         return 0
 
-    def set_device(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self, *_: Any) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    manual_seed = manual_seed_all
+    set_device = synchronize = empty_cache = set_rng_state = _does_nothing
+    manual_seed = manual_seed_all = _does_nothing
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
         return torch.zeros(8, dtype=torch.uint8)
-
-    def set_rng_state(self, *_: Any) -> None:
-        pass
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

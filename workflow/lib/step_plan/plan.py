@@ -35,8 +35,3 @@ class StepPlan(MemoryOptions):
     def forwards(self) -> int:
         """Forward passes of a micro-batch, without recomputation."""
         return 1 + NEEDS[self.objective].forward_first
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients lie there throughout: of earlier micro-batches, or for a graph."""
-        return self.accumulates or self.graphed

@@ -1,9 +1,8 @@
-"""A user's table of machines with their prices, and until when a run must be done."""
+"""A user's table of machines with their prices."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.settings.errors_in_words import CHANGE, explain
 from workflow.lib.settings.section_base import Section
 from workflow.lib.settings.yaml_files import compose_yaml
-from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import parse_gpus
 
 # `gpus: 4090` is a number in YAML
@@ -75,7 +74,7 @@ class MachineTable(Section):
                 "price_per_kwh; --compare needs none."
             )
         _, least, fastest = min(fitting, key=lambda x: x[1])
-        if hours is not None and least > hours:
+        if hours is not None and not least <= hours:  # nor is nan a time
             raise UserError(
                 f"--deadline: it is in {hours:.3g} h, and the fastest machine, "
                 f"{fastest.offer.label}, takes {least:.3g} h. Give more time, or faster machines."
@@ -143,32 +142,3 @@ def _validated(document: dict[str, Any], *, origin: str) -> MachineTable:
         said = " ".join(line.replace(CHANGE, "").strip() for line in lines)
         raise UserError(f"{origin}: {said} Correct it there.")
     return table
-
-
-def hours_until(text: str, now: datetime) -> float:
-    """Return the hours that `--deadline` leaves: a number of them, or until a date (its end) or a
-    time of this machine's zone. Raises `UserError` for neither, and for what is past."""
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = (_moment(text) - now.astimezone()).total_seconds() / 3600
-    if not 0 < hours < 1e6:
-        bound = "it is in the past" if hours <= 0 else "it is no number of hours"
-        raise setting_error(
-            "--deadline", text, bound, "Give hours from now above 0, or a later date"
-        )
-    return hours
-
-
-def _moment(text: str) -> datetime:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise setting_error(
-            "--deadline",
-            text,
-            "it is neither a number of hours nor a date",
-            "Write it like 48, 2030-01-31 or 2030-01-31T18:00",
-        ) from None
-    whole_day = len(text) <= len("2030-01-31")
-    return (moment + timedelta(days=whole_day)).astimezone()
