@@ -110,6 +110,14 @@ def test_every_file_with_one_byte_changed_is_named(root):
             r"served\.json\.\w+ = nothing, found",
         ),
         (
+            lambda p: p["required"]["heldout_loss/qa"].update(met=True),
+            r"required\.heldout_loss/qa\.met = True, found False",
+        ),
+        (
+            lambda p: p["overlap"]["pydocs_mc"].update(dirty=0),
+            r"overlap\.pydocs_mc\.dirty = 0, found 1",
+        ),
+        (
             lambda p: p["facts"].update(benchmark={"score": 1.0}),
             r"benchmark\.score = 1\.0, found nothing",
         ),
@@ -200,3 +208,21 @@ def test_files_of_a_run_of_the_same_name_are_not_taken_for_those_of_a_published_
     shutil.copy(root / "runs" / "demo" / "evaluate_run" / "items.json", published)
     edit(root / "runs" / "demo" / "consolidate" / "parity.json", lambda d: d.update(positions=1))
     assert len(verified(root, published / "certificate.json").absent) == 6
+
+
+def test_margin_of_loss_is_judged_by_the_interval_and_overlap_is_counted(root):
+    said = read_json(root / certify(root, "demo"))["predicate"]
+    judged = said["required"]
+    compared = said["measured"]["tuned"]["comparisons"]["base"]
+    assert judged.keys() == {"heldout_loss", "heldout_loss/qa"}, "tasks are no held-out loss"
+    assert judged["heldout_loss"] == {
+        "least": -0.02,
+        "gain": compared["loss_difference"],
+        "gain_ci95": compared["loss_difference_ci95"],
+        "met": True,
+    }
+    assert judged["heldout_loss/qa"]["gain"] == compared["sources"]["qa"]["loss_difference"]
+    assert judged["heldout_loss/qa"]["met"] is False, "9 nats were asked for"
+    assert said["overlap"] == {
+        "pydocs_mc": {"items": 4, "too_short": 1, "not_clean": 2, "dirty": 1}
+    }

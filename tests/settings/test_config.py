@@ -124,6 +124,10 @@ def test_base_of_the_hub_has_no_second_id():
         ({"evaluate": {"require": {"t/acc": 5.0}}}, "no model can gain more than 1 by acc"),
         ({"evaluate": {"require": {"t/bleu,strict": 200.0}}}, "more than 100 by bleu"),
         ({"evaluate": {"require": {"heldout_loss": 500.0}}}, "more than 20 by heldout_loss"),
+        (
+            {"evaluate": {"require": {"heldout_loss/general": -0.1}}},
+            "heldout_loss/general: no such source is held out. Name one of heldout_loss/workflow",
+        ),
         ({"evaluate": {"require": {"reward_accuracy": 60.0}}}, "a share is at most 1"),
         (
             {"evaluate": {"require": {"reward": 0.6}}},

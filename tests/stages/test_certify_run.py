@@ -1,6 +1,7 @@
 """The stage that certifies a run: it names what was made, and nothing that is damaged."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from tests.support.certificates import add_items, inside
 from tests.support.report_examples import write_run
 from tests.support.workflow_project import make_project
+from workflow.lib.artifacts import layout
 from workflow.lib.evaluation.certificate import verify
+from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
 from workflow.scripts.certify_run import main
@@ -31,7 +34,10 @@ def certify(root):
     with inside(root):
         main(
             argparse.Namespace(
-                config={"export": {}},
+                config=json.loads(layout.stage_json("certify_run", RunConfig())),
+                model=Path("base"),
+                data=[Path("base")],
+                require={},
                 run="demo",
                 folders=[Path("base"), adapter],
                 files=[run / "finetune" / "summary.json", run / "consolidate" / "parity.json"],

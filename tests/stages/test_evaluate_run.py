@@ -90,7 +90,15 @@ def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finish
 
 def test_numbers_of_every_subject_follow_from_the_items(finished):
     evaluation = finished[1] / "evaluation"
-    said = statement("demo", [], certificate=Path("x"), published=evaluation, evaluation=evaluation)
+    said = statement(
+        "demo",
+        [],
+        certificate=Path("x"),
+        published=evaluation,
+        evaluation=evaluation,
+        licences={"model": None, "data": None},
+        require={},
+    )
     assert list(said.predicate.measured) == MEASURED
     for found in said.predicate.measured.values():
         assert found["heldout"]["documents"] == 7

@@ -53,6 +53,22 @@ def test_gain_or_the_lower_end_of_its_interval_must_reach_the_requirement(name, 
     assert verdict.met is met
 
 
+@pytest.mark.parametrize(("margin", "met"), [(0.03, True), (0.01, False)])
+def test_source_may_lose_no_more_than_the_margin(margin, met):
+    def lose(content):
+        content["comparisons"]["base"]["sources"]["general"] = {
+            "loss_difference": -0.005,
+            "loss_difference_ci95": [-0.02, 0.01],
+            "p_value": 0.5,
+            "documents": 40,
+        }
+
+    (verdict,) = judged({"heldout_loss/general": -margin}, by="interval", change=lose)
+    assert (verdict.gain, verdict.met) == (-0.005, met)
+    with pytest.raises(UserError, match=r"no held-out document.*are of general"):
+        judged({"heldout_loss/other": 0.0}, change=lose)
+
+
 def test_smaller_is_the_gain_of_a_metric_where_less_is_better():
     def less_is_better(content):
         content["tasks"]["pydocs_mc"]["metrics"]["acc"]["higher_is_better"] = False

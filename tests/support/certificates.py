@@ -14,6 +14,7 @@ from workflow.lib.system.files import file_sha256, write_checked_json, write_jso
 
 LOSSES = {"base": [30.5, 11.0, 24.25], "tuned": [21.0, 8.5, 15.75]}
 RIGHT = {"base": [0.0, 1.0, 0.0, 0.0], "tuned": [1.0, 1.0, 0.0, 1.0]}
+REQUIRE = {"heldout_loss": -0.02, "heldout_loss/qa": 9.0, "pydocs_mc/acc": 0.1}
 TASK, METRIC = "pydocs_mc", "acc"
 
 
@@ -34,11 +35,13 @@ def add_items(folder: Path) -> None:
         run=folder.name,
         resamples=100,
         seed=0,
+        served="tuned",
+        overlap={TASK: [0.0, None, 0.25, 1.0]},
         subjects={"base": subject_items("base"), "tuned": subject_items("tuned")},
         provenance=Provenance.now(),
     )
     write_checked_json(folder / "evaluate_run" / "items.json", items.as_json())
-    for name, found in statistics(items).items():
+    for name, found in statistics(items, {})["measured"].items():
 
         def follow(document: dict, found: dict = found) -> None:
             document["heldout"].update(found["heldout"])
@@ -83,7 +86,13 @@ def certify(root: Path, run: str, *, key: Path | None = None) -> Path:
         files = [*listed_files(adapter), *map(hashed, others)]
         certificate = folder / "certify_run" / "certificate.json"
         said = statement(
-            run, files, certificate=certificate, published=adapter, evaluation=evaluation
+            run,
+            files,
+            certificate=certificate,
+            published=adapter,
+            evaluation=evaluation,
+            licences={"model": "mit", "data": None},
+            require=REQUIRE,
         )
         write_json(certificate, packed(said, key))
         return certificate

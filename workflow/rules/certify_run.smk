@@ -21,6 +21,9 @@ rule certify_run:
         "../../envs/torch.yaml"
     params:
         config=lambda w: layout.stage_json("certify_run", RUNS[w.run]),
+        require=lambda w: json.dumps(RUNS[w.run].evaluate.require, sort_keys=True),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
+        data=lambda w: layout.data_files(RUNS[w.run]),
         adapter=subpath(input.weights, parent=True),
         published=lambda w, input: published_folder(w.run, input.published),
         records=lambda w, input: [f"{folder}/source.json" for folder in input.downloads],
@@ -28,4 +31,5 @@ rule certify_run:
         "python -m workflow.scripts.certify_run --config {params.config:q} --run {wildcards.run:q}"
         " --folders {input.base:q} {params.adapter:q} {input.others:q}"
         " --files {input.summary:q} {input.parity:q} {input.served:q} {input.tokens:q} {params.records:q}"
+        " --model {params.model:q} --data {params.data:q} --require {params.require:q}"
         " --evaluation {input.evaluation:q} --published {params.published:q} --output {output:q} --log {log:q}"

@@ -5,11 +5,12 @@ set. `snakemake verify` checks it.
 """
 
 import argparse
+import json
 import logging
 from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import ITEMS
-from workflow.lib.evaluation.certificate import packed, statement
+from workflow.lib.evaluation.certificate import licence_of, packed, statement
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.checksums import RecordedFile, check_files, listed_files
 from workflow.lib.system.files import file_sha256, write_json
@@ -19,7 +20,7 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    key = ExportConfig.model_validate(args.config["export"]).signing_key
+    key = ExportConfig.model_validate(args.config.get("export", {})).signing_key
     made = [file for folder in args.folders for file in listed_files(folder)]
     check_files(made)
     files = [*made, *map(hashed, [*args.files, args.evaluation / ITEMS])]
@@ -29,6 +30,8 @@ def main(args: argparse.Namespace) -> None:
         certificate=args.output,
         published=args.published,
         evaluation=args.evaluation,
+        licences={"model": licence_of([args.model]), "data": licence_of(args.data)},
+        require=args.require,
     )
     write_json(args.output, packed(said, None if key is None else Path(key)))
     signed = "not signed" if key is None else f"signed with {key}"
@@ -47,6 +50,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--files", type=Path, nargs="+", required=True, help="further files")
     parser.add_argument("--evaluation", type=Path, required=True, help="the run's evaluation")
+    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="raw data")
+    parser.add_argument("--require", type=json.loads, required=True, help="evaluate.require, JSON")
     parser.add_argument("--published", type=Path, required=True, help="folder that is published")
     parser.add_argument("--output", type=Path, required=True, help="certificate.json to write")
     run(main, parser)

@@ -94,7 +94,10 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
                 four_bits=four_bits_of(args.base),
                 quantized_by=method_of(args.base),
             )
-            write(args.output, results, items_of(measured, questions, run=args.run))
+            items = items_of(
+                measured, questions, run=args.run, served=args.served, rows=store.input_ids
+            )
+            write(args.output, results, items)
 
 
 def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:

@@ -12,17 +12,11 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:fsdp-qlora:fine-tuning:v1"  # of this workflow: in-toto has none for a training
 
 
-class Digest(Record):
-    """Hashes of a file."""
-
-    sha256: str  # SHA-256 of its bytes
-
-
 class CertifiedFile(Record):
     """A file of the run."""
 
     name: str  # its path from the working folder of the run
-    digest: Digest  # hashes of it
+    digest: dict[Literal["sha256"], str]  # hash of its bytes
 
 
 class Predicate(Record):
@@ -35,6 +29,12 @@ class Predicate(Record):
     """What files of `subject` say, by their names: of the data, training, export and servers."""
     measured: dict[SubjectName, dict[str, Any]]
     """Statistics of `items.json`, in the fields of `Evaluation`, by model."""
+    overlap: dict[str, dict[str, int]]
+    """By task: items, those too short to tell, and those of whose tokens 20% (`not_clean`) and 80%
+    (`dirty`) are in training rows."""
+    required: dict[str, dict[str, Any]]
+    """Required gains of held-out loss, judged by the interval; below 0: what may be lost."""
+    licences: dict[str, str | None]  # of `model` and `data`, as the hub or cards name them
     provenance: Provenance  # what made the statement
 
 

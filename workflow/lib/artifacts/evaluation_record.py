@@ -169,7 +169,11 @@ class Items(Record):
     run: str  # name of the run
     resamples: int  # of the bootstrap
     seed: int  # of the bootstrap
+    served: SubjectName  # the served model
     subjects: dict[SubjectName, SubjectItems]  # in the order in which they are shown
+    overlap: dict[str, list[float | None]]
+    """By task, of each item: the share of its tokens in runs of 11 that training rows have too;
+    null where no text is as long."""
     provenance: Provenance  # what made the file
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
+from huggingface_hub import ModelCard
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import CryptoSigner, SSlibKey
@@ -26,13 +27,17 @@ from workflow.lib.artifacts.read_records import parsed, read_record
 from workflow.lib.artifacts.records import Download, Record
 from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.data.reading.hub_download import licence_words
+from workflow.lib.evaluation.results import public_name
 from workflow.lib.evaluation.task_scores import (
     difference_fields,
     estimate_ratio,
     loss_fields,
     paired_fields,
 )
-from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.settings.evaluate import is_loss
+from workflow.lib.settings.subjects import REFERENCES
+from workflow.lib.system.checksums import HUB_RECORD, RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance
 from workflow.lib.system.number_formats import some_of
@@ -47,14 +52,15 @@ FACTS: dict[str, tuple[type[Record], str]] = {
     ),
     "summary.json": (
         Summary,
-        "fingerprint settings num_steps trained_tokens final_loss device_name processes elapsed_s "
+        "fingerprint num_steps trained_tokens final_loss device_name processes elapsed_s energy_j "
         "checks provenance",
     ),
     "parity.json": (Parity, "passed rms_difference tolerance positions"),
     "served.json": (ServedCheck, " ".join(ServedCheck.model_fields.keys() - {"provenance"})),
     "gguf.json": (GgufChecks, "files"),
 }  # fmt: skip
-UNTOLD = {"sources": {"__all__": {"file", "columns", "not_read"}}}  # of this machine, or long
+UNTOLD = {"sources": {"__all__": {"source", "file", "columns", "not_read"}}}  # paths, or long
+NOT_CLEAN, DIRTY = 0.2, 0.8  # shares of an item's tokens, as in `task_overlap`'s source
 
 
 def facts_of(paths: Mapping[str, Path]) -> dict[str, Any]:
@@ -70,17 +76,18 @@ def facts_of(paths: Mapping[str, Path]) -> dict[str, Any]:
     return found
 
 
-def statistics(items: Items) -> dict[str, Any]:
-    """Return loss, scores and paired differences of each subject, in the fields of `Evaluation`."""
+def statistics(items: Items, least: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields of `Predicate` that follow from the items and the required gains: of each
+    subject loss, scores and paired differences, in the fields of `Evaluation`."""
     how = {"resamples": items.resamples, "seed": items.seed}
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for position, (name, subject) in enumerate(items.subjects.items()):
         tasks: dict[str, Any] = {}
         for (task, metric), values in _values(subject).items():
             estimate = estimate_ratio(list(values.values()), [1.0] * len(values), **how)
             score = {"value": estimate.value, "value_ci95": estimate.ci95}
             tasks.setdefault(task, {"metrics": {}})["metrics"][metric] = score
-        found[name] = {
+        measured[name] = {
             "heldout": loss_fields(_losses(subject), **how) if subject.losses else None,
             "tasks": tasks,
             "comparisons": {
@@ -88,7 +95,39 @@ def statistics(items: Items) -> dict[str, Any]:
                 for other, before in list(items.subjects.items())[:position]
             },
         }
-    return found
+    known = [name for name in REFERENCES if name in measured and measured[name]["heldout"]]
+    return {
+        "measured": measured,
+        "overlap": {task: _overlap(shares) for task, shares in items.overlap.items()},
+        "required": {
+            name: _required(name, bound, measured[items.served]["comparisons"][known[0]])
+            for name, bound in least.items()
+            if known
+        },
+    }
+
+
+def _overlap(shares: list[float | None]) -> dict[str, int]:
+    told = [share for share in shares if share is not None]
+    return {
+        "items": len(shares),
+        "too_short": len(shares) - len(told),
+        "not_clean": sum(share >= NOT_CLEAN for share in told),
+        "dirty": sum(share >= DIRTY for share in told),
+    }
+
+
+def _required(name: str, least: float, compared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the judgement of a gain of loss by its interval; below 0: a margin of loss."""
+    source = name.partition("/")[2]
+    found = compared["sources"][source] if source else compared
+    ends = found["loss_difference_ci95"]
+    return {
+        "least": least,
+        "gain": found["loss_difference"],
+        "gain_ci95": ends,
+        "met": ends is not None and ends[0] >= least,
+    }
 
 
 def _losses(subject: SubjectItems) -> list[tuple[float, int]]:
@@ -104,13 +143,23 @@ def _values(subject: SubjectItems) -> dict[tuple[str, str], dict[tuple[int, str,
 
 def _compared(before: SubjectItems, after: SubjectItems, how: Mapping[str, int]) -> dict[str, Any]:
     pairs = list(zip(_losses(before), _losses(after), strict=True))
+    sources = [document.source for document in after.losses]
     tasks: dict[str, Any] = {}
     old = _values(before)
     for (task, metric), values in _values(after).items():
         if (task, metric) in old:
             paired = paired_fields(old[task, metric], values, **how)
             tasks.setdefault(task, {})[metric] = paired
-    return {**difference_fields(pairs, **how), "tasks": tasks}
+    return {
+        **difference_fields(pairs, **how),
+        "sources": {
+            source: difference_fields(
+                [pair for pair, of in zip(pairs, sources, strict=True) if of == source], **how
+            )
+            for source in sorted(set(sources))
+        },
+        "tasks": tasks,
+    }
 
 
 def statement(
@@ -120,16 +169,19 @@ def statement(
     certificate: Path,
     published: Path,
     evaluation: Path,
+    licences: Mapping[str, str | None],
+    require: Mapping[str, float],
 ) -> Statement:
     """Return the statement of a run; files: sound ones, those of `FACTS` and the items among them;
-    certificate: the file to be written.
-    Raises `UserError` if the evaluation is not what its items say."""
+    certificate: the file to be written; require: of `evaluate`. Raises `UserError`
+    if the evaluation is not what its items say."""
     by_name = {file.path.as_posix(): file for file in files}
-    measured = statistics(read_record(evaluation / ITEMS, Items))
-    for subject, found in measured.items():
+    least = {_public(name): gain for name, gain in require.items() if is_loss(name)}
+    found = statistics(read_record(evaluation / ITEMS, Items), least)
+    for subject, of_subject in found["measured"].items():
         path = evaluation / f"{subject}.json"
         told = read_record(path, Evaluation).model_dump(mode="json")
-        if wrong := _first_other(told, found, common=True):
+        if wrong := _first_other(told, of_subject, common=True):
             raise _not_following(path, wrong)
     return Statement.model_validate(
         {
@@ -143,11 +195,32 @@ def statement(
                 "certificate": certificate.as_posix(),
                 "published": published.as_posix(),
                 "facts": facts_of({name: file.path for name, file in by_name.items()}),
-                "measured": measured,
+                "licences": licences,
+                **found,
                 "provenance": provenance(),
             },
         }
     )
+
+
+def _public(requirement: str) -> str:
+    name, slash, source = requirement.partition("/")
+    return f"{name}{slash}{public_name(source)}"
+
+
+def licence_of(paths: Iterable[Path]) -> str | None:
+    """Return the licences of files or folders, by a download's record or the card beside them."""
+    folders = {path if path.is_dir() else path.parent for path in paths}
+    return ", ".join(sorted({named for folder in folders if (named := _licence(folder))})) or None
+
+
+def _licence(folder: Path) -> str | None:
+    if (folder / HUB_RECORD).is_file():
+        return read_record(folder / HUB_RECORD, Download).licence
+    card = folder / "README.md"
+    if not card.is_file():
+        return None
+    return licence_words(ModelCard.load(card, ignore_metadata_errors=True).data.get("license"))
 
 
 def _not_following(path: Path, wrong: str) -> UserError:
@@ -240,14 +313,15 @@ def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
     said, signer = opened(certificate, signed_by)
     paths = {file.name: _located(file.name, said, certificate) for file in said.subject}
     here = {name: path for name, path in paths.items() if path is not None}
-    digests = {file.name: file.digest.sha256 for file in said.subject}
+    digests = {file.name: file.digest["sha256"] for file in said.subject}
     if wrong := [name for name in here if file_sha256(here[name]) != digests[name]]:
         raise UserError(f"{certificate}: not the files that were certified: {some_of(wrong)}.")
     items = next((path for name, path in here.items() if Path(name).name == ITEMS), None)
     if items is None:
         raise UserError(f"{certificate}: {ITEMS} is not here, so no number can be checked.")
-    measured = said.predicate.model_dump(mode="json")["measured"]
-    if other := _first_other(measured, statistics(read_record(items, Items))):
+    stated = said.predicate.model_dump(mode="json", include={"measured", "overlap", "required"})
+    least = {name: judged["least"] for name, judged in said.predicate.required.items()}
+    if other := _first_other(stated, statistics(read_record(items, Items), least)):
         raise _not_following(certificate, other)
     told = {name: facts for name, facts in said.predicate.facts.items() if paths.get(name, True)}
     if other := _first_other(told, facts_of(here)):

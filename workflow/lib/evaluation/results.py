@@ -2,6 +2,7 @@
 answers, and what 4 bits cost: the losses that the base's calibration has measured."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval, Provenance
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
+from workflow.lib.evaluation.task_overlap import Array, overlap_shares
 from workflow.lib.evaluation.task_scores import (
     Loss,
     difference_fields,
@@ -182,12 +184,18 @@ def _per_document(losses: Losses, questions: Questions) -> list[DocumentLoss]:
 
 
 def items_of(
-    measured: Mapping[SubjectName, Measurement], questions: Questions, *, run: str
+    measured: Mapping[SubjectName, Measurement],
+    questions: Questions,
+    *,
+    run: str,
+    served: SubjectName,
+    rows: Array,
 ) -> Items:
-    """Return what the statistics are made of."""
+    """Return what the statistics are made of; rows: token ids of the training rows."""
+    public = replace(questions, sources=[public_name(source) for source in questions.sources])
     subjects = {
         name: SubjectItems(
-            losses=_per_document(measured[name].losses, questions),
+            losses=_per_document(measured[name].losses, public),
             tasks=[
                 TaskItems(
                     task=task, metric=metric, values=[(*item, v) for item, v in found.items()]
@@ -198,8 +206,20 @@ def items_of(
         for name in SUBJECTS
         if name in measured
     }
-    draws = draws_of(questions.settings)
-    return Items(run=run, **draws, subjects=subjects, provenance=Provenance.now())
+    loaded = {n: task for tasks in questions.tasks.values() for n, task in tasks["tasks"].items()}
+    return Items(
+        run=run,
+        **draws_of(questions.settings),
+        served=served,
+        subjects=subjects,
+        overlap=overlap_shares(loaded, rows, questions.tokenizer),
+        provenance=Provenance.now(),
+    )
+
+
+def public_name(source: str) -> str:
+    """Return the name of a data source; where it is a path of this machine, of its last part."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T]]:

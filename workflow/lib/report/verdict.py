@@ -14,13 +14,14 @@ from workflow.lib.artifacts.evaluation_record import (
     Evaluation,
     FourBitsCost,
     GainVerdict,
+    LossDifference,
     Metric,
     MetricDifference,
     four_bits_cost,
 )
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval
-from workflow.lib.settings.evaluate import HELDOUT_LOSS, REWARDS, EvaluateConfig
+from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, is_loss
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import UserError, setting_error
@@ -244,8 +245,8 @@ def verdicts(
 
 def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> GainVerdict:
     reference: Evaluation | None
-    if name == HELDOUT_LOSS:
-        reference, (gain, ci95) = measured.reference, _loss_gain(measured)
+    if is_loss(name):
+        reference, (gain, ci95) = measured.reference, _loss_gain(measured, name.partition("/")[2])
     elif name in REWARDS:
         reference, (gain, ci95) = None, _reward(name, measured.served)
     else:
@@ -268,10 +269,16 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
     )
 
 
-def _loss_gain(measured: Measured) -> tuple[float, Interval | None]:
-    comparison = measured.comparison
-    assert comparison.loss_difference is not None, "the settings require it to be measured"
-    return comparison.loss_difference, comparison.loss_difference_ci95
+def _loss_gain(measured: Measured, source: str) -> tuple[float, Interval | None]:
+    compared: LossDifference | Comparison = measured.comparison
+    if source:
+        by_source = measured.comparison.sources
+        if source not in by_source:
+            known = f"Held-out documents are of {', '.join(by_source)}"
+            raise setting_error("evaluate.require", source, "it has no held-out document", known)
+        compared = by_source[source]
+    assert compared.loss_difference is not None, "the settings require it to be measured"
+    return compared.loss_difference, compared.loss_difference_ci95
 
 
 def _reward(name: str, served: Evaluation) -> tuple[float, Interval | None]:

@@ -21,7 +21,13 @@ from pydantic import (
 
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
-from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, ExportConfig, ReportConfig
+from workflow.lib.settings.evaluate import (
+    HELDOUT_LOSS,
+    REWARDS,
+    EvaluateConfig,
+    ExportConfig,
+    ReportConfig,
+)
 from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig, needs_of, readers_of
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
@@ -169,6 +175,18 @@ class RunConfig(Sections):
             raise ValueError(
                 f"evaluate.require = {asked[0]}: train.objective = {self.train.objective} trains "
                 "no preferences. Require it of the runs that do (runs.<name>.evaluate.require)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _required_sources_are_held_out(self) -> "RunConfig":
+        sources = self.data.heldout_sources or self.data.train_sources
+        known = [f"{HELDOUT_LOSS}/{source.name or source.path}" for source in sources]
+        asked = [name for name in self.evaluate.require if name.startswith(f"{HELDOUT_LOSS}/")]
+        if unknown := [name for name in asked if name not in known]:
+            raise ValueError(
+                f"evaluate.require = {unknown[0]}: no such source is held out. Name one of "
+                f"{', '.join(known)}, or add it to data.heldout"
             )
         return self
 

@@ -107,6 +107,11 @@ MOST_GAIN = {
 }
 
 
+def is_loss(requirement: str) -> bool:
+    """Whether a gain of held-out loss is required, of all documents or of one source."""
+    return requirement.partition("/")[0] == HELDOUT_LOSS
+
+
 class EvaluateConfig(Section):
     """What is measured, and on which models."""
 
@@ -158,11 +163,11 @@ class EvaluateConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap and choice of samples."""
     require: Annotated[
-        dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
+        dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain", "certify_run"))
     ] = Field({})
-    """Least gain of the served model over the original, by `heldout_loss` (nats per token) or
-    `task/metric`; of preferences the least `reward_accuracy` or `reward_margin` itself. If missed,
-    the workflow fails."""
+    """Least gain of the served model over the original, by `heldout_loss` (nats per token; of one
+    source `heldout_loss/name`; -0.02 lets it lose 0.02) or `task/metric`; of preferences the least
+    `reward_accuracy` or `reward_margin` itself. If missed, the workflow fails."""
     require_by: Annotated[
         Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
     ] = "estimate"
@@ -185,17 +190,18 @@ class EvaluateConfig(Section):
     def _requirements_are_measured(self) -> "EvaluateConfig":
         own = (HELDOUT_LOSS, *REWARDS)
         for name in self.require:
-            if name in own and not self.heldout:
+            of_source = is_loss(name)
+            if (name in own or of_source) and not self.heldout:
                 raise ValueError(
                     f"require = {name}: held-out answers are not measured (heldout = False). Set "
                     "heldout to true, or remove the requirement"
                 )
-            if name not in own and not all(name.partition("/")):
+            if name not in own and not of_source and not all(name.partition("/")):
                 raise ValueError(
                     f"require = {name}: must be {', '.join(own)} or task/metric, as "
                     "pydocs_mc/acc. Correct the name"
                 )
-            metric = name.rpartition("/")[2].partition(",")[0]
+            metric = HELDOUT_LOSS if of_source else name.rpartition("/")[2].partition(",")[0]
             most = MOST_GAIN.get(metric)
             if most is not None and self.require[name] > most:
                 least = f"require = {name}: {self.require[name]:g}"

@@ -98,8 +98,12 @@ def list_files(source: Source) -> tuple[str, str | None, list[RepoFile]]:
     tree = api.list_repo_tree(source.repo_id, revision=commit, repo_type=kind, recursive=True)
     files = [entry for entry in tree if isinstance(entry, RepoFile)]
     check_paths(source, [file.path for file in files])
-    licences = [licence] if isinstance(licence, str) else licence or []
-    return commit, ", ".join(map(str, licences)) or None, files
+    return commit, licence_words(licence), files
+
+
+def licence_words(named: Any) -> str | None:
+    """Return the licence that a card names, which may be a list; None if it names none."""
+    return ", ".join(map(str, [named] if isinstance(named, str) else named or [])) or None
 
 
 def check_paths(source: Source, paths: Iterable[str]) -> None:
