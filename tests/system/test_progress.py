@@ -1,5 +1,7 @@
-"""How far an evaluation is, as its log says it where no terminal shows a bar."""
+"""How far a long piece of work is: a bar on a terminal, elsewhere lines of the log."""
 
+import contextlib
+import io
 import logging
 import threading
 
@@ -20,6 +22,30 @@ def test_line_tells_what_is_done_and_what_is_left():
     )
     progress.add(37, work=600.0)
     assert progress.line(90.0) == "held-out loss: 40 of 40 documents in 1 min 30 s, about 0 s left"
+
+
+def test_line_of_work_without_known_end_tells_what_is_done():
+    progress = Progress("data.train", total=None, unit="rows")
+    progress.add(1234)
+    assert progress.line(31.0) == "data.train: 1234 rows in 31 s"
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_done_is_shown_as_a_bar_on_a_terminal():
+    terminal = Terminal()
+    with (
+        contextlib.redirect_stderr(terminal),
+        Progress("data.train", total=None, unit="rows") as progress,
+    ):
+        progress.add(1000)
+        progress.add(234)
+    assert "data.train: 1234rows" in terminal.getvalue()
 
 
 class Lines(logging.Handler):

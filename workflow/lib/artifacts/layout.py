@@ -87,12 +87,10 @@ def _defines_result(affects: Affects) -> bool:
 
 
 def model_key(run: RunConfig) -> str:
-    """Short hash of the base model's identity."""
     return short_hash([run.model.source, run.model.revision])
 
 
 def dataset_key(run: RunConfig) -> str:
-    """Short hash of the hub dataset's identity."""
     return short_hash([run.data.source, run.data.revision, dataset_paths(run)])
 
 
@@ -192,12 +190,10 @@ def lineage(run: RunConfig) -> list[dict[str, str]]:
 
 
 def description(run: RunConfig) -> str:
-    """Path of the description of the base model."""
     return str(RESULTS / "models" / f"{run.model.name}-{model_key(run)}" / "description.json")
 
 
 def dataset_paths(run: RunConfig) -> list[str]:
-    """Return the files, folders and globs that the data settings name."""
     return [source.path for source in (*run.data.train_sources, *run.data.heldout_sources)]
 
 
@@ -310,7 +306,6 @@ def unrecorded_json(stage: str, run: RunConfig) -> str:
 
 
 def stage_json(stage: str, run: RunConfig) -> str:
-    """Return `stage_settings` as one canonical JSON string."""
     return canonical_json(stage_settings(stage, run))
 
 

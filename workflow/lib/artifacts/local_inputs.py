@@ -67,7 +67,6 @@ def check_local_paths(name: str, run: RunConfig) -> None:
 
 
 def _check_dataset_id(name: str, source: str) -> None:
-    """Raise `UserError` for a local path in `data.source`, which names datasets of the hub."""
     setting = f"data.source (run {name})"
     change = "Set data.source to null, and data.train to the files or the folder"
     if path_exists(source):

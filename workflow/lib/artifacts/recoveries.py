@@ -42,7 +42,6 @@ def with_recoveries(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
 
 
 def _faults(run: RunConfig, others: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield why a run can have no recovery, and what mends it."""
     start, config = run.train.start_from, Path(layout.model_dir(run)) / CONFIG
     if start is not None and start not in others:
         yield (

@@ -48,7 +48,6 @@ class ScoredModel:
 
     @property
     def options(self) -> list[str]:
-        """What `score_tokens` is told."""
         said = {"--base": self.base, "--model": self.model, "--setting": self.setting}
         said |= {"--named": self.named, "--top-k": str(self.top_k)}
         return [part for name, value in said.items() if value for part in (name, value)]
@@ -146,7 +145,6 @@ def _of_hub(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
 
 
 def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> None:
-    """Raise `UserError` if runs wait for each other's scores or adapters."""
     needed = {
         name: [x for x in (named.get(name), run.train.start_from) if x in runs]
         for name, run in runs.items()

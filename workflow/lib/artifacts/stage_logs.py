@@ -69,7 +69,6 @@ def _first_hand(records: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def _records(log: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield level and lines of every record."""
     level, lines = "", []
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         start = RECORD.match(line)

@@ -43,7 +43,6 @@ def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
 
 
 def _in_order(runs: Mapping[str, RunConfig]) -> list[str]:
-    """Return the runs, each after the one that it starts from."""
     starts = {
         name: [start] if (start := run.train.start_from) is not None and start in runs else []
         for name, run in runs.items()

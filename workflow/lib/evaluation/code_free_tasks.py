@@ -87,7 +87,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _unknown(section: Mapping[Any, Any], keys: frozenset[str], *, prefix: str) -> Iterator[str]:
-    """Yield what is in no table, of a section and of those within it."""
     for key, value in section.items():
         if value is None or value is False:  # not used: `process_docs: null`
             continue

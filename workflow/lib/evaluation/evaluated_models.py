@@ -76,7 +76,6 @@ class ModelFolders:
         return without if without.is_dir() else self.adapter
 
     def made_here(self) -> list[Path]:
-        """Return the folders that stages have made, which hold `SHA256SUMS`."""
         return [folder for folder in (self.base, self.adapter, self.merged, self.start) if folder]
 
     def all(self) -> list[Path]:
@@ -216,8 +215,6 @@ class _Memory:
         self._model: Model | None = None
 
     def opener(self, load: Callable[[], Model]) -> Callable[..., AbstractContextManager[Model]]:
-        """Return what opens the model that `load` loads, with its adapter on or off."""
-
         @contextmanager
         def opened(*, adapter: bool = True) -> Iterator[Model]:
             model = self._loaded(load)

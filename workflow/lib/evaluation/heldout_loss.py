@@ -75,7 +75,6 @@ def _losses(
 def _batch_losses(
     model: nn.Module, documents: Sequence[Document], *, device: torch.device
 ) -> list[float]:
-    """Return the summed loss of each document of one right-padded batch."""
     shape = (len(documents), max(len(ids) for ids, _ in documents))
     ids, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
     for row, (document_ids, document_mask) in enumerate(documents):

@@ -113,7 +113,6 @@ def _text(value: Any) -> bytes:
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | None) -> None:
-    """Raise `UserError` if the tokenizer has no chat template, or not the trained one."""
     template = tokenizer.chat_template
     if template is None:
         raise setting_error(

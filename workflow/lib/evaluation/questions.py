@@ -70,11 +70,12 @@ class Archive:
         try:
             return read_checked_json(path)["value"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            _note_damage(path, said(error))
+            logger.warning(
+                "%s is damaged (%s): it is ignored, and measured again", path, said(error)
+            )
             return None
 
     def keep(self, subject: str, part: str, facts: Mapping[str, Any], value: Any) -> None:
-        """Write one measurement (JSON, finite numbers), atomically."""
         entry = {"part": part, "value": value, "provenance": provenance()}
         write_checked_json(self._path(subject, part, facts), entry)
 
@@ -82,10 +83,6 @@ class Archive:
         readable = re.sub(r"[^\w.-]", "_", part)
         key = short_hash([FORMAT_VERSION, part, facts])
         return self.folder / subject / f"{readable}-{key}.json"
-
-
-def _note_damage(path: Path, finding: str) -> None:
-    logger.warning("%s is damaged (%s): it is ignored, and measured again", path, finding)
 
 
 HELDOUT = "heldout"
@@ -222,7 +219,6 @@ def _digest(documents: Sequence[Document]) -> str:
 
 
 def _check_finite(losses: list[tuple[float, int]], *, subject: SubjectName) -> None:
-    """Raise `UserError` if the mean loss is no number, or its exponential too large for one."""
     loss = sum(loss_sum for loss_sum, _ in losses) / sum(tokens for _, tokens in losses)
     if not loss < math.log(1e300):  # also true of NaN
         raise UserError(

@@ -116,7 +116,6 @@ def evaluations(
 
 
 def _rewards(measured: Measurement, questions: Questions) -> dict[str, Any]:
-    """Return the field of a subject that has rewards; of another none."""
     losses, preferences = _answer_losses(measured, questions), questions.preferences
     if losses is None or preferences is None:
         return {}
@@ -126,7 +125,6 @@ def _rewards(measured: Measurement, questions: Questions) -> dict[str, Any]:
 def _reward_difference(
     before: Measurement, after: Measurement, questions: Questions
 ) -> dict[str, Any]:
-    """Return the field of two subjects that both have rewards."""
     old, new = (_answer_losses(measured, questions) for measured in (before, after))
     if old is None or new is None or questions.preferences is None:
         return {}

@@ -80,13 +80,11 @@ class Preferences:
 
     @cached_property
     def others(self) -> list[int]:
-        """All other documents of the examples."""
         every = {number + place for number in self.firsts for place in (0, 1)}
         return sorted(every - set(self.losses_of))
 
     @property
     def subjects(self) -> tuple[SubjectName, ...]:
-        """The models that have rewards."""
         return SUBJECTS if self.reference is None else TRAINED
 
     def margins(self, losses: Losses) -> list[float]:
@@ -140,7 +138,6 @@ def rewards_record(
 def rewards_difference(
     preferences: Preferences, before: Losses, after: Losses, *, settings: EvaluateConfig
 ) -> RewardDifference:
-    """Return the paired differences, second - first model."""
     both = list(zip(preferences.margins(before), preferences.margins(after), strict=True))
     right = [float(new > 0) - float(old > 0) for old, new in both]
     fields = _of_margins(right, [new - old for old, new in both], settings=settings)

@@ -139,7 +139,6 @@ def check_tasks(settings: EvaluateConfig) -> None:
 
 
 def _refuse_undefined(name: str, definition: Mapping[str, Any], settings: EvaluateConfig) -> None:
-    """Raise `UserError` for a definition that cannot run as the settings say."""
     refuse_unrunnable(
         name,
         runs_code=bool(definition.get("unsafe_code")),
@@ -237,7 +236,6 @@ def _members(
 
 
 def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` if none of the tasks (name: definition) measures `task/metric`."""
     task, _, metric = name.partition("/")
     if task not in measured:
         known = ", ".join(sorted(measured)) or "none"

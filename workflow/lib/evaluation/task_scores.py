@@ -35,7 +35,6 @@ class Estimate:
 
 
 def draws_of(settings: EvaluateConfig) -> dict[str, int]:
-    """Return arguments of `estimate_ratio`."""
     return {"resamples": settings.bootstrap_resamples, "seed": settings.seed}
 
 
@@ -60,7 +59,6 @@ def estimate_ratio(
 
 
 def _resampled_ratios(tops: Floats, bottoms: Floats, *, resamples: int, seed: int) -> Floats:
-    """Return the ratio of each resample, shape (resamples,)."""
     generator = np.random.Generator(np.random.PCG64(seed))
     units = len(tops)
     at_once = max(1, CHUNK_ENTRIES // units)

@@ -84,7 +84,6 @@ def results_section(inputs: CardInputs) -> str:
 
 
 def _meanings(inputs: CardInputs) -> str:
-    """Return what the columns stand for, what 4 bits cost, and how differences are made."""
     measured = inputs.measured
     meanings = [
         f"{SUBJECT_LABELS[name].capitalize() if name != 'base' else SUBJECT_LABELS[name]}: "
@@ -108,7 +107,6 @@ def _meanings(inputs: CardInputs) -> str:
 
 
 def _changes(inputs: CardInputs) -> list[str]:
-    """Return which metrics of the tasks became better and which did not, a sentence each."""
     scores, reference = inputs.measured.scores, label(inputs.measured.task_reference)
     metrics = {
         change: [f"{text(s.task)} {text(s.metric)}" for s in scores if s.change == change]
@@ -159,16 +157,17 @@ def _task_rows(inputs: CardInputs, shown: list[Evaluation]) -> list[list[str]]:
     return [
         [
             f"{text(score.task)}, {text(score.metric)}, {count(score.items)} items",
-            *(_score(found, score.task, score.metric) for found in shown),
+            *(
+                loss(found.tasks[score.task].metrics[score.metric].value)
+                if score.task in found.tasks
+                else ""
+                for found in shown
+            ),
             f"{signed(score.difference.difference)} "
             f"{_interval(score.difference.difference_ci95)}".strip(),
         ]
         for score in inputs.measured.scores
     ]
-
-
-def _score(found: Evaluation, task: str, metric: str) -> str:
-    return loss(found.tasks[task].metrics[metric].value) if task in found.tasks else ""
 
 
 def _interval(ends: Interval | None) -> str:

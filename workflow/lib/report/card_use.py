@@ -60,7 +60,6 @@ def _is_made_anew(inputs: CardInputs) -> bool:
 
 
 def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
-    """Return what a reader must know to put the right base under the adapter."""
     base, reason = code(inputs.base_name), inputs.quantization.only_here
     in_4_bits = inputs.measured.served.subject == "tuned"
     remarks = []
@@ -158,7 +157,6 @@ def _loading_by_the_workflow(inputs: CardInputs, *, dtype: str) -> str:
 
 
 def serving_section(inputs: CardInputs) -> str:
-    """Return how a server was started on what is exported, and what it made of it."""
     if (checked := inputs.checked) is None:
         return "No server was tried (`export.serve: vllm`).\n"
     command = "vllm serve path/to/merged"
@@ -176,7 +174,6 @@ def serving_section(inputs: CardInputs) -> str:
 
 
 def served_sentence(checked: ServedCheck) -> str:
-    """Return the loss of the served model, and what serving it costs."""
     cost = (
         ""
         if checked.cost is None

@@ -41,7 +41,6 @@ def result_columns(runs: list[Run]) -> list[Column]:
 
 
 def comparison_csv(runs: list[Run]) -> str:
-    """Return the table as CSV: a header, one line a run, empty cells for None."""
     columns = [*setting_columns(runs), *result_columns(runs)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -135,7 +134,6 @@ def _estimated(name: str, value: Value, ci95: Interval | None) -> dict[str, Valu
 
 
 def _rewards(found: Evaluation) -> dict[str, Value]:
-    """Return columns of a subject that has rewards; runs without any have none."""
     if (rewards := found.rewards) is None:
         return {}
     name, values = COLUMN_NAMES.get(found.subject, found.subject), dict[str, Value]()
@@ -164,7 +162,6 @@ def task_columns(runs: list[Run]) -> list[str]:
 
 
 def comparable(runs: list[Run]) -> bool:
-    """Tell whether the held-out losses of the runs are of the same documents."""
     return len({run.manifest.files.heldout_input_ids for run in runs}) == 1
 
 

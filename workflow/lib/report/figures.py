@@ -111,7 +111,6 @@ DASHED = {"rejected", "undesirable"}
 
 
 def curve_figures(runs: list[Run]) -> list[Figure]:
-    """Return the curves over the steps, all runs in each: losses, gradient, rate, speed, memory."""
     return [*drawn(CURVES, runs, numbers=CURVE_NUMBERS), _memory_curve(runs)]
 
 
@@ -126,7 +125,6 @@ def drawn(curves: Iterable[Curve], runs: list[Run], *, numbers: str) -> list[Fig
 
 
 def _lines(curve: Curve, run: Run, index: int) -> Iterator[dict[str, Any]]:
-    """Yield a line of each field that the run has, in the run's colour."""
     for field in curve.fields:
         told = [(step, value) for step in run.steps if (value := getattr(step, field)) is not None]
         if not told:

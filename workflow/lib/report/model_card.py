@@ -51,7 +51,6 @@ def _metadata(inputs: CardInputs) -> ModelCardData:
 
 
 def _eval_results(inputs: CardInputs) -> list[EvalResult]:
-    """Return held-out loss and perplexity and every task's score, in the hub's terms."""
     heldout = inputs.measured.served.heldout
     source = inputs.dataset_id or inputs.dataset
     measured = {"loss": heldout.loss, "perplexity": heldout.perplexity} if heldout else {}
@@ -163,13 +162,11 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
 
 
 def _lineage(summary: Summary) -> list[tuple[str, str]]:
-    """Return what was trained before, from the first, as a line; nothing of a new adapter."""
     before = " → ".join(code(ancestor.told) for ancestor in summary.lineage)
     return [("Continues", f"{before} → this adapter, on the same base")] if before else []
 
 
 def _objective(settings: TrainedSettings) -> list[tuple[str, str]]:
-    """Return what was trained and its reference or teacher; nothing of supervised training."""
     name = settings.train.get("objective", "sft")
     if name == "sft":
         return []
@@ -182,7 +179,6 @@ def _objective(settings: TrainedSettings) -> list[tuple[str, str]]:
 
 
 def _whole(modules: Sequence[str]) -> str:
-    """Return what is trained whole beside the adapter, as the end of its line."""
     return f"; {' and '.join(map(code, modules))} trained whole" if modules else ""
 
 
@@ -192,7 +188,6 @@ def _table(facts: list[tuple[str, str]]) -> str:
 
 
 def _limits(inputs: CardInputs) -> list[str]:
-    """Return what the numbers above do not tell, by the numbers where they say so."""
     train = inputs.manifest.splits.train
     return [
         "The held-out documents come from the same source as the training data: the loss says "

@@ -70,7 +70,6 @@ def reward_fields(run: Run) -> list[str]:
 
 
 def reward_figures(runs: list[Run]) -> list[Figure]:
-    """Return the curves over the steps, all runs in each; none where no run tells any."""
     return drawn(CURVES, runs, numbers=NUMBERS)
 
 

@@ -44,7 +44,6 @@ class Run:
 
     @property
     def heldout_steps(self) -> list[Step]:
-        """The logged steps at which training measured the held-out loss."""
         return [step for step in self.steps if step.heldout_loss is not None]
 
     @property
@@ -75,12 +74,10 @@ class Run:
 
     @property
     def packages(self) -> list[str]:
-        """Names of all packages that some stage recorded, in alphabetical order."""
         return sorted({name for provenance in self.provenances for name in provenance.packages})
 
     @property
     def provenances(self) -> list[Provenance]:
-        """What made each artifact, in the order of the stages."""
         return [
             self.manifest.provenance,
             self.preflight.provenance,
@@ -147,7 +144,6 @@ def read_run(folders: RunFolders) -> Run:
 
 
 def _check_belongs(run: Run, *, folder: Path, tokens_dir: Path) -> None:
-    """Raise `UserError` if a file is another run's."""
     summary = folder / "finetune" / "summary.json"
     refuse_mismatch(summary, "run", run.summary.run, "its folder", run.name)
     manifest = f"{tokens_dir / 'manifest.json'}"

@@ -133,7 +133,6 @@ class Measured:
 
     @property
     def four_bits_cost(self) -> FourBitsCost | None:
-        """What quantization cost; None if it was not measured."""
         return four_bits_cost(self.subjects)
 
 
@@ -144,7 +143,6 @@ def _outcome(gain: Interval | None) -> Outcome:
 
 
 def label(evaluation: Evaluation) -> str:
-    """Return what people read in place of the subject's name."""
     return SUBJECT_LABELS[evaluation.subject]
 
 
@@ -172,7 +170,6 @@ def read_measured(folder: Path, *, run: str) -> Measured:
 
 
 def _check_questions(measured: Measured, files: Mapping[SubjectName, Path]) -> None:
-    """Raise `UserError` if two subjects did not answer the same questions."""
     served = measured.served
     path = files[served.subject]
     for field, other, value in (
@@ -222,12 +219,10 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        """Whether `require_gain` lets the run through."""
         return self.problem is None and all(verdict.met for verdict in self.verdicts)
 
 
 def gate(settings: EvaluateConfig, measured: Measured) -> Gate:
-    """Return the judgement of a run for the report, with the reason if there can be none."""
     try:
         return Gate(verdicts(settings.require, measured, by=settings.require_by))
     except UserError as error:

@@ -123,7 +123,6 @@ class RunConfig(Sections):
         return self._recovers
 
     def recovering(self, run: "RunConfig") -> "RunConfig":
-        """Return these settings as those of the recovery adapter of a run's base."""
         recovery = self.model_copy()
         recovery._recovers = run
         return recovery

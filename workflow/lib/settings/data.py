@@ -216,7 +216,6 @@ class DataConfig(Section):
 
     @property
     def train_sources(self) -> tuple[DataSource, ...]:
-        """The training sources, each with every setting filled in."""
         return self._filled(self.train)
 
     @property

@@ -52,11 +52,9 @@ class Affects:
         return replace(section, **{name: own for name, own in said.items() if own is not None})
 
     def received_by(self, stage: str) -> bool:
-        """Tell whether the settings of a stage have it."""
         return stage in (self.read_by or ())
 
     def reruns(self, stage: str) -> bool:
-        """Tell whether editing it runs a stage again."""
         readers = (*(self.read_by or ()), *(self.told or ()))
         planned = self.effect == "plan" and stage == "preflight_run"
         return stage in readers and (self.effect == "result" or planned)

@@ -103,7 +103,6 @@ def explain(
 
 
 def _replaced(document: Mapping[str, object], path: tuple[Any, ...]) -> str | None:
-    """Say what to write in place of a value of earlier versions."""
     value = _value(document, path)
     better = REPLACED_VALUES.get((_spell(path), value)) if isinstance(value, str) else None
     return better and f"this value is no longer offered. Set it to {better}."
@@ -161,7 +160,6 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
 
 
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
-    """Say that a key is unknown, and which was meant."""
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
     if better := RENAMED_KEYS.get(_spell(location)):
         return f"{_spell(location)}: this key is called {better} now. Rename it."
@@ -186,7 +184,6 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
 
 
 def is_section(model: type[BaseModel], key: Any) -> bool:
-    """Tell whether `key` of `model` is a section."""
     field = model.model_fields.get(key)
     kind = field.annotation if field else None
     return isinstance(kind, type) and issubclass(kind, BaseModel)

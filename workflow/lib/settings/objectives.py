@@ -143,5 +143,4 @@ def needs_of(objective: ObjectiveName) -> Needs:
 
 
 def readers_of(setting: str) -> list[ObjectiveName]:
-    """Return the objectives that read a setting of `preferences` or `distill`."""
     return [name for name, needs in NEEDS.items() if setting in needs.settings]

@@ -25,7 +25,6 @@ class Section(BaseModel):
 
     @classmethod
     def affected_by(cls, key: str) -> Affects:
-        """Return what a setting of this section affects."""
         markers = (m for m in cls.model_fields[key].metadata if isinstance(m, Affects))
         return next(markers, Affects()).within(cls.affects)
 

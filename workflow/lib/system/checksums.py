@@ -39,7 +39,6 @@ class RecordedFile:
 
 
 def damaged(folder: Path, name: str, finding: str) -> UserError:
-    """Return the error that a file of a folder that a stage has made is not what it was."""
     return UserError(
         f"{folder / name} is damaged: it {finding}. Delete the folder {folder} and repeat the "
         "command; the folder is made again."
@@ -112,7 +111,6 @@ def largest_first(files: Iterable[RecordedFile]) -> list[RecordedFile]:
 def findings(
     files: Sequence[RecordedFile], *, threads: int = 1, moved: Callable[[], None] = lambda: None
 ) -> list[str | None]:
-    """Return what is wrong with each file, None for nothing."""
     with ThreadPoolExecutor(max_workers=threads) as pool:  # hashing frees the interpreter's lock
         return list(pool.map(lambda file: file.finding(moved), files))
 

@@ -61,7 +61,6 @@ class AttentionNeeds:
         return None
 
     def varlen_lack(self) -> str | None:
-        """Return what varlen cannot do of it; None for nothing."""
         if self.softcap:
             return "it cannot soft-cap attention scores, as this model does"
         if self.value_dim != self.head_dim:
@@ -72,11 +71,9 @@ class AttentionNeeds:
         return self._bounds_lack() or self._packed_lack() or self._width_lack(WIDEST_KERNEL_HEAD)
 
     def flash_lack(self) -> str | None:
-        """Return what the packages of FlashAttention cannot do of it; None for nothing."""
         return self._bounds_lack() or self._width_lack(WIDEST_HEAD)
 
     def flex_lack(self) -> str | None:
-        """Return what flex cannot do of it; None for nothing."""
         if self.eager_alone:
             return OWN_SCORES
         return self._packed_lack() or self._width_lack(WIDEST_HEAD)
@@ -163,7 +160,6 @@ def saved_activations_lack(name: str, device: MatmulHardware) -> str | None:
 
 
 def check_saved_activations(name: str, device: MatmulHardware) -> None:
-    """Raise `UserError` if a GPU cannot round to what `train.saved_activations` names."""
     if lack := saved_activations_lack(name, device):
         raise setting_error("train.saved_activations", name, lack, f"Set it to {COMPUTE_DTYPE}")
 

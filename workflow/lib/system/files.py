@@ -97,7 +97,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file in the form of another package."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -118,7 +117,6 @@ def verified(value: Any) -> dict[str, Any]:
 
 
 def write_checked_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write an indented JSON object atomically, with `sha256`."""
     write_json(path, with_checksum(value))
 
 

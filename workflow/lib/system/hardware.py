@@ -208,7 +208,6 @@ def loopback_lack(seconds: float = 5.0) -> str | None:
 
 
 def check_processes_can_work() -> None:
-    """Raise `UserError` if processes of this machine can neither share memory nor meet."""
     for lack in (shared_memory_lack(), loopback_lack()):
         if lack is not None:
             raise UserError(f"{lack}.")

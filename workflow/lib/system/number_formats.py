@@ -93,7 +93,6 @@ def spoken(name: str) -> str:
 
 
 def some_of(names: Sequence[str], *, limit: int = 8) -> str:
-    """Spell a list that may be long or empty."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest or "no files"
 

@@ -16,20 +16,20 @@ LINE_S = 30.0
 
 
 class Progress:
-    """Counts what is done of `total` things, shown by a bar or lines in the block. total_work: cost
-    of all, in any unit, by which the time left is told."""
+    """Counts what is done of `total` things (None: nobody knows), shown by a bar or lines in the
+    block. total_work: cost of all, in any unit, by which the time left is told."""
 
     def __init__(
         self,
         what: str,
         *,
-        total: int,
+        total: int | None,
         unit: str,
         total_work: float | None = None,
         line_s: float = LINE_S,
     ) -> None:
         self._what, self._total, self._unit, self._line_s = what, total, unit, line_s
-        self._total_work = float(total) if total_work is None else total_work
+        self._total_work = float(total or 0) if total_work is None else total_work
         self._done, self._done_work = 0, 0.0
         self._bar = tqdm(total=total, desc=what, unit=unit, disable=None, file=sys.stderr)
         self._began = time.monotonic()
@@ -53,9 +53,10 @@ class Progress:
         self._done_work += count if work is None else work
 
     def line(self, elapsed_s: float) -> str:
-        passed = (
-            f"{self._what}: {self._done} of {self._total} {self._unit} in {duration(elapsed_s)}"
-        )
+        of_all = "" if self._total is None else f" of {self._total}"
+        passed = f"{self._what}: {self._done}{of_all} {self._unit} in {duration(elapsed_s)}"
+        if self._total is None:
+            return passed
         if not self._done_work:
             return f"{passed}; the time left is not known yet"
         left_s = elapsed_s * max(0.0, self._total_work / self._done_work - 1)

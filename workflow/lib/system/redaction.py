@@ -89,7 +89,6 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def holds_secret(text: str) -> bool:
-    """Tell whether `text` has a login in a URL, or a token."""
     return redacted(text) != text
 
 

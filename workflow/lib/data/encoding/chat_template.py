@@ -128,7 +128,6 @@ class ChatTemplate:
 
     @cached_property
     def arguments(self) -> set[str]:
-        """Names of the arguments that the template reads."""
         return meta.find_undeclared_variables(self._tree) - OWN_NAMES - set(self._special_tokens)
 
     def unknown_argument(self, names: Collection[str]) -> str | None:
@@ -234,7 +233,6 @@ def _with_json(call: ToolCall) -> ToolCall:
 
 
 def keys_in_template(text: str) -> frozenset[str]:
-    """Return the names that a chat template may look up in a message."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     tree = environment.parse(GENERATION_TAG.sub("", text))
     constants = {n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)}

@@ -63,13 +63,10 @@ def is_like_flag(key: str, *, of_row: bool) -> bool:
 def check_unknown_flag(key: str, value: Any, where: str) -> None:
     """Raise `RowError` if a key that is like a flag has a value that could be one."""
     if not isinstance(value, str):
-        cure = "; name it in data.columns.weight if it is one" if _is_number(value) else ""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        cure = "; name it in data.columns.weight if it is one" if is_number else ""
         shown = repr(value)[:PREVIEW_CHARS]
         raise _error(f"unknown mask: {where} has {key} = {shown}{cure}", key)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def flags_of(item: Values, flags: Iterable[str], others: Iterable[str]) -> list[Flag]:
@@ -102,7 +99,6 @@ def weight_of(flags: Iterable[Flag], where: str) -> float:
 
 
 def check_not_trained_by_role(flags: Iterable[Flag], where: str) -> None:
-    """Raise `RowError` if a message that is no assistant's is marked to be trained."""
     for flag in flags:
         key = flag.key
         if weight_said(flag, where) and key not in WEIGHTS:
@@ -121,7 +117,8 @@ def weight_said(flag: Flag, where: str, *, weights: Collection[str] = WEIGHTS) -
         reason = f"unclear mask: {has}, which means trained for some and hidden for others"
         raise _error(f"{reason}; rename it to train, or to masked", key)
     if key in weights and not inside:
-        if not isinstance(value, bool | int | float) or not _is_weight(value):
+        is_number = isinstance(value, bool | int | float)
+        if not is_number or not (value == 0 or SMALLEST <= value <= LARGEST):
             known = f"0 and numbers from {SMALLEST:g} to {LARGEST:g}"
             raise _error(f"unknown weight: {has}, known are {known}", key)
         return float(value)
@@ -131,10 +128,6 @@ def weight_said(flag: Flag, where: str, *, weights: Collection[str] = WEIGHTS) -
         move = "; move it into the turn itself" if key in weights else ""
         raise _error(f"unknown weight: {has}, known are 0 and 1{move}", key)
     return float(bool(value) != (key in HIDES))
-
-
-def _is_weight(value: float) -> bool:
-    return value == 0 or SMALLEST <= value <= LARGEST
 
 
 def _error(reason: str, key: str) -> RowError:

@@ -167,7 +167,6 @@ def _ranked(row: RowParts) -> tuple[Turns, Turns]:
 
 
 def _first_key(item: Values, known: tuple[str, ...]) -> str:
-    """Return the first known key that holds a value; the first of all if none does."""
     return next((key for key in known if item.get(key) is not None), known[0])
 
 
@@ -319,5 +318,4 @@ def _encoded(
 
 
 def prompt_of(ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
-    """Return the tokens before the first trained one."""
     return ids[: int(mask.argmax())]

@@ -111,7 +111,6 @@ def _missing(
 
 
 def _shape(conversation: Conversation) -> Hashable:
-    """Return the shape of a conversation: which parts of a template write it."""
     turns = zip(conversation.messages, conversation.trained, strict=True)
     kinds = [_kind(message, is_trained) for message, is_trained in turns]
     return (

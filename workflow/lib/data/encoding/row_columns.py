@@ -125,7 +125,6 @@ def choose_format(
 def _preference_names(
     format: Format, present: Collection[str], columns: DataColumns, examples: Examples
 ) -> DataColumns:
-    """Return the names by which a format of preferences finds its columns among those present."""
     groups = PAIR_NAMES if format in PAIRS else LABEL_NAMES if examples == "rated" else {}
     update: dict[str, str] = {}
     for keys, others in groups.items():
@@ -138,7 +137,6 @@ def _preference_names(
 
 
 def _needed(format: Format, examples: Examples) -> tuple[str, ...]:
-    """Return the columns that rows cannot do without, by their keys."""
     labelled = examples == "rated" and format not in PAIRS
     return (*REQUIRED[format], "label") if labelled else REQUIRED[format]
 
@@ -182,7 +180,6 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _misspelt(present: Collection[str], columns: DataColumns) -> str:
-    """Say which columns that the user named are not there, each with the nearest one that is."""
     parts = []
     for key in DataColumns.model_fields:
         name = getattr(columns, key)

@@ -177,7 +177,6 @@ def _raw_tools(row: RowParts) -> Any:
 
 
 def _one_column(row: RowParts, names: tuple[str, ...], what: str) -> Any:
-    """Return the value of the only column of these that holds one; None if none does."""
     found = [name for name in names if row.optional.get(name) not in EMPTY]
     if len(found) > 1:
         raise RowError(

@@ -34,7 +34,6 @@ def text_of(text: Any, what: str, *, may_be_blank: bool = False) -> str:
 
 
 def check_unicode(value: Any, what: str) -> None:
-    """Raise `RowError` if a text of `value` holds half a character."""
     if isinstance(value, str) and value.isascii():
         return
     try:

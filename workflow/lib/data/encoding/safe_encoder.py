@@ -33,7 +33,7 @@ class SafeEncoder:
         self._ids = {text: number for number, text in specials.items()}
         self._guard = _guard_table(list(specials.values()))
         self._swap = self._guard | {new: old for old, new in self._guard.items()}
-        self._special = _any_of(list(specials.values()))
+        self.special_pattern = _any_of(list(specials.values()))
         self._names = {text: text.translate(self._guard) for text in specials.values()}
         self._either = _any_of([*self._names, *self._names.values()])
         self._anchor = next(iter(specials.values()), "")
@@ -50,24 +50,22 @@ class SafeEncoder:
         return guarded
 
     def specials_in(self, text: str) -> frozenset[str]:
-        if self._special.search(text) is None:
+        if self.special_pattern.search(text) is None:
             return frozenset()
-        return frozenset(self._special.findall(text))
+        return frozenset(self.special_pattern.findall(text))
 
     def spellings(self, ids: Collection[int]) -> frozenset[str]:
-        """Return how the special tokens among `ids` are spelled."""
         return frozenset(text for text, number in self._ids.items() if number in ids)
 
     def guard(self, text: str, *, but: Collection[str] = ()) -> str:
         """Return `text` with the spellings of special tokens replaced, for the chat template. Those
         in `but` stay as they are, and become special tokens if the template writes them."""
-        return self._special.sub(
+        return self.special_pattern.sub(
             lambda match: match[0] if match[0] in but else match[0].translate(self._guard), text
         )
 
     def end_of_last_special(self, text: str, start: int) -> int | None:
-        """Return where the last special token behind `start` ends; None without any."""
-        ends = [match.end() for match in self._special.finditer(text, start)]
+        ends = [match.end() for match in self.special_pattern.finditer(text, start)]
         return ends[-1] if ends else None
 
     def without_repeated_end(self, text: str, stop: int) -> int:
@@ -82,16 +80,11 @@ class SafeEncoder:
 
     def special_text(self, text: str, start: int) -> str:
         """Return the special token at `start` of a rendered text; empty if there is none."""
-        match = self._special.match(text, start)
+        match = self.special_pattern.match(text, start)
         return match[0] if match else ""
 
-    @property
-    def special_pattern(self) -> str:
-        return self._special.pattern
-
     def start_of_last_special(self, text: str) -> int | None:
-        """Return where the last special token of a rendered text starts; None without any."""
-        starts = [match.start() for match in self._special.finditer(text)]
+        starts = [match.start() for match in self.special_pattern.finditer(text)]
         return starts[-1] if starts else None
 
     def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
@@ -137,8 +130,6 @@ class SafeEncoder:
 
 
 def _first_from(encoding: Encoding, start: int) -> int:
-    """Return the first token whose characters begin at `start` or behind it."""
-
     def begin(token: int) -> int:
         span = encoding.token_to_chars(token)
         assert span is not None, "every place is that of a token"

@@ -48,7 +48,6 @@ class Encoded:
     desirable: bool = True  # whether the answer is a good one, where it is rated
 
     def weighted(self, weight: float) -> "Encoded":
-        """Return the same with each weight times `weight`."""
         weights = self.mask.astype(np.float32) if self.weights is None else self.weights
         return replace(self, weights=weights * np.float32(weight))
 
@@ -150,7 +149,6 @@ class SampleEncoder:
                 continue  # a template may refuse system messages or tools, then data with them too
 
     def _answered(self, probe: Conversation) -> tuple[list[int], list[int]]:
-        """Return the whole conversation's ids, and the last token of each trained turn."""
         renderer = _chosen(self._probers, probe)
         texts = renderer.checked(probe)
         examples = [e for text in texts for e in self._examples(text, guarded=False, weights=None)]
@@ -271,7 +269,6 @@ def _chosen(renderers: Mapping[bool, TurnRenderer], conversation: Conversation) 
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the bos token if the tokenizer puts it before a text by itself."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []
 

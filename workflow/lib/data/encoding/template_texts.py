@@ -159,7 +159,6 @@ def texts_of_conversation(conversation: Conversation) -> list[Text]:
 
 
 def marked(conversation: Conversation) -> tuple[Conversation, list[Text]]:
-    """Return the conversation with marks in all of its texts, and the marks."""
     marker = Marker()
     return _visit(conversation, marker), marker.texts
 
@@ -190,7 +189,6 @@ def _visit_text(text: Any, place: Place, visitor: Visitor) -> Any:
 
 
 def _visit_assistant(message: Message, index: int, visitor: Visitor) -> None:
-    """Visit the content and the reasoning of an assistant's message, in place."""
     thought, said = Place("reasoning", index), Place("assistant", index)
     seen: dict[str, str] = {}
     for key in REASONING_KEYS:
@@ -241,7 +239,6 @@ def _map_leaves(
     number: Callable[[float], Any],
     text: Callable[[str], Any],
 ) -> Any:
-    """Return the value with names, numbers and texts changed; true, false and null stay."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, dict):

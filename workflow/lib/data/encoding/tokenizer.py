@@ -90,7 +90,6 @@ def read_tool_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the tokenizer's own chat template, of several the one called `default`."""
     template = tokenizer.chat_template
     own: str | None = template.get(DEFAULT_TEMPLATE) if isinstance(template, dict) else template
     return own

@@ -186,7 +186,6 @@ class TurnRenderer:
         return text, Turn(index, start, stop)
 
     def _end_of_turn(self, text: str, start: int) -> int | None:
-        """Return where the turn behind `start` ends by a special token; None if it does not."""
         return None if self._is_open_ended else self._end_of_text(text, start)
 
     def _end_of_text(self, text: str, start: int) -> int | None:
@@ -225,7 +224,6 @@ class TurnRenderer:
         return token
 
     def _token_behind(self, conversation: Conversation) -> str:
-        """Return the special token with which the last message of a conversation begins."""
         before = self._rendered_or_empty(conversation, -1)
         text = self._rendered_or_empty(conversation)
         rest = text[len(before) :] if before and text.startswith(before) else ""

@@ -62,7 +62,6 @@ class MarkedTurn:
     reasons: bool
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Tell whether the prompt ends with the beginning of a reasoning."""
         if self.opening is not None and prompt.rstrip() == self.opening.rstrip():
             return True
         return OPENED.search(prompt) is not None
@@ -106,7 +105,7 @@ class TurnOpenings:
     def __init__(self, template: ChatTemplate, encoder: SafeEncoder) -> None:
         self._template = template
         self._encoder = encoder
-        special = encoder.special_pattern
+        special = encoder.special_pattern.pattern
         self._atoms = re.compile(rf"{special}|{TAG}|\w+|\s|.", re.DOTALL)
         self._known: dict[object, Opening] = {}
 
@@ -197,7 +196,6 @@ class TurnOpenings:
                 yield shared, prompt[anchor + shared :], before[place + shared :]
 
     def _shared(self, text: str, other: str) -> int:
-        """Return the length of the beginning that both share, whole words and tokens."""
         ends = [{m.end() for m in self._atoms.finditer(t)} for t in (text, other)]
         common = sorted(ends[0] & ends[1], reverse=True)
         return next((end for end in common if text[:end] == other[:end]), 0)

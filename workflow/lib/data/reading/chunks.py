@@ -75,7 +75,6 @@ def as_row(number: int, value: Any, *, brackets: int | None = None) -> Row | Bro
 
 
 def is_too_deep(value: Any) -> bool:
-    """Tell whether lists and objects nest deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [

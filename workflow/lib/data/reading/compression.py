@@ -89,7 +89,6 @@ def open_seekable(path: Path) -> IO[bytes]:
 
 
 def read_head(path: Path, *, length: int = 4096) -> bytes:
-    """Return the first bytes, decompressed. Raises `OSError`."""
     with open_bytes(path) as file:
         return file.read(length)
 
@@ -104,7 +103,6 @@ def known_type(path: PurePath) -> FileType | None:
 
 
 def file_type_of(path: PurePath, *, setting: str) -> FileType:
-    """Return the type that a file's name tells; raises `UserError` if it tells none."""
     file_type = known_type(path)
     if file_type is None:
         known, outer = ", ".join(EXTENSIONS), " or ".join(COMPRESSIONS)

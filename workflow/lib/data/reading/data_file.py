@@ -80,7 +80,6 @@ def read_chunks(
 def read_rows(
     path: Path, *, setting: str, file_type: FileType | None = None
 ) -> Iterator[Row | BrokenRow]:
-    """Yield every row of a file in order. Raises as `read_chunks` does."""
     for chunk in read_chunks(path, setting=setting, file_type=file_type):
         yield from chunk.rows()
 
@@ -114,7 +113,6 @@ def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
 
 
 def _unlike(kind: FileType, head: bytes) -> str | None:
-    """Say what speaks against the type in a text file's first bytes (NUL: but not in JSON)."""
     start = head.removeprefix(BOM).lstrip()[:1]
     if kind == "jsonl" and start == b"[":
         return "one JSON array, which belongs into a .json file"

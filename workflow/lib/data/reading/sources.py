@@ -112,11 +112,12 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
         if not MAGIC.search(path) or why_unreadable(root / path) != NOT_THERE:
             missing = why_unreadable(root / path) or NOT_THERE
         near = _nearest(root / path) if missing == NOT_THERE else ""
+        where = "the folder you run in" if root == Path() else f"the dataset's repository ({root})"
         raise setting_error(
             setting,
             path,
             missing,
-            f"{unexpanded(path)}{near}Give a path that exists, relative to {_where(root)}",
+            f"{unexpanded(path)}{near}Give a path that exists, relative to {where}",
         )
     return files
 
@@ -131,7 +132,6 @@ def unexpanded(path: str) -> str:
 
 
 def _nearest(path: Path) -> str:
-    """Return a question after the name in the same folder that is most like this one, if any is."""
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except (OSError, ValueError):  # no such folder, or a name that none can have
@@ -173,10 +173,6 @@ def _check_link(path: Path, name: str, given: str, setting: str) -> None:
         where = "to a folder, which is not searched" if path.is_dir() else "nowhere"
         change = "Name that folder itself" if path.is_dir() else "Mend or remove the link"
         raise setting_error(setting, given, f"the link {name} in it leads {where}", change)
-
-
-def _where(root: Path) -> str:
-    return "the folder you run in" if root == Path() else f"the dataset's repository ({root})"
 
 
 def _folder_files(folder: Path, path: str, setting: str) -> list[str]:

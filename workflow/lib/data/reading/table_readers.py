@@ -42,9 +42,10 @@ def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
                 pre_buffer=False,
                 arrow_extensions_enabled=True,
             ) as file:
-                step = _rows_that_fit(
-                    _stored_bytes(file.metadata), file.metadata.num_rows, rows_per_chunk
-                )
+                about = file.metadata
+                groups = [about.row_group(number) for number in range(about.num_row_groups)]
+                num_bytes = sum(group.total_byte_size for group in groups)  # not compressed
+                step = _rows_that_fit(num_bytes, about.num_rows, rows_per_chunk)
                 for batch in file.iter_batches(batch_size=step):
                     yield table_rows(first, batch)
                     first += batch.num_rows
@@ -69,13 +70,7 @@ def read_arrow(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
             raise UnreadableError(f"Arrow cannot be read after row {first - 1}: {error}") from None
 
 
-def _stored_bytes(metadata: Any) -> int:
-    """Return the bytes of all row groups of a Parquet file, not compressed."""
-    return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-
-
 def _rows_that_fit(num_bytes: int, num_rows: int, rows_per_chunk: int) -> int:
-    """Return how many rows of average size a chunk may hold."""
     return max(1, min(rows_per_chunk, CHUNK_BYTES * num_rows // max(1, num_bytes)))
 
 

@@ -180,7 +180,6 @@ def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield paragraphs, up to `MAX_ROW_BYTES`, with the number of their first line."""
     start, text, size = 0, bytearray(), 0
     for number, line in numbered_lines(file):
         if line.strip():
@@ -196,7 +195,6 @@ def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _blocks(texts: Iterator[tuple[int, bytes]], *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Yield chunks of the texts that are not blank; those that are blank are counted."""
     block: dict[int, bytes] = {}
     size = blank = 0
     for number, text in texts:

@@ -7,8 +7,6 @@ too many of them stop the run. A row that is only too long is dropped or cut as 
 says, and stops nothing."""
 
 import logging
-import sys
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import KeyAccount
@@ -42,6 +39,7 @@ from workflow.lib.settings.data import DataColumns, Format, SpecialTokens
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import file_sha256
+from workflow.lib.system.progress import Progress
 
 # Special tokens that the data spell: such a text was rendered already. As ordinary text it would
 # teach the model to spell tokens; as tokens, users' texts could end a turn. So the user says which.
@@ -50,24 +48,7 @@ MAX_SHARE = 0.05  # of a file's rows; texts about chat templates are rarer in pu
 ENOUGH_ROWS = 2000  # a file is judged before its end from here on
 
 
-def check_special_texts(
-    special_texts: int, *, rows: int, file: str, setting: SpecialTokens | None
-) -> None:
-    """Raise `UserError` if many rows of a file spell special tokens and the user said nothing."""
-    if setting is None and special_texts > max(1, MAX_SHARE * rows):
-        raise setting_error(
-            SETTING,
-            None,
-            f"{special_texts} of {rows} rows of {file} spell special tokens that the chat template "
-            "or the tokenizer writes, such as an end of turn: these rows seem to be rendered "
-            "already",
-            "Set it to tokens to read them as the tokens, or to text to train them as ordinary "
-            "text; or take them out of the data",
-        )
-
-
 def log_special_texts(special_texts: int, *, setting: SpecialTokens | None) -> None:
-    """Tell how many rows spell special tokens, and as what they were encoded."""
     if special_texts and setting is None:
         logger.warning(
             "%d rows spell a special token; it was encoded as ordinary text. %s: tokens reads it "
@@ -83,7 +64,6 @@ logger = logging.getLogger("workflow")
 
 FIRST_REASONS = 5  # unusable rows that an error message quotes
 FEW_CHUNKS = 4  # 4,000 rows or 16 MiB at most: no time is won by sharing them
-LOG_SECONDS = 60  # between two lines of progress in the log
 
 
 @dataclass(frozen=True)
@@ -186,17 +166,24 @@ def encode_corpus(
     many rows spell special tokens."""
 
     def check(file: FileRows) -> None:
-        setting = encoding.settings.special_tokens_in_text
-        check_special_texts(
-            file.special_texts, rows=file.rows_read, file=file.file, setting=setting
-        )
+        is_silent = encoding.settings.special_tokens_in_text is None
+        if is_silent and file.special_texts > max(1, MAX_SHARE * file.rows_read):
+            raise setting_error(
+                SETTING,
+                None,
+                f"{file.special_texts} of {file.rows_read} rows of {file.file} spell special "
+                "tokens that the chat template or the tokenizer writes, such as an end of turn: "
+                "these rows seem to be rendered already",
+                "Set it to tokens to read them as the tokens, or to text to train them as ordinary "
+                "text; or take them out of the data",
+            )
 
     stems: dict[Path, int] = {}
     tasks = _tasks(corpus, split, work, stems)
     done = map_in_order(
         tasks, prepare=partial(make_encoder, encoding), processes=processes, alone=FEW_CHUNKS
     )
-    with Progress(f"data.{split}") as progress:
+    with Progress(f"data.{split}", total=None, unit="rows") as progress:
         for stem in done:
             file = corpus.files[stems[stem]]
             progress.add(corpus.add(stem, stems.pop(stem)).rows_read)
@@ -254,31 +241,6 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
         return task.stem
 
     return encode
-
-
-class Progress:
-    """Shows how many rows are done: a bar on a terminal, a line each `log_seconds` elsewhere."""
-
-    def __init__(self, name: str, *, log_seconds: float = LOG_SECONDS) -> None:
-        self._name, self._log_seconds = name, log_seconds
-        self._bar = tqdm(desc=name, unit="row", disable=None, file=sys.stderr)
-        self._rows, self._began = 0, time.monotonic()
-        self._logged = self._began
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def add(self, rows: int) -> None:
-        self._bar.update(rows)
-        self._rows += rows
-        now = time.monotonic()
-        if now - self._logged >= self._log_seconds:
-            self._logged = now
-            rate = self._rows / max(now - self._began, 1e-9)
-            logger.info("%s: %d rows done, %.0f a second", self._name, self._rows, rate)
 
 
 def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:

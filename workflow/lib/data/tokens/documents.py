@@ -83,7 +83,6 @@ class Documents:
         return shard.ids[shard.span(position)]
 
     def origin(self, index: int) -> tuple[int, int]:
-        """Return the number of the file, and of the row in it, that document `index` came from."""
         shard, position = self.locate(index)
         return self.shards[shard].file, int(self.shards[shard].table()["row"][position])
 
@@ -96,7 +95,6 @@ class Documents:
             yield shard, chosen[edges[shard] : edges[shard + 1]]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the shard of document `index`, and where in it."""
         shard = int(np.searchsorted(self.shard_offsets, index, side="right")) - 1
         return shard, index - int(self.shard_offsets[shard])
 

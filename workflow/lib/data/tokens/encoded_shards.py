@@ -98,7 +98,6 @@ class ShardBuilder:
         self.facts = ShardFacts()
 
     def add(self, row: Row | BrokenRow, begun: Callable[[], list[Encoded]] | RowError) -> None:
-        """Turn a row into the documents that `begun` returns, or drop it with a reason."""
         try:
             if isinstance(begun, RowError):
                 raise begun
@@ -145,7 +144,6 @@ class ShardBuilder:
         self.facts.unusable += not isinstance(error, UnwantedRowError)
 
     def save(self, stem: Path) -> None:
-        """Write the shard's files; `stem` is their common path."""
         table = np.array(self._table, dtype=TABLE)
         self.facts.documents, self.facts.tokens = len(table), int(table["length"].sum())
         ids = [piece.ids for piece in self._pieces] or [np.empty(0, dtype=np.uint32)]
@@ -168,7 +166,6 @@ class ShardBuilder:
 
 
 def digest(content: bytes) -> int:
-    """Return a hash of `DIGEST_BYTES` bytes."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest(), "little")
 
 
@@ -243,7 +240,6 @@ class Shard:
         return Path(f"{self.stem}.weights.npy").exists()
 
     def weights(self) -> npt.NDArray[np.float32]:
-        """Return the weights that belong to `ids`, 0 where the mask is False."""
         if self.has_weights:
             return mapped(f"{self.stem}.weights.npy")
         return self.mask().astype(np.float32)
@@ -266,7 +262,6 @@ def checksum(array: npt.NDArray[Any]) -> int:
 
 
 def is_finished(stem: Path) -> bool:
-    """Tell whether the shard at `stem` is complete and as it was written."""
     try:
         checksums = read_facts(stem).checksums
         return bool(checksums) and all(

@@ -105,7 +105,6 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> Facts:
 def source_facts(
     corpora: Mapping[str, Corpus], splits: Mapping[str, Split], encodings: Mapping[str, Encoding]
 ) -> list[Facts]:
-    """Return each data file's facts: what it is, what was read, what its split gets of it."""
     return [
         {
             "split": name,

@@ -20,7 +20,6 @@ def log_facts(
     special_tokens: SpecialTokens | None = None,
     leave_out: Sequence[str] = (),
 ) -> None:
-    """Log the splits, the packing, the dropped rows, and what is special about the data."""
     train, seq_len = facts["splits"]["train"], facts["seq_len"]
     _log_split("train", train, seq_len=seq_len)
     _log_split("heldout", facts["splits"]["heldout"], seq_len=seq_len)
@@ -56,10 +55,7 @@ def log_facts(
 
 
 def _log_examples(facts: dict[str, Any]) -> None:
-    for name, split in (
-        ("train", facts["splits"]["train"]),
-        ("heldout", facts["splits"]["heldout"]),
-    ):
+    for name, split in facts["splits"].items():
         count = split["documents"] // 2
         if facts["examples"] == "pairs":
             logger.info("%s: %d pairs of a chosen and a rejected answer", name, count)

@@ -95,7 +95,6 @@ def _fill_rows(
 
 
 def _fill_row(packed: list[int], left: _Lengths, space: int) -> None:
-    """Take documents for one row until none that is left fits."""
     longest = left.longest_within(space)
     while longest:
         pair = left.pair_of(space) if longest < space else None

@@ -34,7 +34,6 @@ _work: list[Callable[[Any], Any]] = []
 
 
 def available_processes() -> int:
-    """Return how many processes can work at once: the cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -126,7 +126,6 @@ class TokenStore:
         return self._sums(self.weights, np.float64)
 
     def _sums(self, array: Array, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        """Return the sum of each row, some rows at a time."""
         sums = np.empty(self.num_rows, dtype=dtype)
         step = max(1, CHUNK_TOKENS // self.seq_len)
         for first in range(0, self.num_rows, step):
@@ -135,7 +134,6 @@ class TokenStore:
         return sums
 
     def heldout_documents(self) -> Sequence[Document]:
-        """Return the held-out documents, as (token ids uint32, loss mask bool), (length,) both."""
         return self._heldout
 
     def with_scores(self, scores: Any) -> "TokenStore":
@@ -207,7 +205,6 @@ def recorded_arrays(path: Path, manifest: dict[str, Any]) -> list[RecordedFile]:
 
 
 def _shapes(path: Path, manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape that the manifest promises for each array."""
     try:
         train = (int(manifest["splits"]["train"]["packed_rows"]), int(manifest["seq_len"]))
         heldout = manifest["splits"]["heldout"]

@@ -1,8 +1,20 @@
-"""Direct preference optimization (arXiv 2305.18290, eq. 7) and relatives that are a sum over pairs,
-under the names of TRL's `DPOConfig.loss_type`.
+"""Losses (pairs,) of chosen and rejected answers.
 
-c, r: log p - log p_ref of chosen and rejected; d = c - r; e: label smoothing; s: the logistic
-function. TRL's losses that sort a batch (aot) are none of single pairs."""
+`dpo`: direct preference optimization (arXiv 2305.18290, eq. 7) and relatives that are a sum over
+pairs, under the names of TRL's `DPOConfig.loss_type`. c, r: log p - log p_ref of chosen and
+rejected; d = c - r; e: label smoothing; s: the logistic function. TRL's losses that sort a batch
+(aot) are none of single pairs.
+
+`ipo`: identity preference optimization (arXiv 2310.12036, eq. 17), TRL's loss_type `ipo`:
+log-ratios are means over the answers' tokens, as its authors confirmed to TRL.
+
+`simpo` (arXiv 2405.14734, eq. 6), TRL's CPO with loss_type `simpo`: the reward is beta times the
+mean log p of the answer's tokens, without a reference; gamma is the margin that is asked for.
+
+`orpo` (arXiv 2403.07691, eq. 6 and 7): by beta (the paper's lambda), the log-odds ratio of mean
+log p, without a reference; beside it stands the supervised loss of chosen answers. TRL's trainer
+and the authors' code take the prompt into that; here, as everywhere, it is of what the data
+train."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,10 +22,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.nn.functional import logsigmoid
 
-from workflow.lib.objectives.pairs import Answers, PairLosses
+from workflow.lib.objectives.pairs import Answers
 from workflow.lib.settings.objectives import PairLoss
 
 DISCOPOP_TAU = 0.05  # arXiv 2406.08414, as TRL has it
+HALF = -math.log(2.0)  # where one of the two forms of log(1 - e^x) becomes the better one
 # (beta, e, c, r) -> losses
 Form = Callable[[float, float, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -89,14 +102,37 @@ FORMS: Mapping[PairLoss, Form] = {
 PER_TOKEN: tuple[PairLoss, ...] = ("sigmoid_norm",)  # c and r are means over the answer's tokens
 
 
-def dpo_losses(loss_type: PairLoss, *, beta: float, label_smoothing: float) -> PairLosses:
-    """Return a loss of pairs by its name."""
-    form = FORMS[loss_type]
+def dpo(
+    chosen: Answers, rejected: Answers, *, loss_type: PairLoss, beta: float, label_smoothing: float
+) -> torch.Tensor:
+    c, r = chosen.ratio, rejected.ratio
+    if loss_type in PER_TOKEN:
+        c, r = c / chosen.tokens, r / rejected.tokens
+    return FORMS[loss_type](beta, label_smoothing, c, r)
 
-    def losses(chosen: Answers, rejected: Answers) -> torch.Tensor:
-        c, r = chosen.ratio, rejected.ratio
-        if loss_type in PER_TOKEN:
-            c, r = c / chosen.tokens, r / rejected.tokens
-        return form(beta, label_smoothing, c, r)
 
-    return losses
+def ipo(chosen: Answers, rejected: Answers, *, tau: float) -> torch.Tensor:
+    """Return (c - r - 1 / (2 tau))^2 of the mean log-ratios c and r."""
+    margin = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
+    return (margin - 1 / (2 * tau)).square()
+
+
+def simpo(
+    chosen: Answers, rejected: Answers, *, beta: float, gamma: float, label_smoothing: float
+) -> torch.Tensor:
+    """Return -log s(beta (c - r) - gamma) of mean log p, smoothed by e with the opposite."""
+    x, e = beta * (chosen.mean - rejected.mean) - gamma, label_smoothing
+    return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
+
+
+def orpo(chosen: Answers, rejected: Answers, *, beta: float) -> torch.Tensor:
+    """Return -beta log s(log odds(chosen) - log odds(rejected))."""
+    return -beta * logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
+
+
+def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
+    low = log_p < HALF
+    # each form sees values of its own alone: the other's would give gradients that are not finite
+    by_log1p = torch.log1p(-torch.exp(log_p.where(low, HALF)))
+    by_expm1 = torch.log(-torch.expm1(log_p.where(~low, HALF)))
+    return log_p - by_log1p.where(low, by_expm1)
