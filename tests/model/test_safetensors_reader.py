@@ -77,7 +77,8 @@ def test_index_that_names_an_absent_file_is_refused(tmp_path):
     folder = sharded(tmp_path / "model")
     (folder / "two.safetensors").unlink()
     assert refused(folder) == (
-        f"{folder / INDEX} names files that are not there: two.safetensors. Complete the download."
+        f"{folder / INDEX} names 1 of 2 files that are not beside it: two.safetensors. "
+        "Complete the download."
     )
 
 
@@ -87,7 +88,7 @@ def test_broken_index_is_refused(tmp_path, text):
     (folder / INDEX).write_text(text)
     message = refused(folder)
     assert re.match(
-        rf"{folder / INDEX} is not the index of a safetensors checkpoint \(.*Download it again",
+        rf"{folder / INDEX} is no index of a checkpoint \(.*Download it again",
         message,
     )
 

@@ -109,7 +109,7 @@ def test_index_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder.mkdir()
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="names files that are not there"):
+    with pytest.raises(UserError, match="names 1 of 1 files that are not beside it"):
         shard_of_tensor(folder)
 
 

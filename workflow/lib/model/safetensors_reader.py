@@ -2,7 +2,6 @@
 
 Layout: one `model.safetensors`, or shards with `model.safetensors.index.json`."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -11,12 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from workflow.lib.model.architecture.model_files import named_weights
-from workflow.lib.model.architecture.safetensors_headers import is_beside
+from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE, read_index
 from workflow.lib.system.checksums import RecordedFile, check_files
 from workflow.lib.system.errors import UserError
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
 
 
@@ -27,29 +24,11 @@ def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
         with open_whole(folder / single) as file:
             return dict.fromkeys(file.keys(), single)
     if (folder / INDEX).is_file():
-        weight_map = _weight_map(folder / INDEX)
-        missing = sorted({name for name in weight_map.values() if not is_beside(folder, name)})
-        if missing:
-            raise UserError(
-                f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete "
-                "the download."
-            )
-        return weight_map
+        return read_index(folder / INDEX)
     raise UserError(
         f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors checkpoint "
         "(model.source); other formats can be converted with save_pretrained of Transformers."
     )
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        weight_map = {str(name): str(file) for name, file in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not the index of a safetensors checkpoint ({error!r}). Download it again."
-        ) from None
-    return weight_map
 
 
 def check_whole(folder: Path, *, single: str = SINGLE) -> None:

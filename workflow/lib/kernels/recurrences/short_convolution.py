@@ -29,7 +29,7 @@ def short_convolution(
 def _by_kernel(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
 ) -> torch.Tensor:
-    made = partial(forward, silu=silu), partial(_backward, silu=silu)
+    made = partial(forward, silu=silu), partial(backward, silu=silu)
     return keeping_inputs(*made, x, weight, bias)
 
 
@@ -81,12 +81,12 @@ def backward(
     bias: torch.Tensor | None,
     *,
     silu: bool,
-) -> torch.Tensor:
-    """Return the gradient of x for that of the convolution, `grad`, by a kernel."""
+) -> list[torch.Tensor]:
+    """Return the gradient of x alone for that of the convolution, `grad`, by a kernel."""
     x = _by_token(x)
     of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch("convolution.convolved_backward", of_x, (_by_token(grad), x), weight, bias, silu=silu)
-    return of_x
+    return [of_x]
 
 
 def _summed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -100,10 +100,6 @@ def _summed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 def _by_token(x: torch.Tensor) -> torch.Tensor:
     """Return x (rows, tokens, channels) with a token's channels side by side."""
     return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _backward(grad: torch.Tensor, *given: torch.Tensor, silu: bool) -> list[torch.Tensor]:
-    return [backward(grad, *given, silu=silu)]
 
 
 def _launch(
