@@ -43,6 +43,11 @@ def nvmlDeviceGetMemoryInfo(handle: int, version: int) -> SimpleNamespace:  # no
     return SimpleNamespace(total=40 * 2**30, reserved=0, used=0)
 
 
+def nvmlDeviceGetTotalEnergyConsumption(handle: int) -> int:  # noqa: N802
+    """Return millijoules."""
+    return 1000 * (handle + 1)
+
+
 def nvmlDeviceGetCudaComputeCapability(handle: int) -> tuple[int, int]:  # noqa: N802
     return 9, 0
 

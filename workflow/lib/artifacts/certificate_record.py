@@ -32,8 +32,10 @@ class Predicate(Record):
     overlap: dict[str, dict[str, int]]
     """By task: items, those too short to tell, and those of whose tokens 20% (`not_clean`) and 80%
     (`dirty`) are in training rows."""
-    required: dict[str, dict[str, Any]]
-    """Required gains of held-out loss, judged by the interval; below 0: what may be lost."""
+    require: dict[str, float]
+    """Least gains of held-out loss, all or of a source (`evaluate.require`); below 0: what may be
+    lost."""
+    required: dict[str, dict[str, Any]]  # the same as measured, judged by the interval
     licences: dict[str, str | None]  # of `model` and `data`, as the hub or cards name them
     provenance: Provenance  # what made the statement
 

@@ -112,6 +112,9 @@ class Summary(Record):
     tokens: int  # positions of all rows of all steps, padding included
     trained_tokens: int  # prediction targets of all steps
     elapsed_s: float  # seconds of training, over all starts
+    energy_j: float | None = None
+    """Joules that the GPUs of the host drew meanwhile, by NVML; null without one, and where the
+    training was interrupted."""
     logged_steps: int  # lines of `metrics.jsonl`
     parity_sha256: str  # SHA-256 of `parity.safetensors`
     tokens_per_s: float  # `tokens` a second, over all processes

@@ -7,9 +7,8 @@ signed, a DSSE envelope v1 with Ed25519."""
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -28,7 +27,6 @@ from workflow.lib.artifacts.records import Download, Record
 from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.data.reading.hub_download import licence_words
-from workflow.lib.evaluation.results import public_name
 from workflow.lib.evaluation.task_scores import (
     difference_fields,
     estimate_ratio,
@@ -41,6 +39,7 @@ from workflow.lib.system.checksums import HUB_RECORD, RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance
 from workflow.lib.system.number_formats import some_of
+from workflow.lib.system.redaction import public_name
 
 PAYLOAD = "application/vnd.in-toto+json"
 SAME = 1e-9  # relative: other processors may add in another order
@@ -120,14 +119,10 @@ def _overlap(shares: list[float | None]) -> dict[str, int]:
 def _required(name: str, least: float, compared: Mapping[str, Any]) -> dict[str, Any]:
     """Return the judgement of a gain of loss by its interval; below 0: a margin of loss."""
     source = name.partition("/")[2]
-    found = compared["sources"][source] if source else compared
-    ends = found["loss_difference_ci95"]
-    return {
-        "least": least,
-        "gain": found["loss_difference"],
-        "gain_ci95": ends,
-        "met": ends is not None and ends[0] >= least,
-    }
+    found = compared["sources"].get(source, {}) if source else compared
+    gain, ends = found.get("loss_difference"), found.get("loss_difference_ci95")
+    met = ends is not None and ends[0] >= least
+    return {"gain": gain, "gain_ci95": ends, "met": met}
 
 
 def _losses(subject: SubjectItems) -> list[tuple[float, int]]:
@@ -196,6 +191,7 @@ def statement(
                 "published": published.as_posix(),
                 "facts": facts_of({name: file.path for name, file in by_name.items()}),
                 "licences": licences,
+                "require": least,
                 **found,
                 "provenance": provenance(),
             },
@@ -239,10 +235,10 @@ def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 def _first_other(stated: Any, found: Any, *, common: bool = False) -> str | None:
     """Return the first value that is stated and not found, in words; common: of those in both."""
     old, new = dict(_leaves(stated)), dict(_leaves(found))
-    names = [name for name in (old | new) if not common or (name in old and name in new)]
-    for name in names:
-        if name not in old or name not in new or not _same(old[name], new[name]):
-            return f"{name} = {old.get(name, 'nothing')}, found {new.get(name, 'nothing')}"
+    for name in [name for name in old if name in new] if common else old | new:
+        stated, found = (leaves.get(name, "nothing") for leaves in (old, new))
+        if not _same(stated, found):
+            return f"{name} = {stated}, found {found}"
     return None
 
 
@@ -298,8 +294,7 @@ def opened(path: Path, signed_by: Path | None) -> tuple[Statement, str]:
     return parsed(said, Statement, where=str(path)), signer
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """A certificate that holds: its statement, who signed it, files that are not here."""
 
     said: Statement
@@ -320,8 +315,8 @@ def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
     if items is None:
         raise UserError(f"{certificate}: {ITEMS} is not here, so no number can be checked.")
     stated = said.predicate.model_dump(mode="json", include={"measured", "overlap", "required"})
-    least = {name: judged["least"] for name, judged in said.predicate.required.items()}
-    if other := _first_other(stated, statistics(read_record(items, Items), least)):
+    found = statistics(read_record(items, Items), said.predicate.require)
+    if other := _first_other(stated, found):
         raise _not_following(certificate, other)
     told = {name: facts for name, facts in said.predicate.facts.items() if paths.get(name, True)}
     if other := _first_other(told, facts_of(here)):

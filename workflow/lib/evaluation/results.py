@@ -35,6 +35,7 @@ from workflow.lib.evaluation.task_scores import (
 )
 from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.system.redaction import public_name
 
 DRAWS = {"resamples": 2000, "seed": 0}
 
@@ -213,11 +214,6 @@ def items_of(
         overlap=overlap_shares(loaded, rows, questions.tokenizer),
         provenance=Provenance.now(),
     )
-
-
-def public_name(source: str) -> str:
-    """Return the name of a data source; where it is a path of this machine, of its last part."""
-    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T]]:

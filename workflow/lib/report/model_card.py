@@ -5,7 +5,6 @@ its base, and what neither tells. All of the text that comes from elsewhere is w
 Markdown shows it as it is."""
 
 from collections.abc import Sequence
-from pathlib import PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
@@ -15,6 +14,7 @@ from workflow.lib.report.card_results import gguf_section, results_section, verd
 from workflow.lib.report.card_use import served_sentence, serving_section, use_section
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.number_formats import count, duration, hours, loss, share, visible
+from workflow.lib.system.redaction import public_name
 
 
 def model_card(inputs: CardInputs) -> str:
@@ -67,7 +67,9 @@ def _eval_results(inputs: CardInputs) -> list[EvalResult]:
 
 def _data(inputs: CardInputs) -> list[tuple[str, str]]:
     train, heldout = inputs.manifest.splits.train, inputs.manifest.splits.heldout
-    files = ", ".join(f"{_file(s.file)} ({count(s.rows)} rows)" for s in inputs.manifest.sources)
+    files = ", ".join(
+        f"{code(public_name(s.file))} ({count(s.rows)} rows)" for s in inputs.manifest.sources
+    )
     template = (
         "none"
         if inputs.manifest.chat_template_sha256 is None
@@ -101,15 +103,11 @@ def _data(inputs: CardInputs) -> list[tuple[str, str]]:
     ]
 
 
-def _file(path: str) -> str:
-    """Return a data file as the settings name it; an absolute path by its name alone."""
-    return code(PurePath(path).name if PurePath(path).is_absolute() else path)
-
-
 def _training(inputs: CardInputs) -> list[tuple[str, str]]:
     summary, parity = inputs.summary, inputs.parity
     lora, train = summary.settings.lora.model_dump(), summary.settings.train
-    targets = lora["target_modules"]
+    drawn, targets = summary.energy_j, lora["target_modules"]
+    energy = "energy not measured" if drawn is None else f"{drawn / 3.6e6:.3g} kWh"
     named = "all linear layers" if targets == "all-linear" else ", ".join(map(code, targets))
     return [
         ("Base model", f"{code(inputs.base_name)}, NF4 with bitsandbytes"),
@@ -142,13 +140,18 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
             "Hardware",
             f"{summary.processes} x {text(summary.device_name)}, {duration(summary.elapsed_s)}, "
             f"{hours(summary.device_hours)} {'GPU' if summary.device == 'cuda' else 'process'} "
-            "hours",
+            f"hours, {energy}",
         ),
         (
             "Export check",
             "logits of the reloaded adapter differ from the trained model's by "
             f"{parity.rms_difference:.2g} (root mean square, tolerance {parity.tolerance:.2g}) at "
             f"{parity.positions} positions",
+        ),
+        (
+            "Certificate",
+            "`certificate.json`, where this is published; `snakemake verify` checks its hashes "
+            "and numbers",
         ),
         ("Commit of the workflow", code(summary.provenance.commit or "no checkout")),
         (

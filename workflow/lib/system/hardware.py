@@ -4,15 +4,17 @@ The driver and the kernel tell."""
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pynvml
 
 from workflow.lib.system.errors import UserError
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 LEAST_FREE_BYTES = 2**20  # what a stage needs beyond this, preflight knows
 
@@ -33,6 +35,23 @@ class Gpu:
 
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs of `CUDA_VISIBLE_DEVICES`, or all; none without an NVIDIA driver."""
+    return _of_visible(_describe)
+
+
+def drawn_j() -> float | None:
+    """Return the joules that the visible GPUs have drawn since their driver was loaded; None
+    without GPUs, and where one of them does not tell."""
+    drawn = _of_visible(_drawn_mj)
+    return sum(drawn) / 1000 if drawn and min(drawn) >= 0 else None
+
+
+def _drawn_mj(handle: object) -> int:
+    with suppress(pynvml.NVMLError):
+        return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+    return -1
+
+
+def _of_visible(told: Callable[[object], T]) -> list[T]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -46,7 +65,7 @@ def visible_gpus() -> list[Gpu]:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         if chosen is not None:
             handles = _until_unknown(chosen.split(","), by_id)
-        return [_describe(handle) for handle in handles]
+        return [told(handle) for handle in handles]
     finally:
         pynvml.nvmlShutdown()
 

@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
@@ -100,3 +101,9 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
         if len(value) >= SHORTEST and SECRET_NAME.search(name) and not NO_SECRET_NAME.search(name)
     }
     return sorted(values, key=len, reverse=True)
+
+
+def public_name(path: str) -> str:
+    """Return a path as the settings name it; of an absolute one, which tells of this machine, its
+    last part."""
+    return PurePath(path).name if PurePath(path).is_absolute() else path

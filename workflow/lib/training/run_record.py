@@ -21,6 +21,7 @@ from workflow.lib.settings.objectives import needs_of
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import checked_line, write_lines
+from workflow.lib.system.hardware import drawn_j
 from workflow.lib.system.number_formats import duration
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import (
@@ -62,6 +63,7 @@ class Journal:
         self.heldout = [row["heldout_loss"] for row in self.rows if "heldout_loss" in row]
         self.elapsed_s = float(self.rows[-1]["elapsed_s"]) if self.rows else 0.0
         """Seconds trained so far, over all invocations."""
+        self._drawn_j = drawn_j() if world.is_main and not resumed.step else None
         self.graphs_off: str | None = None
         """Why micro-batches of this start were no CUDA graphs any more."""
 
@@ -103,6 +105,11 @@ class Journal:
             f"{metrics.grad_norm:.2f}, "
             f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.peak_bytes / 2**30:.2f} GiB"
         )
+
+    def energy_j(self) -> float | None:
+        """Return what the GPUs drew since the first start; None where that is not known."""
+        now = drawn_j()
+        return None if now is None or self._drawn_j is None else now - self._drawn_j
 
     def peak_over_processes(self) -> int:
         peak = torch.tensor(peak_bytes(self._world.device), dtype=torch.int64)
@@ -173,6 +180,7 @@ def summarize(
         **_sizes(run),
         **_losses(journal),
         **_amounts(run, num_steps=journal.step, elapsed_s=journal.elapsed_s),
+        "energy_j": journal.energy_j(),
         "peak_bytes": {
             "predicted": predicted_bytes,
             "measured": peak_bytes,
