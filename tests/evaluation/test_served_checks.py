@@ -3,6 +3,7 @@ out of an adapter is named."""
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from tests.support.models import random_llama
-from workflow.lib.artifacts.evaluation_record import DocumentLoss, Heldout, Sample
+from workflow.lib.artifacts.manifest_record import Probe
+from workflow.lib.evaluation.model_server import BASE
 from workflow.lib.evaluation.sample_answers import Prompt
-from workflow.lib.evaluation.served_checks import WHOLE, Asked, Comparison, Said, ask, write_parts
-from workflow.lib.evaluation.vllm_server import BASE
+from workflow.lib.evaluation.served_checks import (
+    WHOLE,
+    Asked,
+    Comparison,
+    Known,
+    Said,
+    ask,
+    check_prompts,
+    write_parts,
+)
 from workflow.lib.system.errors import UserError
 
 BOUND = 1e-3
@@ -45,11 +55,11 @@ class Served:
                 self.model.set_adapter(model)
             return self.model(input_ids=torch.tensor([ids])).logits[0]
 
-    def log_probabilities(self, ids, places, *, model=BASE):
+    def log_probabilities(self, ids, places, *, model):
         log_p = torch.log_softmax(self._logits(ids, model), dim=-1)
         return [float(log_p[place - 1, ids[place]]) for place in places]
 
-    def answer(self, prompt, *, most, stop_ids, model=BASE):
+    def answer(self, prompt, *, model, most, stop_ids):
         found = list(prompt)
         for _ in range(most):
             found.append(int(self._logits(found, model)[-1].argmax()))
@@ -70,24 +80,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def asked_of(losses=None):
-    losses = losses or dict.fromkeys(DOCUMENTS, 0.0)
-    tokens = {n: int(mask.sum()) for n, (_, mask) in DOCUMENTS.items()}
-    heldout = Heldout(
-        loss=sum(losses.values()) / sum(tokens.values()),
-        loss_ci95=(0.0, 1.0),
-        perplexity=1.0,
-        documents=2,
-        trained_tokens=sum(tokens.values()),
-        sources={},
-        per_document=[
-            DocumentLoss(document=n, source="s", loss_sum=losses[n], tokens=tokens[n])
-            for n in DOCUMENTS
-        ],
-    )
-    prompts = [Prompt(4, [3, 4, 5, 6], [7])]
-    samples = [Sample(document=4, prompt="", reference="", answer="8 9", drawn=None)]
-    return Asked(heldout, samples, DOCUMENTS, prompts, [2], most=3)
+ASKED = Asked(DOCUMENTS, [Prompt(4, [3, 4, 5, 6], [7])], [2], most=3)
+
+
+def known_of(losses):
+    found = {n: (losses[n], int(mask.sum())) for n, (_, mask) in DOCUMENTS.items()}
+    return Known(found, ["8 9"])
 
 
 def compared(folder, tmp_path, **server):
@@ -96,8 +94,8 @@ def compared(folder, tmp_path, **server):
     served: Any = Served(folder, **server)
     for name, path in parts.items():
         served.load_adapter(name, path)
-    asked = asked_of()
-    comparison = Comparison("vLLM 9", asked, ask(served, asked, parts), bound=BOUND)
+    known, said = known_of(dict.fromkeys(DOCUMENTS, 0.0)), ask(served, ASKED, parts)
+    comparison = Comparison("vLLM 9", ASKED, known, said, bound=BOUND)
     model = PeftModel.from_pretrained(random_llama(), str(folder / "adapter"))
     return comparison, model, parts
 
@@ -136,8 +134,9 @@ def test_ignored_kind_is_noticed_under_a_bound_that_is_wider_than_its_effect(fol
         replace(comparison, bound=1.01 * part.effect).parts(model, parts)
 
 
-def comparison_of(served, evaluated):
-    return Comparison("vLLM 9", asked_of(evaluated), Said(served, {}, [[8, 9, 2]]), bound=0.01)
+def comparison_of(served, evaluated, **how):
+    said = Said(served, {}, [[8, 9, 2]], BASE)
+    return Comparison("vLLM 9", ASKED, known_of(evaluated), said, bound=0.01, **how)
 
 
 def test_losses_within_the_bound_are_recorded():
@@ -150,6 +149,40 @@ def test_losses_within_the_bound_are_recorded():
 def test_document_of_another_loss_is_refused(wrong):
     with pytest.raises(UserError, match=r"1 of 2 documents are more than 0\.01 apart, document 4"):
         comparison_of({4: wrong, 9: 13.0}, {4: 8.0, 9: 13.0}).worst_document()
+
+
+def test_mean_loss_is_judged_where_weights_are_rounded():
+    """A document is 0.2 / 12 nats off, and all together are 0.2 / 29."""
+    found = comparison_of({4: 8.2, 9: 13.0}, {4: 8.0, 9: 13.0}, rounded=True)
+    assert found.worst_document() == pytest.approx(0.2 / 12)
+
+
+@pytest.mark.parametrize("wrong", [8.4, 7.6, float("nan")])
+def test_mean_loss_beyond_the_bound_is_refused(wrong):
+    how = {"rounded": True, "setting": "export.gguf = q8_0"}
+    with pytest.raises(UserError, match=r"export\.gguf = q8_0: .* Choose a format of more bits"):
+        comparison_of({4: wrong, 9: 13.0}, {4: 8.0, 9: 13.0}, **how).worst_document()
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_rounding_of_the_base_is_no_fault_of_the_adapter(folder, tmp_path, rounded):
+    comparison, model, parts = compared(folder, tmp_path)
+    noise = np.random.default_rng(0).normal(0.0, 3 * BOUND, size=comparison.said.parts[BASE].size)
+    said = {name: values + noise for name, values in comparison.said.parts.items()}
+    off = replace(comparison, said=replace(comparison.said, parts=said), rounded=rounded)
+    if rounded:
+        assert len(off.parts(model, parts)) == len(parts)
+    else:
+        with pytest.raises(UserError, match="does not apply the adapter"):
+            off.parts(model, parts)
+
+
+def test_prompt_with_other_ids_is_refused():
+    server: Any = SimpleNamespace(name="S", setting="export.serve", text_ids=lambda t: [len(t)])
+    tokenizer: Any = SimpleNamespace(decode=str)
+    assert check_prompts(server, tokenizer, [Probe(text="abc", ids=[3])]) == 1
+    with pytest.raises(UserError, match=r"S writes a text as '\[3\]', and Transformers"):
+        check_prompts(server, tokenizer, [Probe(text="abc", ids=[4])])
 
 
 def test_answer_that_is_not_the_most_likely_is_refused():

@@ -37,4 +37,4 @@ def test_merged_model_is_served_as_it_is(folder):
 
 
 def test_server_that_was_not_tried_has_no_command(folder):
-    assert serving_section(read(folder)) == "No server was tried (`export.serve: vllm`).\n"
+    assert serving_section(read(folder)) == "No server was tried (`export.serve`).\n"

@@ -3,9 +3,18 @@
 import pytest
 
 from tests.evaluation.test_results import facts as calibration_facts
-from tests.support.report_examples import add_original, add_subject, edit, write_run
+from tests.support.report_examples import (
+    SERVED_CHECK,
+    add_original,
+    add_subject,
+    edit,
+    write_run,
+)
 from tests.support.report_pages import Page, change_evaluations, read, rendered
 from workflow.lib.evaluation.results import summarize
+from workflow.lib.report.html_page import render_page
+from workflow.lib.settings.config import ReportConfig
+from workflow.lib.system.files import write_checked_json
 
 
 def test_numbers_shown_are_those_of_the_files(tmp_path):
@@ -28,6 +37,16 @@ def test_numbers_shown_are_those_of_the_files(tmp_path):
         *(run.steps[0].loss, run.steps[-1].grad_norm),
     }
     assert shown <= numbers
+
+
+def test_loss_of_the_served_model_stands_first(tmp_path):
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    write_checked_json(folder / "check_served" / "served.json", SERVED_CHECK.as_json())
+    runs = read(tmp_path, "demo", served=True)
+    page = render_page(runs, report=ReportConfig(), settings={"demo": {"lora": {"r": 16}}})
+    text = "".join(Page(page).text)
+    assert text.index("loss as vLLM 9.9 serves it1.5200") < text.index("tuned, served")
+    assert "cost of serving against what was trained+0.0200" in text
 
 
 def test_predicted_step_stands_beside_the_measured_one_and_the_parts_of_the_time(tmp_path):

@@ -67,4 +67,6 @@ def test_check_comes_before_the_training_and_never_repeats_it(tmp_path):
     project.edit({"export": {"merged": True, "gguf": ["bf16"], "llama_cpp": "llama.cpp"}})
     plan = project.planned("train")
     assert (plan["check_gguf"], plan["convert_gguf"]) == (1, 1)
+    project.edit({"export": {"serve": "llama_cpp"}})
+    assert project.planned("all")["check_served"] == 1
     assert "check_gguf" not in project.planned("results/runs/demo/finetune/summary.json")

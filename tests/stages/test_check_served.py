@@ -36,6 +36,12 @@ def test_verdict_is_about_the_form_that_a_server_has(export, served):
     assert served in run.subjects
 
 
+@pytest.mark.parametrize("export", [{}, {"gguf": ["q8_0"], "merged": True, "gguf_of": ["adapter"]}])
+def test_file_that_llama_cpp_would_serve_must_be_exported(export):
+    with pytest.raises(UserError, match=r"serve = llama_cpp: it serves a GGUF file of the form"):
+        runs(export=export | {"serve": "llama_cpp"})
+
+
 def test_without_a_server_all_stages_receive_what_they_did():
     (run,) = runs().values()
     stages = ("consolidate", "convert_gguf", "evaluate_run", "publish_run", "write_card")

@@ -2,26 +2,24 @@
 serves what was trained."""
 
 import argparse
+import json
 import re
-from collections.abc import Iterable, Sequence
+import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.llama_cpp_model import converters, forked_converters, prepare, prepare_mixture
+from tests.support.served_export import check
 from tests.support.shared import made_once
 from tests.support.workflow_project import make_project
 from workflow.lib.artifacts.gguf_record import GgufChecks
-from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.evaluation.gguf_checks import BOUNDS, Reference, compared, first_tokens
-from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
-from workflow.lib.evaluation.served_checks import check_prompts
+from workflow.lib.evaluation.llama_cpp_server import BOUNDS
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_checked_json, write_checksums
 from workflow.scripts.convert_gguf import main
 
 
@@ -73,72 +71,11 @@ def test_converters_are_downloaded_where_no_checkout_is_named(project):
     assert project.planned("train")["download_converter"] == 1
 
 
-class Server:
-    """What a server of llama.cpp answers, of the one document of `EXPECTED`."""
-
-    name, setting = LlamaCppServer.name, LlamaCppServer.setting
-
-    def __init__(self, log_p: float = -0.5) -> None:
-        self.log_p = log_p
-
-    def text_ids(self, text: str) -> list[int]:
-        return [len(text)]
-
-    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        return [len(messages)]
-
-    def log_probabilities(
-        self, ids: Sequence[int], places: Iterable[int], *, model: str = ""
-    ) -> list[float]:
-        assert (list(ids), list(places)) == ([1, 5, 6], [1, 2])
-        return [self.log_p, self.log_p]
-
-    def answer(
-        self, prompt: Sequence[int], *, most: int, stop_ids: Sequence[int], model: str = ""
-    ) -> list[int]:
-        return [7, 2]
-
-
-DOCUMENT = (np.array([1, 5, 6], dtype=np.uint32), np.array([False, True, True]))
-EXPECTED = Reference([DOCUMENT], 0.5, prompts=[], answers=[], stop_ids=[2])
-
-
-def test_loss_within_the_bound_is_recorded():
-    found = compared(Server(-0.52), "q8_0", EXPECTED)
-    assert (found["loss"], found["reference_loss"], found["tokens"]) == (0.52, 0.5, 2)
-
-
-@pytest.mark.parametrize("log_p", [-0.56, -0.44, float("nan")])
-def test_loss_beyond_the_bound_is_refused(log_p):
-    with pytest.raises(UserError, match=r"export\.gguf = q8_0: .* may differ by 0\.03"):
-        compared(Server(log_p), "q8_0", EXPECTED)
-
-
-def test_no_more_tokens_are_compared_than_are_asked_for():
-    ids, mask = np.arange(60, dtype=np.uint32), np.arange(60) > 9
-    found = first_tokens([(ids, mask)] * 3)
-    assert [int(mask.sum()) for _, mask in found] == [50, 46]
-    assert np.flatnonzero(found[1][1])[-1] == 55
-
-
 def test_bounds_are_those_of_the_documents():
     page = (Path(__file__).parents[2] / "workflow/docs/evaluation.md").read_text()
     rows = re.findall(r"^\| ([\w, ]+) \| ([\d.]+) \|", page, re.MULTILINE)
     told = {name: float(bound) for names, bound in rows for name in names.split(", ")}
     assert told == BOUNDS
-
-
-def test_prompt_with_other_ids_is_refused():
-    server = Server()
-
-    class Tokenizer:
-        def decode(self, ids: list[int]) -> str:
-            return str(ids)
-
-    tokenizer: Any = Tokenizer()
-    assert check_prompts(server, tokenizer, [Probe(text="abc", ids=[3])]) == 1
-    with pytest.raises(UserError, match=r"llama\.cpp writes a text as '\[3\]', and Transformers"):
-        check_prompts(server, tokenizer, [Probe(text="abc", ids=[4])])
 
 
 def write_gguf(folder, forms, *, llama_cpp):
@@ -177,6 +114,32 @@ def served(shared_folder):
 def test_llama_cpp_serves_what_was_trained(served, form):
     """The adapter has two ranks and scales that llama.cpp does not know."""
     check_served(served, form)
+
+
+@pytest.mark.parametrize("form", ["merged", "tuned_on_original"])
+def test_served_file_is_compared_with_the_evaluation(served, form, tmp_path):
+    found = check(served.parent, form, tmp_path, gguf=served)
+    assert (found.compute_dtype, found.bound) == ("f32", BOUNDS["f32"])
+    assert found.server.startswith("llama.cpp (xllamacpp 2")
+    assert found.worst_document < found.bound
+    assert found.answer_gap < found.bound
+    assert [part.part for part in found.parts] == ([] if form == "merged" else ["adapter"])
+    assert all(part.share == pytest.approx(1.0, abs=0.01) for part in found.parts)
+
+
+def test_file_of_another_model_is_noticed(served, tmp_path):
+    """The adapter's file is that of nothing, and all it should change is missing."""
+    other = shutil.copytree(served, tmp_path / "gguf")
+    record = json.loads((other / "gguf.json").read_text())
+    for file in record["files"]:
+        file["adapter"] = None
+    del record["sha256"]
+    write_checked_json(other / "gguf.json", record)
+    write_checksums(other)
+    with pytest.raises(
+        UserError, match=r"serve: llama\.cpp .* gives held-out tokens .* Choose a f"
+    ):
+        check(served.parent, "tuned_on_original", tmp_path, gguf=other)
 
 
 def test_llama_cpp_serves_a_mixture_of_experts(tmp_path):

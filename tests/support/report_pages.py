@@ -47,9 +47,11 @@ class Page(html.parser.HTMLParser):
         return [str(attrs[name]) for _, attrs in self.elements if name in attrs]
 
 
-def read(root: Path, *names: str, gguf: bool = False) -> list[Run]:
+def read(root: Path, *names: str, **has: bool) -> list[Run]:
+    """Read runs; has: `gguf` files, a `served` check."""
+    tokens = root / "tokens"
     return [
-        read_run(RunFolders(str(root / "runs" / name), str(root / "tokens" / f"{name}-data"), gguf))
+        read_run(RunFolders(str(root / "runs" / name), str(tokens / f"{name}-data"), **has))
         for name in names
     ]
 

@@ -1,7 +1,7 @@
-# The server has an environment of its own (`make serving`), of which this is the Python.
+# vLLM has an environment of its own (`make serving`), of which this is the Python.
 rule check_served:
     input:
-        python=layout.SERVING,
+        server=lambda w: server(w.run),
         evaluation="results/runs/{run}/evaluate_run",
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
@@ -17,7 +17,7 @@ rule check_served:
     wildcard_constraints:
         run=any_of(SERVED),
     conda:
-        "../../envs/torch.yaml"
+        "../../envs/gguf.yaml"
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
@@ -26,12 +26,13 @@ rule check_served:
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("check_served", RUNS[w.run]),
+        server=lambda w: SERVER_OPTIONS[RUNS[w.run].export.serve],
         served=lambda w: RUNS[w.run].served,
         models=lambda w, input: model_options(RUNS[w.run], input),
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
-        " python -m workflow.scripts.check_served --config {params.config:q} --python {input.python:q}"
+        " python -m workflow.scripts.check_served --config {params.config:q} {params.server} {input.server:q}"
         " --served {params.served:q} {params.models:q} --adapter {params.adapter:q} --parity {input.parity:q}"
         " --evaluation {input.evaluation:q} --tokens {params.tokens:q} --output {output:q} --log {log:q}"

@@ -52,6 +52,15 @@ def original_files(run):
     return model_files(run) if loads else []
 
 
+SERVER_OPTIONS = {"vllm": "--python", "llama_cpp": "--gguf"}
+
+
+def server(name):
+    """What serves what a run exports: vLLM's Python, or the GGUF files."""
+    gguf = layout.stage_dir(name, "convert_gguf")
+    return {"vllm": layout.SERVING, "llama_cpp": gguf}[RUNS[name].export.serve]
+
+
 def served_check(name):
     """What a server made of what a run exports, if it is checked."""
     return f"{layout.stage_dir(name, 'check_served')}/served.json" if name in SERVED else []

@@ -1,19 +1,24 @@
 """Serve what was exported by the real server, and compare it with the evaluation and with PEFT.
 
 vLLM, in its own environment (`make serving`), loads the adapter on the original model, or the
-merged model. By its OpenAI interface: token ids of prompts, held-out losses, greedy answers, and
-that each kind of module of the adapter acts. Then Transformers and PEFT are asked the same. Writes
-`served.json`; ends with the server's own words where it refuses what was exported.
+merged model; llama.cpp loads the same as the first GGUF file. By its OpenAI interface: token ids of
+prompts, held-out losses, greedy answers, and that the adapter acts, by vLLM each kind of its
+modules. Then Transformers and PEFT are asked the same. Writes `served.json`; ends with the server's
+own words where it refuses what was exported.
 """
 
 import argparse
 import logging
+import math
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
@@ -23,9 +28,25 @@ from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.evaluation.evaluated_models import load_options
+from workflow.lib.evaluation.llama_cpp_server import (
+    BOUNDS,
+    POSITIONS,
+    LlamaCppServer,
+    LlamaCppStart,
+)
+from workflow.lib.evaluation.model_server import running
 from workflow.lib.evaluation.questions import Model
-from workflow.lib.evaluation.served_checks import Asked, Comparison, ask, check_prompts, write_parts
-from workflow.lib.evaluation.vllm_server import Start, slots, vllm_server
+from workflow.lib.evaluation.sample_answers import choose_prompts
+from workflow.lib.evaluation.served_checks import (
+    WHOLE,
+    Asked,
+    Comparison,
+    Known,
+    ask,
+    check_prompts,
+    write_parts,
+)
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, slots
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
@@ -33,7 +54,7 @@ from workflow.lib.model.backends import choose_device
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS
-from workflow.lib.system.checksums import downloaded_files, listed_files
+from workflow.lib.system.checksums import check_files, downloaded_files, listed_files
 from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.hardware import visible_gpus
 from workflow.scripts.command import run, stage_parser
@@ -52,40 +73,37 @@ def main(args: argparse.Namespace) -> None:
             *recorded_arrays(args.tokens, store.manifest),
         ]
     )
-    parity = read_record(args.parity, Parity)
-    asked = Asked.of(
-        read_record(args.evaluation / f"{args.served}.json", Evaluation),
-        store.heldout_documents(),
-        folder=exported,
-        most=EvaluateConfig.model_validate(args.config["evaluate"]).max_new_tokens,
-    )
-    start = how_to_start(args, parity, asked)
-    with tempfile.TemporaryDirectory(prefix="parts-") as folder:
-        parts = {} if args.merged else write_parts(without_recovery(args.adapter), Path(folder))
-        with vllm_server(start) as server:
-            name = f"{server.name} {server.version}"
-            logger.info("%s serves %s in %s", name, SUBJECT_LABELS[args.served], start.dtype)
-            for part, path in parts.items():
-                server.load_adapter(part, path)
+    evaluation = read_record(args.evaluation / f"{args.served}.json", Evaluation)
+    asked = questions(args, evaluation, exported)
+    with tempfile.TemporaryDirectory(prefix="parts-") as name:
+        trial = (in_gguf if args.gguf else in_vllm)(args, asked, Path(name))
+        with running(trial.kind, trial.start) as server:
+            known_as = f"{server.name} {server.version}"
+            logger.info("%s serves %s in %s", known_as, SUBJECT_LABELS[args.served], trial.dtype)
+            if isinstance(server, VllmServer):
+                for part, path in trial.parts.items():
+                    server.load_adapter(part, path)
             check_conversations(exported, probes(args.tokens))
             prompts = check_prompts(server, load_tokenizer(exported), probes(args.tokens))
-            said = ask(server, asked, parts)
-        comparison = Comparison(name, asked, said, bound=2 * parity.tolerance)
+            said = ask(server, asked, trial.parts)
+        known = Known.of(evaluation, asked)
+        bounds: Any = {"bound": trial.bound, "rounded": args.gguf is not None}
+        comparison = Comparison(known_as, asked, known, said, **bounds)
         worst = comparison.worst_document()
         model = loaded(args)
         check = ServedCheck(
-            server=name,
+            server=known_as,
             subject=args.served,
-            compute_dtype=start.dtype,
-            max_lora_rank=start.max_lora_rank,
+            compute_dtype=trial.dtype,
+            max_lora_rank=trial.max_lora_rank,
             documents=len(said.losses),
             loss=comparison.loss,
-            evaluated_loss=asked.heldout.loss,
-            trained_loss=trained_loss(args.evaluation / "tuned.json"),
+            evaluated_loss=known.loss,
+            trained_loss=trained_loss(args.evaluation / "tuned.json", asked),
             bound=comparison.bound,
             worst_document=worst,
             prompts=prompts,
-            parts=comparison.parts(model, parts) if isinstance(model, PeftModel) else [],
+            parts=comparison.parts(model, trial.parts) if isinstance(model, PeftModel) else [],
             answers=len(said.answers),
             equal_answers=comparison.equal_answers(load_tokenizer(exported)),
             answer_gap=comparison.answer_gap(model),
@@ -95,12 +113,50 @@ def main(args: argparse.Namespace) -> None:
     logger.info("%s", check.told)
 
 
-def how_to_start(args: argparse.Namespace, parity: Parity, asked: Asked) -> Start:
-    rank = None
+@dataclass(frozen=True)
+class Trial:
+    """A server to start; parts: folders of PEFT's adapters by name, the whole one first."""
+
+    kind: type[VllmServer] | type[LlamaCppServer]
+    start: VllmStart | LlamaCppStart
+    dtype: str
+    bound: float
+    parts: dict[str, Path]
+    max_lora_rank: int | None = None
+
+
+def questions(args: argparse.Namespace, evaluation: Evaluation, exported: Path) -> Asked:
+    documents = TokenStore.open(args.tokens).heldout_documents()
+    assert evaluation.heldout is not None, "export.serve needs evaluate.heldout"
+    numbers = [sample.document for sample in evaluation.samples]
+    return Asked.of(
+        documents,
+        [found.document for found in evaluation.heldout.per_document],
+        prompts=choose_prompts(documents, numbers, count=len(numbers), seed=0),
+        folder=exported,
+        most=EvaluateConfig.model_validate(args.config["evaluate"]).max_new_tokens,
+        tokens=POSITIONS if args.gguf else math.inf,
+    )
+
+
+def in_gguf(args: argparse.Namespace, asked: Asked, _: Path) -> Trial:
+    check_files(listed_files(args.gguf))
+    form = "merged" if args.merged else "adapter"
+    files = read_record(args.gguf / "gguf.json", GgufChecks).files
+    file = next(file for file in files if file.form == form)
+    adapter = args.gguf / file.adapter if file.adapter else None
+    start = LlamaCppStart(args.gguf / file.file, adapter, asked.longest, "export.serve")
+    parts = {} if args.merged else {WHOLE: without_recovery(args.adapter)}
+    return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format], parts)
+
+
+def in_vllm(args: argparse.Namespace, asked: Asked, folder: Path) -> Trial:
+    parity, rank, parts = read_record(args.parity, Parity), None, {}
     if not args.merged:
         ranks = read_settings(without_recovery(args.adapter) / "adapter_config.json")
         rank = slots(max([ranks["r"], *(ranks.get("rank_pattern") or {}).values()]))
-    return Start(
+        parts = write_parts(without_recovery(args.adapter), folder)
+    start = VllmStart(
         python=args.python,
         model=args.merged or args.model,
         tokenizer=args.merged or args.adapter,
@@ -109,6 +165,7 @@ def how_to_start(args: argparse.Namespace, parity: Parity, asked: Asked) -> Star
         max_lora_rank=rank,
         gpus=len(visible_gpus()) if choose_device().type == "cuda" else 0,
     )
+    return Trial(VllmServer, start, parity.compute_dtype, 2 * parity.tolerance, parts, rank)
 
 
 def without_recovery(adapter: Path) -> Path:
@@ -129,15 +186,15 @@ def loaded(args: argparse.Namespace) -> Model:
     return model if args.merged else load_adapter(model, without_recovery(args.adapter))
 
 
-def trained_loss(path: Path) -> float | None:
+def trained_loss(path: Path, asked: Asked) -> float | None:
     """Return the loss of the adapter on the base of its training, if the evaluation measured it."""
-    found = read_record(path, Evaluation).heldout if path.is_file() else None
-    return None if found is None else found.loss
+    return Known.of(read_record(path, Evaluation), asked).loss if path.is_file() else None
 
 
 if __name__ == "__main__":
     parser = stage_parser(__doc__)
-    parser.add_argument("--python", type=Path, required=True, help="Python of the server")
+    parser.add_argument("--python", type=Path, help="Python of vLLM")
+    parser.add_argument("--gguf", type=Path, help="folder of the GGUF files, for llama.cpp")
     parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
     parser.add_argument("--model", type=Path, help="folder of the original model")
     parser.add_argument("--merged", type=Path, help="folder of the merged model")

@@ -8,12 +8,12 @@ documents within a bound, greedy answers. Writes the folder `--output`: the file
 """
 
 import argparse
-import gc
 import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -26,9 +26,22 @@ from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.evaluation.gguf_checks import Reference, compared, reference
-from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
-from workflow.lib.evaluation.served_checks import check_prompts
+from workflow.lib.evaluation.llama_cpp_server import (
+    BOUNDS,
+    POSITIONS,
+    LlamaCppServer,
+    LlamaCppStart,
+)
+from workflow.lib.evaluation.model_server import running
+from workflow.lib.evaluation.sample_answers import choose_prompts
+from workflow.lib.evaluation.served_checks import (
+    WHOLE,
+    Asked,
+    Comparison,
+    Known,
+    ask,
+    check_prompts,
+)
 from workflow.lib.export.gguf_files import GgufSource, write_adapter, write_models
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
@@ -45,7 +58,7 @@ from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
-DOCUMENTS, SEED = 64, 0
+DOCUMENTS, PROMPTS, NEW_TOKENS, SEED = 64, 4, 24, 0
 
 
 @dataclass(frozen=True)
@@ -109,19 +122,28 @@ def served_form(
 
 
 def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[GgufFile]:
-    """Return how the files of a form compare with it in Transformers."""
-    expected, vocab_size = in_transformers(served, tokens)
-    tokenizer, adapter = load_tokenizer(served.source.tokenizer), served.adapter_file
-    longest = max(len(ids) for ids, _ in expected.documents)
+    """Return how the files of a form compare with it in Transformers, which is loaded after
+    llama.cpp has ended."""
+    tokenizer = load_tokenizer(served.source.tokenizer)
+    asked = questions(served, tokens)
+    parts = {} if served.adapter is None else {WHOLE: served.adapter}
+    said, prompts = {}, 0
+    for name, path in served.files.items():
+        start = LlamaCppStart(path, served.adapter_file, asked.longest, "export.gguf")
+        with running(LlamaCppServer, start) as server:
+            prompts = check_prompts(server, tokenizer, probes)
+            said[name] = ask(server, asked, parts)
+    model = served.load()
+    known = Known.by(model, tokenizer, asked)
     found = []
     for name, path in served.files.items():
-        server = LlamaCppServer(
-            path,
-            adapter=adapter,
-            vocab_size=vocab_size,
-            context_tokens=max(512, 2 * longest),
-            threads=torch.get_num_threads(),
-        )
+        bounds: Any = {"bound": BOUNDS[name], "rounded": True, "setting": f"export.gguf = {name}"}
+        comparison = Comparison(LlamaCppServer.name, asked, known, said[name], **bounds)
+        comparison.worst_document()
+        if isinstance(model, PeftModel):
+            comparison.parts(model, parts)
+        comparison.answer_gap(model)
+        adapter = served.adapter_file
         file = GgufFile(
             form=served.form,
             format=name,
@@ -129,25 +151,25 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
             bytes=path.stat().st_size,
             adapter=None if adapter is None else adapter.name,
             adapter_bytes=None if adapter is None else adapter.stat().st_size,
-            prompts=check_prompts(server, tokenizer, probes),
-            **compared(server, name, expected),
+            prompts=prompts,
+            loss=comparison.loss,
+            reference_loss=known.loss,
+            bound=comparison.bound,
+            tokens=known.tokens,
+            answers=len(known.answers),
+            equal_answers=comparison.equal_answers(tokenizer),
         )
-        found.append(file)
         tell(file)
+        found.append(file)
     return found
 
 
-def in_transformers(served: Served, tokens: Path) -> tuple[Reference, int]:
-    """Return what Transformers says of held-out documents, and the size of the vocabulary."""
+def questions(served: Served, tokens: Path) -> Asked:
     documents = TokenStore.open(tokens).heldout_documents()
     chosen = choose_documents(documents, at_most=DOCUMENTS, seed=SEED)
-    model = served.load()
-    some = [documents[number] for number in chosen]
-    found = reference(model, load_tokenizer(served.source.tokenizer), some, seed=SEED)
-    vocab_size = int(model.config.get_text_config().vocab_size)
-    del model
-    gc.collect()  # llama.cpp loads the same weights next
-    return found, vocab_size
+    prompts = choose_prompts(documents, chosen, count=PROMPTS, seed=SEED)
+    how: Any = {"folder": served.source.tokenizer, "most": NEW_TOKENS, "tokens": POSITIONS}
+    return Asked.of(documents, chosen, prompts=prompts, **how)
 
 
 def tell(file: GgufFile) -> None:

@@ -1,6 +1,7 @@
-"""`convert_gguf/gguf.json`, written by `evaluation.gguf_checks`."""
+"""`convert_gguf/gguf.json`, written by `convert_gguf`."""
 
 from workflow.lib.artifacts.records import Provenance, Record
+from workflow.lib.settings.evaluate import GgufFormat
 
 
 class GgufFile(Record):
@@ -8,7 +9,7 @@ class GgufFile(Record):
 
     form: str
     """`merged`: the merged model; `adapter`: the base, over which the adapter's file is loaded."""
-    format: str  # how its weights are stored
+    format: GgufFormat  # how its weights are stored
     file: str  # its name
     bytes: int  # its size
     adapter: str | None  # name of the adapter's file; None for the merged model

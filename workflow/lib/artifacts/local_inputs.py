@@ -29,7 +29,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
         "quantize.calibration_text": run.quantize.calibration_text,
     }
-    if run.export.serve != "none" and not Path(SERVING).exists():
+    if run.export.serve == "vllm" and not Path(SERVING).exists():
         raise UserError(
             f"export.serve = {run.export.serve} (run {name}): the server's environment is not "
             f"made ({SERVING}). Run make serving in the folder of the Snakefile, or set it to none."

@@ -21,14 +21,16 @@ class ServedCheck(Record):
 
     server: str  # its name and version
     subject: SubjectName  # which model it serves
-    compute_dtype: str  # type of its computation
+    compute_dtype: str  # type of its computation, or the format of the GGUF file
     max_lora_rank: int | None  # its largest rank as it was started; null for a merged model
-    documents: int  # held-out documents, all that the evaluation measured
+    documents: int  # held-out documents: all that the evaluation measured; the first with GGUF
     loss: float  # nats per trained token, by the server
     evaluated_loss: float  # the same by the evaluation
     trained_loss: float | None
     """The same of the adapter on the base that it was trained on; null if that is not measured."""
-    bound: float  # nats: the largest difference allowed of a loss and of a part
+    bound: float
+    """Nats: the largest difference allowed of a document's loss and of a part; of a GGUF file that
+    of the mean loss."""
     worst_document: float  # largest difference of a document's loss, nats per token
     prompts: int  # conversations and texts whose token ids are those of the training
     answers: int  # held-out prompts that it answered greedily
@@ -50,8 +52,8 @@ class ServedCheck(Record):
         acts = ", ".join(f"{part.part} {part.share:.1%}" for part in self.parts)
         return (
             f"loss of {self.documents} held-out documents {self.loss:.4f} nats per token, by the "
-            f"evaluation {self.evaluated_loss:.4f}, a document at most {self.worst_document:.2g} "
-            f"apart ({self.bound:.2g} allowed); {self.prompts} prompts with the same token ids; "
+            f"evaluation {self.evaluated_loss:.4f} ({self.bound:.2g} allowed), a document at most "
+            f"{self.worst_document:.2g} apart; {self.prompts} prompts with the same token ids; "
             f"{self.equal_answers} of {self.answers} greedy answers the same"
             + (f"; change of log-probabilities as in PEFT: {acts}" if acts else "")
         )

@@ -7,28 +7,31 @@ must change the log-probabilities as it does in PEFT.
 Bounds: the trained and the exported adapter may differ by `Parity.tolerance` in a logit (root mean
 square, nats, of the compute dtype). A log-probability has a logit and its normalizer, so twice
 that; a token that is greedy by one of two such models is at most two of their largest errors less
-likely by the other, which are taken as four times the root mean square."""
+likely by the other, which are taken as four times the root mean square. Where weights are rounded
+(GGUF), the mean loss has a bound, and tokens may differ by twice what rounding alone does."""
 
+import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workflow.lib.artifacts.evaluation_record import Evaluation, Heldout, Sample
+from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.served_record import ServedPart
 from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.evaluation.heldout_loss import heldout_losses
+from workflow.lib.evaluation.model_server import BASE, ModelServer
 from workflow.lib.evaluation.questions import Model
-from workflow.lib.evaluation.sample_answers import Prompt, choose_prompts
-from workflow.lib.evaluation.vllm_server import BASE
+from workflow.lib.evaluation.sample_answers import AnswerSettings, Prompt, generate_answers
 from workflow.lib.export.adapter_files import GENERATION_CONFIG
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.model.lora import module_kind
@@ -43,30 +46,10 @@ TINY = 1e-30  # instead of a change of nothing
 Numbers = npt.NDArray[np.float64]
 
 
-class Server(Protocol):
-    """What is asked of a running server, of which `model` is one that it serves; setting: what asks
-    for it."""
-
-    name: str
-    setting: str
-
-    def text_ids(self, text: str) -> list[int]: ...
-    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]: ...
-    def log_probabilities(
-        self, ids: Sequence[int], places: Iterable[int], *, model: str = BASE
-    ) -> list[float]: ...
-    def answer(
-        self, prompt: Sequence[int], *, most: int, stop_ids: Sequence[int], model: str = BASE
-    ) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Asked:
-    """What is asked: what the evaluation found of the same model, its documents by number, its
-    prompts."""
+    """What is asked: held-out documents by number, prompts."""
 
-    heldout: Heldout
-    samples: list[Sample]
     documents: Mapping[int, Document]
     prompts: list[Prompt]
     stop_ids: list[int]
@@ -74,17 +57,24 @@ class Asked:
 
     @classmethod
     def of(
-        cls, evaluation: Evaluation, documents: Sequence[Document], *, folder: Path, most: int
+        cls,
+        documents: Sequence[Document],
+        numbers: Iterable[int],
+        *,
+        prompts: list[Prompt],
+        folder: Path,
+        most: int,
+        tokens: float = math.inf,
     ) -> "Asked":
-        """Return what was asked of `evaluation`; folder: the exported one, whose settings end
-        answers."""
-        heldout, samples = evaluation.heldout, evaluation.samples
-        assert heldout is not None, "export.serve needs evaluate.heldout"
+        """Return questions of the documents with these numbers, the first ones that have so many
+        trained tokens; folder: the exported one, whose settings end answers."""
+        some: dict[int, Document] = {}
+        for number in numbers:
+            if sum(int(mask[1:].sum()) for _, mask in some.values()) >= tokens:
+                break
+            some[number] = documents[number]
         ends = read_settings(folder / GENERATION_CONFIG)["eos_token_id"]
-        numbers = [sample.document for sample in samples]
-        prompts = choose_prompts(documents, numbers, count=len(numbers), seed=0)
-        some = {found.document: documents[found.document] for found in heldout.per_document}
-        return cls(heldout, samples, some, prompts, ends, most)
+        return cls(some, prompts, ends, most)
 
     @property
     def longest(self) -> int:
@@ -94,17 +84,57 @@ class Asked:
 
     @property
     def compared(self) -> list[Document]:
+        """The documents on which parts are compared."""
         return list(self.documents.values())[:PART_DOCUMENTS]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What Transformers says of it: by document summed -log p and trained tokens; answers."""
+
+    losses: dict[int, tuple[float, int]]
+    answers: list[str]
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, asked: Asked) -> "Known":
+        assert evaluation.heldout is not None, "export.serve needs evaluate.heldout"
+        found = {d.document: (d.loss_sum, d.tokens) for d in evaluation.heldout.per_document}
+        losses = {number: found[number] for number in asked.documents}
+        return cls(losses, [sample.answer for sample in evaluation.samples])
+
+    @classmethod
+    def by(
+        cls,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        asked: Asked,
+    ) -> "Known":
+        how: Any = {"batch_size": 1, "device": model.device}
+        losses = heldout_losses(model, list(asked.documents.values()), **how)
+        settings = AnswerSettings(asked.stop_ids, max_new_tokens=asked.most, batch_size=1)
+        rows = generate_answers(model, asked.prompts, settings=settings, device=model.device)
+        answers = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+        return cls(dict(zip(asked.documents, losses, strict=True)), answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.losses.values())
+
+    @property
+    def loss(self) -> float:
+        """Nats per trained token."""
+        return sum(loss for loss, _ in self.losses.values()) / self.tokens
 
 
 @dataclass(frozen=True)
 class Said:
     """What a server said: loss by document; log p of the trained tokens of `Asked.compared` by
-    part, and without an adapter by `BASE`; answers."""
+    part, and without an adapter by `BASE`; answers; the name of the served part."""
 
     losses: dict[int, float]
     parts: dict[str, Numbers]
     answers: list[list[int]]
+    served: str
 
 
 def write_parts(adapter: Path, folder: Path) -> dict[str, Path]:
@@ -125,74 +155,81 @@ def write_parts(adapter: Path, folder: Path) -> dict[str, Path]:
     return parts
 
 
-def log_p_of(server: Server, documents: Iterable[Document], *, model: str = BASE) -> Numbers:
-    """Return log p of the trained tokens by a server, (tokens,)."""
-    found = [
-        server.log_probabilities(ids.tolist(), (np.flatnonzero(mask[1:]) + 1).tolist(), model=model)
-        for ids, mask in documents
-    ]
-    return np.concatenate(found)
-
-
-def ask(server: Server, asked: Asked, parts: Iterable[str]) -> Said:
+def ask(server: ModelServer, asked: Asked, parts: Iterable[str]) -> Said:
     """Return what a server says; parts: names of loaded adapters, the whole one first, or none."""
-    names = list(parts)
-    served = names[0] if names else BASE
-    losses = {
-        number: -float(log_p_of(server, [document], model=served).sum())
-        for number, document in asked.documents.items()
-    }
-    by_part = {
-        name: log_p_of(server, asked.compared, model=name)
-        for name in ([BASE, *names] if names else ())
+    names = [*parts, BASE]
+    served = names[0]
+
+    def found(document: Document, model: str) -> Numbers:
+        ids, mask = document
+        places = (np.flatnonzero(mask[1:]) + 1).tolist()
+        return np.array(server.log_probabilities(ids.tolist(), places, model=model))
+
+    by_document = {number: found(d, served) for number, d in asked.documents.items()}
+    by_part = {served: np.concatenate([*by_document.values()][:PART_DOCUMENTS])} | {
+        name: np.concatenate([found(document, name) for document in asked.compared])
+        for name in names[1:]
     }
     how: Any = {"model": served, "most": asked.most, "stop_ids": asked.stop_ids}
     answers = [server.answer(prompt.prompt, **how) for prompt in asked.prompts]
-    return Said(losses, by_part, answers)
+    losses = {number: -float(log_p.sum()) for number, log_p in by_document.items()}
+    return Said(losses, by_part, answers, served)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a server said beside the evaluation and Transformers; bound: nats. What is further apart
-    raises `UserError`."""
+    """What a server said beside Transformers; bound: nats, of each document, or of all together
+    where weights are rounded. What is further apart raises `UserError`."""
 
     server: str
     asked: Asked
+    known: Known
     said: Said
     bound: float
+    rounded: bool = False
+    setting: str = "export.serve"
 
     @property
     def loss(self) -> float:
         """Nats per trained token, by the server."""
-        return sum(self.said.losses.values()) / self.asked.heldout.trained_tokens
+        return sum(self.said.losses.values()) / self.known.tokens
 
     def worst_document(self) -> float:
         """Return the largest difference of a document's loss, nats per token."""
-        heldout = self.asked.heldout
         apart = {
-            d.document: abs(self.said.losses[d.document] - d.loss_sum) / d.tokens
-            for d in heldout.per_document
+            number: abs(self.said.losses[number] - loss) / tokens
+            for number, (loss, tokens) in self.known.losses.items()
         }
         beyond = {number: far for number, far in apart.items() if not far <= self.bound}  # or NaN
-        if beyond:
+        if beyond and not (self.rounded and abs(self.loss - self.known.loss) <= self.bound):
             number = max(beyond, key=lambda number: beyond[number])
             raise self._other(
-                f"gives held-out tokens {self.loss:.4f} nats, Transformers {heldout.loss:.4f}; "
+                f"gives held-out tokens {self.loss:.4f} nats, Transformers {self.known.loss:.4f}; "
                 f"{len(beyond)} of {len(apart)} documents are more than {self.bound:.2g} apart, "
                 f"document {number} {beyond[number]:.2g}"
             )
         return max(apart.values())
 
+    def difference(self, model: Model) -> float:
+        """Return log p of the server - that of the model, nats, root mean square over tokens."""
+        return _rms(_log_p(model, self.asked.compared) - self.said.parts[self.said.served])
+
+    def _allowed(self, apart: float) -> float:
+        """Return the largest difference of a token's log-probability, root mean square; apart: that
+        of weights which were rounded alone."""
+        return max(self.bound, 2 * apart) if self.rounded else self.bound
+
     def parts(self, model: PeftModel, folders: Mapping[str, Path]) -> list[ServedPart]:
         """Return how each part acts in the server and in PEFT."""
         with model.disable_adapter():
-            plain = log_p(model, self.asked.compared)
+            plain = _log_p(model, self.asked.compared)
+        unlike = _rms(self.said.parts[BASE] - plain)  # without an adapter
         found = []
         for name, folder in folders.items():
             if name != WHOLE:
                 model.load_adapter(str(folder), name)
                 model.set_adapter(name)
-            here, there = log_p(model, self.asked.compared), self.said.parts[name]
+            here, there = _log_p(model, self.asked.compared), self.said.parts[name]
             change, served = here - plain, there - self.said.parts[BASE]
             part = ServedPart(
                 part=name,
@@ -205,18 +242,19 @@ class Comparison:
         model.set_adapter("default")
         # a kind of module first: it says what the whole lacks
         for part in sorted(found, key=lambda part: part.part == WHOLE):
-            self._refuse_ignored(part, tokens=len(plain))
+            self._refuse_ignored(part, tokens=len(plain), unlike=unlike)
         return found
 
-    def _refuse_ignored(self, part: ServedPart, *, tokens: int) -> None:
-        noise = self.bound / max(part.effect * tokens**0.5, TINY)  # of the share
+    def _refuse_ignored(self, part: ServedPart, *, tokens: int, unlike: float) -> None:
+        allowed = self._allowed(unlike)
+        noise = allowed / max(part.effect * tokens**0.5, TINY)  # of the share
         ignored = part.share < LEAST_SHARE and noise < LEAST_SHARE / 2
-        if ignored or not part.difference <= self.bound:
+        if ignored or not part.difference <= allowed:
             what = "" if part.part == WHOLE else f" of {part.part} alone"
             raise self._other(
                 f"does not apply the adapter{what} as PEFT does: it changes log-probabilities by "
                 f"{part.served_effect:.3g} nats, PEFT by {part.effect:.3g}, {part.share:.0%} of it "
-                f"in the same way; they are {part.difference:.2g} apart and may be {self.bound:.2g}"
+                f"in the same way; they are {part.difference:.2g} apart and may be {allowed:.2g}"
             )
 
     @torch.no_grad()
@@ -230,10 +268,11 @@ class Comparison:
             logits = model(input_ids=row).logits[0, first - 1 : -1].float()
             written = logits.gather(-1, row[0, first:, None])[:, 0]
             gap = max([gap, *(logits.amax(-1) - written).tolist()])
-        if not gap <= 4 * self.bound:
+        allowed = 4 * self._allowed(self.difference(model) if self.rounded else 0.0)
+        if not gap <= allowed:
             raise self._other(
                 f"writes a greedy answer with a token that is {gap:.3g} nats less likely than the "
-                f"most likely one in Transformers; {4 * self.bound:.2g} are allowed"
+                f"most likely one in Transformers; {allowed:.2g} are allowed"
             )
         return gap
 
@@ -244,18 +283,20 @@ class Comparison:
             tokenizer.decode([t for t in answer if t not in ends], skip_special_tokens=True)
             for answer in self.said.answers
         ]
-        return sum(t == s.answer for t, s in zip(texts, self.asked.samples, strict=True))
+        return sum(t == answer for t, answer in zip(texts, self.known.answers, strict=True))
 
     def _other(self, what: str) -> UserError:
-        cure = "Set export.merged to true; or take" if self.said.parts else "Take"
+        cure = "Set export.merged to true; or take" if len(self.said.parts) > 1 else "Take"
+        if self.rounded:
+            cure = "Choose a format of more bits (export.gguf), or take"
         return UserError(
-            f"export.serve: {self.server} {what}. It serves another model than was exported. "
-            f"{cure} another version of it, or set export.serve to none."
+            f"{self.setting}: {self.server} {what}. It serves another model than was exported. "
+            f"{cure} another version of it, or leave out {self.setting}."
         )
 
 
 @torch.no_grad()
-def log_p(model: Model, documents: Iterable[Document]) -> Numbers:
+def _log_p(model: Model, documents: Iterable[Document]) -> Numbers:
     """Return log p of the trained tokens, (tokens,)."""
     rows = []
     for ids, mask in documents:
@@ -266,8 +307,12 @@ def log_p(model: Model, documents: Iterable[Document]) -> Numbers:
     return np.concatenate(rows)
 
 
+def _rms(values: Numbers) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
 def check_prompts(
-    server: Server, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
+    server: ModelServer, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
 ) -> int:
     """Return how many conversations and texts have the same token ids in both; raises `UserError`
     at another. Left out: tools, and content that is no text."""
@@ -317,7 +362,3 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
     )
     ids: list[int] = written["input_ids"]
     return ids
-
-
-def _rms(values: Numbers) -> float:
-    return float(np.sqrt(np.mean(values**2)))

@@ -158,7 +158,7 @@ def _loading_by_the_workflow(inputs: CardInputs, *, dtype: str) -> str:
 
 def serving_section(inputs: CardInputs) -> str:
     if (checked := inputs.checked) is None:
-        return "No server was tried (`export.serve: vllm`).\n"
+        return "No server was tried (`export.serve`).\n"
     command = "vllm serve path/to/merged"
     if checked.max_lora_rank is not None:
         base, folder = visible(inputs.model_id or "path/to/base"), "path/to/this/folder"
@@ -167,10 +167,10 @@ def serving_section(inputs: CardInputs) -> str:
             f"--max-lora-rank {checked.max_lora_rank} --lora-modules {inputs.summary.run}={folder}"
             + (f"/{ON_ORIGINAL}" if inputs.on_original else "")
         )
-    return (
-        f"```bash\n{command}\n```\n\n{served_sentence(checked)} Checked beside Transformers: "
-        f"{checked.told}.\n"
-    )
+    shown = f"```bash\n{command}\n```\n\n"
+    if checked.server.startswith("llama.cpp"):  # its commands are those of the files
+        shown = ""
+    return f"{shown}{served_sentence(checked)} Checked beside Transformers: {checked.told}.\n"
 
 
 def served_sentence(checked: ServedCheck) -> str:

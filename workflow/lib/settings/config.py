@@ -160,6 +160,15 @@ class RunConfig(Sections):
                 "merged model, or the adapter on the original, and its held-out loss is compared. "
                 "Set evaluate.served to auto and evaluate.heldout to true"
             )
+        form = "merged" if self.served == "merged" else "adapter"
+        if self.export.serve == "llama_cpp" and not (
+            self.export.gguf and form in self.export.gguf_of
+        ):
+            raise ValueError(
+                f"export.serve = llama_cpp: it serves a GGUF file of the form {form}, which is not "
+                f"exported (gguf = {list(self.export.gguf)}, gguf_of = {list(self.export.gguf_of)})"
+                ". Add it, or set serve to none"
+            )
         if self.served not in self.subjects:
             raise ValueError(
                 f"evaluate.subjects = {', '.join(self.subjects)}: what will be served "

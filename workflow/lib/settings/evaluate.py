@@ -53,11 +53,11 @@ class ExportConfig(Section):
     """Folder of a llama.cpp checkout with the converters, which run as you; null = those of a
     pinned release from the package index."""
     serve: Annotated[
-        Literal["none", "vllm"],
+        Literal["none", "vllm", "llama_cpp"],
         Affects(read_by=("check_served",), told=("evaluate_run",), later=True),
     ] = "none"
     """Server that serves what is exported, here, and is compared with the evaluation: the merged
-    model, or the adapter on the original."""
+    model, or the adapter on the original; for llama.cpp as the first format of `gguf`."""
     base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
     """Hub id (owner/name) of the model in the folder `model.source`, for `adapter_config.json` and
     the model card. Not looked up."""

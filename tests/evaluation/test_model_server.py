@@ -1,4 +1,4 @@
-"""vLLM's server as a process: what it says is passed on, and nothing of it is left."""
+"""A server as a process: what it says is passed on, and nothing of it is left."""
 
 import os
 import signal
@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import fake_vllm
-from workflow.lib.evaluation.vllm_server import Start, slots, vllm_server
+from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer, LlamaCppStart
+from workflow.lib.evaluation.model_server import BASE, running
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, slots
 from workflow.lib.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +27,7 @@ def start(tmp_path, monkeypatch):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_vllm.__file__} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("FAKE_VLLM_PIDS", str(tmp_path / "pids"))
-    return Start(python, tmp_path, tmp_path, "float32", 64, max_lora_rank=8, gpus=0)
+    return VllmStart(python, tmp_path, tmp_path, "float32", 64, max_lora_rank=8, gpus=0)
 
 
 def left(folder):
@@ -47,19 +49,19 @@ def lives(pid):
 
 
 def test_server_answers_and_ends_with_the_block(start, tmp_path):
-    with vllm_server(start) as server:
+    with running(VllmServer, start) as server:
         assert server.version == "9.9"
         server.load_adapter("adapter", tmp_path)
         assert server.text_ids("abc") == [3]
-        assert server.log_probabilities([4, 5, 6], [1, 2]) == [fake_vllm.LOG_P] * 2
-        assert server.answer([4], most=4, stop_ids=[2]) == [7, 2]
+        assert server.log_probabilities([4, 5, 6], [1, 2], model=BASE) == [fake_vllm.LOG_P] * 2
+        assert server.answer([4], model=BASE, most=4, stop_ids=[2]) == [7, 2]
     assert left(tmp_path) == []
 
 
 def test_what_it_refuses_is_told_in_its_words(start, tmp_path):
     with (
         pytest.raises(UserError, match=r"rank 999 is greater than max_lora_rank 8\. Set export\.m"),
-        vllm_server(start) as server,
+        running(VllmServer, start) as server,
     ):
         server.load_adapter("adapter", tmp_path / "refused")
     assert left(tmp_path) == []
@@ -79,9 +81,9 @@ def test_failure_is_one_message_and_leaves_no_process(start, tmp_path, monkeypat
     quiet_s = 5.0 if mode in ("never", "silent") else 600.0
     with (
         pytest.raises(UserError, match=message),
-        vllm_server(replace(start, quiet_s=quiet_s)) as server,
+        running(VllmServer, replace(start, quiet_s=quiet_s)) as server,
     ):
-        server.log_probabilities([4, 5], [1])
+        server.log_probabilities([4, 5], [1], model=BASE)
     assert left(tmp_path) == []
 
 
@@ -89,8 +91,9 @@ def test_killed_while_it_starts_leaves_no_process(start, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM", "never")
     program = (
         "from pathlib import Path; from workflow.lib.evaluation.vllm_server import *\n"
-        f"with vllm_server(Start(Path({str(start.python)!r}), Path(), Path(), 'float32', 64, None, "
-        "0)): pass"
+        "from workflow.lib.evaluation.model_server import running\n"
+        f"with running(VllmServer, VllmStart(Path({str(start.python)!r}), Path(), Path(), "
+        "'float32', 64, None, 0)): pass"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ.copy())
     while not (tmp_path / "pids").exists():
@@ -99,6 +102,17 @@ def test_killed_while_it_starts_leaves_no_process(start, tmp_path, monkeypatch):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert left(tmp_path) == []
+
+
+def test_file_that_llama_cpp_cannot_read_is_told_in_its_words(tmp_path):
+    pytest.importorskip("xllamacpp")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    start = LlamaCppStart(tmp_path / "x.gguf", None, 64, "export.gguf")
+    with (
+        pytest.raises(UserError, match=r"(?s)^export\.gguf: llama\.cpp ended before .*x\.gguf"),
+        running(LlamaCppServer, start),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (24, 32), (600, 1024)])
