@@ -24,7 +24,11 @@ def trained_content(
     return short_hash(
         [
             *([name, sha] for name, sha in tokens.items() if name.startswith("train.")),
-            *(f"{f.sha256}  {f.name}" for f in listed_files(base) if _is_trained(f.name)),
+            *(
+                f"{f.sha256}  {f.name}"
+                for f in listed_files(base)
+                if f.name == "config.json" or f.name.endswith(".safetensors")
+            ),
             *([] if start is None else [file_sha256(start / ADAPTER_WEIGHTS)]),
             *(shard.files for shard in shards if shard.split == "train"),
         ]
@@ -37,7 +41,3 @@ def check_records(tokens: Path, base: Path) -> None:
         read_artifact(tokens / MANIFEST)
     if base.exists():
         listed_files(base)
-
-
-def _is_trained(name: str) -> bool:
-    return name == "config.json" or name.endswith(".safetensors")

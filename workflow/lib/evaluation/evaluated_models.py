@@ -222,7 +222,9 @@ class _Memory:
                 yield model
                 return
             with nullcontext() if adapter else model.disable_adapter():
-                yield _called(model)
+                # PEFT's wrapper would go past the hooks of FSDP, and it declares any module
+                inner: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]
+                yield inner if is_sharded(inner) else model
 
         return opened
 
@@ -233,10 +235,3 @@ class _Memory:
             torch.cuda.empty_cache()
             self._model, self._load = load(), load
         return self._model
-
-
-def _called(tuned: PeftModel) -> Model:
-    """Return what is called for a forward: PEFT's wrapper would go past the hooks of FSDP."""
-    # PEFT declares any module
-    inner: PreTrainedModel = tuned.get_base_model()  # type: ignore[assignment]
-    return inner if is_sharded(inner) else tuned

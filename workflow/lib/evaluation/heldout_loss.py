@@ -17,9 +17,8 @@ from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halv
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
-LOGITS_BYTES = (
-    2**30
-)  # logits of a batch at most (a document alone may exceed it); weights need more
+# Logits of a batch at most (a document alone may exceed it); weights need more.
+LOGITS_BYTES = 2**30
 CHUNK_ROWS = 1024  # rows in fp32 at a time: 0.5 GiB at a 128k vocabulary
 
 

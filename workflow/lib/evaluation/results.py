@@ -42,21 +42,22 @@ DRAWS = {"resamples": 2000, "seed": 0}
 
 def four_bits_of(base: Path) -> FourBits | None:
     """Return what the base's calibration measured on held-out documents, or None."""
-    if not (base / QUANTIZATION).is_file():
-        return None
-    calibration = read_record(base / QUANTIZATION, Quantization).calibration
-    if calibration is None or not calibration.heldout.tokens:
-        return None
-    return summarize(calibration)
+    record = _quantization(base)
+    calibration = record and record.calibration
+    return summarize(calibration) if calibration and calibration.heldout.tokens else None
 
 
 def method_of(base: Path) -> str | None:
     """Return how a base was quantized, and why if there was a choice; None if it is not told."""
-    if not (base / QUANTIZATION).is_file():
+    if (record := _quantization(base)) is None:
         return None
-    record = read_record(base / QUANTIZATION, Quantization)
     reason = record.method_reason
     return record.method if reason is None else f"{record.method} ({reason})"
+
+
+def _quantization(base: Path) -> Quantization | None:
+    path = base / QUANTIZATION
+    return read_record(path, Quantization) if path.is_file() else None
 
 
 def summarize(calibration: CalibrationFacts) -> FourBits:

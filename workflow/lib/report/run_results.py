@@ -64,9 +64,16 @@ class Run:
     @property
     def checks(self) -> list[Check]:
         """All that was verified: by preflight, in training, at the export."""
-        served = [] if self.checked is None else [_served_check(self.checked)]
-        ours = [*self.summary.checks, _parity_check(self.parity)]
-        return [_preflight_check(self.preflight), *ours, *served]
+        before = Check(
+            name="Preflight: the run fits the machine",
+            passed=self.preflight.verdict == "fits",
+            detail=self.preflight.reason,
+        )
+        checks = [before, *self.summary.checks, _parity_check(self.parity)]
+        if (checked := self.checked) is not None:  # a server that does otherwise ends the workflow
+            name = f"{checked.server} serves the exported model as Transformers computes it"
+            checks.append(Check(name=name, passed=True, detail=checked.told))
+        return checks
 
     @property
     def failed_checks(self) -> list[Check]:
@@ -86,14 +93,6 @@ class Run:
         ]
 
 
-def _preflight_check(preflight: Preflight) -> Check:
-    return Check(
-        name="Preflight: the run fits the machine",
-        passed=preflight.verdict == "fits",
-        detail=preflight.reason,
-    )
-
-
 def _parity_check(parity: Parity) -> Check:
     return Check(
         name="The exported adapter gives the logits of the trained one",
@@ -105,12 +104,6 @@ def _parity_check(parity: Parity) -> Check:
             f"{parity.argmax_agreement:.2%}"
         ),
     )
-
-
-def _served_check(checked: ServedCheck) -> Check:
-    """Return what was checked; a server that does otherwise ends the workflow."""
-    name = f"{checked.server} serves the exported model as Transformers computes it"
-    return Check(name=name, passed=True, detail=checked.told)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ class SafeEncoder:
         specials = {number: token.content for number, token in added.items() if token.special}
         self.special_ids = set(specials)
         self._ids = {text: number for number, text in specials.items()}
-        self._guard = _guard_table(list(specials.values()))
+        # each character that any special token has becomes a private-use one of its own
+        characters = sorted(set("".join(specials.values())))
+        self._guard = {ord(char): PRIVATE_USE + n for n, char in enumerate(characters)}
         self._swap = self._guard | {new: old for old, new in self._guard.items()}
         self.special_pattern = _any_of(list(specials.values()))
         self._names = {text: text.translate(self._guard) for text in specials.values()}
@@ -151,12 +153,6 @@ def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
     first = bisect_right(tokens, start, key=lambda token: characters(token)[1])
     stop = bisect_left(tokens, end, lo=first, key=lambda token: characters(token)[0])
     return (first, stop) if first < stop else (0, 0)
-
-
-def _guard_table(specials: list[str]) -> dict[int, int]:
-    """Map each character that any special token has to a private-use one of its own."""
-    characters = sorted(set("".join(specials)))
-    return {ord(char): PRIVATE_USE + index for index, char in enumerate(characters)}
 
 
 def _any_of(strings: list[str]) -> re.Pattern[str]:

@@ -148,7 +148,12 @@ class TurnOpenings:
     def _learn(self, prompt: str, conversation: Conversation, index: int) -> Opening:
         """Render the turn with marks for its text and its reasoning, with its calls or without."""
         message = conversation.messages[index]
-        usual = self._usual_prompt(conversation)
+        usual, _ = self._template.render(
+            PROBE.messages[:1],
+            tools=conversation.tools,
+            template_kwargs=conversation.template_kwargs,
+            add_generation_prompt=True,
+        )
         bare = {k: v for k, v in message.items() if k not in REASONING_KEYS} | {"content": CONTENT}
         for turn in [bare, {"role": "assistant", "content": CONTENT}]:
             marked = self._marked(conversation, index, turn)
@@ -199,14 +204,6 @@ class TurnOpenings:
         ends = [{m.end() for m in self._atoms.finditer(t)} for t in (text, other)]
         common = sorted(ends[0] & ends[1], reverse=True)
         return next((end for end in common if text[:end] == other[:end]), 0)
-
-    def _usual_prompt(self, conversation: Conversation) -> str:
-        return self._template.render(
-            PROBE.messages[:1],
-            tools=conversation.tools,
-            template_kwargs=conversation.template_kwargs,
-            add_generation_prompt=True,
-        )[0]
 
     def _shown(self, conversation: Conversation, index: int, message: Message) -> str:
         return self._template.render(

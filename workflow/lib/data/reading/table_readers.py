@@ -3,8 +3,9 @@
 An Arrow file is an IPC file (Feather) or stream. Columns of type JSON hold JSON text, decoded here;
 a map becomes an object. The own reader of `datasets` knows no numbers of broken rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ ARROW_FILE_MARK = b"ARROW1"
 COLUMN_BUFFER_BYTES = 2**20
 # What Arrow or JSON raise at a value that is none of its type.
 BROKEN_VALUES = (ValueError, KeyError, RecursionError)
-Decode = Callable[[Any], Any]
 
 
 def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
@@ -108,7 +108,7 @@ class TableRows:
             values = _values(table)
         except BROKEN_VALUES:
             return [self._row(table, index) for index in range(table.num_rows)]
-        has_json = any(_decoder(column.type) is not None for column in table.schema)
+        has_json = any(_holds_json(column.type) for column in table.schema)
         make = as_row if has_json else Row  # only JSON can nest deeply
         return [make(number, value) for number, value in enumerate(values, start=self.first)]
 
@@ -139,47 +139,34 @@ def _values(table: pyarrow.Table) -> list[dict[str, Any]]:
     """Return each row's values by column. Raises one of `BROKEN_VALUES`."""
     rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
     for column in table.schema:
-        decode = _decoder(column.type)
-        if decode is not None:
+        if _holds_json(column.type):
             for row in rows:
-                row[column.name] = decode(row[column.name])
+                row[column.name] = _decoded(row[column.name], column.type)
     return rows
 
 
-def _decoder(kind: pyarrow.DataType) -> Decode | None:
-    """Return what decodes the JSON texts in a value of this type; None if it can hold none."""
-    if isinstance(kind, pyarrow.JsonType):
-        return _unless_null(parse_json)
+@cache
+def _holds_json(kind: pyarrow.DataType) -> bool:
     if isinstance(kind, pyarrow.StructType):
-        return _unless_null(_struct_decoder(kind))
-    if hasattr(kind, "item_type"):
-        return _unless_null(_map_decoder(kind))
-    if hasattr(kind, "value_type"):  # lists of all kinds, and dictionaries
-        return _unless_null(_list_decoder(kind))
-    return None
+        return any(_holds_json(field.type) for field in kind)
+    inner = _inner_type(kind)
+    return isinstance(kind, pyarrow.JsonType) or (inner is not None and _holds_json(inner))
 
 
-def _unless_null(decode: Decode | None) -> Decode | None:
-    return decode and (lambda value: None if value is None else decode(value))
+def _inner_type(kind: Any) -> pyarrow.DataType | None:
+    """Return the type of the values in a map, a list of any kind or a dictionary."""
+    return getattr(kind, "item_type", getattr(kind, "value_type", None))
 
 
-def _struct_decoder(kind: pyarrow.StructType) -> Decode | None:
-    found = {field.name: decode for field in kind if (decode := _decoder(field.type))}
-    if not found:
-        return None
-    same: Decode = _same
-    return lambda value: {k: found.get(k, same)(item) for k, item in value.items()}
-
-
-def _map_decoder(kind: Any) -> Decode | None:
-    decode = _decoder(kind.item_type)
-    return decode and (lambda value: {key: decode(item) for key, item in value.items()})
-
-
-def _list_decoder(kind: Any) -> Decode | None:
-    decode = _decoder(kind.value_type)
-    return decode and (lambda value: [decode(item) for item in value])
-
-
-def _same(value: Any) -> Any:
-    return value
+def _decoded(value: Any, kind: Any) -> Any:
+    """Return a value of this type with its JSON texts decoded."""
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pyarrow.JsonType):
+        return parse_json(value)
+    if isinstance(kind, pyarrow.StructType):
+        return {field.name: _decoded(value[field.name], field.type) for field in kind}
+    inner = _inner_type(kind)
+    if isinstance(value, dict):
+        return {key: _decoded(item, inner) for key, item in value.items()}
+    return [_decoded(item, inner) for item in value]

@@ -221,7 +221,8 @@ def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -
         reader = csv.reader(lines, strict=True, delimiter=sign)
         try:
             header = tuple(next(reader, []))
-            _check_header(header)
+            if repeated := sorted(name for name, count in Counter(header).items() if count > 1):
+                raise UnreadableError(f"the header names {', '.join(repeated)} more than once")
             yield from _records(reader, lines, header, rows_per_chunk=rows_per_chunk)
         except csv.Error as error:
             raise UnreadableError(f"broken CSV near line {reader.line_num}: {error}") from None
@@ -254,12 +255,6 @@ class _RecordLines:
             if self._record_chars > MAX_ROW_BYTES:
                 raise csv.Error(f"a record is longer than {MAX_ROW_BYTES // 2**20} MiB")
             yield line
-
-
-def _check_header(header: tuple[str, ...]) -> None:
-    repeated = sorted(name for name, count in Counter(header).items() if count > 1)
-    if repeated:
-        raise UnreadableError(f"the header names {', '.join(repeated)} more than once")
 
 
 def _records(

@@ -51,38 +51,26 @@ TABLE = np.dtype(
 
 @dataclass
 class ShardFacts:
-    """What is known of a shard without its documents.
-
-    rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file.
-
-    dropped: ordinals of the rows that became no document.
-
-    special_texts: rows whose text spells a special token, encoded as text.
-
-    rows_by_turns: rows of which turns became examples of their own (`SampleEncoder`).
-
-    begin_untrained: rows whose first turn is not trained, as it has no prompt.
-
-    unrendered: rows of which the template left a text out that it may, by the kind of the text.
-
-    columns, not_read: `KeyAccount.report`.
-
-    checksums: CRC-32 of each array."""
+    """What is known of a shard without its documents."""
 
     rows_read: int = 0
     documents: int = 0
     tokens: int = 0
     unusable: int = 0
-    special_texts: int = 0
-    rows_by_turns: int = 0
-    begin_untrained: int = 0
+    special_texts: int = 0  # rows whose text spells a special token, encoded as text
+    rows_by_turns: int = 0  # of which turns became examples of their own (`SampleEncoder`)
+    begin_untrained: int = 0  # whose first turn is not trained, as it has no prompt
     unrendered: dict[str, int] = field(default_factory=dict)
+    """Rows of which the template left a text out that it may, by the kind of the text."""
     dropped: list[int] = field(default_factory=list)
+    """Ordinals of the rows that became no document."""
     rejects: list[Line] = field(default_factory=list)
+    """Lines of `rejects.jsonl`, without the file; `cuts`: of `truncated.jsonl`."""
     cuts: list[Line] = field(default_factory=list)
     columns: list[str] = field(default_factory=list)
+    """As `not_read`: `KeyAccount.report`."""
     not_read: dict[str, int] = field(default_factory=dict)
-    checksums: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)  # CRC-32 of each array
 
 
 class ShardBuilder:

@@ -64,7 +64,8 @@ def manifest(
         "examples": train.examples,
         "sources": source_facts(corpora, {"train": train, "heldout": heldout}, encodings),
         "splits": splits,
-        **drop_facts(listing),
+        "dropped_by_reason": dict(sorted(listing.dropped_by_reason.items())),
+        "train_heldout_overlap": listing.dropped_by_reason[OVERLAP],
         "template_kwargs": encoding.settings.template_kwargs,
         **repeated,
         "samples": [_segments(train[position], tokenizer) for position in sampled(train)],
@@ -149,7 +150,12 @@ def splits_facts(train: Split, heldout: Split, *, packed_rows: int, seq_len: int
         "train": {**facts, "packed_rows": packed_rows, "fill": fill},
         "heldout": {
             **split_facts(heldout, seq_len=seq_len),
-            "sources": _documents_by_source(heldout),
+            "sources": [
+                {"source": source.name, "documents": count}
+                for source, count in zip(
+                    heldout.corpus.sources, documents_by_source(heldout), strict=True
+                )
+            ],
         },
     }
 
@@ -171,11 +177,6 @@ def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:
         "mean": float(total / count),
         "tokens": others,
     }
-
-
-def _documents_by_source(split: Split) -> list[Facts]:
-    counted = zip(split.corpus.sources, documents_by_source(split), strict=True)
-    return [{"source": source.name, "documents": count} for source, count in counted]
 
 
 def split_facts(split: Split, *, seq_len: int) -> Facts:
@@ -229,11 +230,6 @@ def _origins(split: Split, documents: Numbers) -> list[Facts]:
         tokens = int(split.documents.full_lengths[number])
         origins.append({"file": file, "row": row, "tokens": tokens})
     return origins
-
-
-def drop_facts(listing: Listing) -> Facts:
-    reasons = dict(sorted(listing.dropped_by_reason.items()))
-    return {"dropped_by_reason": reasons, "train_heldout_overlap": reasons.get(OVERLAP, 0)}
 
 
 def file_checksums(folder: Path) -> dict[str, str]:

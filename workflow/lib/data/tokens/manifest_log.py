@@ -42,7 +42,10 @@ def log_facts(
     if any(repeating):
         message = "heldout: %d rows nearly repeat a training row, %d others are of a group of one"
         logger.info(message, *repeating)
-    _log_drops(facts["dropped_by_reason"], rejects=output / REJECTS)
+    for reason, count in facts["dropped_by_reason"].items():
+        logger.info("dropped %d: %s", count, reason)
+    if facts["dropped_by_reason"]:
+        logger.info("dropped rows, with line and reason: %s", output / REJECTS)
     _log_sources(facts["sources"])
     left = {label.split(" (")[0] for source in facts["sources"] for label in source["not_read"]}
     for key in leave_out:
@@ -79,13 +82,6 @@ def _log_split(name: str, split: dict[str, Any], *, seq_len: int) -> None:
         100 * split["trained_tokens"] / split["tokens"],
     )
     logger.info("%s: %d rows equal an earlier one", name, split["duplicates"])
-
-
-def _log_drops(dropped_by_reason: dict[str, int], *, rejects: Path) -> None:
-    for reason, count in dropped_by_reason.items():
-        logger.info("dropped %d: %s", count, reason)
-    if dropped_by_reason:
-        logger.info("dropped rows, with line and reason: %s", rejects)
 
 
 def _log_sources(sources: Sequence[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ DRAWN_HELDOUT = 4  # documents beside drawn ones
 
 
 @dataclass(frozen=True)
-class Split(Sequence[Document]):
+class Split:
     """The documents of one split, and how many rows it read and dropped. `chosen` numbers them in
     their corpus. A document of a weighted source may be chosen more than once, or not at all.
     `chosen` is ascending, but for what is repeated: that is whole units. examples: of `pairs` and
@@ -66,13 +66,7 @@ class Split(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, slice):
-            return [self.documents[int(i)] for i in self.chosen[index]]
+    def __getitem__(self, index: int) -> Document:
         return self.documents[int(self.chosen[index])]
 
     @cached_property
