@@ -3,14 +3,12 @@ a random model."""
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.mixtures import tiny_mixture
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from tests.support.plans import make_forecast, make_plan
 from tests.support.shared import made_once
@@ -53,17 +51,8 @@ def finished(root: Path) -> Path:
     return made_once(root / "finished", prepare_and_train)
 
 
-def finished_mixture(root: Path, family: str) -> Path:
-    """Return the same of a tiny mixture of experts, with adapters on all linears and stacks."""
-
-    def prepare_and_train_mixture(folder: Path) -> None:
-        prepare_and_train(folder, model=partial(tiny_mixture, family))
-
-    return made_once(root / f"finished-{family}", prepare_and_train_mixture)
-
-
-def prepare_and_train(folder: Path, *, model: Callable[..., Path] = tiny_llama) -> None:
-    prepare(folder, model=model)
+def prepare_and_train(folder: Path) -> None:
+    prepare(folder)
     write_manifest(folder, folder / "tokens" / "manifest.json")
     run_distributed(finetune, arguments(folder), world_size=2)
 

@@ -149,15 +149,11 @@ def paired_fields(
     fields["test"] = "paired bootstrap"
     if {*base.values(), *tuned.values()} <= {0.0, 1.0}:
         gained, lost = gains.count(1.0), gains.count(-1.0)
-        fields |= {"p_value": mcnemar(gained, lost), "test": "exact McNemar"}
+        changed = gained + lost
+        p_value = float(binomtest(gained, changed, 0.5).pvalue) if changed else 1.0
+        fields |= {"p_value": p_value, "test": "exact McNemar"}
         fields |= {"gained": gained, "lost": lost}
     return fields
-
-
-def mcnemar(gained: int, lost: int) -> float:
-    """Return the two-sided p-value of as many items gained as lost."""
-    changed = gained + lost
-    return float(binomtest(gained, changed, 0.5).pvalue) if changed else 1.0
 
 
 def loss_fields(losses: Sequence[Loss], *, resamples: int, seed: int) -> dict[str, Any]:

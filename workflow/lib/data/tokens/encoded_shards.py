@@ -92,7 +92,10 @@ class ShardBuilder:
             assert isinstance(row, Row), "a broken row is not begun"
             self._keep(row.number, begun(), group_of(row.value, self._group_by))
         except RowError as error:
-            self._drop(row, error)
+            dropped = {"row": row.number, "reason": str(error), "preview": row.preview}
+            self.facts.dropped.append(self.facts.rows_read)
+            self.facts.rejects.append(dropped)
+            self.facts.unusable += not isinstance(error, UnwantedRowError)
         self.facts.rows_read += 1
 
     def _keep(self, number: int, examples: list[Encoded], group: int) -> None:
@@ -125,11 +128,6 @@ class ShardBuilder:
         self.facts.begin_untrained += examples[0].begins_untrained
         for text in examples[0].unrendered:
             self.facts.unrendered[text] = self.facts.unrendered.get(text, 0) + 1
-
-    def _drop(self, row: Row | BrokenRow, error: RowError) -> None:
-        self.facts.dropped.append(self.facts.rows_read)
-        self.facts.rejects.append({"row": row.number, "reason": str(error), "preview": row.preview})
-        self.facts.unusable += not isinstance(error, UnwantedRowError)
 
     def save(self, stem: Path) -> None:
         table = np.array(self._table, dtype=TABLE)

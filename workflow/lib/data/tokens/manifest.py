@@ -56,6 +56,8 @@ def manifest(
     if (folder / WEIGHTS).exists():
         weights = np.load(folder / WEIGHTS, mmap_mode="r", allow_pickle=False)
         splits["train"]["weights"] = weight_facts(weights)
+    optional = [name for name in OPTIONAL_ARRAYS if (folder / name).exists()]
+    files = [*ARRAYS, *optional, REJECTS, TRUNCATED]
     return {
         **tokenizer_facts,
         "format_version": FORMAT_VERSION,
@@ -71,7 +73,7 @@ def manifest(
         "samples": [_segments(train[position], tokenizer) for position in sampled(train)],
         "sample_origins": [_sample_origin(train, position) for position in sampled(train)],
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
-        "files": file_checksums(folder),
+        "files": {name: file_sha256(folder / name) for name in files},
         "provenance": provenance(),
     }
 
@@ -230,12 +232,6 @@ def _origins(split: Split, documents: Numbers) -> list[Facts]:
         tokens = int(split.documents.full_lengths[number])
         origins.append({"file": file, "row": row, "tokens": tokens})
     return origins
-
-
-def file_checksums(folder: Path) -> dict[str, str]:
-    optional = [name for name in OPTIONAL_ARRAYS if (folder / name).exists()]
-    names = [*ARRAYS, *optional, REJECTS, TRUNCATED]
-    return {name: file_sha256(folder / name) for name in names}
 
 
 def sampled(train: Split) -> list[int]:
