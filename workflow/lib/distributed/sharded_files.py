@@ -192,16 +192,12 @@ def read_into_(folder: Path, index: dict[str, Any], targets: Mapping[str, Piece]
             for file, source, destination in _overlaps(name, index["tensors"][name], target):
                 if file not in opened:
                     opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
-                values = _values(opened[file], name, source)
+                stored = opened[file]
+                values = stored.get_slice(name)[source] if source else stored.get_tensor(name)
                 target.local[destination].copy_(values)
                 filled += values.numel()
             if filled != target.local.numel():
                 raise DamagedError(f"{name} is not covered by its pieces")
-
-
-def _values(file: Any, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-    values: torch.Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
-    return values
 
 
 def _overlaps(

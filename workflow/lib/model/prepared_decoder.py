@@ -85,7 +85,7 @@ def _divided(documents: Documents, layer: str, tokens: int, value: Any, number: 
     return documents.apart(value)[number]
 
 
-def separate_documents_(model: PreTrainedModel, adapters: AdapterState) -> list[nn.Module]:
+def separate_documents_(model: PreTrainedModel, adapters: AdapterState) -> list[Any]:
     """Let recurrent layers take packed documents singly; return them. adapters: in them."""
     layers = [
         module
@@ -97,12 +97,6 @@ def separate_documents_(model: PreTrainedModel, adapters: AdapterState) -> list[
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (OneByOne, kind), {"adapters": adapters})
     return layers
-
-
-def tell_documents_(layers: Sequence[Any], documents: Documents) -> None:
-    """Say to recurrent layers which documents the next forward has, and its backward."""
-    for layer in layers:
-        layer.documents = documents
 
 
 class PreparedDecoder:
@@ -132,7 +126,9 @@ class PreparedDecoder:
         seq_len) int64, 0 at documents' starts; recurrent layers are told. bounds, documents,
         shared: as in `MicroBatch`; None: found, for which the host waits."""
         if self._recurrent:
-            tell_documents_(self._recurrent, documents or documents_in(position_ids))
+            documents = documents or documents_in(position_ids)
+            for layer in self._recurrent:  # of this forward and its backward
+                layer.documents = documents
         inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
         if shared is not None:
             inputs |= self._of_shared(shared, position_ids)

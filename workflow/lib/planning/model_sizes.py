@@ -43,16 +43,12 @@ def trained_router_parameters(layer: DecoderLayer, plan: StepPlan) -> int:
     )
 
 
-def layer_parameters(layer: DecoderLayer, plan: StepPlan) -> int:
-    """Elements of all that is trained of a decoder layer."""
-    return adapter_parameters(layer.linears, plan) + trained_router_parameters(layer, plan)
-
-
 def trainable_parameters(shape: ModelShape, plan: StepPlan) -> int:
     """Elements of all that is trained: adapters, and routers and tables that are trained whole."""
-    layers = shape.total(lambda layer: layer_parameters(layer, plan))
+    adapters = shape.total(lambda layer: adapter_parameters(layer.linears, plan))
+    routers = shape.total(lambda layer: trained_router_parameters(layer, plan))
     tables = plan.trained_tables * shape.vocab_size * shape.hidden_size
-    return layers + adapter_parameters(shape.other_linears, plan) + tables
+    return adapters + adapter_parameters(shape.other_linears, plan) + routers + tables
 
 
 def kept_elements(layer: DecoderLayer, plan: StepPlan) -> int:
@@ -78,9 +74,5 @@ def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
         elements = 2 * shape.hidden_size
     else:
         elements = shape.largest(lambda layer: kept_elements(layer, plan))
-    return int(plan.tokens * elements * saved_bytes(plan))
-
-
-def saved_bytes(plan: StepPlan) -> float:
-    """Bytes of an activation that waits for backward."""
-    return ROUNDED_BYTES if plan.rounds_activations else plan.compute_bytes
+    of_each = ROUNDED_BYTES if plan.rounds_activations else plan.compute_bytes
+    return int(plan.tokens * elements * of_each)

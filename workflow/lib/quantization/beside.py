@@ -33,9 +33,10 @@ class Beside:
 
     def put_into(self, given: Given) -> None:
         """Let a layer's arguments have what the layers before it share."""
+        device = next(tensors_in(given)).device
         for argument, mapping in _mappings(given):
             for key, tensors in self.shared.get(argument, {}).items():
-                mapping[key] = tuple(x.to(_device(given)) for x in tensors)
+                mapping[key] = tuple(x.to(device) for x in tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -123,7 +124,3 @@ def _mappings(given: Given) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     for name, value in [*((str(n), x) for n, x in enumerate(positional)), *named.items()]:
         if isinstance(value, MutableMapping):
             yield name, value
-
-
-def _device(given: Given) -> torch.device:
-    return next(tensors_in(given)).device

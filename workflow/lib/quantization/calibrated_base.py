@@ -185,7 +185,8 @@ def write_calibrated(
         settings, inputs.store, inputs.model, device=inputs.device, eager_heads=heads
     )
     measured = measured_batches(inputs.store, device=inputs.device, eager_heads=heads)
-    scores = heads * max(scores_of_a_head(batch) for batch in [*rows, *measured])
+    shapes = [batch.input_ids.shape for batch in (*rows, *measured)]
+    scores = heads * max(num_rows * width**2 for num_rows, width in shapes)
     check_gpu_memory(stream.layers, inputs.device, scores=scores)
     tokens = sum(_tokens(batch) for batch in rows)
     logger.info(
@@ -198,11 +199,6 @@ def write_calibrated(
     total_bytes = _write_files(folder, inputs, settings, stream)
     remove_state(folder)
     return total_bytes, facts
-
-
-def scores_of_a_head(batch: Batch) -> int:
-    num_rows, width = batch.input_ids.shape
-    return num_rows * width**2
 
 
 def _tokens(batch: Batch) -> int:

@@ -129,7 +129,10 @@ class LayerStream:
         """attention: of rows that are one document; None: what stock Transformers has for it."""
         self._reader, self._device = reader, device
         self._alone = attention or attention_of(folder)
-        self.attention_of_packed = _attention_of_packed(folder, device, dtype)
+        needs = replace(read_attention_needs(folder), dropout=0.0)
+        self.attention_of_packed = resolve_training_attention(
+            "auto", device, needs, compute_dtype=dtype
+        ).name
         self.model = build_on_meta(folder, dtype=dtype, attention=self._alone)
         drop_other_parts_(self.model)
         self.model.eval().requires_grad_(False)
@@ -249,9 +252,3 @@ def attention_of(folder: Path) -> str:
     """Return the attention of stock Transformers that computes what the family means by it."""
     needs = read_attention_needs(folder)
     return "eager" if needs.softcap or needs.sinks or needs.no_sdpa else "sdpa"
-
-
-def _attention_of_packed(folder: Path, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the attention that keeps packed documents apart in training, without dropout."""
-    needs = replace(read_attention_needs(folder), dropout=0.0)
-    return resolve_training_attention("auto", device, needs, compute_dtype=dtype).name

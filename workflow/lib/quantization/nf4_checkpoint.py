@@ -27,13 +27,14 @@ from workflow.lib.model.architecture.model_files import (
     WEIGHTS,
 )
 from workflow.lib.model.architecture.quantization_settings import TEXT_PART, without_quantization
+from workflow.lib.model.architecture.safetensors_headers import INDEX
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.published.loading import is_tied
-from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
+from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error

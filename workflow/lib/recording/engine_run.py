@@ -11,7 +11,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,7 +117,10 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
     with _fake_world(plan) as world:
         run = _Run(described, numbers, world)
         alone = plan.processes > 1 == plan.shards
-        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape, alone=alone) as recorder:
+        # In a thread of backward's own, what autograd uses last is released sooner or later than
+        # what that thread does next, as chance has it.
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with one_thread, gpu.mode, AllocationRecorder(gpu, tape, alone=alone) as recorder:
             run.load(recorder)
             if checked:
                 tape.phase(CHECKS)
@@ -134,12 +137,6 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
             tape.end()
     tape.work = tape.work_of(dict.fromkeys(range(len(numbers)), 1))
     return tape
-
-
-def _one_thread() -> AbstractContextManager[None]:
-    """Run backward in the thread that asks for it. In one of its own, what autograd uses last is
-    released sooner or later than what that thread does next, as chance has it."""
-    return torch.autograd.set_multithreading_enabled(False)
 
 
 @contextmanager
@@ -296,7 +293,7 @@ class _Run:
             position_ids=torch.zeros_like(ids),
             positions=torch.zeros_like(ids.flatten()),
             targets=torch.zeros_like(ids.flatten()),
-            bounds=(_bounds(documents), max(documents)),
+            bounds=(torch.tensor([0, *documents]).cumsum(0).to(torch.int32), max(documents)),
             row_keys=torch.zeros(rows, dtype=torch.int64),
             documents=documents_of(documents),
             lengths=torch.zeros(rows, dtype=torch.int64),
@@ -346,11 +343,6 @@ def _shared(batch: MicroBatch) -> SharedPrompts:
     places = torch.arange(batch.input_ids.numel())
     prompt = places[::2]
     return SharedPrompts(places, places, prompt, prompt, *batch.bounds)
-
-
-def _bounds(lengths: Sequence[int]) -> torch.Tensor:
-    """Return where documents of these lengths begin, and where the last one ends, int32."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 @dataclass(frozen=True)

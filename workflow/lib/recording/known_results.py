@@ -120,8 +120,8 @@ class KnownResults:
                 operand.fake_device,
                 operand.requires_grad,
             )
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return self._meta_looks(operand)
+        if kind in (torch.Tensor, torch.nn.Parameter) and operand.is_meta:
+            return META, operand.shape, operand.stride(), operand.dtype
         if kind in PLAIN:
             return kind, operand  # 1, 1.0 and True are equal
         if kind is list or kind is tuple:
@@ -129,11 +129,6 @@ class KnownResults:
         if isinstance(operand, Mapping):
             return *operand, *[self._looks(one) for one in operand.values()]
         raise _UnknownError
-
-    def _meta_looks(self, tensor: torch.Tensor) -> Hashable:
-        if not tensor.is_meta:
-            raise _UnknownError
-        return META, tensor.shape, tensor.stride(), tensor.dtype
 
     def _check_ours(self, tensor: FakeTensor) -> None:
         if tensor.fake_mode is not self._mode or tensor.constant is not None:

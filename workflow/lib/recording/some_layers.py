@@ -215,7 +215,9 @@ def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
     alike where layers take something from a certain other one."""
     taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)
     types = getattr(model.config.get_text_config(), "layer_types", None)
-    connected = _connected(model)
+    # Layers that share keys, or parts of a table (Gemma 3n, 4): none can be taken out.
+    shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
+    connected = shares or bool(other_tables(model))
     numbers: dict[Hashable, int] = {}
     return [
         numbers.setdefault(
@@ -229,12 +231,6 @@ def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
         )
         for number, layer in enumerate(decoder_layers(model))
     ]
-
-
-def _connected(model: PreTrainedModel) -> bool:
-    """Whether layers share keys or parts of a table (Gemma 3n, 4): none can be taken out then."""
-    shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
-    return shares or bool(other_tables(model))
 
 
 def _modules(layer: nn.Module) -> Hashable:

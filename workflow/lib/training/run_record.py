@@ -202,15 +202,12 @@ def _device(world: World) -> dict[str, str | int]:
     }
 
 
-def _trained_sections(config: RunConfig) -> set[str]:
-    read = needs_of(config.train.objective).settings
-    return {"model", "lora", "train"} | {setting.partition(".")[0] for setting in read}
-
-
 def _sizes(run: TrainingRun) -> dict[str, Any]:
     trainable, total = run.model.num_parameters()
+    read = needs_of(run.config.train.objective).settings
+    sections = {"model", "lora", "train"} | {setting.partition(".")[0] for setting in read}
     return {
-        "settings": run.config.model_dump(mode="json", include=_trained_sections(run.config)),
+        "settings": run.config.model_dump(mode="json", include=sections),
         "global_batch_size": run.config.train.global_batch_size,
         "micro_batch_size": run.plan.micro_batch_size,
         "accumulation_steps": run.plan.accumulation_steps,

@@ -25,7 +25,9 @@ def linears_of(model: PreTrainedModel, calls: LayerCalls) -> list[Linear]:
         if isinstance(module, nn.Linear) and takes_adapter(model, path) and path not in choosing
     }
     stacks = sorted(expert_stacks(calls.layer).items(), reverse=True)  # gate and up before down
-    found |= {path: _of_stack(path, *stack.shape) for path, stack in stacks}
+    for path, stack in stacks:
+        experts, out_features, in_features = stack.shape
+        found[path] = Linear(path, experts * out_features, in_features, experts)
     places = {path: place for place, path in enumerate(calls.called)}
 
     def place(linear: Linear) -> int:
@@ -35,20 +37,11 @@ def linears_of(model: PreTrainedModel, calls: LayerCalls) -> list[Linear]:
     return sorted(found.values(), key=place)
 
 
-def _of_stack(path: str, experts: int, out_features: int, in_features: int) -> Linear:
-    return Linear(path, experts * out_features, in_features, experts)
-
-
-def weight_names(linears: Sequence[Linear], layer: nn.Module) -> set[str]:
-    """Return the names of the parameters that linears and stacks are made of."""
-    names = {name for name, _ in layer.named_parameters()}
-    return {x.path if x.path in names else f"{x.path}.weight" for x in linears}
-
-
 def others_of(calls: LayerCalls, linears: Sequence[Linear]) -> tuple[Vectors, Tensors]:
     """Return name and elements of other 1-D parameters, name and shape of the rest; buffers too."""
-    quantized = weight_names(linears, calls.layer)
-    stored = [*calls.layer.named_parameters(), *stored_buffers(calls.layer)]
+    params = dict(calls.layer.named_parameters())
+    quantized = {x.path if x.path in params else f"{x.path}.weight" for x in linears}
+    stored = [*params.items(), *stored_buffers(calls.layer)]
     others = sorted((name, tuple(x.shape)) for name, x in stored if name not in quantized)
     vectors = tuple((name, shape[0] if shape else 1) for name, shape in others if len(shape) < 2)
     return vectors, tuple((name, shape) for name, shape in others if len(shape) > 1)

@@ -88,7 +88,8 @@ class NF4Linear(nn.Linear):
         self.product_types = IN_COMPUTE_TYPE
         self.row_scales: dict[str, torch.Tensor] = {}
         for name, num_bytes in self._sizes.items():
-            self.register_parameter(name, _byte_parameter(num_bytes))
+            padded = torch.empty(math.ceil(num_bytes / 4), device="meta")  # whole elements of fp32
+            self.register_parameter(name, nn.Parameter(padded, requires_grad=False))
         if self.bias is not None:
             self.bias.requires_grad_(False)
         self.register_buffer("quant_map", torch.empty(16, device="meta"))
@@ -141,11 +142,6 @@ class NF4Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b; x: (..., in_features)."""
         return frozen_product(x, self, bias=True)
-
-
-def _byte_parameter(num_bytes: int) -> nn.Parameter:
-    """A frozen float32 parameter on meta that holds `num_bytes`, padded to whole elements."""
-    return nn.Parameter(torch.empty(math.ceil(num_bytes / 4), device="meta"), requires_grad=False)
 
 
 def nf4_linears(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:

@@ -121,11 +121,9 @@ class LinearCrossEntropy(nn.Module):
     ) -> Any:
         """Return as `summed_loss` or `distilled_loss`, or the losses of each row (rows,) fp32."""
         masters = trained_parts(self.head.module)
-        if teacher is not None:
-            return _DistilledLoss.apply(hidden, targets, weights, teacher, self, *masters)  # type: ignore[no-untyped-call]
         if by_row:
             return _RowLosses.apply(hidden, targets, self, *masters)  # type: ignore[no-untyped-call]
-        return _SummedLoss.apply(hidden, targets, weights, self, *masters)  # type: ignore[no-untyped-call]
+        return _SummedLoss.apply(hidden, targets, weights, teacher, self, *masters)  # type: ignore[no-untyped-call]
 
     def computed(
         self,
@@ -263,7 +261,8 @@ class Computed(NamedTuple):
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of all rows' losses; gradients are computed in forward."""
+    """The sum of all rows' losses, with a teacher that of their parts too; gradients are computed
+    in forward."""
 
     @staticmethod
     def forward(
@@ -271,45 +270,23 @@ class _SummedLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         targets: torch.Tensor,
         weights: torch.Tensor | None,
+        teacher: Teacher | None,
         cross_entropy: LinearCrossEntropy,
         *masters: torch.Tensor,
-    ) -> torch.Tensor:
-        wanted = masters if ctx.needs_input_grad[0] else None
-        computed = cross_entropy.computed(hidden, targets, weights, wanted)
-        # Not by `save_for_backward`: they are results, which backward scales in place and lets go.
-        ctx.grad, ctx.head_grads = computed.grad, computed.head_grads
-        return computed.losses.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The loss keeps this node alive: only what is taken from it is freed when it was used.
-        grad, ctx.grad = ctx.grad, None
-        head_grads, ctx.head_grads = ctx.head_grads, []
-        return grad.mul_(grads[0]), None, None, None, *(g.mul_(grads[0]) for g in head_grads)
-
-
-class _DistilledLoss(torch.autograd.Function):
-    """The sum of all rows' losses with a teacher, and of their parts; gradients in forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        weights: torch.Tensor | None,
-        teacher: Teacher,
-        cross_entropy: LinearCrossEntropy,
-        *masters: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         wanted = masters if ctx.needs_input_grad[0] else None
         computed = cross_entropy.computed(hidden, targets, weights, wanted, teacher)
+        # Not by `save_for_backward`: they are results, which backward scales in place and lets go.
         ctx.grad, ctx.head_grads = computed.grad, computed.head_grads
+        if teacher is None:
+            return computed.losses.sum()
         sums = computed.losses.sum(dim=0)
         ctx.mark_non_differentiable(sums)
         return teacher.temperature**2 * sums[0] + teacher.sft_weight * sums[1], sums
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The loss keeps this node alive: only what is taken from it is freed when it was used.
         grad, ctx.grad = ctx.grad, None
         head_grads, ctx.head_grads = ctx.head_grads, []
         scaled = (g.mul_(grads[0]) for g in head_grads)

@@ -43,7 +43,10 @@ class LossScale:
     def must_repeat(self, norm: float) -> bool:
         """Learn from a step's gradient norm: True if it overflowed and half the factor may help."""
         if math.isfinite(norm):
-            self._note_success()
+            self.values[1] += 1
+            if self.values[1] >= STEPS_UNTIL_DOUBLED and self.factor < LARGEST:
+                self.values[0] *= 2
+                self.values[1] = 0
             return False
         if self.factor <= SMALLEST:
             return False
@@ -51,12 +54,6 @@ class LossScale:
         self.values[1] = 0
         self.values[2] += 1
         return True
-
-    def _note_success(self) -> None:
-        self.values[1] += 1
-        if self.values[1] >= STEPS_UNTIL_DOUBLED and self.factor < LARGEST:
-            self.values[0] *= 2
-            self.values[1] = 0
 
 
 def loss_scale_of(training: nn.Module) -> LossScale | None:

@@ -94,11 +94,8 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
 def matmul_dtype(run: RunConfig, machine: Machine) -> str:
     """Return the matmul dtype of training; raises `UserError` for one that the machine lacks."""
     dtype = compute_dtype(run.model, machine)
-    return choose_matmul_dtype(run.train.matmul_dtype, _hardware(machine), compute_dtype=dtype)
-
-
-def _hardware(machine: Machine) -> MatmulHardware:
-    return MatmulHardware(machine.device == "cuda", machine.float8)
+    hardware = MatmulHardware(machine.device == "cuda", machine.float8)
+    return choose_matmul_dtype(run.train.matmul_dtype, hardware, compute_dtype=dtype)
 
 
 def training_attention(

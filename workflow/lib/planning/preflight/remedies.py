@@ -146,8 +146,9 @@ def _options(
     yield from (_of_option(option, plan, where) for option in TABLE)
     lengths = _halves(plan.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]
+    processes = "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
     yield [
-        (f"{_process_setting(machine)} = {p // machine.nodes}", replace(plan, processes=p))
+        (f"{processes} = {p // machine.nodes}", replace(plan, processes=p))
         for p in _process_counts(machine, global_batch_size)
         if p % plan.replicas == 0
     ]
@@ -191,10 +192,6 @@ def _halves(value: int, least: int) -> list[int]:
         value //= 2
         halves.append(value)
     return halves
-
-
-def _process_setting(machine: Machine) -> str:
-    return "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
 
 
 def _process_counts(machine: Machine, global_batch_size: int) -> list[int]:
