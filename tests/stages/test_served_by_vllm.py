@@ -4,9 +4,11 @@ does otherwise is noticed. It needs the environment of `make serving`."""
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from peft import PeftModel
 
-from tests.support.llama_cpp_model import prepare
+from tests.support.llama_cpp_model import prepare, prepare_mixture, random_adapter
 from tests.support.served_export import check, evaluate, stock
 from tests.support.shared import made_once
 from workflow.lib.artifacts.evaluation_record import Evaluation
@@ -23,11 +25,18 @@ from workflow.lib.evaluation.served_checks import (
     Known,
     ask,
     check_prompts,
+    log_p,
+    log_p_of,
     write_parts,
 )
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart
 from workflow.lib.system.errors import UserError
 
+SWEEP = {
+    "r4": {"r": 4, "rank_pattern": {}},
+    "r16": {"r": 16},
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+}
 VLLM = {"python": Path(SERVING)}
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +87,32 @@ def test_kind_of_module_and_template_that_vllm_serves_otherwise_are_noticed(expo
     model = stock(exported, "tuned_on_original")
     with pytest.raises(UserError, match="does not apply the adapter of mlp alone as PEFT does"):
         comparison.parts(model, parts)
+
+
+def test_vllm_serves_a_mixture_of_experts(tmp_path):
+    prepare_mixture(tmp_path, "mixtral")
+    found = check(tmp_path, "merged", tmp_path / "measured", **VLLM)
+    assert found.worst_document < found.bound
+    assert found.answer_gap < found.bound
+
+
+def test_adapters_of_a_sweep_are_served_on_one_base(exported, tmp_path):
+    """They differ in rank and in modules, and none answers for another."""
+    for name, changes in SWEEP.items():
+        random_adapter(stock(exported, "original"), **changes).save_pretrained(tmp_path / name)
+    documents = TokenStore.open(exported / "tokens").heldout_documents()[:2]
+    options = {"dtype": "float32", "max_tokens": 256, "max_lora_rank": 16, "gpus": 0}
+    start = VllmStart(Path(SERVING), exported / "model", exported / "adapter", **options)
+    with running(VllmServer, start) as server:
+        for name in SWEEP:
+            server.load_adapter(name, tmp_path / name)
+        served = {name: log_p_of(server, documents, model=name) for name in SWEEP}
+    for name in SWEEP:
+        model = PeftModel.from_pretrained(stock(exported, "original"), tmp_path / name)
+        here = {
+            other: float(np.abs(served[other] - log_p(model, documents)).max()) for other in SWEEP
+        }
+        assert here.pop(name) < 1e-3 < min(here.values())
 
 
 def test_dora_is_refused_in_the_words_of_vllm(tmp_path):

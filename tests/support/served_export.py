@@ -24,7 +24,7 @@ def stock(folder, form):
         compute_dtype=torch.float32,
         attention="sdpa",
     )
-    return model if form == "merged" else load_adapter(model, folder / "adapter")
+    return model if form in ("merged", "original") else load_adapter(model, folder / "adapter")
 
 
 def evaluate(folder, form, output):

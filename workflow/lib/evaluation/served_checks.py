@@ -155,20 +155,26 @@ def write_parts(adapter: Path, folder: Path) -> dict[str, Path]:
     return parts
 
 
+def log_p_of(server: ModelServer, documents: Iterable[Document], *, model: str) -> Numbers:
+    """Return log p of the trained tokens by a server, (tokens,)."""
+    found = []
+    for ids, mask in documents:
+        places = (np.flatnonzero(mask[1:]) + 1).tolist()
+        found.append(server.log_probabilities(ids.tolist(), places, model=model))
+    return np.concatenate(found)
+
+
 def ask(server: ModelServer, asked: Asked, parts: Iterable[str]) -> Said:
     """Return what a server says; parts: names of loaded adapters, the whole one first, or none."""
     names = [*parts, BASE]
     served = names[0]
 
-    def found(document: Document, model: str) -> Numbers:
-        ids, mask = document
-        places = (np.flatnonzero(mask[1:]) + 1).tolist()
-        return np.array(server.log_probabilities(ids.tolist(), places, model=model))
-
-    by_document = {number: found(d, served) for number, d in asked.documents.items()}
+    by_document = {
+        number: log_p_of(server, [document], model=served)
+        for number, document in asked.documents.items()
+    }
     by_part = {served: np.concatenate([*by_document.values()][:PART_DOCUMENTS])} | {
-        name: np.concatenate([found(document, name) for document in asked.compared])
-        for name in names[1:]
+        name: log_p_of(server, asked.compared, model=name) for name in names[1:]
     }
     how: Any = {"model": served, "most": asked.most, "stop_ids": asked.stop_ids}
     answers = [server.answer(prompt.prompt, **how) for prompt in asked.prompts]
@@ -212,7 +218,7 @@ class Comparison:
 
     def difference(self, model: Model) -> float:
         """Return log p of the server - that of the model, nats, root mean square over tokens."""
-        return _rms(_log_p(model, self.asked.compared) - self.said.parts[self.said.served])
+        return _rms(log_p(model, self.asked.compared) - self.said.parts[self.said.served])
 
     def _allowed(self, apart: float) -> float:
         """Return the largest difference of a token's log-probability, root mean square; apart: that
@@ -222,14 +228,14 @@ class Comparison:
     def parts(self, model: PeftModel, folders: Mapping[str, Path]) -> list[ServedPart]:
         """Return how each part acts in the server and in PEFT."""
         with model.disable_adapter():
-            plain = _log_p(model, self.asked.compared)
+            plain = log_p(model, self.asked.compared)
         unlike = _rms(self.said.parts[BASE] - plain)  # without an adapter
         found = []
         for name, folder in folders.items():
             if name != WHOLE:
                 model.load_adapter(str(folder), name)
                 model.set_adapter(name)
-            here, there = _log_p(model, self.asked.compared), self.said.parts[name]
+            here, there = log_p(model, self.asked.compared), self.said.parts[name]
             change, served = here - plain, there - self.said.parts[BASE]
             part = ServedPart(
                 part=name,
@@ -296,7 +302,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def _log_p(model: Model, documents: Iterable[Document]) -> Numbers:
+def log_p(model: Model, documents: Iterable[Document]) -> Numbers:
     """Return log p of the trained tokens, (tokens,)."""
     rows = []
     for ids, mask in documents:
