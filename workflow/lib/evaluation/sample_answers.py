@@ -70,16 +70,6 @@ class AnswerSettings:
     max_new_tokens: int
     batch_size: int | str  # Prompts, or `auto`; halved where memory runs out
 
-    def for_generate(self) -> GenerationConfig:
-        return GenerationConfig(
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=self.stop_ids or None,
-            pad_token_id=self.stop_ids[0] if self.stop_ids else 0,
-        )
-
 
 def generate_answers(
     model: PeftModel | PreTrainedModel,
@@ -134,7 +124,14 @@ def _continue(
     output = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=mask,
-        generation_config=settings.for_generate(),
+        generation_config=GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=settings.max_new_tokens,
+            eos_token_id=settings.stop_ids or None,
+            pad_token_id=settings.stop_ids[0] if settings.stop_ids else 0,
+        ),
         synced_gpus=False,  # `work_sharing.in_step` does it, for any number of calls
     )
     rows: list[list[int]] = output[:, ids.shape[1] :].tolist()

@@ -85,17 +85,14 @@ def _mig_instances(handles: list[object]) -> Iterator[object]:
 def _until_unknown(names: list[str], by_id: dict[str, object]) -> list[object]:
     """CUDA ignores every device from the first unknown name on."""
     chosen: list[object] = []
-    for name in names:
-        match = [h for known, h in by_id.items() if known == name.strip() or _prefix(name, known)]
+    for name in map(str.strip, names):
+        # a GPU's UUID may be cut off
+        is_begun = name.startswith("GPU-")
+        match = [h for k, h in by_id.items() if k == name or (is_begun and k.startswith(name))]
         if not match:
             break
         chosen.append(match[0])
     return chosen
-
-
-def _prefix(name: str, known: str) -> bool:
-    """CUDA accepts an unambiguous prefix of a GPU's UUID."""
-    return name.strip().startswith("GPU-") and known.startswith(name.strip())
 
 
 def _describe(handle: object) -> Gpu:

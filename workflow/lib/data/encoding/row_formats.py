@@ -263,7 +263,10 @@ def read_turns(
         items = [items]
     if isinstance(items, list) and items:
         _check_is_no_tree(items, what)
-        if all(isinstance(item, dict) and _names_role(item) for item in items):
+        if all(
+            isinstance(item, dict) and any(item.get(key) is not None for key in ROLE_KEYS)
+            for item in items
+        ):
             return read_messages(items, row.keys, what=what)
         may_call = role == "assistant" and (given is items or _raw_tools(row) is not None)
         if may_call and _are_calls(items):
@@ -272,10 +275,6 @@ def read_turns(
     if isinstance(given, list):
         return read_messages(given, row.keys, what=what)
     return [{"role": role, "content": text_of(given, what)}], [float(role == "assistant")]
-
-
-def _names_role(item: dict[str, Any]) -> bool:
-    return any(item.get(key) is not None for key in ROLE_KEYS)
 
 
 def _are_calls(items: list[Any]) -> bool:

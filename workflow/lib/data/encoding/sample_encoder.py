@@ -72,7 +72,9 @@ class SampleEncoder:
         self._vocab_size = len(tokenizer)
         self._loss_on = loss_on
         self._reads_tokens = special_tokens == "tokens"
-        self._bos, self._eos = _added_bos(tokenizer), tokenizer.eos_token_id
+        bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
+        self._bos = [bos] if adds_bos else list[int]()  # put before a text by the tokenizer itself
         self._unk: str | None = tokenizer.special_tokens_map.get("unk_token")
         texts = {False: chat_template, True: tool_template}
         templates = {
@@ -266,11 +268,6 @@ def _chosen(renderers: Mapping[bool, TurnRenderer], conversation: Conversation) 
     takes the template `tool_use` in the same way."""
     assert False in renderers, "conversations need a chat template"
     return renderers[bool(conversation.tools) and True in renderers]
-
-
-def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []
 
 
 def _check_arguments(

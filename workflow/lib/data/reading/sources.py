@@ -63,13 +63,10 @@ def resolve_sources(
     """Return each entry's files; `setting` is the key that lists the entries. Raises `UserError` if
     an entry names no file, or two have one name."""
     sources = [_resolve(entry, setting=setting, root=root) for entry in entries]
-    name, count = (
-        Counter(source.name for source in sources).most_common(1)[0] if sources else ("", 1)
-    )
-    if count > 1:
-        raise setting_error(
-            setting, name, f"{count} sources have this name", "Give each a `name` of its own"
-        )
+    for name, count in Counter(source.name for source in sources).items():
+        if count > 1:
+            change = "Give each a `name` of its own"
+            raise setting_error(setting, name, f"{count} sources have this name", change)
     return sources
 
 
@@ -77,10 +74,10 @@ def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
     paths = find_files(entry.path, setting=setting, root=root)
     assert entry.columns is not None, "DataConfig fills in the columns"
     assert entry.format is not None, "DataConfig fills in the format"
+    given = entry.file_type
+    known = None if given is None or given == "auto" else given
     files = [
-        SourceFile(
-            path=root / path, file=path, file_type=_file_type(entry, Path(path), setting=setting)
-        )
+        SourceFile(root / path, path, known or file_type_of(Path(path), setting=setting))
         for path in paths
     ]
     return Source(
@@ -91,12 +88,6 @@ def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
         group_by=entry.group_by,
         files=tuple(files),
     )
-
-
-def _file_type(entry: DataSource, path: Path, *, setting: str) -> FileType:
-    if entry.file_type is None or entry.file_type == "auto":
-        return file_type_of(path, setting=setting)
-    return entry.file_type
 
 
 def find_files(path: str, *, setting: str, root: Path) -> list[str]:
