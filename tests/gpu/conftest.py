@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from workflow.lib.kernels.nf4.decode import dequantize_nf4
+
 
 @pytest.fixture(scope="session")
 def one_gpu():
@@ -20,6 +22,13 @@ def two_gpus():
 def enough_gpus(processes):
     """Return the GPUs that the test needs: one for each of its `processes`."""
     return require(processes)
+
+
+@pytest.fixture
+def kernels_run():
+    """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
+    require(1)
+    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
 
 
 def require(needed):

@@ -27,17 +27,8 @@ from tests.support.ops import IN_FLOAT8, all_ops, variants_in
 from workflow.lib.kernels.attention.flex import all_scores, flex_arguments, flex_attention
 from workflow.lib.kernels.attention.flex_masks import MaskKind, first_keys
 from workflow.lib.kernels.attention.packed import varlen_attention
-from workflow.lib.kernels.nf4.decode import dequantize_nf4
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def usable():
-    """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_run")]
 
 
 @pytest.mark.parametrize("name", [*all_ops()])

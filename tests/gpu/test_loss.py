@@ -14,11 +14,10 @@ from workflow.lib.kernels.loss.fused_logits import (
     usable,
 )
 from workflow.lib.kernels.loss.head_matmul import aligned
-from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_run")]
 HIDDEN, VOCAB = 256, 10_007
 FORMS = {
     "plain": LogitForm(1.0, None),
@@ -26,14 +25,6 @@ FORMS = {
     "capped": LogitForm(1.0, 30.0),
     "both": LogitForm(2.0, 5.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def kernels_run():
-    """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

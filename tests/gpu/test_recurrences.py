@@ -4,18 +4,9 @@ import pytest
 import torch
 
 from tests.support.recurrence_cases import convolutions, deltas, gated_norms, largest_error, spaces
-from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def usable():
-    """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_run")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -24,7 +24,8 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path) -> Split:
     """Return the split with a neighbour behind each document, both at most `seq_len` tokens. Writes
     shards of the folder `work`. Raises `UserError` if an answer has no other to stand beside."""
     numbers = split.chosen.astype(np.int64)
-    answers = [_answer_digest(split.documents, number) for number in numbers.tolist()]
+    texts = (split.documents[number] for number in numbers.tolist())
+    answers = [digest(ids[len(prompt_of(ids, mask)) :].tobytes()) for ids, mask in texts]
     digests = np.array(answers, dtype=np.uint64)
     found = next_others(split.documents.ordinals[numbers], digests)
     if (found < 0).any():
@@ -44,11 +45,6 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path) -> Split:
     documents = collect_documents(shards, folder=work, name=f"{split.name}-neighbours")
     chosen = np.arange(len(documents), dtype=np.uint32)
     return replace(split, documents=documents, chosen=chosen, examples="rated")
-
-
-def _answer_digest(documents: Documents, number: int) -> int:
-    ids, mask = documents[number]
-    return digest(ids[len(prompt_of(ids, mask)) :].tobytes())
 
 
 def next_others(ordinals: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64]) -> Integers:
