@@ -1,5 +1,6 @@
 """The machine as the workflow sees it: visible GPUs, processes, host memory."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,22 @@ def test_machine_without_loopback_is_told_in_words():
     if done.returncode:
         pytest.skip(f"a network of its own is not allowed here: {done.stderr.strip()}")
     assert done.stdout.startswith("this machine has no loopback network: 127.0.0.1 cannot be")
+
+
+@pytest.mark.parametrize(("visible", "joules"), [("1,3", "6.0"), ("", "None")])
+def test_energy_is_that_of_the_visible_gpus(visible, joules):
+    """The driver's cards have drawn 1, 2, 3, ... joules."""
+    driver = {
+        "PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver"),
+        "CUDA_VISIBLE_DEVICES": visible,
+    }
+    code = "from workflow.lib.system.hardware import drawn_j; print(drawn_j())"
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=os.environ | driver | {"CUDA_VISIBLE_DEVICES": visible},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == joules

@@ -42,12 +42,3 @@ class Provenance(Record):
     @classmethod
     def now(cls) -> Self:
         return cls.model_validate(provenance())
-
-
-class Download(Record):
-    """`source.json` of a download from a hub."""
-
-    repo_id: str  # hub id
-    kind: str  # `model`, `dataset`, `adapter` or `scored`
-    commit: str  # commit that was downloaded
-    licence: str | None = None  # as the hub names it; null or absent where it names none

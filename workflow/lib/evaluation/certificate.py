@@ -19,15 +19,10 @@ from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from workflow.lib.artifacts.certificate_record import PREDICATE, STATEMENT, Statement
 from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items, SubjectItems
-from workflow.lib.artifacts.gguf_record import GgufChecks
-from workflow.lib.artifacts.manifest_record import Manifest
-from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import parsed, read_record
-from workflow.lib.artifacts.records import Download, Record
-from workflow.lib.artifacts.served_record import ServedCheck
-from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.data.reading.hub_download import licence_words
 from workflow.lib.evaluation.task_scores import (
+    by_source,
     difference_fields,
     estimate_ratio,
     loss_fields,
@@ -35,6 +30,7 @@ from workflow.lib.evaluation.task_scores import (
 )
 from workflow.lib.settings.evaluate import is_loss
 from workflow.lib.settings.subjects import REFERENCES
+from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD, RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance
@@ -43,22 +39,18 @@ from workflow.lib.system.redaction import public_name
 
 PAYLOAD = "application/vnd.in-toto+json"
 SAME = 1e-9  # relative: other processors may add in another order
-# What is told of a file, by its name: its record, and fields of it.
-FACTS: dict[str, tuple[type[Record], str]] = {
-    "source.json": (Download, "repo_id kind commit licence"),
-    "manifest.json": (
-        Manifest, "seq_len sources train_heldout_overlap train_heldout_near_duplicates",
-    ),
-    "summary.json": (
-        Summary,
-        "fingerprint num_steps trained_tokens final_loss device_name processes elapsed_s energy_j "
-        "checks provenance",
-    ),
-    "parity.json": (Parity, "passed rms_difference tolerance positions"),
-    "served.json": (ServedCheck, " ".join(ServedCheck.model_fields.keys() - {"provenance"})),
-    "gguf.json": (GgufChecks, "files"),
-}  # fmt: skip
-UNTOLD = {"sources": {"__all__": {"source", "file", "columns", "not_read"}}}  # paths, or long
+# What is told of a file, by its name: fields of its record.
+FACTS = {
+    "source.json": "repo_id kind commit licence",
+    "manifest.json": "seq_len sources train_heldout_overlap train_heldout_near_duplicates",
+    "summary.json": "fingerprint num_steps trained_tokens final_loss device_name processes "
+    "elapsed_s energy_j checks provenance",
+    "parity.json": "passed rms_difference tolerance positions",
+    "served.json": "server subject compute_dtype documents loss evaluated_loss trained_loss bound "
+    "worst_document prompts answers equal_answers answer_gap parts",
+    "gguf.json": "files",
+}
+OF_SOURCES = ("split", "sha256", "rows")  # a file's path may be one of this machine
 NOT_CLEAN, DIRTY = 0.2, 0.8  # shares of an item's tokens, as in `task_overlap`'s source
 
 
@@ -67,11 +59,10 @@ def facts_of(paths: Mapping[str, Path]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, path in paths.items():
         if path.name in FACTS:
-            model, fields = FACTS[path.name]
-            content = read_record(path, model)
-            found[name] = content.model_dump(
-                mode="json", include=set(fields.split()), exclude=UNTOLD
-            )
+            content = read_artifact(path)
+            found[name] = {key: content.get(key) for key in FACTS[path.name].split()}
+            if sources := found[name].get("sources"):
+                found[name]["sources"] = [{k: of.get(k) for k in OF_SOURCES} for of in sources]
     return found
 
 
@@ -148,10 +139,8 @@ def _compared(before: SubjectItems, after: SubjectItems, how: Mapping[str, int])
     return {
         **difference_fields(pairs, **how),
         "sources": {
-            source: difference_fields(
-                [pair for pair, of in zip(pairs, sources, strict=True) if of == source], **how
-            )
-            for source in sorted(set(sources))
+            source: difference_fields(some, **how)
+            for source, some in by_source(pairs, sources).items()
         },
         "tasks": tasks,
     }
@@ -212,11 +201,10 @@ def licence_of(paths: Iterable[Path]) -> str | None:
 
 def _licence(folder: Path) -> str | None:
     if (folder / HUB_RECORD).is_file():
-        return read_record(folder / HUB_RECORD, Download).licence
+        return licence_words(read_artifact(folder / HUB_RECORD).get("licence"))
     card = folder / "README.md"
-    if not card.is_file():
-        return None
-    return licence_words(ModelCard.load(card, ignore_metadata_errors=True).data.get("license"))
+    said = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else {}
+    return licence_words(said.get("license"))
 
 
 def _not_following(path: Path, wrong: str) -> UserError:

@@ -4,7 +4,7 @@ answers, and what 4 bits cost: the losses that the base's calibration has measur
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from workflow.lib.artifacts.evaluation_record import (
     Comparison,
@@ -28,6 +28,7 @@ from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
 from workflow.lib.evaluation.task_overlap import Array, overlap_shares
 from workflow.lib.evaluation.task_scores import (
     Loss,
+    by_source,
     difference_fields,
     draws_of,
     loss_fields,
@@ -79,7 +80,6 @@ def _difference(
     return LossDifference(**difference_fields(pairs, **DRAWS))
 
 
-T = TypeVar("T")
 Losses = Sequence[Loss]
 
 
@@ -169,7 +169,7 @@ def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
         **of,
         sources={
             name: SourceLoss(**loss_fields(some, **draws))
-            for name, some in _by_source(losses, questions.sources).items()
+            for name, some in by_source(losses, questions.sources).items()
         },
         per_document=_per_document(losses, questions),
     )
@@ -196,12 +196,7 @@ def items_of(
     subjects = {
         name: SubjectItems(
             losses=_per_document(measured[name].losses, public),
-            tasks=[
-                TaskItems(
-                    task=task, metric=metric, values=[(*item, v) for item, v in found.items()]
-                )
-                for (task, metric), found in measured[name].tasks.items.items()
-            ],
+            tasks=[TaskItems(**found) for found in measured[name].tasks.to_json()["items"]],
         )
         for name in SUBJECTS
         if name in measured
@@ -217,13 +212,6 @@ def items_of(
     )
 
 
-def _by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T]]:
-    return {
-        name: [entry for entry, source in zip(entries, sources, strict=True) if source == name]
-        for name in sorted(set(sources))
-    }
-
-
 def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
     draws = draws_of(questions.settings)
     pairs = list(zip(before.losses, after.losses, strict=True))
@@ -231,7 +219,7 @@ def compare(before: Measurement, after: Measurement, questions: Questions) -> Co
         **difference_fields(pairs, **draws),
         sources={
             name: LossDifference(**difference_fields(some, **draws))
-            for name, some in _by_source(pairs, questions.sources).items()
+            for name, some in by_source(pairs, questions.sources).items()
         },
         tasks=task_differences(before.tasks, after.tasks, **draws),
         **_reward_difference(before, after, questions),

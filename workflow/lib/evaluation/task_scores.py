@@ -10,7 +10,7 @@ binomial, over the items that one of the two alone answered rightly. Elsewhere: 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from workflow.lib.settings.config import EvaluateConfig
 
 Floats = npt.NDArray[np.float64]
 CHUNK_ENTRIES = 2**22  # resampled indices held at a time: 32 MiB
+T = TypeVar("T")
 Loss = tuple[float, int]  # summed over tokens, and their number
 
 
@@ -84,7 +85,7 @@ class TaskScores:
 
     def to_json(self) -> dict[str, Any]:
         items = [
-            {"task": task, "metric": metric, "values": [[*item, v] for item, v in values.items()]}
+            {"task": task, "metric": metric, "values": [(*item, v) for item, v in values.items()]}
             for (task, metric), values in self.items.items()
         ]
         scores = {name: task.as_json() for name, task in self.scores.items()}
@@ -154,6 +155,14 @@ def paired_fields(
         fields |= {"p_value": p_value, "test": "exact McNemar"}
         fields |= {"gained": gained, "lost": lost}
     return fields
+
+
+def by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T]]:
+    """Return entries by the source of each, in the order of their names."""
+    return {
+        name: [entry for entry, source in zip(entries, sources, strict=True) if source == name]
+        for name in sorted(set(sources))
+    }
 
 
 def loss_fields(losses: Sequence[Loss], *, resamples: int, seed: int) -> dict[str, Any]:
