@@ -181,8 +181,8 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) -> None:
     """Raise `UserError` if what `folder` still lacks does not fit on its disk."""
-    there = {path for path, size in sizes.items() if _size(folder / path) == size}
-    needed = sum(size for path, size in sizes.items() if path not in there)
+    present = {path: (folder / path).stat().st_size for path in sizes if (folder / path).is_file()}
+    needed = sum(size for path, size in sizes.items() if present.get(path) != size)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise source.error(
@@ -190,10 +190,6 @@ def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) 
             "the disk",
             "Free the difference, or run in a folder on a larger disk",
         )
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
 
 
 def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path:

@@ -194,7 +194,7 @@ def split_facts(split: Split, *, seq_len: int) -> Facts:
         "tokens": sum(file["tokens"] for file in files),
         "trained_tokens": sum(file["trained_tokens"] for file in files),
         "length_percentiles": _percentiles(counts),
-        "longest": _origins(split, longest),
+        "longest": [_origin(split, number) for number in longest.tolist()],
         "duplicates": len(split.first_of_row) - split.distinct_rows(),
     }
     if split.examples == "rated":
@@ -225,13 +225,9 @@ def _percentiles(counts: npt.NDArray[np.int64]) -> Facts:
     return {"p50": p50, "p90": p90, "p99": p99, "max": len(counts) - 1}
 
 
-def _origins(split: Split, documents: Numbers) -> list[Facts]:
-    origins = []
-    for number in documents.tolist():
-        file, row = split.origin(number)
-        tokens = int(split.documents.full_lengths[number])
-        origins.append({"file": file, "row": row, "tokens": tokens})
-    return origins
+def _origin(split: Split, number: int) -> Facts:
+    file, row = split.origin(number)
+    return {"file": file, "row": row, "tokens": int(split.documents.full_lengths[number])}
 
 
 def sampled(train: Split) -> list[int]:
