@@ -58,6 +58,11 @@ def trained(bases):
 def stock_step(base, family, initial):
     model, params = stock(base, family, initial)
     model.train()
+    if (
+        family not in UNBALANCED
+        and "router_logits" not in model.get_base_model()._can_record_outputs
+    ):
+        pytest.skip("this version of Transformers fails to compute the family's balance")
     store, rows = single_documents(), first_rows()
     ids = torch.from_numpy(store.input_ids[rows].astype("int64"))
     labels = ids.masked_fill(~torch.from_numpy(store.loss_mask[rows]), -100)

@@ -72,7 +72,7 @@ class RouterBalance:
     def follow_(self, model: nn.Module, routers: Mapping[str, str]) -> None:
         """Balance these routers of a model, given by the path of their experts."""
         for path, router in routers.items():
-            layer = _BalancedLayer(self)
+            layer = _BalancedLayer(self, experts=self._settings.num_experts)
             model.get_submodule(router).register_forward_hook(layer.note)
             model.get_submodule(path).register_forward_pre_hook(layer.weigh, with_kwargs=True)
 
@@ -172,14 +172,18 @@ def _sums(flat: torch.Tensor) -> Sums:
 class _BalancedLayer:
     """The hooks of a layer: its router's logits meet the weights that it gives the experts."""
 
-    def __init__(self, balance: RouterBalance) -> None:
-        self._balance = balance
+    def __init__(self, balance: RouterBalance, *, experts: int) -> None:
+        self._balance, self._experts = balance, experts
         self._logits: torch.Tensor | None = None
 
     def note(self, router: nn.Module, _: Any, output: Any) -> None:
-        """Keep the logits that a router returns, alone or before weights and choice."""
+        """Keep the logits that a router returns: alone, or beside weights and choice the tensor
+        with a column for each expert, wherever it stands (Granite's in Transformers 5.17 last)."""
         if router.training:
-            self._logits = output if isinstance(output, torch.Tensor) else output[0]
+            outputs = (output,) if isinstance(output, torch.Tensor) else output
+            wide = [x for x in outputs if x.is_floating_point() and x.shape[-1] == self._experts]
+            assert wide, "a router returns no logits"
+            self._logits = wide[0]
 
     def weigh(self, experts: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Count the layer's tokens, and hang the gradient on the weights of its experts."""
