@@ -346,6 +346,28 @@ def test_runs_with_equal_data_and_base_share_tokens_and_base():
     assert checkpoint_dir("same", one) != checkpoint_dir("same", other)
 
 
+STEADY = {"lr_schedule": "constant", "warmup_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "continues"),
+    [
+        ({}, True),
+        ({"lr_schedule": "cosine"}, False),
+        ({"warmup_share": 0.1}, False),
+        ({"select": "best", "evaluate_every_steps": 5}, False),
+        ({"early_stopping_patience": 2, "evaluate_every_steps": 5}, False),
+    ],
+)
+def test_run_with_more_steps_has_the_checkpoints_of_a_shorter_one_with_the_same_steps(
+    changes, continues
+):
+    shorter, longer = (run_with("train", epochs=n, **STEADY | changes) for n in (1.0, 2.0))
+    folders = {checkpoint_dir("same", run) for run in (shorter, longer)}
+    assert (len(folders) == 1) is continues
+    assert fingerprint(shorter) != fingerprint(longer), "what is made of the two is not the same"
+
+
 def test_hub_sources_get_folders_with_label_and_key():
     run = run_with()
     assert model_dir(run) == f"results/hub/model/pydocs-base-{model_key(run)}"

@@ -122,6 +122,34 @@ def test_student_that_is_its_own_teacher_begins_without_loss(prepared):
     assert abs(read_checked_json(args.output / "summary.json")["first_loss"]) < 1e-5
 
 
+def test_run_with_more_steps_goes_on_from_a_shorter_one_with_the_same_steps(prepared, tmp_path):
+    """And one with fewer steps leaves the checkpoints of the longer one alone."""
+    steady = {"lr_schedule": "constant", "warmup_share": 0.0}
+
+    def trained(num_steps, folder):
+        train = CONFIG.train.model_copy(update=steady | {"max_steps": num_steps})
+        assert train.begins_longer_runs
+        args = arguments(prepared)
+        args.checkpoints, args.output = folder / "checkpoints", folder / f"of-{num_steps}"
+        plan = replace(PLAN, num_steps=num_steps)
+        run_distributed(
+            finetune, args, CONFIG.model_copy(update={"train": train}), plan, world_size=2
+        )
+        summary = read_checked_json(args.output / "summary.json")
+        return summary["resumed_from_steps"], read_whole(args.output / "adapter")
+
+    _, whole = trained(7, tmp_path / "whole")
+    begun, short = trained(3, tmp_path / "parts")
+    resumed, longer = trained(7, tmp_path / "parts")
+    assert (begun, resumed) == ([], [3])
+    assert all(torch.equal(longer[name], value) for name, value in whole.items())
+    shutil.rmtree(tmp_path / "parts" / "of-3")
+    _, again = trained(3, tmp_path / "parts")
+    assert all(torch.equal(again[name], value) for name, value in short.items())
+    steps = {path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*")}
+    assert {"step-00000003", "step-00000007"} <= steps
+
+
 def test_continued_run_that_resumes_is_bit_equal(prepared, shared_folder):
     """It begins with the values of the adapter that it starts from, and goes on from its own."""
     before = finished(shared_folder) / "finetune"

@@ -216,7 +216,14 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
     state_bytes = run.model.state_bytes()
     optimizer = make_optimizer(training, settings)
     pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
-    resumed = resume_(checkpoints, training, optimizer, identity=run.identity, world=world)
+    resumed = resume_(
+        checkpoints,
+        training,
+        optimizer,
+        identity=run.identity,
+        world=world,
+        num_steps=num_steps,
+    )
     journal = Journal(
         checkpoints,
         resumed=resumed,

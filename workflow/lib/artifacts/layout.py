@@ -268,9 +268,11 @@ def stage_dir(name: str, stage: str) -> str:
     return str(RESULTS / "runs" / name / stage)
 
 
-def fingerprint(run: RunConfig) -> str:
-    """Short hash of what defines the training trajectory; checkpoints of others never resume."""
+def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
+    """Short hash of what defines the training trajectory; of_any_length: but for its end."""
     lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
+    if of_any_length:
+        train |= {"epochs": None, "max_steps": None}
     numerics = [run.model.compute_dtype, run.model.attention_dropout]
     # none of supervised runs, which are older
     others = [_plain(section, _defines_result) for section in (run.preferences, run.distill)]
@@ -280,8 +282,10 @@ def fingerprint(run: RunConfig) -> str:
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
-    """Folder of a run's checkpoints, no rule's output: Snakemake would delete it at failures."""
-    return str(RESULTS / "checkpoints" / f"{name}-{fingerprint(run)}")
+    """Folder of a run's checkpoints, from which alone it resumes. Those of a longer run continue
+    it. No rule's output: Snakemake would delete it at failures."""
+    key = fingerprint(run, of_any_length=run.train.begins_longer_runs)
+    return str(RESULTS / "checkpoints" / f"{name}-{key}")
 
 
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:

@@ -295,6 +295,12 @@ class TrainConfig(Section):
     log_every_steps: Annotated[int, Affects("none")] = Field(1, ge=1, le=10**9)
     """Optimizer steps between lines of metrics.jsonl."""
 
+    @property
+    def begins_longer_runs(self) -> bool:
+        """Whether no step depends on how many follow, so that more of them continue the run."""
+        steady = self.lr_schedule == "constant" and self.warmup_share == 0
+        return steady and self.select == "last" and self.early_stopping_patience is None
+
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":
         if (self.epochs is None) == (self.max_steps is None):

@@ -6,6 +6,7 @@ so, and the one before is taken. Any number of processes can read it. Random num
 they are functions of (seed, step, rank)."""
 
 import logging
+import math
 import queue
 import re
 import shutil
@@ -198,7 +199,9 @@ class CheckpointWriter:
         for path in self._folder.iterdir():
             if LEFTOVER_PATTERN.match(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        for old in saved_steps(self._folder)[: -self._keep]:
+        # those behind are of a longer run with the same steps
+        own = [step for step in saved_steps(self._folder) if step <= self._newest]
+        for old in own[: -self._keep]:
             discard(step_dir(self._folder, old))
 
 
@@ -238,12 +241,19 @@ class Resumed:
 
 
 def resume_(
-    folder: Path, training: nn.Module, optimizer: ShardwiseOptimizer, *, identity: str, world: World
+    folder: Path,
+    training: nn.Module,
+    optimizer: ShardwiseOptimizer,
+    *,
+    identity: str,
+    world: World,
+    num_steps: float = math.inf,
 ) -> Resumed:
-    """Load the newest whole checkpoint into `training` and `optimizer`. Collective. A damaged one
-    is set aside and the one before it taken. Raises `UserError` for a checkpoint of another run."""
+    """Load the newest whole checkpoint of at most `num_steps` into `training` and `optimizer`.
+    Collective. A damaged one is set aside and the one before it taken. Raises `UserError` for a
+    checkpoint of another run."""
     skipped: list[dict[str, Any]] = []
-    for step in reversed(_steps_on_main(folder, world)):
+    for step in (x for x in reversed(_steps_on_main(folder, world)) if x <= num_steps):
         path = step_dir(folder, step)
         problem = _problem(path, world=world)
         if problem is None:
