@@ -48,6 +48,7 @@ ARTIFACTS = {
     "results/runs/demo/evaluate_run/base.json",
     "results/runs/demo/evaluate_run/original.json",
     "results/runs/demo/evaluate_run/tuned.json",
+    "results/runs/demo/evaluate_run/items.json",
     "results/runs/demo/finetune/adapter/*",
     "results/runs/demo/finetune/adapter_config.json",
     "results/runs/demo/finetune/metrics.jsonl",
