@@ -1,5 +1,5 @@
-"""Write `envs/<kind>.yaml` for conda from `envs/<kind>.txt` and `envs/pins.txt`: one list of
-versions for all.
+"""Write `envs/<kind>.yaml` for conda from `envs/<kind>.txt` and `envs/pins.txt`, and
+`envs/package.txt` for pip: one list of versions for all.
 
     python envs/render.py
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 ENVS = Path(__file__).resolve().parent
 KINDS = ("driver", "torch", "report", "gguf")
+OF_PACKAGE = KINDS[:3]
 
 
 def _requirements(path: Path) -> list[str]:
@@ -24,10 +25,20 @@ def _normalized(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def conda_environment(kind: str) -> str:
-    """Return the YAML of one environment; raises `KeyError` for a package without a pin."""
+def _pinned(kind: str) -> list[str]:
+    """Return the packages of a kind with their versions; raises `KeyError` for one without."""
     pins = {_normalized(pin.partition("==")[0]): pin for pin in _requirements(ENVS / "pins.txt")}
-    packages = [pins[_normalized(name)] for name in _requirements(ENVS / f"{kind}.txt")]
+    return [pins[_normalized(name)] for name in _requirements(ENVS / f"{kind}.txt")]
+
+
+def package_requirements() -> str:
+    """Return what the library needs where pip installs it as a package."""
+    packages = sorted({pin for kind in OF_PACKAGE for pin in _pinned(kind)}, key=str.lower)
+    return "\n".join(["# Written by envs/render.py.", *packages]) + "\n"
+
+
+def conda_environment(kind: str) -> str:
+    """Return the YAML of one environment."""
     lines = [
         f"# Written by envs/render.py from {kind}.txt and pins.txt.",
         "channels:",
@@ -36,7 +47,7 @@ def conda_environment(kind: str) -> str:
         "  - python=3.12",
         "  - pip",
         "  - pip:",
-        *(f"      - {package}" for package in packages),
+        *(f"      - {package}" for package in _pinned(kind)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -44,3 +55,4 @@ def conda_environment(kind: str) -> str:
 if __name__ == "__main__":
     for kind in KINDS:
         (ENVS / f"{kind}.yaml").write_text(conda_environment(kind), encoding="utf-8")
+    (ENVS / "package.txt").write_text(package_requirements(), encoding="utf-8")

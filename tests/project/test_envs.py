@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 ENVS = Path(__file__).resolve().parents[2] / "envs"
-REQUIREMENTS = sorted(path for path in ENVS.glob("*.txt") if path.name != "pins.txt")
+WRITTEN = ("pins.txt", "package.txt")
+REQUIREMENTS = sorted(path for path in ENVS.glob("*.txt") if path.name not in WRITTEN)
 
 
 def render():
@@ -44,6 +45,11 @@ def pins():
 def test_conda_environment_is_what_the_script_writes(kind):
     written = (ENVS / f"{kind}.yaml").read_text(encoding="utf-8")
     assert written == render().conda_environment(kind), "`python envs/render.py` writes it again"
+
+
+def test_requirements_of_the_package_are_what_the_script_writes():
+    written = (ENVS / "package.txt").read_text(encoding="utf-8")
+    assert written == render().package_requirements(), "`python envs/render.py` writes it again"
 
 
 @pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.name)
