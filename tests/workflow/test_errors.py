@@ -165,3 +165,10 @@ def test_run_that_does_not_fit_stops_all_with_its_table_before_quantization(desc
     for text in (done.output, log):
         assert "does_not_fit" in text
         assert "adam_moments" in text
+
+
+def test_unit_tests_of_a_project_in_which_nothing_has_run_are_refused(fresh):
+    done = fresh.snakemake("--generate-unit-tests")
+    assert done.status == 1, done.output
+    assert "Traceback" not in done.output
+    assert_said(done.output, "--generate-unit-tests copies", "results/runs/demo/finetune is not")

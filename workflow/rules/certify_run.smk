@@ -11,7 +11,7 @@ rule certify_run:
         served=lambda w: served_check(w.run),
         tokens=lambda w: [manifest(RUNS[w.run]), *layout.token_arrays(RUNS[w.run])],
         downloads=lambda w: list(layout.download_dirs(RUNS[w.run]).values()),
-        key=lambda w: RUNS[w.run].export.signing_key or [],
+        key=lambda w: users(RUNS[w.run].export.signing_key),
         published=lambda w: published_files(w.run),
     output:
         "results/runs/{run}/certify_run/certificate.json",
@@ -22,8 +22,8 @@ rule certify_run:
     params:
         config=lambda w: layout.stage_json("certify_run", RUNS[w.run]),
         require=lambda w: json.dumps(RUNS[w.run].evaluate.require, sort_keys=True),
-        model=lambda w: layout.model_dir(RUNS[w.run]),
-        data=lambda w: layout.data_files(RUNS[w.run]),
+        model=lambda w: there(layout.model_dir(RUNS[w.run])),
+        data=lambda w: [there(file) for file in layout.data_files(RUNS[w.run])],
         adapter=subpath(input.weights, parent=True),
         published=lambda w, input: published_folder(w.run, input.published),
         records=lambda w, input: [f"{folder}/source.json" for folder in input.downloads],

@@ -13,7 +13,7 @@ rule check_gguf:
     conda:
         "../../envs/gguf.yaml"
     params:
-        model=lambda w: layout.model_dir(RUNS[w.run]),
+        model=lambda w: there(layout.model_dir(RUNS[w.run])),
         llama_cpp=lambda w, input: input.converter or RUNS[w.run].export.llama_cpp,
     shell:
         "python -m workflow.scripts.check_gguf --model {params.model:q}"

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import re
@@ -6,14 +7,22 @@ import time
 from functools import partial
 from pathlib import Path
 
+from snakemake.common.configfile import load_configfile
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import update_config
 
+# A Snakefile of a git host comes without the folders beside it.
+if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib")):
+    raise WorkflowError(
+        "The Snakefile is not in a checkout, and the library that its stages run is not installed. Install it as of the "
+        "same tag or commit: pip install 'fsdp-qlora-workflow @ git+https://github.com/OWNER/NAME@TAG_OR_COMMIT'"
+    )
+
 from workflow.lib.artifacts import layout
-from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.artifacts.local_inputs import check_local_paths, check_prefix
 from workflow.lib.artifacts.recoveries import with_recoveries
-from workflow.lib.artifacts.scored_models import scored_models
+from workflow.lib.artifacts.scored_models import made_folders, scored_models
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.artifacts.trained_content import check_records, trained_content
@@ -43,6 +52,9 @@ SOURCES = Path(layout.__file__).parents[3]
 
 use_this_interpreter(SOURCES)
 
+# Where a module's `prefix` puts a path of `layout`, or logs. Snakemake does that to inputs and outputs, not to params.
+placed = workflow.modifier.path_modifier.replace_prefix
+
 if workflow.is_main_process:
     interrupts.end_at_signals()
 
@@ -58,6 +70,22 @@ except UserError as error:
 configfile: "config.yaml"
 
 
+def shipped(settings):
+    """The demo's settings, with its files where they are."""
+    if isinstance(settings, dict):
+        return {key: shipped(value) for key, value in settings.items()}
+    is_file = isinstance(settings, str) and settings.startswith("workflow/")
+    return str(SOURCES / settings) if is_file else settings
+
+
+# A project that was deployed a minute ago has an empty config.
+if workflow.modifier.namespace and not config.keys() - workflow.config_settings.config.keys():
+    demo = workflow.source_path("../../config.yaml")
+    if workflow.is_main_process:
+        said = "The config is empty: the settings of the demo apply, the config.yaml of the workflow."
+        print(said, file=sys.stderr)
+    config |= shipped(load_configfile(demo))
+
 update_config(config, as_in_yaml(workflow.config_settings.config))
 
 # No settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`.
@@ -65,27 +93,54 @@ CERTIFICATE, SIGNED_BY = (config.pop(name, None) for name in ("certificate", "si
 
 STARTED = time.time()
 
+
+def there(path):
+    """Where a folder or file is that a user may have named: what is made here, is where a module's prefix puts it."""
+    return placed(path) if path in MADE else path
+
+
+def users(path):
+    """A file that a user named, as input; nothing if none is named."""
+    return local(path) if path else []
+
+
+def inputs_in(folder, files):
+    """Files of a folder as inputs: a user's, or those that are made here."""
+    return files if folder in MADE else [local(file) for file in files]
+
+
 # Here, since Snakemake would show a traceback of what a function of a rule raises.
 try:
+    check_prefix(placed(""))
     if workflow.is_main_process:
-        check_writable([Path(".snakemake"), Path("logs"), Path("results")])
+        check_writable([Path(".snakemake"), Path(placed("logs")), Path(placed("results"))])
     REPORT, RUNS = load_config(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
-    RUNS = with_starts(with_recoveries(RUNS))
+    RUNS = with_starts(with_recoveries(RUNS), placed)
     SCORED = scored_models(RUNS)
+    MADE = made_folders(RUNS, SCORED)
     for name, settings in RUNS.items():
         check_model(
             name,
             settings,
-            folder=Path(layout.model_dir(settings)),
-            description=Path(layout.description(settings)),
+            folder=Path(there(layout.model_dir(settings))),
+            description=Path(placed(layout.description(settings))),
         )
-        check_records(Path(layout.tokens_dir(settings)), Path(layout.base_dir(settings)))
+        check_records(*(Path(placed(of(settings))) for of in (layout.tokens_dir, layout.base_dir)))
         if settings.evaluate.tasks_dir and not settings.evaluate.task_code:
             refuse_code(settings.evaluate.tasks_dir)
 except UserError as error:
     raise WorkflowError(str(error)) from None
+
+if any(word.startswith("--generate-unit-tests") for word in sys.argv):
+    for name in RUNS:
+        trained = Path(placed(layout.stage_dir(name, "finetune")))
+        if not trained.exists():
+            raise WorkflowError(
+                f"--generate-unit-tests copies what a run has made, and {trained} is not made yet. "
+                "Run the workflow first: snakemake --cores all"
+            )
 
 # One run that stands for all that share an artifact, by the artifact's folder name; of tokens the one
 # that lets the fewest rows be rejected.
@@ -138,7 +193,8 @@ wildcard_constraints:
 
 def model_files(run, patterns=MODEL_PATTERNS):
     """The base model's files as inputs: the user's own ones, or the download's folder."""
-    return layout.local_files(layout.model_dir(run), patterns)
+    folder = layout.model_dir(run)
+    return inputs_in(folder, layout.local_files(folder, patterns))
 
 
 def manifest(run):
@@ -158,7 +214,7 @@ def merged_model(name):
 
 def model_options(run, input):
     """The options of a stage for the original and the merged model, if it has them as inputs."""
-    model = ["--model", layout.model_dir(run)] if input.model else []
+    model = ["--model", there(layout.model_dir(run))] if input.model else []
     start = start_options(run)[:2] if input.get("start") else []
     return [*model, *(["--merged", input.merged] if input.merged else []), *start]
 
@@ -231,9 +287,9 @@ def asks(name, need, run_of=lambda wildcards: RUNS[wildcards.run]):
         run = run_of(wildcards)
         found = need(
             run,
-            model=layout.model_dir(run),
-            description=layout.description(run),
-            manifest=manifest(run),
+            model=there(layout.model_dir(run)),
+            description=placed(layout.description(run)),
+            manifest=placed(manifest(run)),
         )
         return found.runtime if name == "runtime" else found.mem_mb * (1 + attempt) // 2
 
@@ -262,11 +318,13 @@ onstart:
 
 
 onerror:
-    for cause in failure_causes(Path("logs"), since=STARTED):
+    for cause in failure_causes(Path(placed("logs")), since=STARTED):
         print(cause, file=sys.stderr)
     used = {
-        path for run in RUNS.values() for path in (*model_files(run), *layout.data_files(run))
+        there(path)
+        for run in RUNS.values()
+        for path in (*model_files(run), *layout.data_files(run))
     }
-    skew = from_the_future(map(Path, [*sorted(used), "results"]))
+    skew = from_the_future(map(Path, [*sorted(used), placed("results")]))
     if skew is not None:
         print(skew, file=sys.stderr)

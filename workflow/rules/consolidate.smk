@@ -40,7 +40,7 @@ rule consolidate:
         config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
         finetune=subpath(input.summary, parent=True),
         folder=subpath(output.parity, parent=True),
-        model=lambda w: layout.model_dir(RUNS[w.run]),
+        model=lambda w: there(layout.model_dir(RUNS[w.run])),
         recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"

@@ -11,9 +11,11 @@ rule describe_model:
         "../../envs/torch.yaml"
     threads: all_cores
     params:
-        model=lambda w: layout.model_dir(BY_MODEL[w.model]),
+        model=lambda w: there(layout.model_dir(BY_MODEL[w.model])),
         # Not recorded, as what is derived from `output`: it does not change the description.
-        checks=lambda w, output: checks(layout.description, str(output)),
+        checks=lambda w, output: checks(
+            layout.description, f"results/models/{w.model}/description.json"
+        ),
     shell:
         "python -m workflow.scripts.describe_model --model {params.model:q}"
         " --checks {params.checks:q} --output {output:q} --log {log:q}"

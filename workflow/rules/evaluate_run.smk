@@ -4,13 +4,13 @@ rule evaluate_run:
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         model=lambda w: original_files(RUNS[w.run]),
-        start=lambda w: layout.start_files(RUNS[w.run]) if "start" in RUNS[w.run].subjects else [],
+        start=lambda w: start_files(RUNS[w.run]) if "start" in RUNS[w.run].subjects else [],
         scores=lambda w: reference_scores(w.run),
         merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].subjects else [],
         tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         tasks=lambda w: task_files(RUNS[w.run]),
-        chat_template=lambda w: RUNS[w.run].data.chat_template or [],
+        chat_template=lambda w: users(RUNS[w.run].data.chat_template),
     # A file a subject; which ones, the settings say.
     output:
         directory("results/runs/{run}/evaluate_run"),
@@ -31,7 +31,7 @@ rule evaluate_run:
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
         # Not an output: Snakemake would delete what was measured before.
-        archive=layout.EVALUATIONS,
+        archive=placed(layout.EVALUATIONS),
         subjects=lambda w: list(RUNS[w.run].subjects),
         served=lambda w: RUNS[w.run].served,
         models=lambda w, input: evaluated_options(RUNS[w.run], input),

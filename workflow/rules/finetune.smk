@@ -4,7 +4,7 @@ rule finetune:
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
-        start=lambda w: layout.start_files(RUNS[w.run]),
+        start=lambda w: start_files(RUNS[w.run]),
         scores=lambda w: scores_folder(w.run),
     output:
         adapter=directory("results/runs/{run}/finetune/adapter"),
@@ -34,17 +34,18 @@ rule finetune:
         # Not an output: Snakemake deletes the outputs of a job that failed.
         checkpoints=checkpoints,
         tokens=subpath(input.tokens, parent=True),
-        model=lambda w: layout.model_dir(RUNS[w.run]),
+        model=lambda w: there(layout.model_dir(RUNS[w.run])),
         # Other hardware does not change the result, so it must not train again: what is derived from
         # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
         # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)
         preflight=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
         # Where it is not at hand, the model is described anew.
-        description=lambda w, output: layout.description(RUNS[w.run]),
+        description=lambda w, output: placed(layout.description(RUNS[w.run])),
         tracking=lambda w, output: layout.unrecorded_json("finetune", RUNS[w.run]),
+        results=lambda w, output: placed("results"),
         start=lambda w, output: start_options(RUNS[w.run]),
         scores=lambda w, output: [
-            x for folder in scores_folder(w.run) for x in ("--scores", folder)
+            x for folder in scores_folder(w.run) for x in ("--scores", placed(folder))
         ],
         # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
         gpus=lambda w, output: gpus(RUNS[w.run]),
@@ -59,4 +60,4 @@ rule finetune:
         " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"
         " {params.start:q} {params.scores:q}"
         " --checkpoints {params.checkpoints:q} --output {params.folder:q}"
-        " --tracking {params.tracking:q} --tracking-folder results --log {log:q}"
+        " --tracking {params.tracking:q} --tracking-folder {params.results:q} --log {log:q}"

@@ -7,15 +7,15 @@ def checkpoints(wildcards, input):
     Data or weights edited in place must not continue from what their old content has trained.
     """
     # An input that is still to be made has to be named by the error; then Snakemake asks again later.
-    scores = scores_folder(wildcards.run)
+    scores = [placed(folder) for folder in scores_folder(wildcards.run)]
     for path in (input.tokens, input.base, *input.start, *scores):
         Path(path).stat()
-    folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
+    folder = placed(layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run]))
     start = layout.start_adapter(RUNS[wildcards.run])
     content = trained_content(
         Path(input.tokens),
         Path(input.base),
-        start=start and Path(start),
+        start=start and Path(there(start)),
         scores=Path(*scores) if scores else None,
     )
     return f"{folder}-{content}"
@@ -24,7 +24,22 @@ def checkpoints(wildcards, input):
 def start_options(run):
     """The options of a stage for the adapter that a run starts from, and for what led to it."""
     folder, led = layout.start_adapter(run), json.dumps(layout.lineage(run))
-    return ["--start", folder, "--lineage", led] if folder else []
+    return ["--start", there(folder), "--lineage", led] if folder else []
+
+
+def start_files(run):
+    """The files of the adapter that a run starts from, as inputs."""
+    return inputs_in(layout.start_adapter(run), layout.start_files(run))
+
+
+def data_files(run):
+    """The raw data as inputs: the user's files, or the download's folder."""
+    return inputs_in(layout.dataset_dir(run), layout.data_files(run))
+
+
+def scored_files(name):
+    """The files of the model that scores a run's tokens, as inputs."""
+    return inputs_in(SCORED[name].model, SCORED[name].files)
 
 
 def scores_folder(name):
@@ -80,7 +95,7 @@ def evaluated_options(run, input):
 def task_files(run):
     """Task files as inputs."""
     folder = run.evaluate.tasks_dir
-    return layout.local_files(folder, layout.TASK_PATTERNS) if folder else []
+    return inputs_in(folder, layout.local_files(folder, layout.TASK_PATTERNS)) if folder else []
 
 
 def published_files(name):

@@ -3,7 +3,7 @@ rule quantize_base:
         model=lambda w: model_files(BY_BASE[w.base]),
         # With absmax neither: then a base does not wait for tokens.
         tokens=lambda w: layout.calibration_tokens(BY_BASE[w.base]),
-        text=lambda w: layout.calibration_text(BY_BASE[w.base]) or [],
+        text=lambda w: users(layout.calibration_text(BY_BASE[w.base])),
     output:
         directory("results/base/{base}"),
     log:
@@ -18,7 +18,7 @@ rule quantize_base:
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.recorded_json("quantize_base", BY_BASE[w.base]),
-        model=lambda w: layout.model_dir(BY_BASE[w.base]),
+        model=lambda w: there(layout.model_dir(BY_BASE[w.base])),
         tokens=lambda w, input: [
             part for file in input.tokens[:1] for part in ("--tokens", subpath(file, parent=True))
         ],

@@ -4,7 +4,7 @@ rule score_tokens:
         tokens=lambda w: manifest(RUNS[BY_SCORES[w.scores]]),
         arrays=lambda w: layout.token_arrays(RUNS[BY_SCORES[w.scores]]),
         base=lambda w: SCORED[BY_SCORES[w.scores]].base or [],
-        model=lambda w: SCORED[BY_SCORES[w.scores]].files,
+        model=lambda w: scored_files(BY_SCORES[w.scores]),
         tokenizer=lambda w: model_files(RUNS[BY_SCORES[w.scores]], TOKENIZER_PATTERNS),
     output:
         directory("results/scores/{scores}"),
@@ -21,8 +21,8 @@ rule score_tokens:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.recorded_json("score_tokens", RUNS[BY_SCORES[w.scores]]),
         tokens=subpath(input.tokens, parent=True),
-        scored=lambda w: SCORED[BY_SCORES[w.scores]].options,
-        tokenizer=lambda w: layout.model_dir(RUNS[BY_SCORES[w.scores]]),
+        scored=lambda w: [there(part) for part in SCORED[BY_SCORES[w.scores]].options],
+        tokenizer=lambda w: there(layout.model_dir(RUNS[BY_SCORES[w.scores]])),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.score_tokens --config {params.config:q} {params.scored:q}"

@@ -1,8 +1,8 @@
 rule tokenize_dataset:
     input:
-        data=lambda w: layout.data_files(BY_TOKENS[w.tokens]),
+        data=lambda w: data_files(BY_TOKENS[w.tokens]),
         tokenizer=lambda w: model_files(BY_TOKENS[w.tokens], TOKENIZER_PATTERNS),
-        chat_template=lambda w: BY_TOKENS[w.tokens].data.chat_template or [],
+        chat_template=lambda w: users(BY_TOKENS[w.tokens].data.chat_template),
     output:
         manifest="results/tokens/{tokens}/manifest.json",
         arrays=expand("results/tokens/{{tokens}}/{file}", file=layout.ARRAYS),
@@ -19,8 +19,8 @@ rule tokenize_dataset:
         recorded=lambda w: layout.recorded_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         config=lambda w, output: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         folder=subpath(output.manifest, parent=True),
-        model=lambda w: layout.model_dir(BY_TOKENS[w.tokens]),
-        dataset=lambda w: layout.dataset_dir(BY_TOKENS[w.tokens]) or ".",
+        model=lambda w: there(layout.model_dir(BY_TOKENS[w.tokens])),
+        dataset=lambda w: there(layout.dataset_dir(BY_TOKENS[w.tokens]) or "."),
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
         " --dataset {params.dataset:q} --tokenizer {params.model:q}"

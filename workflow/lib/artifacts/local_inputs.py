@@ -66,6 +66,16 @@ def check_local_paths(name: str, run: RunConfig) -> None:
             check_path(key, value, run=name)
 
 
+def check_prefix(prefix: str) -> None:
+    """Raise `UserError` for a prefix of the module that rules or commands would misread."""
+    if prefix and not re.fullmatch(r"/?[\w.][\w./-]*", prefix):
+        bound = (
+            "it holds other characters than letters, digits, '.', '_', '-' and '/', or begins "
+            "with '-'"
+        )
+        raise setting_error("prefix of the module", prefix, bound, "Name another folder")
+
+
 def _check_dataset_id(name: str, source: str) -> None:
     setting = f"data.source (run {name})"
     change = "Set data.source to null, and data.train to the files or the folder"

@@ -61,6 +61,16 @@ def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:
     return found
 
 
+def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel]) -> set[str]:
+    """Return the folders of `layout` that settings name as they name a user's own: downloads, bases
+    and adapters of runs."""
+    downloads = {folder for run in runs.values() for folder in layout.download_dirs(run).values()}
+    adapters = {f"{layout.stage_dir(name, 'consolidate')}/adapter" for name in runs}
+    bases = {layout.base_dir(run) for run in runs.values()}
+    of_hub = {model.model for model in scored.values() if model.model and model.download}
+    return downloads | adapters | bases | of_hub
+
+
 def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:
     run = runs[name]
     setting = needs_of(run.train.objective).scores_of

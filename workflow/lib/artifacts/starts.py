@@ -4,7 +4,7 @@ A run's name counts before a folder of this name. The settings of an adapter are
 that continues it, so they are settled here, in the order of the runs, before anything depends on
 them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -26,13 +26,16 @@ SETTING = "train.start_from"
 OF_BASE = {"model": ("source", "revision"), "quantize": None}
 
 
-def with_starts(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
+def with_starts(
+    runs: Mapping[str, RunConfig], placed: Callable[[str], str] = str
+) -> dict[str, RunConfig]:
     """Return the runs, each with the run that it starts from and with the `lora` settings of the
-    adapter that it continues. Raises `UserError` for a start that is nothing, in a circle, of
-    another base, or of settings that the run contradicts."""
+    adapter that it continues. placed: tells where a download of `layout` is. Raises `UserError`
+    for a start that is nothing, in a circle, of another base, or of settings that the run
+    contradicts."""
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
-        done[name] = _started(name, runs, done)
+        done[name] = _started(name, runs, done, placed)
         if "start" in done[name].subjects and done[name].start is None:
             bound = (
                 f"{SETTING} = {runs[name].train.start_from!r} is no run whose adapter is measured"
@@ -60,7 +63,12 @@ def _in_order(runs: Mapping[str, RunConfig]) -> list[str]:
         ) from None
 
 
-def _started(name: str, runs: Mapping[str, RunConfig], done: Mapping[str, RunConfig]) -> RunConfig:
+def _started(
+    name: str,
+    runs: Mapping[str, RunConfig],
+    done: Mapping[str, RunConfig],
+    placed: Callable[[str], str],
+) -> RunConfig:
     run = runs[name]
     start = run.train.start_from
     if start is None:
@@ -72,6 +80,7 @@ def _started(name: str, runs: Mapping[str, RunConfig], done: Mapping[str, RunCon
         return run.starting_from(other, lora)
     folder = Path(layout.start_adapter(run) or "")
     if is_hub_id(start):
+        folder = Path(placed(str(folder)))
         if (folder / ADAPTER).is_file():
             check_continued({"runs": {name: run}}, folder, start)
         return run
