@@ -137,10 +137,15 @@ def host(tmp_path_factory):
 
 
 def deployed(root):
-    """Return a project as `snakedeploy` writes it, with an empty mapping of settings."""
+    """Return a project as `snakedeploy` writes it: the Snakefile, and copies of two folders."""
     project = imported(root, snakefile='github("owner/tuner", path="Snakefile", tag="v1")')
-    shutil.copy2(project.repository / "Snakefile", project.root)
-    (project.root / "config.yaml").write_text("{}")
+    shutil.rmtree(project.root)
+    (project.root / "workflow").mkdir(parents=True)
+    outer = (project.repository / "Snakefile").read_text()
+    snakefile = outer.replace('"config.yaml"', '"config/config.yaml"')
+    (project.root / "workflow" / "Snakefile").write_text(snakefile)
+    for folder in ("config", "profiles"):
+        shutil.copytree(REPOSITORY / folder, project.root / folder)
     return project
 
 
@@ -151,9 +156,18 @@ def test_snakefile_of_a_git_host_without_the_library_says_how_to_install_it(tmp_
     assert "Traceback" not in done.stdout
 
 
-def test_snakefile_of_a_git_host_and_an_installed_library_plan_the_demo(tmp_path, host):
+def test_deployed_workflow_and_an_installed_library_plan_the_demo(tmp_path, host):
     project = deployed(tmp_path)
     done = plainly(project, "--dry-run", "tuning_train", PYTHONPATH=str(REPOSITORY), **host)
     assert done.returncode == 0, done.stdout
-    assert "The config is empty: the settings of the demo apply" in done.stdout
     assert str(REPOSITORY / "workflow" / "resources" / "base") in done.stdout
+
+
+def test_users_file_goes_before_one_of_the_workflow_with_its_name(tmp_path, host):
+    project = deployed(tmp_path)
+    shutil.copytree(
+        REPOSITORY / "workflow/resources/base", project.root / "workflow/resources/base"
+    )
+    done = plainly(project, "--dry-run", "tuning_train", PYTHONPATH=str(REPOSITORY), **host)
+    assert str(REPOSITORY / "workflow" / "resources" / "base") not in done.stdout
+    assert str(REPOSITORY / "workflow" / "resources" / "pydocs") in done.stdout

@@ -7,7 +7,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from snakemake.common.configfile import load_configfile
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import update_config
@@ -71,20 +70,17 @@ configfile: "config.yaml"
 
 
 def shipped(settings):
-    """The demo's settings, with its files where they are."""
+    """The settings with the workflow's own files, as the demo's, where they are; a user's file of that name goes first."""
     if isinstance(settings, dict):
         return {key: shipped(value) for key, value in settings.items()}
-    is_file = isinstance(settings, str) and settings.startswith("workflow/")
-    return str(SOURCES / settings) if is_file else settings
+    if isinstance(settings, list):
+        return [shipped(value) for value in settings]
+    is_shipped = str(settings).startswith("workflow/resources/") and not Path(settings).exists()
+    return str(SOURCES / settings) if is_shipped else settings
 
 
-# A project that was deployed a minute ago has an empty config.
-if workflow.modifier.namespace and not config.keys() - workflow.config_settings.config.keys():
-    demo = workflow.source_path("../../config.yaml")
-    if workflow.is_main_process:
-        said = "The config is empty: the settings of the demo apply, the config.yaml of the workflow."
-        print(said, file=sys.stderr)
-    config |= shipped(load_configfile(demo))
+if workflow.modifier.namespace:
+    config |= shipped(config)
 
 update_config(config, as_in_yaml(workflow.config_settings.config))
 
