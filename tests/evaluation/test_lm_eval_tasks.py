@@ -92,6 +92,7 @@ def one_process(monkeypatch):
 
 def task_file(folder, name, *, template=CHOICE, how="mean", more="", data=True):
     """Write a task of 13 items to `folder`; return settings that run it."""
+    folder.mkdir(exist_ok=True)
     file = folder / f"{name}.jsonl"
     if data:
         file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
@@ -188,6 +189,18 @@ def test_task_without_its_data_file_is_refused(tokenizer, tmp_path):
         match=r"bare cannot be loaded \(FileNotFoundError.*bare\.jsonl.*Mend the task's file",
     ):
         load(settings, tokenizer)
+
+
+def test_data_file_beside_a_task_is_found_from_any_folder(tokenizer, tmp_path, monkeypatch):
+    settings = task_file(tmp_path / "tasks", "near")
+    file = tmp_path / "tasks" / "near.yaml"
+    file.write_text(file.read_text().replace(f"{tmp_path}/tasks/", ""))
+    monkeypatch.chdir(tmp_path)
+    (tasks,) = load(settings, tokenizer).values()
+    assert len(list(tasks["tasks"]["near"].eval_docs)) == len(QUESTIONS)
+    (tmp_path / "near.jsonl").write_text(json.dumps(QUESTIONS[0]) + "\n")
+    (tasks,) = load(settings, tokenizer).values()
+    assert len(list(tasks["tasks"]["near"].eval_docs)) == 1, "the folder one runs in goes first"
 
 
 def test_examples_for_a_task_defined_without_are_refused(tokenizer, tmp_path):

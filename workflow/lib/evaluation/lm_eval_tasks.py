@@ -137,7 +137,7 @@ def _load(
 ) -> LoadedTasks:
     """Load definitions and data; what a task file or its data set raises is the user's to mend."""
     try:
-        return dict(manager.load([name]))
+        return dict(manager.load([_with_data(name, manager)]))
     except UserError:  # of a template that was stopped, or of any reader of ours
         raise
     except Exception as error:
@@ -147,7 +147,7 @@ def _load(
             if name in shipped
             else (
                 f"Mend the task's file in {settings.tasks_dir}; paths in it count from the "
-                "folder you run in"
+                "folder you run in, and of a task that is named here from the file's own too"
             )
         )
         raise setting_error(
@@ -156,6 +156,23 @@ def _load(
             f"{name} cannot be loaded ({type(error).__name__}: {error})",
             change,
         ) from error
+
+
+def _with_data(name: str, manager: TaskManager) -> str | dict[str, Any]:
+    """Return what the harness loads: data files that the folder one runs in lacks lie beside the
+    task's own file."""
+    entry = manager.task_index[name]
+    options = (entry.cfg or {}).get("dataset_kwargs") or {}
+    files = options.get("data_files")
+    if not isinstance(files, dict) or not entry.yaml_path:
+        return name
+    found = {split: _beside(entry.yaml_path, file) for split, file in files.items()}
+    return {"task": name, "dataset_kwargs": options | {"data_files": found}}
+
+
+def _beside(task: Path, file: Any) -> Any:
+    there = isinstance(file, str) and not Path(file).exists() and task.parent / file
+    return str(there) if there and there.exists() else file
 
 
 def run_tasks(
