@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval import utils
 from lm_eval.api.metrics import mean
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -167,7 +168,9 @@ def _with_data(name: str, manager: TaskManager) -> str | dict[str, Any]:
     if not isinstance(files, dict) or not entry.yaml_path:
         return name
     found = {split: _beside(entry.yaml_path, file) for split, file in files.items()}
-    return {"task": name, "dataset_kwargs": options | {"data_files": found}}
+    if found == files:
+        return name
+    return load_yaml(entry.yaml_path) | {"dataset_kwargs": options | {"data_files": found}}
 
 
 def _beside(task: Path, file: Any) -> Any:

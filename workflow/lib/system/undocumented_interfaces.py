@@ -88,6 +88,7 @@ INTERFACES = _of(
         "peft:LoraConfig": "_register_custom_module",  # PEFT's layer for our linear
         # linears that get no adapter, and so stay in 16 bits
         "peft.tuners.tuners_utils": "_check_lora_target_modules_mamba",
+        "lm_eval.tasks._yaml_loader": "load_yaml",  # a task whose data lie beside its file
         "lm_eval.utils": "env",  # task templates in a sandbox
         # requests shared by processes, and counted
         "lm_eval.models.huggingface:HFLM": "_loglikelihood_tokens _model_call _model_generate",
