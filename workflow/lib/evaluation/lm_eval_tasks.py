@@ -170,7 +170,8 @@ def _with_data(name: str, manager: TaskManager) -> str | dict[str, Any]:
     found = {split: _beside(entry.yaml_path, file) for split, file in files.items()}
     if found == files:
         return name
-    return load_yaml(entry.yaml_path) | {"dataset_kwargs": options | {"data_files": found}}
+    definition: dict[str, Any] = load_yaml(entry.yaml_path)
+    return definition | {"dataset_kwargs": options | {"data_files": found}}
 
 
 def _beside(task: Path, file: Any) -> Any:
