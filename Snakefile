@@ -22,6 +22,7 @@ include: "workflow/rules/score_tokens.smk"
 include: "workflow/rules/preflight_run.smk"
 include: "workflow/rules/finetune.smk"
 include: "workflow/rules/consolidate.smk"
+include: "workflow/rules/export_step.smk"
 include: "workflow/rules/download_converter.smk"
 include: "workflow/rules/check_gguf.smk"
 include: "workflow/rules/convert_gguf.smk"
@@ -84,6 +85,7 @@ rule train:
         ),
         of_runs("consolidate", *[f"adapter/{file}" for file in ADAPTER_FILES]),
         of_runs("consolidate", "parity.json"),
+        [step_adapters(name) for name in RUNS],
         [merged_model(name) for name in MERGED],
         [layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
 

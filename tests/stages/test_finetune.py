@@ -122,6 +122,24 @@ def test_student_that_is_its_own_teacher_begins_without_loss(prepared):
     assert abs(read_checked_json(args.output / "summary.json")["first_loss"]) < 1e-5
 
 
+def refused_step(args):
+    export = CONFIG.export.model_copy(update={"steps": (4, 6)})
+    try:
+        finetune(args, CONFIG.model_copy(update={"export": export}))
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_run_that_is_past_a_step_without_its_checkpoint_does_not_go_on(shared_folder, tmp_path):
+    args = arguments(finished(shared_folder))
+    shutil.copytree(args.checkpoints, tmp_path / "demo-0123456789ab")
+    args.checkpoints, args.output = tmp_path / "demo-0123456789ab", tmp_path / "finetune"
+    messages = run_distributed(refused_step, args, world_size=2)
+    (said,) = {*messages}
+    assert said.startswith(f"export.steps = 6: {args.checkpoints} has no checkpoint of it, ")
+
+
 def test_run_with_more_steps_goes_on_from_a_shorter_one_with_the_same_steps(prepared, tmp_path):
     """And one with fewer steps leaves the checkpoints of the longer one alone."""
     steady = {"lr_schedule": "constant", "warmup_share": 0.0}

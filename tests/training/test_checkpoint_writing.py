@@ -94,12 +94,27 @@ def test_checkpoint_whose_predecessor_cannot_be_removed_is_saved(folder, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+def save_steps(base, folder, exported):
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        run = Run(base, world)
+        writer = CheckpointWriter(folder, keep=1, identity=IDENTITY, world=world, exported=exported)
+        for step in (1, 2, 3, 4, 5):
+            writer.save(run.training, run.optimizer, step=step)
+            writer.wait()
+        return saved_steps(folder)
+
+
+def test_checkpoints_whose_adapters_are_exported_stay_beside_the_newest(folder, tmp_path):
+    arguments = (folder / "nf4", tmp_path, (2, 4))
+    assert run_distributed(save_steps, *arguments, world_size=1) == [[2, 4, 5]]
+
+
 @pytest.mark.parametrize(
     ("step", "minutes_since", "due"),
-    [(1, 0, True), (2, 0, False), (10, 0, True), (11, 4, False), (11, 6, True)],
+    [(1, 0, True), (2, 0, False), (10, 0, True), (11, 4, False), (11, 6, True), (13, 0, True)],
 )
-def test_checkpoint_is_due_after_step_1_every_so_many_steps_and_every_so_many_minutes(
+def test_checkpoint_is_due_after_step_1_exported_ones_every_so_many_and_every_so_many_minutes(
     step, minutes_since, due
 ):
-    cadence = Cadence(every_steps=10, every_minutes=5.0)
+    cadence = Cadence(every_steps=10, every_minutes=5.0, exported=(13,))
     assert cadence.due(step=step, last_saved_s=time.monotonic() - 60 * minutes_since) is due

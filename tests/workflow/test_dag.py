@@ -35,6 +35,7 @@ def once(rules):
 EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("merged model", {"export": {"merged": True}}, ["consolidate_and_merged", *EVALUATION]),
     ("subjects written out", {"evaluate": {"subjects": ["tuned", "base", "original"]}}, REPORT),
+    ("adapters of steps", {"export": {"steps": [3]}}, ["preflight_run", "export_step", *REPORT]),
     ("calibration", {"quantize": {"method": "calibrated"}}, ["quantize_base", *TRAINING]),
     ("row length", {"data": {"seq_len": 29}}, ["tokenize_dataset", *TRAINING]),
     (

@@ -42,6 +42,16 @@ def scored_files(name):
     return inputs_in(SCORED[name].model, SCORED[name].files)
 
 
+def is_kept(wildcards):
+    """Whether the checkpoint of a step stays, since its adapter is exported."""
+    return int(wildcards.step) in RUNS[wildcards.run].export.steps
+
+
+def step_adapters(name):
+    """The folders of the adapters that a run exports of single steps."""
+    return [f"{layout.stage_dir(name, 'export_step')}/{step}" for step in RUNS[name].export.steps]
+
+
 def scores_folder(name):
     """The folder of the scores that a run's training reads, if it reads any."""
     return [SCORED[name].scores] if name in SCORED else []
@@ -127,7 +137,7 @@ def publications():
 def certified_folders(name):
     """The folders of exported files that a certificate names beside base and adapter."""
     gguf = [layout.stage_dir(name, "convert_gguf")] if name in IN_GGUF else []
-    return [*([merged_model(name)] if name in MERGED else []), *gguf]
+    return [*([merged_model(name)] if name in MERGED else []), *gguf, *step_adapters(name)]
 
 
 def verified_options():

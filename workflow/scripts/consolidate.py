@@ -13,10 +13,8 @@ import logging
 import shutil
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.parity_record import Parity
@@ -24,27 +22,17 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
-    base_reference,
     check_conversations,
-    difference,
     merged_tensors,
     read_sharded_adapter,
     replace_chat_template,
-    save_adapter,
-    save_tokenizer,
-    with_corrections,
     write_generation_config,
     write_merged,
 )
-from workflow.lib.export.packed_stacks import (
-    exported_config,
-    exported_names,
-    merged_stacks,
-    without_stacks,
-)
+from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
 from workflow.lib.export.parity import compare_logits
+from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.backends import (
     choose_device,
@@ -87,59 +75,26 @@ def main(args: argparse.Namespace) -> None:
     trained = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
     check_recorded([*listed_files(args.base), trained])
     check_files(without_weights(downloaded_files(args.model)))
-    adapter = read_sharded_adapter(args.finetune / "adapter")
-    trained_config = read_artifact(args.finetune / "adapter_config.json")
-    adapter_config = trained_config | base_reference(config.model, args.model, export=config.export)
-    original = build_on_meta(args.model, dtype=torch.bfloat16)
-    names = exported_names(original, adapter)
-    with CheckpointReader(args.base) as base:
-        whole = with_corrections(adapter, trained_config, model=original, base=base)
-    save_adapter(
-        {names.exported(name): tensor for name, tensor in whole.items()},
-        exported_config(adapter_config, original, adapter),
-        partial / "adapter",
+    adapter = Trained(
+        read_sharded_adapter(args.finetune / "adapter"),
+        read_artifact(args.finetune / "adapter_config.json"),
     )
-    save_tokenizer(args.model, partial / "adapter", facts=facts)
-    write_generation_config(args.model, partial / "adapter", facts=facts)
-    check_conversations(partial / "adapter", facts.probes)
-
-    on_16_bits = adapter, adapter_config
-    if args.recovery is not None:
-        named = base_reference(
-            config.model, args.model, export=config.export.model_copy(update={"nf4_base_id": None})
-        )
-        on_16_bits = difference(
-            adapter,
-            read_sharded_adapter(args.recovery),
-            trained_config | named,
-            stacks=expert_stacks(original),
-        )
-        write_difference(*on_16_bits, original, names, partial / "adapter" / ON_ORIGINAL)
+    names, on_16_bits = write_peft_folder(
+        adapter,
+        partial / "adapter",
+        config,
+        model=args.model,
+        base=args.base,
+        recovery=args.recovery,
+        facts=facts,
+    )
     parity = prove(args, config, partial / "adapter", names=names)
     write_checked_json(partial / "parity.json", parity.as_json())
-    write_checksums(partial / "adapter")
     if config.export.merged:
         on_nf4 = config.export.merge_onto == "dequantized"
-        merged = (adapter, adapter_config) if on_nf4 else on_16_bits
-        merge(args, config, *merged, partial / "merged", facts=facts)
+        merged = adapter if on_nf4 else on_16_bits
+        merge(args, config, merged, partial / "merged", facts=facts)
     put_in_place(partial, args.output)
-
-
-def write_difference(
-    adapter: dict[str, torch.Tensor],
-    adapter_config: dict[str, Any],
-    original: PreTrainedModel,
-    names: StackNames,
-    folder: Path,
-) -> None:
-    """Write the adapter for the original in 16 bits, which is without the recovery."""
-    save_adapter(
-        {names.exported(name): tensor for name, tensor in adapter.items()},
-        exported_config(adapter_config, original, adapter),
-        folder,
-    )
-    write_checksums(folder)
-    logger.info("adapter for the original in 16 bits: rank %d", adapter_config["r"])
 
 
 def prove(
@@ -193,8 +148,7 @@ def prove(
 def merge(
     args: argparse.Namespace,
     config: RunConfig,
-    adapter: dict[str, torch.Tensor],
-    adapter_config: dict[str, Any],
+    adapter: Trained,
     folder: Path,
     *,
     facts: ConversationFacts,
@@ -209,13 +163,12 @@ def merge(
         CheckpointReader(args.base) as nf4,
     ):
         tensors = merged_tensors(
-            without_stacks(adapter, stacks), adapter_config, original=original, nf4=nf4, onto=onto,
+            without_stacks(adapter.tensors, stacks), adapter.config,
+            original=original, nf4=nf4, onto=onto,
             module_name=ModuleNames(model).of,
             left=[*converted.left, *converted.stored_in(other_parts(model))],
         )  # fmt: skip
-        experts = merged_stacks(
-            adapter, adapter_config, original=converted, nf4=nf4, onto=onto, stacks=stacks
-        )
+        experts = merged_stacks(*adapter, original=converted, nf4=nf4, onto=onto, stacks=stacks)
         num_bytes = write_merged(
             chain(tensors, experts), args.model, folder, settings=config.export
         )

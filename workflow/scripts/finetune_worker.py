@@ -27,6 +27,7 @@ from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pu
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
+from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.model.experts.router_balance import accumulated
 from workflow.lib.scores.store import ScoreStore, recorded_scores
 from workflow.lib.settings.config import RunConfig
@@ -44,6 +45,7 @@ from workflow.lib.training.checkpoint import (
     save_adapter,
     trained_otherwise,
 )
+from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import Shown, View, live_view
 from workflow.lib.training.loop import Trainer, make_optimizer, peak_bytes
@@ -224,6 +226,11 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
         world=world,
         num_steps=num_steps,
     )
+    exported = run.config.export.steps
+    for step in (x for x in exported if x <= resumed.step):
+        chosen_checkpoint(checkpoints, step, setting="export.steps", change=GO_BACK)
+    if world.is_main:
+        write_checked_json(checkpoints / ADAPTER, run.model.adapter_config())
     journal = Journal(
         checkpoints,
         resumed=resumed,
@@ -237,8 +244,9 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
         identity=run.identity,
         world=world,
         newest=resumed.step,
+        exported=exported,
     )
-    cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
+    cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes, exported)
     heldout = best = None
     if settings.evaluate_every_steps is not None:
         heldout = HeldOut(

@@ -90,6 +90,15 @@ def test_tokens_of_another_length_are_refused():
         check_tokens(token_counts(), run_config(), llama_8b)
 
 
+@pytest.mark.parametrize("length", [{"max_steps": 7, "epochs": None}, {"epochs": 0.5}])
+def test_adapter_of_a_step_after_the_last_is_refused(length):
+    """Half of 211 rows in batches of 16 are 7 steps, too."""
+    tokens = replace(token_counts(seq_len=2048), packed_rows=211)
+    check_tokens(tokens, run_config(train=length, export={"steps": [7]}), llama_8b)
+    with pytest.raises(UserError, match=r"export\.steps = 8: the run has 7 steps .*Remove it"):
+        check_tokens(tokens, run_config(train=length, export={"steps": [8, 3]}), llama_8b)
+
+
 def test_vocabulary_larger_than_the_embedding_is_refused():
     tokens = token_counts(seq_len=2048, vocab_size=128257)
     with pytest.raises(UserError, match="128257 tokens, the model's embedding 128256"):

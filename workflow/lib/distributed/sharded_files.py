@@ -221,13 +221,16 @@ def _overlaps(
             yield piece["file"], source, destination
 
 
-def read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor whole on the CPU, all files checked; raises `DamagedError`. Local."""
+def read_whole(folder: Path, *, below: str = "") -> dict[str, torch.Tensor]:
+    """Return every tensor whose name begins with `below`, by the rest of its name: whole, on the
+    CPU, all files checked; raises `DamagedError`. Local."""
     index = read_index(folder)
     check_files(folder, index)
+    chosen = {name: e for name, e in index["tensors"].items() if name.startswith(below)}
     tensors = {
         name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for name, entry in index["tensors"].items()
+        for name, entry in chosen.items()
     }
-    read_into_(folder, index, {name: piece_of(tensor, rank=0) for name, tensor in tensors.items()})
-    return tensors
+    pieces = {name: piece_of(tensor, rank=0) for name, tensor in tensors.items()}
+    read_into_(folder, index | {"tensors": chosen}, pieces)
+    return {name.removeprefix(below): tensor for name, tensor in tensors.items()}

@@ -47,11 +47,12 @@ GENERATION_CONFIG = "generation_config.json"
 NO_TEMPLATE = "{{ raise_exception('The model was trained without a chat template.') }}"
 
 
-def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Local. Raises
-    `UserError` if it is damaged, without effect (every B zero) or not finite."""
+def read_sharded_adapter(folder: Path, *, below: str = "") -> dict[str, torch.Tensor]:
+    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name, which stands
+    there behind `below`. Local. Raises `UserError` if it is damaged, without effect (every B zero)
+    or not finite."""
     try:
-        tensors = read_whole(folder)
+        tensors = read_whole(folder, below=below)
     except (OSError, DamagedError) as error:
         raise UserError(
             f"the sharded adapter in {folder} cannot be read ({error}). Delete the folder "

@@ -17,6 +17,7 @@ Stage = Literal[
     "preflight_run",
     "finetune",
     "consolidate",
+    "export_step",
     "check_gguf",
     "convert_gguf",
     "publish_run",

@@ -21,7 +21,7 @@ LLAMA_CPP_SHA256 = "c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428ea
 CHECKED_BEFORE = Affects(read_by=("preflight_run", "evaluate_run"))
 TOLD = Affects(read_by=(), told=("evaluate_run",))
 OF_GGUF = Affects(read_by=("convert_gguf", "publish_run"))
-OF_IDS = Affects(read_by=("consolidate", "write_card"))
+OF_IDS = Affects(read_by=("consolidate", "export_step", "write_card"))
 PUBLISHED = Affects(read_by=("publish_run",))
 GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 GgufForm = Literal["merged", "adapter"]
@@ -32,6 +32,12 @@ class ExportConfig(Section):
 
     affects: ClassVar = Affects("result", read_by=("consolidate",))
 
+    steps: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=10**9)], ...],
+        Affects("plan", read_by=("preflight_run", "finetune"), later=True),
+    ] = ()
+    """Also export the adapters after these optimizer steps. Their checkpoints stay, beside those of
+    `train.keep_checkpoints`."""
     merged: Annotated[
         bool,
         Affects(read_by=("consolidate", "convert_gguf", "publish_run"), told=("evaluate_run",)),
@@ -72,6 +78,13 @@ class ExportConfig(Section):
     """What is uploaded."""
     hub_public: Annotated[bool, PUBLISHED] = False
     """Make a new repository public."""
+
+    @model_validator(mode="after")
+    def _steps_differ(self) -> "ExportConfig":
+        for step in self.steps:
+            if self.steps.count(step) > 1:
+                raise ValueError(f"steps = {step}: it stands there twice. Name it once")
+        return self
 
     @model_validator(mode="after")
     def _published_is_exported(self) -> "ExportConfig":

@@ -33,6 +33,7 @@ class ModelConfig(Section):
             "preflight_run",
             "finetune",
             "consolidate",
+            "export_step",
             "evaluate_run",
             "check_served",
             "write_card",

@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,27 +60,38 @@ def step_dir(folder: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When to write a checkpoint: by steps, by minutes, and after step 1 to prove it."""
+    """When to write a checkpoint: by steps, by minutes, after steps whose adapters are exported,
+    and after step 1 to prove it."""
 
     every_steps: int
     every_minutes: float | None
+    exported: Collection[int] = ()
     began_s: float = field(default_factory=time.monotonic)
 
     def due(self, *, step: int, last_saved_s: float | None) -> bool:
         """Tell whether a checkpoint is due after `step` (1-based); clocks differ by process."""
         since = time.monotonic() - (self.began_s if last_saved_s is None else last_saved_s)
         late = self.every_minutes is not None and since >= 60 * self.every_minutes
-        return step == 1 or step % self.every_steps == 0 or late
+        return step == 1 or step % self.every_steps == 0 or step in self.exported or late
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, one at a time, and removes old ones. Collective. The
-    thread has its own process group: in a shared one collectives could meet in another order."""
+    """Writes checkpoints in the background, one at a time, and removes old ones but the `exported`.
+    Collective. The thread has its own process group: in a shared one collectives could meet in
+    another order."""
 
     def __init__(
-        self, folder: Path, *, keep: int, identity: str, world: World, newest: int = 0
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        identity: str,
+        world: World,
+        newest: int = 0,
+        exported: Collection[int] = (),
     ) -> None:
         self._folder, self._keep, self._identity, self._world = folder, keep, identity, world
+        self._exported = exported
         self._group = dist.new_group(backend="gloo")
         self._newest = newest
         self._orders: queue.SimpleQueue[tuple[dict[str, Piece], int]] = queue.SimpleQueue()
@@ -201,7 +212,7 @@ class CheckpointWriter:
                 shutil.rmtree(path, ignore_errors=True)
         # those behind are of a longer run with the same steps
         own = [step for step in saved_steps(self._folder) if step <= self._newest]
-        for old in own[: -self._keep]:
+        for old in {*own[: -self._keep]}.difference(self._exported):
             discard(step_dir(self._folder, old))
 
 

@@ -28,6 +28,7 @@ from workflow.lib.planning.preflight.planning_inputs import (
 )
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
+from workflow.lib.settings.schedule import total_steps
 from workflow.lib.system import hardware
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError, setting_error
@@ -176,6 +177,10 @@ def check_tokens(tokens: TokenCounts, run: RunConfig, shape: ModelShape) -> None
             f"the tokens were packed into rows of {tokens.seq_len}",
             "Tokenize again with this setting, or set it to that length",
         )
+    last = total_steps(run.train, num_rows=tokens.packed_rows)
+    if late := [step for step in run.export.steps if step > last]:
+        bound = f"the run has {last} steps (train.epochs, train.max_steps)"
+        raise setting_error("export.steps", max(late), bound, "Remove it, or train longer")
     if tokens.vocab_size > shape.vocab_size:
         raise UserError(
             f"model.source: the tokenizer has {tokens.vocab_size} tokens, the model's embedding "

@@ -119,7 +119,8 @@ def decide(
         options = [chosen]
     disk = disk_bytes(
         shape, chosen.plan, tokens,
-        keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
+        keep_checkpoints=run.train.keep_checkpoints + len(run.export.steps),
+        keep_best=run.train.select == "best",
     )  # fmt: skip
     lack = None
     if chosen.lacking_bytes > 0:
@@ -218,5 +219,5 @@ def _disk_lack(needed: int, free: int | None) -> str | None:
         return None
     return (
         f"checkpoints and adapter need {needed / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are "
-        "free. Free disk space, or lower train.keep_checkpoints or lora.r"
+        "free. Free disk space, lower train.keep_checkpoints or lora.r, or shorten export.steps"
     )

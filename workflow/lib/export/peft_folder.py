@@ -1,0 +1,95 @@
+"""An adapter as the folder that PEFT, Transformers and servers load: weights, configuration,
+tokenizer with its chat template, generation settings, checksums."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.export.adapter_files import (
+    base_reference,
+    check_conversations,
+    difference,
+    read_sharded_adapter,
+    save_adapter,
+    save_tokenizer,
+    with_corrections,
+    write_generation_config,
+)
+from workflow.lib.export.packed_stacks import exported_config, exported_names
+from workflow.lib.model.architecture.model_files import ON_ORIGINAL
+from workflow.lib.model.architecture.stack_names import StackNames
+from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.files import write_checksums
+
+logger = logging.getLogger("workflow")
+
+
+class Trained(NamedTuple):
+    """An adapter in the names of the training, and its `adapter_config.json`."""
+
+    tensors: dict[str, torch.Tensor]
+    config: dict[str, Any]
+
+
+def write_peft_folder(
+    trained: Trained,
+    folder: Path,
+    config: RunConfig,
+    *,
+    model: Path,
+    base: Path,
+    recovery: Path | None,
+    facts: ConversationFacts,
+) -> tuple[StackNames, Trained]:
+    """Write the adapter of `base` to `folder`; one that began with a `recovery` holds it, and gets
+    a folder for the original in 16 bits inside. Return the names in its files, and the adapter for
+    the original. Raises `UserError` if its tokenizer writes conversations otherwise than trained.
+    """
+    adapter_config = trained.config | base_reference(config.model, model, export=config.export)
+    original = build_on_meta(model, dtype=torch.bfloat16)
+    names = exported_names(original, trained.tensors)
+    with CheckpointReader(base) as reader:
+        whole = with_corrections(trained.tensors, trained.config, model=original, base=reader)
+    save_adapter(
+        {names.exported(name): tensor for name, tensor in whole.items()},
+        exported_config(adapter_config, original, trained.tensors),
+        folder,
+    )
+    save_tokenizer(model, folder, facts=facts)
+    write_generation_config(model, folder, facts=facts)
+    check_conversations(folder, facts.probes)
+    on_16_bits = Trained(trained.tensors, adapter_config)
+    if recovery is not None:
+        named = base_reference(
+            config.model, model, export=config.export.model_copy(update={"nf4_base_id": None})
+        )
+        joined = difference(
+            trained.tensors,
+            read_sharded_adapter(recovery),
+            trained.config | named,
+            stacks=expert_stacks(original),
+        )
+        on_16_bits = Trained(*joined)
+        write_difference(on_16_bits, original, names, folder / ON_ORIGINAL)
+    write_checksums(folder)
+    return names, on_16_bits
+
+
+def write_difference(
+    adapter: Trained, original: PreTrainedModel, names: StackNames, folder: Path
+) -> None:
+    """Write the adapter for the original in 16 bits, which is without the recovery."""
+    save_adapter(
+        {names.exported(name): tensor for name, tensor in adapter.tensors.items()},
+        exported_config(adapter.config, original, adapter.tensors),
+        folder,
+    )
+    write_checksums(folder)
+    logger.info("adapter for the original in 16 bits: rank %d", adapter.config["r"])

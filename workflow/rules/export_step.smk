@@ -1,0 +1,35 @@
+# What `export.steps` names has a checkpoint when the run has ended. Any other step, which a command names
+# (`snakemake results/runs/RUN/export_step/STEP`), is taken from what there is: nothing is trained for it.
+rule export_step:
+    input:
+        tokens=lambda w: manifest(RUNS[w.run]),
+        base=lambda w: layout.base_dir(RUNS[w.run]),
+        model=lambda w: model_files(RUNS[w.run]),
+        start=lambda w: layout.start_files(RUNS[w.run]),
+        recovery=lambda w: layout.recovery_of(RUNS[w.run]) or [],
+        finetune=lambda w: rules.finetune.output.summary if is_kept(w) else [],
+    output:
+        directory("results/runs/{run}/export_step/{step}"),
+    log:
+        "logs/export_step/{run}-{step}.log",
+    wildcard_constraints:
+        step=r"[1-9]\d*",
+    conda:
+        "../../envs/torch.yaml"
+    resources:
+        mem_mb=asks("mem_mb", READING),
+        runtime=asks("runtime", READING),
+    params:
+        config=lambda w: layout.stage_json("export_step", RUNS[w.run]),
+        checkpoints=checkpoints,
+        # Checkpoints of before had none beside them.
+        adapter_config=lambda w, input: (
+            f"{layout.stage_dir(w.run, 'finetune') if is_kept(w) else checkpoints(w, input)}/adapter_config.json"
+        ),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
+        recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
+    shell:
+        "python -m workflow.scripts.export_step --config {params.config:q} --step {wildcards.step}"
+        " --checkpoints {params.checkpoints:q} --adapter-config {params.adapter_config:q}"
+        " --base {input.base:q} --model {params.model:q} --manifest {input.tokens:q}"
+        " {params.recovery:q} --output {output:q} --log {log:q}"

@@ -1,0 +1,67 @@
+"""Write the adapter of a checkpoint as a folder that PEFT loads, like that of `consolidate`.
+
+The checkpoint is one that `export.steps` had kept, or any other that is still there, also of a run
+that has not come to its end.
+"""
+
+import argparse
+import logging
+import shutil
+from pathlib import Path
+
+from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.export.adapter_files import read_sharded_adapter
+from workflow.lib.export.peft_folder import Trained, write_peft_folder
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import (
+    check_files,
+    downloaded_files,
+    listed_files,
+    without_weights,
+)
+from workflow.lib.system.files import put_in_place
+from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    config = RunConfig.model_validate(args.config)
+    checkpoint = chosen_checkpoint(
+        args.checkpoints, args.step, setting="export.steps", change=GO_BACK
+    )
+    check_files(without_weights(downloaded_files(args.model)))
+    trained_config = read_artifact(args.adapter_config)
+    if trained_config.get("modules_to_save"):  # whose other tensors are the base's
+        check_files(listed_files(args.base))
+    partial = args.output.with_name(f".{args.output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_peft_folder(
+        Trained(read_sharded_adapter(checkpoint, below="adapter/"), trained_config),
+        partial,
+        config,
+        model=args.model,
+        base=args.base,
+        recovery=args.recovery,
+        facts=read_record(args.manifest, ConversationFacts),
+    )
+    put_in_place(partial, args.output)
+    logger.info("adapter after step %d: %s", args.step, args.output)
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__)
+    parser.add_argument("--checkpoints", type=Path, required=True, help="the run's checkpoints")
+    parser.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    parser.add_argument(
+        "--adapter-config", type=Path, required=True, help="adapter_config.json of the training"
+    )
+    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
+    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
+    parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
+    parser.add_argument("--recovery", type=Path, help="shards of the base's recovery adapter")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the adapter")
+    run(main, parser)
