@@ -33,6 +33,7 @@ include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
 include: "workflow/rules/certify_run.smk"
 include: "workflow/rules/verify.smk"
+include: "workflow/rules/rewind.smk"
 include: "workflow/rules/publish_run.smk"
 
 
@@ -46,6 +47,7 @@ localrules:
     report,
     certify,
     verify,
+    rewind,
     publish,
 
 

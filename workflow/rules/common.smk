@@ -84,8 +84,11 @@ if workflow.modifier.namespace:
 
 update_config(config, as_in_yaml(workflow.config_settings.config))
 
-# No settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`.
-CERTIFICATE, SIGNED_BY = (config.pop(name, None) for name in ("certificate", "signed_by"))
+# No settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
+# `snakemake rewind --config rewind=RUN@STEP`.
+CERTIFICATE, SIGNED_BY, REWIND = (
+    config.pop(name, None) for name in ("certificate", "signed_by", "rewind")
+)
 
 STARTED = time.time()
 

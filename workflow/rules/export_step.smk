@@ -5,9 +5,10 @@ rule export_step:
         tokens=lambda w: manifest(RUNS[w.run]),
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
-        start=lambda w: layout.start_files(RUNS[w.run]),
+        start=lambda w: start_files(RUNS[w.run]),
+        scores=lambda w: scores_folder(w.run),
         recovery=lambda w: layout.recovery_of(RUNS[w.run]) or [],
-        finetune=lambda w: rules.finetune.output.summary if is_kept(w) else [],
+        finetune=lambda w: of_runs("finetune", "summary.json", names=[w.run]) if is_kept(w) else [],
     output:
         directory("results/runs/{run}/export_step/{step}"),
     log:
@@ -24,9 +25,9 @@ rule export_step:
         checkpoints=checkpoints,
         # Checkpoints of before had none beside them.
         adapter_config=lambda w, input: (
-            f"{layout.stage_dir(w.run, 'finetune') if is_kept(w) else checkpoints(w, input)}/adapter_config.json"
+            f"{placed(layout.stage_dir(w.run, 'finetune')) if is_kept(w) else checkpoints(w, input)}/adapter_config.json"
         ),
-        model=lambda w: layout.model_dir(RUNS[w.run]),
+        model=lambda w: there(layout.model_dir(RUNS[w.run])),
         recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
     shell:
         "python -m workflow.scripts.export_step --config {params.config:q} --step {wildcards.step}"

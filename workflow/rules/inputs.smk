@@ -2,16 +2,21 @@
 
 
 def checkpoints(wildcards, input):
+    """Folder of a run's checkpoints."""
+    return checkpoints_of(wildcards.run, input)
+
+
+def checkpoints_of(name, input):
     """Folder of a run's checkpoints, named by its settings and by the content that it trains on.
 
     Data or weights edited in place must not continue from what their old content has trained.
     """
     # An input that is still to be made has to be named by the error; then Snakemake asks again later.
-    scores = [placed(folder) for folder in scores_folder(wildcards.run)]
+    scores = [placed(folder) for folder in scores_folder(name)]
     for path in (input.tokens, input.base, *input.start, *scores):
         Path(path).stat()
-    folder = placed(layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run]))
-    start = layout.start_adapter(RUNS[wildcards.run])
+    folder = placed(layout.checkpoint_dir(name, RUNS[name]))
+    start = layout.start_adapter(RUNS[name])
     content = trained_content(
         Path(input.tokens),
         Path(input.base),
@@ -138,6 +143,26 @@ def certified_folders(name):
     """The folders of exported files that a certificate names beside base and adapter."""
     gguf = [layout.stage_dir(name, "convert_gguf")] if name in IN_GGUF else []
     return [*([merged_model(name)] if name in MERGED else []), *gguf, *step_adapters(name)]
+
+
+def rewound():
+    """The run and the step to which `rewind` goes back, as the command line names them."""
+    name, _, step = str(REWIND).partition("@")
+    if name not in RUNS or not re.fullmatch("[0-9]{1,10}", step):
+        raise WorkflowError(
+            f"rewind = {REWIND}: it must be RUN@STEP (runs: {', '.join(RUNS)}), the step of a checkpoint: "
+            "snakemake rewind --config rewind=RUN@STEP"
+        )
+    return name, int(step)
+
+
+# Here, since Snakemake would show a traceback of what a function of a rule raises.
+if workflow.is_main_process and REWIND is not None:
+    rewound()
+    if not any(word.endswith("rewind") for word in sys.argv):
+        raise WorkflowError(
+            f"rewind = {REWIND}: only the target of this name goes back: snakemake rewind --config rewind={REWIND}"
+        )
 
 
 def verified_options():

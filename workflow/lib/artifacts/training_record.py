@@ -92,6 +92,8 @@ class Summary(Record):
     resumed_from_steps: list[int]  # the last step before each interruption
     skipped_checkpoints: list[SkippedCheckpoint] = Field(default=[])
     """Checkpoints that were damaged."""
+    returns: list[tuple[int, int]] = Field(default=[])
+    """From which step the user went back to which. Written only where there was such a return."""
     settings: TrainedSettings  # settings as trained
     global_batch_size: int  # rows of an optimizer step, over all processes
     micro_batch_size: int  # rows of a process in one forward

@@ -44,7 +44,7 @@ logger = logging.getLogger("workflow")
 
 STEP_PATTERN = re.compile(r"^step-(\d{8})$")
 LEFTOVER_PATTERN = re.compile(r"^\.step-\d{8}\.(partial|damaged)$")
-METRICS = "metrics.jsonl"
+METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
 
 
 def saved_steps(folder: Path) -> list[int]:

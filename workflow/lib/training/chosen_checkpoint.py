@@ -1,11 +1,18 @@
-"""A checkpoint that the user names: its adapter is exported, or the run goes on from it.
+"""A checkpoint that the user names: its adapter is exported, or the run goes back to it.
 
-To go back, all that came after it is set aside, not removed, in a folder beside it."""
+To go back, all that was made after it is set aside in one folder beside it, and nothing is removed:
+then the ordinary start finds it as the newest."""
 
+import logging
+import time
 from pathlib import Path
 
+from workflow.lib.distributed.sharded_files import DamagedError, check_files, read_index
+from workflow.lib.system.artifact_files import write_lines
 from workflow.lib.system.errors import setting_error
-from workflow.lib.training.checkpoint import saved_steps, step_dir
+from workflow.lib.training.checkpoint import HISTORY, saved_steps, step_dir, whole_rows
+
+logger = logging.getLogger("workflow")
 
 GO_BACK = (
     "Name one of these steps, or go back to one before it and train from there "
@@ -21,3 +28,35 @@ def chosen_checkpoint(folder: Path, step: int, *, setting: str, change: str) -> 
         there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "none is"
         raise setting_error(setting, step, f"{folder} has no checkpoint of it, {there}", change)
     return step_dir(folder, step)
+
+
+def go_back(folder: Path, step: int, *, results: Path) -> None:
+    """Set aside what a run has made after the checkpoint of `step`: later checkpoints and best
+    adapters, and the `results` of its end. Raises `UserError` if that checkpoint is damaged, or if
+    nothing is later. Nobody else may write to `folder` meanwhile."""
+    chosen = chosen_checkpoint(folder, step, setting="rewind", change="Name one of these steps")
+    newest = saved_steps(folder)[-1]
+    if step == newest:
+        bound = "it is the newest checkpoint, from which the plain command goes on"
+        raise setting_error("rewind", step, bound, "Name an earlier one")
+    try:
+        check_files(chosen, read_index(chosen))
+    except DamagedError as error:
+        bound = f"this checkpoint is damaged ({error})"
+        raise setting_error("rewind", step, bound, "Name another step") from None
+    number = 1 + len([*folder.glob("set-aside-*")])
+    aside = folder / f"set-aside-{number}"
+    aside.mkdir()
+    note = {"from_step": newest, "to_step": step, "unix_s": round(time.time())}
+    write_lines(folder / HISTORY, [*whole_rows(folder / HISTORY), note])
+    # The newest last: as long as it is there, the command can be repeated.
+    kept = [*folder.glob("best-*"), *(step_dir(folder, saved) for saved in saved_steps(folder))]
+    later = [path for path in kept if int(path.name.rpartition("-")[2]) > step]
+    for path in (results, *later):
+        if path.exists():
+            path.rename(aside / path.name)
+    logger.info(
+        "the next start goes on after step %d; what came later, up to step %d, is in %s: delete "
+        "that folder when nobody needs it",
+        *(step, newest, aside),
+    )

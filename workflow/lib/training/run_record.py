@@ -1,7 +1,8 @@
 """The record of a run: a line per step while it trains, a summary when it is done.
 
 Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the checkpoint on
-resuming, so without gaps or doubles) and `history.jsonl` (one line per start, never rewound)."""
+resuming, so without gaps or doubles) and `history.jsonl` (a line per start, or return to an earlier
+checkpoint; never rewound)."""
 
 import logging
 import sys
@@ -25,6 +26,7 @@ from workflow.lib.system.hardware import drawn_j
 from workflow.lib.system.number_formats import duration
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import (
+    HISTORY,
     METRICS,
     Resumed,
     rewind_metrics,
@@ -50,11 +52,13 @@ class Journal:
         self.rows: list[dict[str, Any]] = []
         self.resumed_from: list[int] = []
         self.skipped: list[dict[str, Any]] = []  # of `SkippedCheckpoint`
+        self.returns: list[list[int]] = []  # as in `Summary`; on the main process
         if world.is_main:
             self.rows = rewind_metrics(self._path, step=resumed.step, source=resumed.metrics)
-            starts = _note_start(folder / "history.jsonl", resumed)
-            self.resumed_from = [row["first_step"] for row in starts if row["first_step"] > 0]
+            starts = _note_start(folder / HISTORY, resumed)
+            self.resumed_from = [row["first_step"] for row in starts if row.get("first_step")]
             self.skipped = [skipped for row in starts for skipped in row.get("skipped", ())]
+            self.returns = [[r["from_step"], r["to_step"]] for r in starts if "to_step" in r]
         # Every process decides by them what it does next, and the processes must decide alike.
         shared: list[Any] = [self.rows, self.resumed_from, self.skipped]
         dist.broadcast_object_list(shared, src=0, group=world.io_group)
@@ -177,6 +181,7 @@ def summarize(
         "parity_sha256": parity_sha256,
         "resumed_from_steps": journal.resumed_from,
         "skipped_checkpoints": journal.skipped,
+        **({"returns": journal.returns} if journal.returns else {}),
         **_sizes(run),
         **_losses(journal),
         **_amounts(run, num_steps=journal.step, elapsed_s=journal.elapsed_s),
