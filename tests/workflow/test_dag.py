@@ -92,6 +92,14 @@ def test_run_waits_for_the_one_that_it_starts_from_and_follows_its_data(project)
     assert "the runs start from each other: demo from next, next from demo" in refused
 
 
+def test_adapter_of_a_checkpoint_is_exported_without_training_the_run_to_its_end(project):
+    shutil.rmtree(project.folder("finetune"))
+    assert project.planned("results/runs/demo/export_step/40") == once(["export_step"])
+    project.edit({"export": {"steps": [40]}})
+    expected = once(["finetune", "export_step"])
+    assert project.planned("results/runs/demo/export_step/40") == expected
+
+
 def test_reordered_keys_and_touched_inputs_run_nothing(project):
     for path in [*(project.root / "data").iterdir(), *(project.root / "model").iterdir()]:
         path.touch()

@@ -39,7 +39,7 @@ WIDE = {
     "data": {"chat_template": "data/template.jinja"},
     "quantize": {"method": "calibrated", "calibration_text": "data/text.txt"},
     "evaluate": {"tasks_dir": "data/tasks"},
-    "export": {"merged": True, "gguf": ["f16"]},
+    "export": {"merged": True, "gguf": ["f16"], "steps": [2]},
     "runs": {
         "demo": {},
         "of_hub": {"model": {"name": "far", "source": "owner/far"}},
