@@ -8,7 +8,6 @@ from tests.support.eight_bit_cases import (
     FORMATS,
     copies_of_norms,
     float8_product,
-    restored_rows,
     weights_and_activations,
 )
 from tests.support.feed_forward_cases import passes_behind_a_norm
@@ -47,12 +46,6 @@ def test_products_that_take_a_norm_s_copy_give_the_same_bits(kind, tmp_path):
         tmp_path, products=kind, dtype=torch.bfloat16, device="cuda"
     )
     assert all(map(torch.equal, rounding, taking))
-
-
-def test_restored_rows_are_the_cpu_s_bit_by_bit(kind):
-    for dtype in (torch.bfloat16, torch.float32):
-        for one, other in restored_rows(dtype=dtype, device="cuda", interpreted=False):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_products_are_the_cpu_s(kind):

@@ -29,9 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "flex": {"attention": "flex"},
     "flex, recomputed, dropout": {"attention": "flex", "dropout": 0.1},
     "embedding on the host": {"offload_embedding": True},
-    "kept in float8": {"saved_activations": "float8"},
     "kept on the host": STASHED,
-    "kept on the host in float8": STASHED | {"saved_activations": "float8"},
     "inputs of recomputed layers on the host": STASHED | {"dropout": 0.1},
     "all is on the device still when forward ends": STAYING,
     "nothing is large enough to leave": TOO_SMALL,
@@ -62,9 +60,7 @@ def trained(base, levers, graphed, attention, capturing=CudaCapture):
     torch.use_deterministic_algorithms(True)
     config = settings()
     lora = config.lora.model_copy(update={"dropout": levers.get("dropout", 0.0)})
-    saved = {"saved_activations": levers.get("saved_activations", "compute_dtype")}
-    train = config.train.model_copy(update=saved)
-    config = config.model_copy(update={"lora": lora, "train": train})
+    config = config.model_copy(update={"lora": lora})
     plan = make_plan(
         device="cuda", processes=levers.get("replicas", 1), num_steps=STEPS,
         activation_checkpointing="dropout" in levers,

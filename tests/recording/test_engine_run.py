@@ -37,7 +37,6 @@ OFFLOADED = {"offload_activations": True}
 WITH_TABLES = {"trains_head": True, "trains_embedding": True}
 SOME_OF_THREE = {"processes": 3, "activation_checkpointing": 2}
 FEW = {"targets": ("q_proj", "v_proj")}
-FLOAT8 = {"saved_activations": "float8"}
 FEW_NUMBERS = 64  # bytes: a scalar, the keys of a micro-batch's rows
 # And of matmuls in 8 bits the scales of the weights' rows, made in the first forward.
 STAY = {
@@ -101,7 +100,7 @@ def tapes(process):
         KEPT | GRAPHS | {"offload_activations": 4},
         SOME_OF_THREE,
         {"processes": 4, "replicas": 2, "accumulation_steps": 2, "offload_embedding": True},
-        FLOAT8 | {"activation_checkpointing": 8, "offload_activations": 4},
+        {"activation_checkpointing": 8, "offload_activations": 4},
         {"matmul_dtype": "float8"},
     ],
     ids=str,

@@ -107,7 +107,6 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(section,
         ("lora", "target_modules", [""], "target_modules has an empty name or none at all"),
         ("export", "steps", [5, 3, 5], "steps = 5: it stands there twice. Name it once"),
         ("data", "revision", "v1", "revision is set but source is null"),
-        ("data", "train", [], "train = []: the list is empty. Name a file, folder or glob"),
         ("data", "heldout", {"path": "a", "weight": 2}, "heldout gives 'a' a weight"),
     ],
 )
@@ -115,6 +114,14 @@ def test_value_that_does_not_fit_its_section_names_section_and_bound(section, ke
     (line,) = message({section: {key: value}})
     assert line.startswith(f"{section}: ")
     assert bound in line
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.heldout", "quantize.recovery_text"])
+def test_list_of_texts_names_some(key):
+    section, name = key.split(".")
+    assert message({section: {name: []}}) == [
+        f"{key} = []: must have at least 1 entry. Change it in config.yaml."
+    ]
 
 
 def test_all_mistakes_are_reported_at_once():

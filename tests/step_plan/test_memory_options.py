@@ -11,9 +11,9 @@ from workflow.lib.step_plan.memory_options import LEVELS, TABLE, MemoryOptions, 
 from workflow.lib.system.errors import UserError
 
 GPUS = Circumstances(
-    cuda=True, float8=True, processes=2, num_layers=32, tied_embeddings=False, embedding="m.embed"
+    cuda=True, processes=2, num_layers=32, tied_embeddings=False, embedding="m.embed"
 )
-CPUS = GPUS._replace(cuda=False, float8=False)
+CPUS = GPUS._replace(cuda=False)
 ONE = GPUS._replace(processes=1)
 ROWS = {option.field: option for option in TABLE}
 

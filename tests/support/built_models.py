@@ -34,7 +34,6 @@ def built_model(
         attention_dropout=config.model.attention_dropout == FAMILY,
         matmul_dtype=matmul_dtype,
         matmul_passes=train.matmul_passes,
-        saved_activations=train.saved_activations,
         fused_layers=train.fused_layers,
         fused_loss=train.fused_loss,
     )

@@ -13,7 +13,6 @@ from workflow.lib.kernels.eight_bits.rounding import (
     FORMATS,
     Format,
     Rounded,
-    restored,
     rounded,
     unfilled,
 )
@@ -109,25 +108,6 @@ def copies_of_norms(form: Format, *, device: str, interpreted: bool) -> Pairs:
         rounding.round_rows.kernel(*alone[:2], y, None, form)
         pairs += zip(copy[:2], alone[:2], strict=True)
     return [(one.cpu(), other.cpu()) for one, other in pairs]
-
-
-def restored_rows(*, dtype: torch.dtype, device: str, interpreted: bool) -> Pairs:
-    """Return pairs of rows that the kernel restores in `dtype` and what it must give, bit by bit:
-    rows of whole blocks of 64, of one and a half of 128, and of more than a program has; one row is
-    not finite.
-
-    interpreted: Triton's interpreter reads float8's NaN as a number; there the kernel reads fp32.
-    """
-    pairs: Pairs = []
-    for width, block in ((576, 64), (192, 128), (4096 + 128, 128)):
-        rows = activations(width)
-        rows[5, 7] = torch.inf
-        copy = rounded(rows, FORMATS["float8"]._replace(block=block))
-        values = copy.values.float() if interpreted else copy.values
-        there = (values.to(device), copy.scales.to(device))
-        made = rounding.restore_rows.kernel(*there, block, dtype)
-        pairs.append((made.cpu(), restored(copy, dtype=dtype)))
-    return pairs
 
 
 def float8_product(*, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ ONE_PROCESS = LATEST | {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "
 SEVERAL_PROCESSES = {"c4c4967", "3a56d7c"}
 # Stacks of experts are decoded by slices of 512 MiB.
 MIXTURES = {"a348f07", "5d4797b", "98fd0ae"}
+NO_LONGER_OFFERED = {("products", "int8"), ("saved_activations", "float8")}
 WIDE_HEADS = {"10ff93b"}  # by kernels
 GEMMA_NORMS = {"f30dae5", "ae05c00", "1421c0a", "98fd0ae"} | WIDE_HEADS
 # They ran without graphs, in processes that had captured some: cuBLAS' workspaces of captures, 64
@@ -101,7 +102,15 @@ def rows() -> list[Row]:
 
 def all_lines() -> list[dict[str, Any]]:
     files = sorted(path.relative_to(FOLDER) for path in FOLDER.rglob("*.jsonl.gz"))
-    return [line for file in files for line in measured_lines(str(file).removesuffix(".gz"))]
+    lines = [line for file in files for line in measured_lines(str(file).removesuffix(".gz"))]
+    return [line for line in lines if not NO_LONGER_OFFERED & {*_train(line).items()}]
+
+
+def _train(line: dict[str, Any]) -> dict[str, Any]:
+    """Return what a line says of these settings; earlier lines say it in `setup` alone."""
+    of_settings = (line.get("settings") or {}).get("train") or {}
+    both = (line.get("setup") or {}) | of_settings
+    return {key: both.get(key) for key, _ in NO_LONGER_OFFERED}
 
 
 def measured_lines(name: str) -> list[dict[str, Any]]:
@@ -150,7 +159,7 @@ def counts(line: dict[str, Any]) -> bool:
     if line.get("setup") is None or not (line.get("measured") or {}).get("allocated_bytes"):
         return False
     commit, asked = line["versions"]["commit"], line["setup"]
-    if line["case"] in OTHER_CODE or asked.get("products") == "int8":
+    if line["case"] in OTHER_CODE:
         return False
     if _is_gemma(line) and commit not in GEMMA_NORMS:
         return False

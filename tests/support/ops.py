@@ -22,7 +22,6 @@ BESIDE_DTYPE: dict[str, tuple[tuple[Any, ...], ...]] = {
     "gated norms": ((False,), (True,)),
     "decoding of NF4 to float8": ((False,), (True,)),
     "rotary positions": ((False,), (True,)),
-    "rounding to float8": ((None,), (64,)),
     "the gated delta rule": ((16, 32, 2),),
     "the loss": ((LogitForm(0.5, None),), (LogitForm(1.0, 5.0),)),
     "the state space of Mamba 2": ((2, 16, 16),),

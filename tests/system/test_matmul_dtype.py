@@ -4,7 +4,6 @@ import pytest
 
 from workflow.lib.system.compute_choice import (
     MatmulHardware,
-    check_saved_activations,
     choose_matmul_dtype,
 )
 from workflow.lib.system.errors import UserError
@@ -54,15 +53,6 @@ def test_cpu_emulates_what_is_asked_for():
 def test_type_that_a_gpu_lacks_is_refused(gpu, name, message):
     with pytest.raises(UserError, match=message):
         choose_matmul_dtype(name, hardware(gpu), compute_dtype="bfloat16")
-
-
-def test_saved_activations_in_float8_need_a_gpu_that_has_it():
-    for device in (CPU, hardware("NVIDIA H200")):
-        check_saved_activations("float8", device)
-    check_saved_activations("compute_dtype", hardware("NVIDIA GeForce RTX 3090"))
-    refused = r"train\.saved_activations = 'float8': this GPU has no float8 .* Set it to compute"
-    with pytest.raises(UserError, match=refused):
-        check_saved_activations("float8", hardware("NVIDIA GeForce RTX 3090"))
 
 
 def test_other_compute_type_on_a_gpu_is_refused():

@@ -108,8 +108,6 @@ def work(
         model = build_training_model(
             args.base, config, plan, world, start=args.start, moved=pulse.moved
         )
-        if model.training.rounded_activations is not None:
-            logger.info("kept for backward: activations in float8, queries and keys as they are")
         trainable = model.trainable_by_module().items()
         logger.info("trained parameters: %s", ", ".join(f"{name} {n:,}" for name, n in trainable))
         if model.training.router_balance is not None and plan.accumulation_steps > 1:

@@ -76,11 +76,9 @@ def test_transposed_weight_is_the_same(linear, form):
 def test_rows_are_rounded_by_their_own_scales(form):
     rows, factors = random(7, IN, seed=1) * torch.logspace(-5, 5, 7)[:, None], random(IN).abs()
     copy = rounded(rows, form, factors=factors)
-    size = form.block or IN
-    assert copy.scales.shape == (7, -(-IN // size))
-    exact = rows * factors / copy.scales.repeat_interleave(size, dim=1)[:, :IN]
-    for block in copy.values.float().split(size, dim=1):
-        assert (block.abs().amax(dim=1) == form.largest).all()
+    assert copy.scales.shape == (7, 1)
+    exact = rows * factors / copy.scales
+    assert (copy.values.float().abs().amax(dim=1) == form.largest).all()
     bound = RELATIVE[form.name] * exact.abs() + ABSOLUTE[form.name]
     assert ((copy.values.float() - exact).abs() <= bound * (1 + 1e-5)).all()
 
@@ -90,8 +88,7 @@ def test_product_is_that_of_what_was_rounded(linear, form):
     weight = weight_of(linear, form)
     assert weight.scales is not None
     copy = rounded(random(7, IN, seed=1), form)
-    size = form.block or IN
-    scaled = copy.values.double() * copy.scales.double().repeat_interleave(size, dim=1)[:, :IN]
+    scaled = copy.values.double() * copy.scales.double()
     expected = scaled @ (weight.values.double() * weight.scales.double()[:, None]).t()
     y = product(copy, weight, dtype=torch.float32)
     largest = float(expected.abs().max())

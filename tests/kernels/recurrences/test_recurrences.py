@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from workflow.lib.kernels.exact_activations import is_exact
 from workflow.lib.kernels.recurrences import gated_delta_rule as delta_rule
 from workflow.lib.kernels.recurrences import state_space as space
 from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
@@ -156,12 +155,11 @@ def saved_by(work):
     return saved
 
 
-def test_nothing_but_the_inputs_is_kept_and_they_are_exact():
+def test_nothing_but_the_inputs_is_kept():
     """Whatever the number of chunks."""
     leaves = [x.requires_grad_() for x in deltas(300)]
     saved = saved_by(lambda: gated_delta_rule(*leaves, normalize=True))
     assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in leaves]
-    assert all(map(is_exact, saved))
     x, weight = drawn((ROWS, 10, 30), (10, 4))
     kept = saved_by(lambda: short_convolution(x.requires_grad_(), weight, None, silu=True))
     assert {y.data_ptr() for y in kept} == {x.data_ptr(), weight.data_ptr()}

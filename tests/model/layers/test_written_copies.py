@@ -46,7 +46,7 @@ def test_view_has_no_copy(types):
 
 def test_copy_in_another_format_is_not_taken(types):
     others = ProductTypes()
-    others.asked = [FORMATS["float8"]._replace(block=64), None]
+    others.asked = [FORMATS["float8"]._replace(largest=57344.0), None]
     with types.in_eight_bits(), others.in_eight_bits():
         assert taken_copy(made(Maker())[0], others) is None
     assert taken_copy(made(Maker())[0], types) is None, "these multiply in the compute dtype now"

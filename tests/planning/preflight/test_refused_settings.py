@@ -50,11 +50,6 @@ EMBEDDING = {"lora": {"modules_to_save": ["embed_tokens"]}}
             "hardware.offload_activations = 33: the model has 32 decoder layers",
         ),
         (
-            {"train": {"saved_activations": "float8"}},
-            OLD_CARDS,
-            "train.saved_activations = 'float8': this GPU has no",
-        ),
-        (
             {"model": {"compute_dtype": "float16"}},
             CPUS,
             "model.compute_dtype = 'float16': it is for GPUs",

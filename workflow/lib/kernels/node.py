@@ -5,19 +5,15 @@ from typing import Any
 
 import torch
 
-from workflow.lib.kernels.exact_activations import keep_exact
-
 Forward = Callable[..., torch.Tensor]
 Backward = Callable[..., Iterable[torch.Tensor]]
 
 
 def keeping_inputs(
-    forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None, exact: bool = False
+    forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None
 ) -> torch.Tensor:
     """Return forward(*tensors). backward: gradients of the first of them by the result's gradient
-    and the tensors; None: autograd's, computed again. exact: they are never rounded between."""
-    if exact:
-        keep_exact(*(x for x in tensors if x is not None))
+    and the tensors; None: autograd's, computed again."""
     apply: Forward = _KeepingInputs.apply
     return apply(forward, backward, *tensors)
 

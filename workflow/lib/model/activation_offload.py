@@ -97,15 +97,10 @@ class ActivationOffload:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Within the block take what autograd saves, but for parameters and what is small."""
-        with self.one_pass(), saved_tensors_hooks(self.pack, self.unpack):
-            yield
-
-    @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """Within the block `pack` belongs to one forward pass; the backward pass follows."""
         self._begin()
         self._takes = self._takes_first
-        yield
+        with saved_tensors_hooks(self.pack, self.unpack):
+            yield
         # Its keys hold addresses of storages, which others may get from now on.
         self._known.clear()
         # What has not left yet is on the device still, so it counts as if it were fetched.
@@ -160,13 +155,6 @@ class ActivationOffload:
             oldest.values = None
             # Another tensor may get its address.
             self._known = {key: saved for key, saved in self._known.items() if saved is not oldest}
-
-    @staticmethod
-    def pack_again(packed: Packed) -> Packed:
-        """Return what stands for a tensor that was packed before and is saved once more."""
-        if isinstance(packed, View):
-            packed.saved.uses += 1
-        return packed
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor, for one of its uses."""

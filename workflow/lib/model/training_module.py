@@ -27,7 +27,6 @@ from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.prepared_decoder import PreparedDecoder
-from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.trained_modules import MasterRows, routers_of
 from workflow.lib.model.tried_classes.family_code import note_changes_in_place_
 from workflow.lib.objectives.next_token import NEXT_TOKEN
@@ -75,8 +74,6 @@ class CausalLMForTraining(nn.Module):
         """In what the frozen weights are multiplied."""
         self.activation_offload: ActivationOffload | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
-        self.rounded_activations: RoundedActivations | None = None
-        """What rounds the decoder layers' activations until backward; None = nothing does."""
         self.packed_layers: GatheredWeights | None = None
         """What gathers the packed weights of decoder layers; None where they are all there."""
         self.loss_scale: LossScale | None = None
@@ -191,10 +188,9 @@ class CausalLMForTraining(nn.Module):
         return hidden.flatten(0, 1)
 
     def _saving(self) -> AbstractContextManager[None]:
-        saving = self.rounded_activations or self.activation_offload
-        if saving is None or not torch.is_grad_enabled():
+        if self.activation_offload is None or not torch.is_grad_enabled():
             return nullcontext()
-        return saving.forward()
+        return self.activation_offload.forward()
 
     def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits (rows * seq_len, vocab) fp32 by the family's own forward."""

@@ -9,7 +9,6 @@ from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.step_plan.plan import StepPlan
 
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
-ROUNDED_BYTES = 1 + 4 / 128  # of an activation in float8: with its share of a block's scale
 
 
 def packed_bytes(linears: Iterable[Linear], plan: StepPlan) -> int:
@@ -74,5 +73,4 @@ def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
         elements = 2 * shape.hidden_size
     else:
         elements = shape.largest(lambda layer: kept_elements(layer, plan))
-    of_each = ROUNDED_BYTES if plan.rounds_activations else plan.compute_bytes
-    return int(plan.tokens * elements * of_each)
+    return int(plan.tokens * elements * plan.compute_bytes)

@@ -140,7 +140,7 @@ _Entry = Annotated[
 DataSources = Annotated[
     Annotated[DataPath, Tag("<path>")]
     | Annotated[DataSource, Tag("<source>")]
-    | Annotated[tuple[_Entry, ...], Tag("<list>")],
+    | Annotated[tuple[_Entry, ...], Field(min_length=1), Tag("<list>")],
     Discriminator(_entries),
 ]
 
@@ -237,13 +237,6 @@ class DataConfig(Section):
             )
             for source in sources
         )
-
-    @model_validator(mode="after")
-    def _lists_name_something(self) -> "DataConfig":
-        for key in ("train", "heldout"):
-            if getattr(self, key) == ():
-                raise ValueError(f"{key} = []: the list is empty. Name a file, folder or glob")
-        return self
 
     @model_validator(mode="after")
     def _heldout_has_no_weight(self) -> "DataConfig":

@@ -254,11 +254,6 @@ class TrainConfig(Section):
     ] = Field(0.05, ge=0.0, le=10.0)
     """Largest rise of the base's loss by `matmul_dtype`, nats per trained token, measured before
     the first step; above it the run stops."""
-    saved_activations: Annotated[Literal["compute_dtype", "float8"], Affects(later=True)] = (
-        "compute_dtype"
-    )
-    """Dtype of activations kept for backward. `float8` (compute capability 8.9; CPUs emulate it)
-    takes 0.56 of the bytes and rounds gradients."""
     fused_layers: bool = True
     """Fused norms, rotary embeddings and gated feed-forwards: faster, with fewer saved activations.
     Only rounding differs."""

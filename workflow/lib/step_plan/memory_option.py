@@ -14,7 +14,6 @@ class Circumstances(NamedTuple):
     """What options ask of a machine and a model."""
 
     cuda: bool
-    float8: bool
     processes: int
     num_layers: int
     tied_embeddings: bool

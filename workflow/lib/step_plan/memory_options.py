@@ -19,7 +19,6 @@ from workflow.lib.model.architecture.layer_choice import (
 )
 from workflow.lib.step_plan.base_plan import SUPERVISED, BasePlan
 from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Obstacle, Value
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, MatmulHardware, saved_activations_lack
 
 # `auto`: none, every 8th to every 2nd layer, more than half, all. Finer steps differ by less than
 # what the prediction is off.
@@ -41,8 +40,6 @@ class MemoryOptions(BasePlan):
     offload_window_bytes: int | None = None
     """Offloaded activations that are on the device at a time; null where none are offloaded."""
     offload_layers: int = 0  # decoder layers whose packed weights are offloaded to host memory
-    saved_activations: str = COMPUTE_DTYPE
-    """Type of activations until backward: `compute_dtype` or `float8`."""
     cuda_graphs: bool = False
     """Forward and backward of a micro-batch are a CUDA graph, where nothing forbids it."""
     fused_layers: bool = False  # fused norms and feed-forwards, where the family has such
@@ -64,11 +61,6 @@ class MemoryOptions(BasePlan):
     def rows_from_host(self) -> int:
         """Embedding rows of a micro-batch that are looked up in host memory."""
         return self.tokens if self.offload_embedding else 0
-
-    @property
-    def rounds_activations(self) -> bool:
-        """Whether activations are rounded until backward."""
-        return self.saved_activations != COMPUTE_DTYPE
 
     def recomputes(self, layer: int) -> bool:
         """Whether backward recomputes a decoder layer."""
@@ -162,11 +154,6 @@ def _embedding_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> O
     return None
 
 
-def _float8_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
-    lack = saved_activations_lack(str(value), MatmulHardware(where.cuda, where.float8))
-    return Obstacle(lack, f"Set it to {COMPUTE_DTYPE}") if lack else None
-
-
 def _needs_gpu(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
     return None if where.cuda else Obstacle("this run is on CPUs", "Set it to false")
 
@@ -237,13 +224,6 @@ TABLE = (
         on_host=True,
         title="on the host",
         words=lambda count: f"{count} layers" if count else "",
-    ),
-    MemoryOption(
-        "saved_activations",
-        "train.saved_activations",
-        off=COMPUTE_DTYPE,
-        obstacle=_float8_obstacle,
-        rounds=True,
     ),
     MemoryOption(
         "cuda_graphs",

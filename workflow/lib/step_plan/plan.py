@@ -25,6 +25,7 @@ class StepPlan(MemoryOptions):
         known = dict(document)
         if known.get("objective") == "next_token":  # as plans said before there were others
             known["objective"] = SUPERVISED
+        known.pop("saved_activations", None)  # of earlier plans; the setting is refused by now
         return TypeAdapter(cls).validate_python(known, strict=False)
 
     def changed(self, values: Mapping[str, Any]) -> Self:

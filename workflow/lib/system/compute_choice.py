@@ -152,18 +152,6 @@ def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str
     return name
 
 
-def saved_activations_lack(name: str, device: MatmulHardware) -> str | None:
-    """Return why a device cannot round to what `train.saved_activations` names; None if it can."""
-    if name == FLOAT8 and device.cuda and not device.float8:
-        return "this GPU has no float8 (it needs NVIDIA's compute capability 8.9)"
-    return None
-
-
-def check_saved_activations(name: str, device: MatmulHardware) -> None:
-    if lack := saved_activations_lack(name, device):
-        raise setting_error("train.saved_activations", name, lack, f"Set it to {COMPUTE_DTYPE}")
-
-
 def asked_attention_lack(
     name: str, needs: AttentionNeeds, *, cuda: bool, bfloat16: bool, compute_dtype: str
 ) -> str | None:

@@ -22,7 +22,6 @@ from workflow.lib.distributed.world import World, decide_kernels
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.backends import (
-    matmul_hardware,
     read_attention_needs,
     resolve_dtype,
     resolve_matmul_dtype,
@@ -42,12 +41,10 @@ from workflow.lib.model.lora import (
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.recomputation import checkpoint_activations_
-from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import check_saved_activations
 from workflow.lib.training.start_adapter import load_start_
 
 logger = logging.getLogger("workflow")
@@ -137,7 +134,6 @@ def build_training_model(
     Raises `UserError` if the base does not fit its config, the targets or the adapter."""
     _limit_memory(plan, world.device)
     dtype = dtype_of(plan)
-    check_saved_activations(plan.saved_activations, matmul_hardware(world.device))
     model = build_nf4_on_meta(
         base,
         compute_dtype=dtype,
@@ -209,11 +205,6 @@ def lay_out_(
         )
         if plan.offload_activations is not True:  # else what lies before and behind them too
             training.activation_offload.follow_(layers, choice.activations_on_host)
-    if plan.rounds_activations:
-        offload = training.activation_offload
-        training.rounded_activations = RoundedActivations(dtype_of(plan), offload)
-        whole = [x for number, x in enumerate(layers) if number not in choice.recomputed]
-        training.rounded_activations.follow_(whole)
     return TrainingModel(training, units, 0, packed)
 
 

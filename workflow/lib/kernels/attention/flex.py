@@ -30,7 +30,6 @@ from workflow.lib.kernels.attention.arguments import (
     refuse_without_documents,
 )
 from workflow.lib.kernels.attention.flex_masks import PackedMasks
-from workflow.lib.kernels.exact_activations import keep_exact
 from workflow.lib.kernels.launch import launch
 from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.device_types import RECORDED
@@ -77,7 +76,6 @@ def flex_attention(
     refuse_others(module, others, implementation=FLEX, instead="eager")
     if packed_masks is None:
         refuse_without_documents(module, implementation=FLEX)
-    keep_exact(query, key)
     kind = mask_kind(module, sliding_window)
     arguments: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -22,7 +22,6 @@ from workflow.lib.kernels.attention.arguments import (
 )
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
-from workflow.lib.kernels.exact_activations import keep_exact
 from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
@@ -84,7 +83,6 @@ def varlen_attention(
     if shared_prompts is not None:
         k, v = shared_prompts.gathered(k), shared_prompts.gathered(v)
         bounds, longest = shared_prompts.bounds, shared_prompts.longest
-    keep_exact(q, k)
     if query.shape[-1] > WIDEST_HEAD:
         given = (q, k, v, cu_seq_lens_q)
         wide = wide_attention(*given, scale=scaling, window=sliding_window, longest=max_length_q)

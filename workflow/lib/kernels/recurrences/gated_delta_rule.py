@@ -46,12 +46,12 @@ def gated_delta_rule(
 def _by_kernel(*given: Any) -> torch.Tensor:
     *tensors, normalize = given
     made = partial(by_kernels, normalize=normalize), partial(gradients, normalize=normalize)
-    return keeping_inputs(*made, *tensors, exact=True)
+    return keeping_inputs(*made, *tensors)
 
 
 def _by_torch(*given: Any) -> torch.Tensor:
     *tensors, normalize = given
-    return keeping_inputs(partial(by_torch, normalize=normalize), None, *tensors, exact=True)
+    return keeping_inputs(partial(by_torch, normalize=normalize), None, *tensors)
 
 
 def by_kernels(

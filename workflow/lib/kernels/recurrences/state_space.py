@@ -59,12 +59,12 @@ class Steps(NamedTuple):
 def _by_kernel(*given: Any) -> torch.Tensor:
     *tensors, steps = given
     made = partial(_forward, steps=steps), partial(_backward, steps=steps)
-    return keeping_inputs(*made, *tensors, exact=True)
+    return keeping_inputs(*made, *tensors)
 
 
 def _by_torch(*given: Any) -> torch.Tensor:
     *tensors, steps = given
-    return keeping_inputs(partial(by_torch, steps=steps), None, *tensors, exact=True)
+    return keeping_inputs(partial(by_torch, steps=steps), None, *tensors)
 
 
 def _forward(

@@ -81,8 +81,7 @@ def forward(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.T
     if copy is None:
         written, most, block = (out, out), 0.0, 0  # pointers that are not used
     else:
-        size = power_of_two(x.shape[-1])
-        written, most, block = copy[:2], copy.form.largest, min(copy.form.block or size, size)
+        written, most, block = copy[:2], copy.form.largest, power_of_two(x.shape[-1])
     bias = norm.weight if norm.bias is None else norm.bias  # a pointer that is not read, or
     given = (x, norm.weight, bias, *written, *_places(out, x))
     _launch("norm.norm", out, *given, norm=norm, biased=norm.bias is not None, most=most,

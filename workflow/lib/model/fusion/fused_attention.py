@@ -15,7 +15,6 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from workflow.lib.kernels.exact_activations import keep_exact
 from workflow.lib.kernels.rows.rotary import split_rotary
 from workflow.lib.model.tried_classes.magnitudes import alike, magnitudes
 
@@ -57,7 +56,6 @@ class FusedAttention(nn.Module):
         """Return the output (rows, seq_len, hidden_size) and the attention's weights, if told."""
         assert past_key_values is None, "fused layers are for training, which has no cache"
         query, key, value = self._turned(hidden_states, *position_embeddings)
-        keep_exact(query, key)
         config: Any = self.config
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, self._eager)
         heads = (x.transpose(1, 2) for x in (query, key, value))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.kernels.exact_activations import keep_exact
 from workflow.lib.kernels.rows.rotary import apply_rotary
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
@@ -67,7 +66,6 @@ def _rotating(function: Any, form: Form) -> Callable[..., Any]:
             return function(*args, **options)
         *heads, cos, sin = args
         made = _rotated(heads, cos, sin, form._replace(axis=axis))
-        keep_exact(*made)
         return made if form.tensors > 1 else made[0]
 
     return rotating

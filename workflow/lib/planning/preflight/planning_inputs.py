@@ -228,7 +228,6 @@ def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
     """Return what memory options ask of a machine and a model."""
     return Circumstances(
         cuda=machine.device == "cuda",
-        float8=machine.float8,
         processes=machine.processes,
         num_layers=shape.num_layers,
         tied_embeddings=shape.tied_embeddings,
