@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Name, Section, Share
@@ -131,6 +132,12 @@ def _entries(value: Any) -> str:
     return "<list>" if isinstance(value, list | tuple) else _entry(value)
 
 
+def _not_empty(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not entries:  # `min_length` would count wrong entries as none
+        raise PydanticCustomError("too_short", "must have an entry", {"min_length": 1})
+    return entries
+
+
 # A tag instead of a try of every branch: a mistake is told of what the user wrote, not of all it
 # could have been.
 _Entry = Annotated[
@@ -140,7 +147,7 @@ _Entry = Annotated[
 DataSources = Annotated[
     Annotated[DataPath, Tag("<path>")]
     | Annotated[DataSource, Tag("<source>")]
-    | Annotated[tuple[_Entry, ...], Field(min_length=1), Tag("<list>")],
+    | Annotated[tuple[_Entry, ...], AfterValidator(_not_empty), Tag("<list>")],
     Discriminator(_entries),
 ]
 
