@@ -20,6 +20,7 @@ include: "workflow/rules/preview.smk"
 include: "workflow/rules/quantize_base.smk"
 include: "workflow/rules/score_tokens.smk"
 include: "workflow/rules/preflight_run.smk"
+include: "workflow/rules/check_servable.smk"
 include: "workflow/rules/finetune.smk"
 include: "workflow/rules/consolidate.smk"
 include: "workflow/rules/export_step.smk"
@@ -63,6 +64,7 @@ rule preflight:
     input:
         rules.tokenize.input,
         predictions=of_runs("preflight_run", "preflight.json"),
+        servable=[servable(name) for name in SERVED],
     log:
         "logs/preflight/preflight.log",
     conda:

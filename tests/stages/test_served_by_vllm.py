@@ -9,7 +9,7 @@ import pytest
 from peft import PeftModel
 
 from tests.support.llama_cpp_model import prepare, prepare_mixture, random_adapter
-from tests.support.served_export import check, evaluate, stock
+from tests.support.served_export import check, evaluate, stock, try_server
 from tests.support.shared import made_once
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.layout import SERVING
@@ -115,7 +115,21 @@ def test_adapters_of_a_sweep_are_served_on_one_base(exported, tmp_path):
         assert here.pop(name) < 1e-3 < min(here.values())
 
 
-def test_dora_is_refused_in_the_words_of_vllm(tmp_path):
-    prepare(tmp_path, use_dora=True)
-    with pytest.raises(UserError, match=r"refuses /v1/load_lora_adapter: .*DoRA.* Set export\.m"):
-        check(tmp_path, "tuned_on_original", tmp_path / "measured", **VLLM)
+def test_settings_that_vllm_serves_pass_before_the_training(exported, tmp_path):
+    found = try_server(exported / "model", tmp_path, r=9, rank_pattern={"q_proj": 4}, **VLLM)
+    assert found["parts"].keys() == {"adapter", "mlp", "self_attn"}
+    assert all(share == pytest.approx(1.0, abs=0.01) for share in found["parts"].values())
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"use_dora": True}, r"refuses .*DoRA.*'use_dora': True"),
+        ({"r": 600}, r"--max-lora-rank: invalid choice.*'r': 600"),
+    ],
+)
+def test_settings_are_refused_before_the_training_in_the_words_of_vllm(
+    exported, tmp_path, lora, words
+):
+    with pytest.raises(UserError, match=rf"(?s){words}.*Change lora, set export\.merged"):
+        try_server(exported / "model", tmp_path, **lora, **VLLM)

@@ -147,6 +147,11 @@ STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_sh
 BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
 BY_SCORES = {Path(model.scores).name: name for name, model in SCORED.items()}
+BY_SERVABLE = {
+    Path(layout.servable_dir(run)).name: run
+    for run in RUNS.values()
+    if run.recovers is None and run.export.serve != "none"
+}
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
@@ -187,6 +192,7 @@ wildcard_constraints:
     base=any_of(BY_BASE),
     scores=any_of(BY_SCORES),
     model=any_of(BY_MODEL),
+    servable=any_of(BY_SERVABLE),
     kind="model|dataset|adapter|scored",
 
 

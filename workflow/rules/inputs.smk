@@ -91,6 +91,21 @@ def server(name):
     return {"vllm": layout.SERVING, "llama_cpp": gguf}[RUNS[name].export.serve]
 
 
+def trial_options(run, input):
+    """The options of a trial of the server: what makes and serves the files, and which form is served."""
+    server = {
+        "vllm": ["--python", layout.SERVING],
+        "llama_cpp": ["--llama-cpp", input.converter or run.export.llama_cpp],
+    }
+    recovered = ["--recovered"] if layout.recovery_of(run) else []
+    return [*server[run.export.serve], "--served", run.served, *recovered]
+
+
+def servable(name):
+    """The proof that what a run will export can be served, if it is to be."""
+    return f"{layout.servable_dir(RUNS[name])}/servable.json" if name in SERVED else []
+
+
 def served_check(name):
     """What a server made of what a run exports, if it is checked."""
     return f"{layout.stage_dir(name, 'check_served')}/served.json" if name in SERVED else []

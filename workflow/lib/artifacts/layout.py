@@ -6,6 +6,8 @@ it reads (`settings.effects`), as one JSON string with sorted keys. Snakemake co
 too (`recorded_json`); settings that do not rerun the stage are at their defaults in it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -136,6 +138,25 @@ def recovery_of(run: RunConfig) -> str | None:
     if run.start.recovers is not None:
         return f"{stage_dir(str(run.train.start_from), 'finetune')}/adapter"
     return recovery_of(run.start)
+
+
+def servable_key(run: RunConfig) -> str:
+    """Short hash of all that decides whether the server of a run serves what it exports."""
+    recovered = recovery_of(run) is not None
+    asked = stage_settings("check_servable", run)
+    return short_hash([asked, run.served, recovered, server_version(run.export.serve)])
+
+
+def servable_dir(run: RunConfig) -> str:
+    return str(RESULTS / "servable" / f"{run.model.name}-{servable_key(run)}")
+
+
+def server_version(serve: str) -> str:
+    """Return the versions of a server that are installed; they are not started for it."""
+    if serve == "llama_cpp":
+        return version("xllamacpp") if find_spec("xllamacpp") else "none"
+    folders = Path(SERVING).parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
+    return ",".join(sorted(folder.name for folder in folders))
 
 
 def calibration_tokens(run: RunConfig) -> list[str]:

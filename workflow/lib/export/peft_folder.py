@@ -55,17 +55,13 @@ def write_peft_folder(
     adapter_config = trained.config | base_reference(config.model, model, export=config.export)
     original = build_on_meta(model, dtype=torch.bfloat16)
     names = exported_names(original, trained.tensors)
+    whole = Trained(trained.tensors, adapter_config)
     with CheckpointReader(base) as reader:
-        whole = with_corrections(trained.tensors, trained.config, model=original, base=reader)
-    save_adapter(
-        {names.exported(name): tensor for name, tensor in whole.items()},
-        exported_config(adapter_config, original, trained.tensors),
-        folder,
-    )
+        save_exported(whole, folder, original=original, base=reader)
     save_tokenizer(model, folder, facts=facts)
     write_generation_config(model, folder, facts=facts)
     check_conversations(folder, facts.probes)
-    on_16_bits = Trained(trained.tensors, adapter_config)
+    on_16_bits = whole
     if recovery is not None:
         named = base_reference(
             config.model, model, export=config.export.model_copy(update={"nf4_base_id": None})
@@ -77,19 +73,28 @@ def write_peft_folder(
             stacks=expert_stacks(original),
         )
         on_16_bits = Trained(*joined)
-        write_difference(on_16_bits, original, names, folder / ON_ORIGINAL)
+        save_exported(on_16_bits, folder / ON_ORIGINAL, original=original)
+        write_checksums(folder / ON_ORIGINAL)
+        rank = on_16_bits.config["r"]
+        logger.info("adapter for the original in 16 bits: rank %d", rank)
     write_checksums(folder)
     return names, on_16_bits
 
 
-def write_difference(
-    adapter: Trained, original: PreTrainedModel, names: StackNames, folder: Path
+def save_exported(
+    adapter: Trained,
+    folder: Path,
+    *,
+    original: PreTrainedModel,
+    base: CheckpointReader | None = None,
 ) -> None:
-    """Write the adapter for the original in 16 bits, which is without the recovery."""
+    """Write weights and configuration as stock PEFT reads them. original: on meta; base: the
+    checkpoint that was trained on, if modules may be trained whole."""
+    tensors, names = adapter.tensors, exported_names(original, adapter.tensors)
+    if base is not None:
+        tensors = with_corrections(tensors, adapter.config, model=original, base=base)
     save_adapter(
-        {names.exported(name): tensor for name, tensor in adapter.tensors.items()},
+        {names.exported(name): tensor for name, tensor in tensors.items()},
         exported_config(adapter.config, original, adapter.tensors),
         folder,
     )
-    write_checksums(folder)
-    logger.info("adapter for the original in 16 bits: rank %d", adapter.config["r"])

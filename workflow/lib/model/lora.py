@@ -108,6 +108,15 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
     return peft_model
 
 
+def adapter_config(peft_model: Any) -> dict[str, Any]:
+    """Return the content of PEFT's `adapter_config.json`."""
+    config = peft_model.peft_config[ADAPTER].to_dict()
+    return {
+        key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+        for key, value in config.items()
+    } | {"inference_mode": True}
+
+
 def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Wrap a meta NF4 model with the adapter of `config`, on `FusedLoraLinear` layers."""
     # the first that fits is taken, and a stack is a linear

@@ -30,8 +30,9 @@ from workflow.lib.model.architecture.quantization_settings import TEXT_PART, wit
 from workflow.lib.model.architecture.safetensors_headers import INDEX
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
+from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.nf4_model import build_on_meta, replace_linears_
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.published.loading import is_tied
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -62,6 +63,19 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         and not f"{path}.".startswith(others)
         and takes_adapter(model, path)
     }
+
+
+def packed_on_meta(
+    model: PreTrainedModel, *, dtype: torch.dtype, block_size: int = 64, double_quant: bool = True
+) -> PreTrainedModel:
+    """Return a meta model (without other parts) as if its base had been quantized."""
+    shapes = {path: (1, *shape) for path, shape in quantizable_linears(model).items()}
+    shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
+    specs = {
+        path: NF4Spec((num * rows, columns), block_size, double_quant, offset=0.0, experts=num)
+        for path, (num, rows, columns) in shapes.items()
+    }
+    return replace_linears_(model, specs, compute_dtype=dtype)
 
 
 # A module's own name alone could be the end of others' (`proj`, a router of Gemma 4).

@@ -29,17 +29,15 @@ from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.host_embedding import other_tables
-from workflow.lib.model.layers.expert_stacks import expert_stacks
-from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
+from workflow.lib.model.nf4_model import allocate_, build_on_meta
 from workflow.lib.model.recomputation import recompute_without_draws_
 from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.model.training_module import loss_in
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
-from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
+from workflow.lib.quantization.nf4_checkpoint import packed_on_meta
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.phases import FIRST_PHASE, Phases
@@ -367,14 +365,8 @@ def _nf4_model(
     """Return a model of some layers of a config.json on meta, as if a base had been quantized."""
     model, dtype = _stock_model(config, plan), dtype_of(plan)
     keep_layers_(model, numbers)
-    shapes = {path: (1, *shape) for path, shape in quantizable_linears(model).items()}
-    shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
-    packing = (plan.block_size, plan.double_quant)
-    specs = {
-        path: NF4Spec((experts * rows, columns), *packing, offset=0.0, experts=experts)
-        for path, (experts, rows, columns) in shapes.items()
-    }
-    return replace_linears_(model, specs, compute_dtype=dtype)
+    packing: Any = {"block_size": plan.block_size, "double_quant": plan.double_quant}
+    return packed_on_meta(model, dtype=dtype, **packing)
 
 
 def _stock_model(config: Mapping[str, Any], plan: StepPlan) -> PreTrainedModel:

@@ -19,6 +19,7 @@ Stage = Literal[
     "consolidate",
     "export_step",
     "check_gguf",
+    "check_servable",
     "convert_gguf",
     "publish_run",
     "evaluate_run",

@@ -54,13 +54,14 @@ class ExportConfig(Section):
     """Made into GGUF files: the merged model (`merged`), the adapter beside the original model
     (`adapter`), or both."""
     llama_cpp: Annotated[
-        str | None, Affects(read_by=("publish_run",), told=("check_gguf", "convert_gguf"))
+        str | None,
+        Affects(read_by=("publish_run",), told=("check_gguf", "check_servable", "convert_gguf")),
     ] = None
     """Folder of a llama.cpp checkout with the converters, which run as you; null = those of a
     pinned release from the package index."""
     serve: Annotated[
         Literal["none", "vllm", "llama_cpp"],
-        Affects(read_by=("check_served",), told=("evaluate_run",), later=True),
+        Affects(read_by=("check_servable", "check_served"), told=("evaluate_run",), later=True),
     ] = "none"
     """Server that serves what is exported, here, and is compared with the evaluation: the merged
     model, or the adapter on the original; for llama.cpp as the first format of `gguf`."""

@@ -35,6 +35,7 @@ class ModelConfig(Section):
             "consolidate",
             "export_step",
             "evaluate_run",
+            "check_servable",
             "check_served",
             "write_card",
         ),
@@ -116,14 +117,16 @@ def _check_expression(key: str, expression: str) -> None:
 class LoraSettings(Section):
     """The adapter (LoRA, arXiv 2106.09685), as PEFT understands it."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune", "check_servable"))
 
     r: Rank = 16
     """Rank of the update."""
     alpha: Alpha = 32.0
     """Scale numerator: the update is multiplied by alpha / r (alpha / sqrt(r) with
     `use_rslora`)."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    dropout: Annotated[float, Affects(read_by=("preflight_run", "finetune"))] = Field(
+        0.0, ge=0.0, lt=1.0
+    )
     """Dropout on the adapter's input, probability. Rounded to a multiple of 1 / 65,536."""
     target_modules: tuple[str, ...] | str = "all-linear"
     """Linear layers with an adapter: names (ends of paths: `q_proj`), a regular expression for

@@ -30,9 +30,9 @@ from workflow.lib.model.backends import (
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
-from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import (
+    adapter_config,
     init_adapters_,
     inject_adapters,
     module_kind,
@@ -64,12 +64,7 @@ class TrainingModel:
 
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of PEFT's `adapter_config.json`."""
-        peft_model: Any = self.training.peft_model
-        config = peft_model.peft_config[ADAPTER].to_dict()
-        return {
-            key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
-            for key, value in config.items()
-        } | {"inference_mode": True}
+        return adapter_config(self.training.peft_model)
 
     def state_bytes(self) -> int:
         """Return the bytes of what training changes, everywhere: fp32 weights and two moments."""
