@@ -36,6 +36,7 @@ include: "workflow/rules/certify_run.smk"
 include: "workflow/rules/verify.smk"
 include: "workflow/rules/rewind.smk"
 include: "workflow/rules/publish_run.smk"
+include: "workflow/rules/probe.smk"
 
 
 localrules:

@@ -8,10 +8,8 @@ import pytest
 from tests.support.preflight_examples import setup
 from workflow.lib.planning import work as kinds
 from workflow.lib.planning.timing.gpu_traffic import fabric_of
-from workflow.lib.planning.timing.rates import rates_of
+from workflow.lib.planning.timing.rates import CPU, rates_of
 from workflow.lib.planning.timing.step_time import (
-    CPU_BANDWIDTH,
-    CPU_CALL_S,
     Clock,
     cpu_seconds,
     estimate,
@@ -132,8 +130,8 @@ def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover(
 
 
 def test_cpu_takes_flop_bytes_and_calls_one_after_the_other():
-    by_hand = 3e12 / 65e9 + 3e9 / CPU_BANDWIDTH + 2 * CPU_CALL_S
-    assert cpu_seconds(WORK, flops=65e9) == pytest.approx(by_hand)
+    by_hand = 3e12 / CPU.flops + 3e9 / CPU.memory + 2 * CPU.call_s
+    assert cpu_seconds(WORK, CPU) == pytest.approx(by_hand)
 
 
 def estimated(**changes: Any):

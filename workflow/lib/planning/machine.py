@@ -1,7 +1,9 @@
 """The machine that a plan is made for: the one at hand, or one that the settings name."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from workflow.lib.planning.probes import Probe
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.gpu_models import GpuModel, parse_gpu
@@ -25,6 +27,9 @@ class Machine:
     imagined_host: str | None = None
     """What says how much host memory there is, of a machine that is only imagined."""
     nodes: int = 1  # machines like this one, which share the processes equally
+    probes: Mapping[str, Probe] = field(default_factory=dict)
+    """What was probed, by device."""
+    cpu: str = ""  # as probes name it (`probes.cpu_name`)
 
     @property
     def processes_per_node(self) -> int:

@@ -5,6 +5,7 @@ anything is downloaded or tokenized."""
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from workflow.lib.planning.preflight.planning_inputs import (
     rows_per_process,
     target_ranks,
 )
+from workflow.lib.planning.probes import cpu_name, read_probes
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.settings.schedule import total_steps
@@ -44,7 +46,8 @@ def read_machine(settings: HardwareConfig) -> Machine:
     device, processes = num_processes(settings)
     imagined = imagined_model(settings)
     if imagined is not None:
-        return imagined_machine(processes, imagined, nodes=settings.nodes)
+        machine = imagined_machine(processes, imagined, nodes=settings.nodes)
+        return replace(machine, probes=read_probes())
     # Which of them a run gets is decided by a lease when it starts (see `gpu_leases`).
     visible = hardware.visible_gpus() if device == "cuda" else []
     gpus = hardware.interchangeable(visible, count=processes)
@@ -60,6 +63,8 @@ def read_machine(settings: HardwareConfig) -> Machine:
         else hardware.cpu_has_bfloat16(),
         float8=all(gpu.float8 for gpu in gpus),
         flash_attention=importlib.util.find_spec("flash_attn") is not None,
+        probes=read_probes(),
+        cpu=cpu_name(processes),
     )
 
 

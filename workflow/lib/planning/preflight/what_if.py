@@ -18,6 +18,7 @@ from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape, nearest_models
 from workflow.lib.planning.machine import Machine, imagined_machine
+from workflow.lib.planning.probes import read_probes
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import (
     NOT_VALID,
@@ -97,7 +98,7 @@ def machine_by_hand(
         origin = "what machines with such GPUs usually have; --host-gib says how much it is"
     host_bytes = int(asked_gib * GIB)
     machine = imagined_machine(count, gpu, nodes=hardware.nodes, host_bytes=host_bytes)
-    return replace(machine, imagined_host=origin)
+    return replace(machine, imagined_host=origin, probes=read_probes())
 
 
 SAID_BY = {

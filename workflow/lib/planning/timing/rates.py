@@ -1,13 +1,16 @@
 """How fast kinds of GPUs do what a recording counts (`planning.work`): one row for each kind.
 
 A row of `MEASURED` is of a GPU on which steps or operations were measured. Of any other the rates
-are scaled by data sheets, and `Rates.source` says so. No rate is of a model or a family of models.
+are scaled by a probe of it, else by data sheets, and `Rates.source` says so. No rate is of a model
+or a family of models.
 Units: FLOP/s, bytes/s, seconds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from workflow.lib.planning import work as kinds
+from workflow.lib.planning.probes import ATTENTIONS, COMMAND, Probe
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel
 
 
@@ -28,6 +31,34 @@ class Rates:
     source: str = ""  # what the row rests on, in words
 
 
+@dataclass(frozen=True)
+class CpuRates:
+    """What a process reaches in fp32."""
+
+    flops: float
+    memory: float  # bytes/s
+    call_s: float  # of an operation
+    source: str
+
+    def probed(self, probe: Probe) -> "CpuRates":
+        """Return these, of `PROBED_CPU`, scaled by what the same probe finds on another."""
+        found = probe.ratios(PROBED_CPU)
+        return CpuRates(
+            self.flops * found.get("matmul", 1.0),
+            self.memory * found.get("memory", 1.0),
+            self.call_s / found.get("python", 1.0),
+            probe.told,
+        )
+
+
+# One thread makes 55 to 76 GFLOP/s. A token's pass reads weights at 10 GB/s: SmolLM2-135M took
+# 52 ms in fp32, and 89 ms with NF4 layers, which are decoded first. The demo's step (30 GFLOP,
+# 1.5 GB, 652 calls) took 0.65 s in each of two processes on two cores, one of a tiny model 0.06
+# (AMD EPYC, torch 2.13, November 2026).
+CPU = CpuRates(65e9, 10e9, 60e-6, "measured on one machine")
+PROBED_CPU = {"matmul": 88.4e9, "memory": 26e9, "python": 7200.0}  # the same, one thread
+# A step in bfloat16 took 5.2 s in place of 9.4 (one CPU with AVX512-BF16, November 2026).
+BFLOAT16_SPEEDUP = 9.4 / 5.2
 # GPUs of compute capability 9.0 and above, whose documents of one length cuDNN serves.
 CUDNN_SERVES = ("H100", "H200", "B200", "RTX 5090")
 _FLOPS = {
@@ -65,22 +96,73 @@ H100 = replace(
     source="fitted to measurements on NVIDIA H100 80GB HBM3",
 )
 MEASURED = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
+# What `benchmark.probe` finds on an H200 (driver 580, torch 2.11, November 2026).
+PROBED_H200 = {
+    "matmul": 768e12,
+    "matmul in 8 bits": 1391e12,
+    "attention 2048": 220e12,
+    "attention 8192": 295e12,
+    "attention 32768": 330e12,
+    "decoding": 2.93e12,
+    "memory": 4.26e12,
+    "graphs": 528e3,
+    "python": 3860.0,
+    "host": 54.7e9,
+}
 
 
-def rates_of(gpu: GpuModel) -> Rates:
-    """Return the rates of a GPU; of one that was not measured an H200's, scaled by data sheets."""
+def rates_of(gpu: GpuModel, probe: Probe | None = None) -> Rates:
+    """Return the rates of a GPU: an H200's, scaled by what the same probe finds on both; without a
+    probe, of one that was not measured, by data sheets."""
+    if probe is not None:
+        return _probed(gpu, probe)
     known, sheet = MEASURED["NVIDIA H200"], BY_NAME["NVIDIA H200"]
     if gpu.name in MEASURED:
         return MEASURED[gpu.name]
     computing, moving = gpu.flops / sheet.flops, gpu.bandwidth / sheet.bandwidth
     flops = {kind: rate * computing for kind, rate in known.flops.items()}
-    if not any(word in gpu.name for word in CUDNN_SERVES):
-        flops[kinds.EQUAL] = flops[kinds.ATTENTION]
+    flops[kinds.EQUAL] = _of_equal_lengths(gpu, flops)
     return replace(
         known,
         flops=flops,
         memory=known.memory * moving,
         decoding=min(known.decoding, known.memory * moving),
         host=known.host * gpu.host_bandwidth / sheet.host_bandwidth,
-        source=f"scaled by data sheets to {gpu.name}, not measured there",
+        source=f"scaled by data sheets to {gpu.name}, not measured there (`{COMMAND}` does)",
+    )
+
+
+def _of_equal_lengths(gpu: GpuModel, flops: Mapping[str, float]) -> float:
+    served = any(word in gpu.name for word in CUDNN_SERVES)
+    return flops[kinds.EQUAL if served else kinds.ATTENTION]
+
+
+def _probed(gpu: GpuModel, probe: Probe) -> Rates:
+    """Return an H200's rates, scaled; what the probe lacks, or found to vary, is the table's."""
+    found, table = probe.ratios(PROBED_H200), rates_of(gpu)
+    if attention := [found[name] for name in ATTENTIONS if name in found]:
+        found["attention"] = median(attention)
+
+    def scaled(name: str, field: str, power: int = 1) -> float:
+        known: float = getattr(H200 if name in found else table, field)
+        return known * found.get(name, 1.0) ** power
+
+    flops = dict(table.flops)
+    for kind in flops:
+        name = next((x for x in ("8 bits", "attention") if x in kind), "matmul")
+        name = "matmul in 8 bits" if name == "8 bits" else name
+        if name in found:
+            flops[kind] = H200.flops[kind] * found[name]
+    flops[kinds.EQUAL] = _of_equal_lengths(gpu, flops)
+    return replace(
+        table,
+        flops=flops,
+        memory=scaled("memory", "memory"),
+        decoding=scaled("decoding", "decoding"),
+        gap_s=scaled("graphs", "gap_s", -1),
+        launch_s=scaled("python", "launch_s", -1),
+        collective_launch_s=scaled("python", "collective_launch_s", -1),
+        pause_s=scaled("python", "pause_s", -1),
+        host=scaled("host", "host"),
+        source=probe.told,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.planning import work as kinds
 from workflow.lib.planning.timing.gpu_traffic import Fabric, ring_seconds
-from workflow.lib.planning.timing.rates import Rates
+from workflow.lib.planning.timing.rates import CpuRates, Rates
 from workflow.lib.planning.work import BESIDE, NOTHING, UPDATE, Amount, Work
 from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
@@ -29,16 +29,6 @@ ATTENTION = {kinds.ATTENTION, kinds.EQUAL, kinds.BROAD, kinds.FLEX, kinds.WIDE, 
 # 8 layers' activations of 70B width there, copied 19 GB/s each (November 2026, a virtual machine of
 # 128 cores). A host's memory differs; nobody measured others.
 HOST_MEMORY_BANDWIDTH = 150e9
-# One process with one thread in fp32: 55 to 76 GFLOP/s, measured.
-CPU_FLOPS = 65e9
-# A step in bfloat16 took 5.2 s in place of 9.4 (one CPU with AVX512-BF16, November 2026).
-CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
-# At which one token's pass reads the weights: SmolLM2-135M took 52 ms in fp32, and 89 ms with NF4
-# layers, which are decoded first (one thread, torch 2.13, November 2026).
-CPU_BANDWIDTH = 10e9
-# Of an operation: the demo's step (30 GFLOP, 1.5 GB, 652 calls) took 0.65 s in each of two
-# processes on two cores, one of a tiny model 0.06 (AMD EPYC, torch 2.13, November 2026).
-CPU_CALL_S = 60e-6
 
 
 @dataclass(frozen=True)
@@ -162,12 +152,12 @@ def _scaled(
             yield phase, kind, NOTHING.plus(amount, factors.get(phase, 1.0))
 
 
-def cpu_seconds(work: Work, *, flops: float, micro_batches: int = 1) -> float:
-    """Seconds of a micro-batch in one CPU process that makes so many FLOP/s."""
+def cpu_seconds(work: Work, rates: CpuRates, *, micro_batches: int = 1) -> float:
+    """Seconds of a micro-batch in one CPU process."""
     total = NOTHING
     for _, _, amount in _scaled(work, 1.0, micro_batches):
         total = total.plus(amount)
-    return total.flop / flops + total.bytes / CPU_BANDWIDTH + total.calls * CPU_CALL_S
+    return total.flop / rates.flops + total.bytes / rates.memory + total.calls * rates.call_s
 
 
 def estimate(
