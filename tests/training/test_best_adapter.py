@@ -187,6 +187,24 @@ def test_best_adapters_beyond_the_step_that_a_run_continues_from_are_removed(run
     }
 
 
+def kept_beside(folder, saved):
+    """Return the steps of the best adapters that are kept of a loss that was lower every step."""
+    rows = [{"step": step, "heldout_loss": 10.0 - step} for step in range(1, 9)]
+    for row in rows:
+        (folder / f"best-{row['step']:08d}").mkdir(parents=True)
+    for step in saved:
+        (folder / f"step-{step:08d}").mkdir()
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        BestAdapter(folder, rows, world=world)
+    return sorted(int(path.name[5:]) for path in folder.glob("best-*"))
+
+
+def test_best_adapters_are_kept_for_each_checkpoint_and_since_the_newest(tmp_path):
+    """However old the oldest checkpoint: one whose adapter is exported stays to the end."""
+    (found,) = run_distributed(kept_beside, tmp_path / "kept", (3, 6), world_size=1)
+    assert found == [3, 6, 7, 8]
+
+
 def two_sources():
     store = random_store(rows=4, seq_len=17)
     store.manifest.update(heldout_from(questions=2, letters=1))

@@ -1,9 +1,8 @@
 """Held-out loss while a run trains, and the adapter that had the lowest.
 
 Documents are packed into rows as in training and go through the training model itself, sharded as
-it is. Every improvement is kept beside the checkpoints, in a folder `best-<8 digits>`, until no
-checkpoint from before it is left: a run that is resumed from any of them finds the best adapter
-that it had then."""
+it is. The best one is kept beside the checkpoints, in a folder `best-<8 digits>`, for each of
+them: a run that is resumed from any of them finds the best adapter that it had then."""
 
 import math
 import shutil
@@ -247,11 +246,12 @@ class BestAdapter:
         load_adapter_(training, best_dir(self._folder, self.step))
 
     def _prune(self) -> None:
-        """Remove what no resumed run can call its best. That is all before the best adapter at the
-        oldest checkpoint, and what this run knows not."""
-        oldest = min(saved_steps(self._folder), default=0)
-        first = max((step for step in self._steps if step <= oldest), default=0)
-        needed = {best_dir(self._folder, step) for step in self._steps if step >= first}
+        """Remove what no resumed run can call its best: needed is the best one at each checkpoint,
+        and all after the newest, as the next one may be on its way."""
+        saved = saved_steps(self._folder)
+        steps = {max((s for s in self._steps if s <= at), default=0) for at in saved}
+        steps |= {step for step in self._steps if step > max(saved, default=0)}
+        needed = {best_dir(self._folder, step) for step in steps}
         for path in self._folder.glob(".best-*.partial"):
             shutil.rmtree(path, ignore_errors=True)
         for path in set(self._folder.glob("best-*")) - needed:
