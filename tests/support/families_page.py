@@ -32,7 +32,6 @@ PARTS = {
     "projections": "projections",
     "rotations": "rotation",
     "recurrences": "recurrence",
-    "attentions": "attention",
     "feed_forwards": "feed-forward",
     "experts": "experts",
 }

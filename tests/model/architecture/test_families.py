@@ -30,7 +30,7 @@ CASES = {name: FAMILIES[name] for name in ("llama", "qwen2", *WINDOWS)} | {
 PLAIN = {"norms": 4, "projections": 2, "rotations": 2, "feed_forwards": 2}
 FUSED = dict.fromkeys(CASES, PLAIN) | {
     "gemma3_text": PLAIN | {"norms": 12},
-    "phi3": {"norms": 4, "attentions": 2, "feed_forwards": 2},
+    "phi3": {"norms": 4, "rotations": 2, "feed_forwards": 2},
 }
 
 

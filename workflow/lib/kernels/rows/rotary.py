@@ -44,52 +44,6 @@ class _Rotary(torch.autograd.Function):
         return None, None, None, *turned
 
 
-def split_rotary(
-    heads: torch.Tensor,
-    counts: tuple[int, int, int],
-    *,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    neighbours: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries and keys, rotated, and values, of all their heads (rows, seq_len, heads,
-    head_dim), as tensors of their own: the value of the one linear is kept by none. counts: heads
-    of queries, keys and values."""
-    _check(cos, heads)
-    split: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = _SplitRotary.apply
-    return split(heads, counts, cos, sin, neighbours)
-
-
-class _SplitRotary(torch.autograd.Function):
-    """As `_Rotary`; backward writes three gradients into one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        heads: torch.Tensor,
-        counts: tuple[int, int, int],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        neighbours: bool,
-    ) -> Heads:
-        ctx.save_for_backward(cos, sin)
-        ctx.counts, ctx.neighbours = counts, neighbours
-        *turned, value = heads.split(counts, dim=2)
-        query, key = (rotate(x, cos, sin, False, neighbours) for x in turned)
-        return query, key, value.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        rows, seq_len, _, head_dim = grads[0].shape
-        of_heads = grads[0].new_empty(rows, seq_len, sum(ctx.counts), head_dim)
-        *turned, of_value = of_heads.split(ctx.counts, dim=2)
-        for grad, out in zip(grads[:2], turned, strict=True):
-            rotate(grad, cos, sin, True, ctx.neighbours, out)
-        of_value.copy_(grads[2])
-        return of_heads, None, None, None, None
-
-
 def _check(cos: torch.Tensor, heads: torch.Tensor) -> None:
     assert 2 * cos.shape[-1] <= heads.shape[-1], "the kernel would write past the head"
 
@@ -100,12 +54,10 @@ def _by_kernel(
     sin: torch.Tensor,
     back: bool,
     neighbours: bool,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     x = x.contiguous() if _token_distance(x) is None else x
-    out = x.new_empty(x.shape) if out is None else out
+    out = x.new_empty(x.shape)
     distances = _token_distance(x), _token_distance(out)
-    assert None not in distances, "the kernel knows one distance of tokens"
     rows, seq_len, heads, head_dim = x.shape
     pairs = cos.shape[-1]
     cos, sin = (_with_one_distance(angles) for angles in (cos, sin))
@@ -143,7 +95,6 @@ def _by_torch(
     sin: torch.Tensor,
     back: bool,
     neighbours: bool,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     width = 2 * cos.shape[-1]
     turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
@@ -156,8 +107,7 @@ def _by_torch(
         first, second = turned.chunk(2, dim=-1)
     parts = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)
-    heads = torch.cat((turned.to(x.dtype), rest), dim=-1)
-    return heads if out is None else out.copy_(heads)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
 def _case(device: torch.device, dtype: torch.dtype, neighbours: bool) -> Case:
@@ -174,4 +124,4 @@ rotate = Op(
     case=_case,
     variant=lambda x, *args: (x.dtype, args[3]),
 )
-"""Returns x (rows, seq_len, heads, head_dim), rotated or turned `back`, in `out` if it is given."""
+"""Returns x (rows, seq_len, heads, head_dim), rotated or turned `back`."""

@@ -21,7 +21,6 @@ from workflow.lib.kernels.rows.gated_norm import GatedNorm, by_torch
 from workflow.lib.kernels.rows.gating import ACTIVATIONS
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
-from workflow.lib.model.fusion.fused_attention import as_fused_attention
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.shared_input import share_input_
@@ -174,7 +173,7 @@ def _counts(module: nn.Module, width: int) -> list[int]:
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     """Replace what can be fused in every decoder layer; return how many modules of each kind
-    (`norms`, `gated_norms`, `projections`, `rotations`, `recurrences`, `attentions`,
+    (`norms`, `gated_norms`, `projections`, `rotations`, `recurrences`,
     `feed_forwards`)."""
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
@@ -193,9 +192,6 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
         elif (gated := as_gated_norm(module)) is not None:
             setattr(layer.get_submodule(parent), name, gated)
             replaced["gated_norms"] += 1
-        elif (attention := as_fused_attention(module)) is not None:
-            setattr(layer.get_submodule(parent), name, attention)
-            replaced["attentions"] += 1
         elif (form := feed_forward_form(module)) is not None:
             feed_forward = FusedFeedForward(module, form=form)
             setattr(layer.get_submodule(parent), name, feed_forward)
