@@ -29,6 +29,7 @@ include: "workflow/rules/check_gguf.smk"
 include: "workflow/rules/convert_gguf.smk"
 include: "workflow/rules/evaluate_run.smk"
 include: "workflow/rules/check_served.smk"
+include: "workflow/rules/decide_rung.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
@@ -64,14 +65,14 @@ rule tokenize:
 rule preflight:
     input:
         rules.tokenize.input,
-        predictions=of_runs("preflight_run", "preflight.json"),
+        predictions=of_runs("preflight_run", "preflight.json", names=WHOLE),
         servable=[servable(name) for name in SERVED],
     log:
         "logs/preflight/preflight.log",
     conda:
         "envs/torch.yaml"
     params:
-        runs=list(RUNS),
+        runs=list(WHOLE),
     shell:
         "python -m workflow.scripts.show_preflight --runs {params.runs:q} --predictions {input.predictions:q} --log {log:q}"
 
@@ -80,27 +81,33 @@ rule train:
     input:
         rules.preflight.input,
         [layout.base_dir(run) for run in RUNS.values()],
-        of_runs(
+        lambda w: of_runs(
             "finetune",
             "adapter",
             "adapter_config.json",
             "metrics.jsonl",
             "parity.safetensors",
             "summary.json",
+            names=going_on(WHOLE),
         ),
-        of_runs("consolidate", *[f"adapter/{file}" for file in ADAPTER_FILES]),
-        of_runs("consolidate", "parity.json"),
-        [step_adapters(name) for name in RUNS],
-        [merged_model(name) for name in MERGED],
-        [layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
+        lambda w: of_runs(
+            "consolidate",
+            *[f"adapter/{file}" for file in ADAPTER_FILES],
+            "parity.json",
+            names=going_on(WHOLE),
+        ),
+        lambda w: [folder for name in going_on(WHOLE) for folder in step_adapters(name)],
+        lambda w: [merged_model(name) for name in going_on(MERGED)],
+        lambda w: [layout.stage_dir(name, "convert_gguf") for name in going_on(IN_GGUF)],
+        decisions(),
 
 
 rule evaluate:
     input:
         rules.train.input,
-        evaluations(),
-        [served_check(name) for name in SERVED],
-        of_runs("consolidate", "adapter/README.md", names=NAMED),
+        lambda w: evaluations(),
+        lambda w: [served_check(name) for name in going_on(SERVED)],
+        lambda w: of_runs("consolidate", "adapter/README.md", names=going_on(NAMED)),
         requirements(),
 
 
@@ -113,7 +120,7 @@ rule report:
 # What others can check of the runs; no part of `all`.
 rule certify:
     input:
-        of_runs("certify_run", "certificate.json", names=NAMED),
+        lambda w: of_runs("certify_run", "certificate.json", names=going_on(NAMED)),
 
 
 # Uploads to the hub what `export.hub_repo` names; no part of `all`.

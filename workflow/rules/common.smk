@@ -20,7 +20,9 @@ if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths, check_prefix
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.recoveries import with_recoveries
+from workflow.lib.artifacts.rungs import Rung, rung_name, with_rungs
 from workflow.lib.artifacts.scored_models import made_folders, scored_models
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
 from workflow.lib.artifacts.starts import with_starts
@@ -35,7 +37,7 @@ from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.command_line import as_in_yaml
-from workflow.lib.settings.config import load_config
+from workflow.lib.settings.config import load_config, load_sweep
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import use_this_interpreter
@@ -114,9 +116,10 @@ try:
     if workflow.is_main_process:
         check_writable([Path(".snakemake"), Path(placed("logs")), Path(placed("results"))])
     REPORT, RUNS = load_config(config)
+    SWEEP = load_sweep(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
-    RUNS = with_starts(with_recoveries(RUNS), placed)
+    RUNS = with_starts(with_recoveries(with_rungs(RUNS, SWEEP)), placed)
     SCORED = scored_models(RUNS)
     MADE = made_folders(RUNS, SCORED)
     for name, settings in RUNS.items():
@@ -155,8 +158,10 @@ BY_SERVABLE = {
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
+# Without rungs, which only decide which of them are trained.
+WHOLE = {name: run for name, run in RUNS.items() if run.rung_of is None}
 # Without the recovery adapters of their bases, which are trained and exported, and judged as their starts.
-NAMED = {name: run for name, run in RUNS.items() if run.recovers is None}
+NAMED = {name: run for name, run in WHOLE.items() if run.recovers is None}
 SERVED = [name for name, run in NAMED.items() if run.export.serve != "none"]
 
 # Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
@@ -207,9 +212,32 @@ def manifest(run):
     return f"{layout.tokens_dir(run)}/manifest.json"
 
 
-def of_runs(stage, *files, names=RUNS):
-    """Artifacts of a stage, of every run."""
+def of_runs(stage, *files, names):
+    """Artifacts of a stage, of these runs."""
     return [f"{layout.stage_dir(name, stage)}/{file}" for name in names for file in files]
+
+
+def going_on(names, *, before=None):
+    """Of these runs those that no rung (before this one) has ended. Snakemake asks again once it is decided."""
+    if not (decided := decisions(before=before)):
+        return list(names)
+    last = checkpoints.decide_rung.get(steps=SWEEP.rungs[len(decided) - 1]).output[0]
+    living = read_record(Path(last), Rung).going_on
+    return [name for name in names if name in living or name not in NAMED]
+
+
+def decisions(*, before=None):
+    """The files that say which runs go on: of all rungs but the last, or of those before one."""
+    return [
+        f"results/sweep/rung-{steps}.json"
+        for steps in SWEEP.rungs[:-1]
+        if before is None or steps < before
+    ]
+
+
+def at_rung(steps):
+    """The runs at a rung, as they are called there."""
+    return [rung_name(name, steps) for name in going_on(NAMED, before=int(steps))]
 
 
 def merged_model(name):
@@ -226,7 +254,7 @@ def model_options(run, input):
 
 def evaluations():
     """The folders of the evaluations."""
-    return [layout.stage_dir(name, "evaluate_run") for name in NAMED]
+    return [layout.stage_dir(name, "evaluate_run") for name in going_on(NAMED)]
 
 
 def checks(folder_of, folder):

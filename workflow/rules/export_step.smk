@@ -22,10 +22,10 @@ rule export_step:
         runtime=asks("runtime", READING),
     params:
         config=lambda w: layout.stage_json("export_step", RUNS[w.run]),
-        checkpoints=checkpoints,
+        checkpoints=checkpoint_folder,
         # Checkpoints of before had none beside them.
         adapter_config=lambda w, input: (
-            f"{placed(layout.stage_dir(w.run, 'finetune')) if is_kept(w) else checkpoints(w, input)}/adapter_config.json"
+            f"{placed(layout.stage_dir(w.run, 'finetune')) if is_kept(w) else checkpoint_folder(w, input)}/adapter_config.json"
         ),
         model=lambda w: there(layout.model_dir(RUNS[w.run])),
         recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],

@@ -32,7 +32,7 @@ rule finetune:
         config=lambda w, output: layout.stage_json("finetune", RUNS[w.run]),
         folder=subpath(output.summary, parent=True),
         # Not an output: Snakemake deletes the outputs of a job that failed.
-        checkpoints=checkpoints,
+        checkpoints=checkpoint_folder,
         tokens=subpath(input.tokens, parent=True),
         model=lambda w: there(layout.model_dir(RUNS[w.run])),
         # Other hardware does not change the result, so it must not train again: what is derived from

@@ -1,7 +1,7 @@
 # Inputs, outputs and options of single stages; `common.smk` has what several share.
 
 
-def checkpoints(wildcards, input):
+def checkpoint_folder(wildcards, input):
     """Folder of a run's checkpoints."""
     return checkpoints_of(wildcards.run, input)
 
@@ -146,12 +146,12 @@ def published_folder(name, files):
 
 def publications():
     """The proofs that runs are published: those that name a repository."""
-    named = [name for name, run in RUNS.items() if run.export.hub_repo]
+    named = [name for name, run in WHOLE.items() if run.export.hub_repo]
     if not named:
         raise WorkflowError(
             "export.hub_repo names no repository, so there is nothing to publish. Set it to owner/name."
         )
-    return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in named]
+    return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in going_on(named)]
 
 
 def certified_folders(name):
@@ -193,7 +193,7 @@ def verified_options():
 # Gains that runs must reach, by run.
 REQUIRED = {
     name: run.evaluate.model_dump(mode="json", include={"require", "require_by"})
-    for name, run in RUNS.items()
+    for name, run in WHOLE.items()
     if run.evaluate.require
 }
 

@@ -1,13 +1,14 @@
 rule render_report:
     input:
-        preflight=expand("results/runs/{run}/preflight_run/preflight.json", run=NAMED),
-        summary=expand("results/runs/{run}/finetune/summary.json", run=NAMED),
-        metrics=expand("results/runs/{run}/finetune/metrics.jsonl", run=NAMED),
-        parity=expand("results/runs/{run}/consolidate/parity.json", run=NAMED),
-        evaluation=evaluations(),
-        gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
-        served=[served_check(name) for name in SERVED],
-        tokens=[manifest(run) for run in NAMED.values()],
+        preflight=lambda w: of_runs("preflight_run", "preflight.json", names=going_on(NAMED)),
+        summary=lambda w: of_runs("finetune", "summary.json", names=going_on(NAMED)),
+        metrics=lambda w: of_runs("finetune", "metrics.jsonl", names=going_on(NAMED)),
+        parity=lambda w: of_runs("consolidate", "parity.json", names=going_on(NAMED)),
+        evaluation=lambda w: evaluations(),
+        gguf=lambda w: [layout.stage_dir(name, "convert_gguf") for name in going_on(IN_GGUF)],
+        served=lambda w: [served_check(name) for name in going_on(SERVED)],
+        tokens=lambda w: [manifest(RUNS[name]) for name in going_on(NAMED)],
+        rungs=decisions(),
     output:
         page="results/report/report.html",
         comparison="results/report/comparison.csv",
@@ -17,8 +18,8 @@ rule render_report:
         "../../envs/report.yaml"
     params:
         # The report shows how to make all of it again: the settings of every run that differ from the defaults.
-        config=lambda w, output: layout.report_json(REPORT, NAMED),
-        recorded=layout.recorded_report_json(REPORT, NAMED),  # what Snakemake compares
+        config=lambda w, output: layout.report_json(REPORT, NAMED, SWEEP),
+        recorded=layout.recorded_report_json(REPORT, NAMED, SWEEP),  # what Snakemake compares
         runs=lambda w, input: json.dumps(
             [
                 {
@@ -27,9 +28,12 @@ rule render_report:
                     "gguf": name in IN_GGUF,
                     "served": name in SERVED,
                 }
-                for name, summary, manifest in zip(NAMED, input.summary, input.tokens, strict=True)
+                for name, summary, manifest in zip(
+                    going_on(NAMED), input.summary, input.tokens, strict=True
+                )
             ]
         ),
+        rungs=lambda w, input: ["--rungs", *input.rungs] if input.rungs else [],
     shell:
-        "python -m workflow.scripts.render_report --config {params.config:q} --runs {params.runs:q}"
+        "python -m workflow.scripts.render_report --config {params.config:q} --runs {params.runs:q} {params.rungs:q}"
         " --output {output.page:q} --comparison {output.comparison:q} --log {log:q}"

@@ -1,8 +1,9 @@
 # After everything else of all runs, the report too: Snakemake starts no further job once one has failed.
 rule require_gain:
     input:
-        evaluation=evaluations(),
-        cards=of_runs("consolidate", "adapter/README.md"),
+        evaluation=lambda w: evaluations(),
+        cards=lambda w: of_runs("consolidate", "adapter/README.md", names=going_on(WHOLE)),
+        rungs=decisions(),
         page=rules.render_report.output.page,
     output:
         "results/requirements.json",
@@ -11,7 +12,9 @@ rule require_gain:
     conda:
         "../../envs/report.yaml"
     params:
-        config=json.dumps(REQUIRED, sort_keys=True),
+        config=lambda w: json.dumps(
+            {name: REQUIRED[name] for name in going_on(REQUIRED)}, sort_keys=True
+        ),
         folder=lambda w, input: subpath(input.evaluation[0], ancestor=2),
     shell:
         "python -m workflow.scripts.require_gain --config {params.config:q} --runs-dir {params.folder:q}"

@@ -32,7 +32,7 @@ effect. Written by `python -m workflow.scripts.write_settings_pages` from the mo
 [`workflow/lib/settings/config.py`](../lib/settings/config.py).
 
 Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override
-any setting of any section except `report`. A stage reruns when a setting or a file
+any setting of any section except `report` and `sweep`. A stage reruns when a setting or a file
 that it reads changes, unless the section says otherwise.
 
 `python -m workflow.scripts.import_config FILE --gpus 2x4090` writes a config from a YAML file of

@@ -8,7 +8,7 @@ scripts by SHA-256 and no request."""
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from plotly.offline import get_plotlyjs
 
 from workflow import VERSION
 from workflow.lib.artifacts.records import Interval
+from workflow.lib.artifacts.rungs import Rung, saved_by
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.planning.preflight.plan_words import nearest_plans, plan_choices
 from workflow.lib.report.comparison import (
@@ -33,7 +34,7 @@ from workflow.lib.report.figures import Figure, curve_figures, heldout_figure, m
 from workflow.lib.report.preferences import both_fell, reward_fields, reward_figures, reward_runs
 from workflow.lib.report.run_results import Run
 from workflow.lib.report.verdict import Measured, gate, label
-from workflow.lib.settings.config import EvaluateConfig, ReportConfig
+from workflow.lib.settings.config import EvaluateConfig, ReportConfig, SweepConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SUBJECTS
 from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system import number_formats
@@ -44,11 +45,14 @@ COMMAND = "snakemake --cores all --replace-workflow-config --configfile settings
 
 @dataclass(frozen=True)
 class Content:
-    """What a report is made of. `settings`: by run, those that differ from the defaults."""
+    """What a report is made of. `settings`: by run, those that differ from the defaults; `rungs`:
+    ascending, without the last."""
 
     runs: list[Run]
     report: ReportConfig
     settings: Mapping[str, Any]
+    sweep: SweepConfig
+    rungs: Sequence[Rung]
 
     def evaluation_settings(self, run: Run) -> EvaluateConfig:
         return EvaluateConfig.model_validate(self.settings.get(run.name, {}).get("evaluate", {}))
@@ -61,7 +65,7 @@ class Section:
     key: str
     title: str
     variables: Callable[[Content], dict[str, Any]] = lambda content: {}
-    shown: Callable[[list[Run]], bool] = lambda runs: True
+    shown: Callable[[Content], bool] = lambda content: True
 
     @property
     def template(self) -> str:
@@ -93,6 +97,14 @@ def _comparison(content: Content) -> dict[str, Any]:
     }
 
 
+def _rungs(content: Content) -> dict[str, Any]:
+    return {
+        "sweep": content.sweep,
+        "rungs": content.rungs,
+        "saved": saved_by(content.rungs, content.sweep.rungs[-1]),
+    }
+
+
 def _preferences(content: Content) -> dict[str, Any]:
     runs = content.runs
     return {
@@ -114,21 +126,29 @@ def _datasets(content: Content) -> dict[str, list[tuple[Run, list[str]]]]:
 def _provenance(content: Content) -> dict[str, Any]:
     commits = {origin.commit for run in content.runs for origin in run.provenances}
     report = content.report.model_dump(mode="json", exclude_defaults=True)
+    sweep = content.sweep.model_dump(mode="json", exclude_defaults=True)
+    halved = {"sweep": sweep} if sweep else {}
     return {
         "command": COMMAND,
         "commit": commits.pop() if len(commits) == 1 else None,  # of every artifact
-        "document": json.dumps({"report": report, "runs": content.settings}, indent=2),
+        "document": json.dumps({"report": report, **halved, "runs": content.settings}, indent=2),
     }
 
 
 SECTIONS = (
     Section("verdict", "Verdict", _verdict),
-    Section("comparison", "Comparison", _comparison, shown=lambda runs: len(runs) > 1),
+    Section("comparison", "Comparison", _comparison, shown=lambda content: len(content.runs) > 1),
+    Section("rungs", "Rungs", _rungs, shown=lambda content: bool(content.rungs)),
     Section("training", "Training", lambda content: {"curves": curve_figures(content.runs)}),
-    Section("preferences", "Preferences", _preferences, shown=lambda runs: bool(reward_runs(runs))),
+    Section(
+        "preferences",
+        "Preferences",
+        _preferences,
+        shown=lambda content: bool(reward_runs(content.runs)),
+    ),
     Section("tasks", "Tasks"),
     Section("samples", "Samples"),
-    Section("gguf", "GGUF files", shown=lambda runs: any(run.gguf for run in runs)),
+    Section("gguf", "GGUF files", shown=lambda content: any(run.gguf for run in content.runs)),
     Section("memory", "Memory and time", lambda content: {"memory": memory_figure(content.runs)}),
     Section("data", "Data", _datasets),
     Section("checks", "Checks"),
@@ -152,12 +172,20 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 }
 
 
-def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str, Any]) -> str:
+def render_page(
+    runs: list[Run],
+    *,
+    report: ReportConfig,
+    settings: Mapping[str, Any],
+    sweep: SweepConfig | None = None,
+    rungs: Sequence[Rung] = (),
+) -> str:
     """Return the page of `runs` (at least one) as HTML. settings: by run, those that differ from
-    the defaults: with them the page says how to make all of it again."""
+    the defaults: with them the page says how to make all of it again. rungs: of the sweep, without
+    the last."""
     assert runs, "a report shows at least one run"
-    content = Content(runs, report, settings)
-    sections = [section for section in SECTIONS if section.shown(runs)]
+    content = Content(runs, report, settings, sweep or SweepConfig(), rungs)
+    sections = [section for section in SECTIONS if section.shown(content)]
     variables = {
         "report": report,
         "runs": runs,

@@ -31,6 +31,7 @@ from workflow.lib.settings.evaluate import (
 from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig, needs_of, readers_of
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
+from workflow.lib.settings.sweep import SweepConfig
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.settings.train import (
     HardwareConfig,
@@ -57,10 +58,12 @@ __all__ = [
     "ReportConfig",
     "RunConfig",
     "Section",
+    "SweepConfig",
     "TrackingConfig",
     "TrainConfig",
     "is_hub_id",
     "load_config",
+    "load_sweep",
     "merge",
 ]
 
@@ -104,6 +107,7 @@ class RunConfig(Sections):
 
     _start: "RunConfig | None" = PrivateAttr(None)
     _recovers: "RunConfig | None" = PrivateAttr(None)
+    _rung_of: str | None = PrivateAttr(None)
 
     @property
     def start(self) -> "RunConfig | None":
@@ -126,6 +130,17 @@ class RunConfig(Sections):
         recovery = self.model_copy()
         recovery._recovers = run
         return recovery
+
+    @property
+    def rung_of(self) -> str | None:
+        """The name of the run whose first steps this one is (`artifacts.rungs`); None for what the
+        user names."""
+        return self._rung_of
+
+    def as_rung_of(self, name: str) -> "RunConfig":
+        rung = self.model_copy()
+        rung._rung_of = name
+        return rung
 
     @property
     def served(self) -> Served:
@@ -248,6 +263,8 @@ class Config(Sections):
 
     report: ReportConfig = ReportConfig()
     """The report over all runs."""
+    sweep: SweepConfig = SweepConfig()
+    """Which runs of a sweep end early."""
     runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
 
@@ -299,6 +316,11 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
     }
     _check_objectives(document, config, runs)
     return config.report, {name: _of_objective(run) for name, run in runs.items()}
+
+
+def load_sweep(document: Mapping[str, object]) -> SweepConfig:
+    """Return the section `sweep` of a parsed `config.yaml`; raises as `load_config`."""
+    return _validate(Config, document, prefix="").sweep
 
 
 def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:

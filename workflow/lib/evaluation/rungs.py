@@ -1,0 +1,68 @@
+"""Who goes on from a rung: no run that is surely worse than the best, by paired held-out losses."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from workflow.lib.artifacts.evaluation_record import DocumentLoss
+from workflow.lib.artifacts.records import Interval
+from workflow.lib.evaluation.task_scores import Loss, difference_fields
+from workflow.lib.system.errors import UserError
+
+Documents = Mapping[int, Loss]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A run at a rung; the fields are those of `RungRun`."""
+
+    run: str
+    loss: float
+    behind: float
+    behind_ci95: Interval | None
+    goes_on: bool
+    reason: Literal["lowest loss", "not surely worse", "surely worse", "beyond keep"]
+
+
+def by_document(losses: list[DocumentLoss]) -> dict[int, Loss]:
+    return {found.document: (found.loss_sum, found.tokens) for found in losses}
+
+
+def decide(
+    runs: Mapping[str, Documents], *, keep: float, resamples: int, seed: int
+) -> list[Decision]:
+    """Return the decisions, lowest loss first; of equal losses the run that is named first. runs:
+    at least one, its loss by document. Raises `UserError` for runs of different documents."""
+    losses = {name: _mean(documents) for name, documents in runs.items()}
+    best, *others = sorted(runs, key=lambda name: losses[name])
+    decisions = [Decision(best, losses[best], 0.0, (0.0, 0.0), True, "lowest loss")]
+    most = max(1, math.ceil(round(keep * len(runs), 9)))  # 0.1 * 30 is above 3
+    for name in others:
+        pairs = _paired(name, runs[name], best, runs[best])
+        found = difference_fields(pairs, resamples=resamples, seed=seed)
+        ends: Interval | None = found["loss_difference_ci95"]
+        worse = ends is not None and ends[0] > 0
+        full = sum(before.goes_on for before in decisions) == most
+        reason: Literal["not surely worse", "surely worse", "beyond keep"] = (
+            "surely worse" if worse else "beyond keep" if full else "not surely worse"
+        )
+        goes_on = reason == "not surely worse"
+        behind = found["loss_difference"]
+        decisions.append(Decision(name, losses[name], behind, ends, goes_on, reason))
+    return decisions
+
+
+def _mean(documents: Documents) -> float:
+    sums, tokens = zip(*documents.values(), strict=True)
+    return float(sum(sums) / sum(tokens))
+
+
+def _paired(name: str, own: Documents, best: str, its: Documents) -> list[tuple[Loss, Loss]]:
+    tokens, others = ({d: count for d, (_, count) in of.items()} for of in (own, its))
+    if tokens != others:
+        raise UserError(
+            f"runs {name} and {best} were measured on different held-out documents, so no rung can "
+            "compare them. Give them the same data, or remove sweep.rungs."
+        )
+    return [(own[document], its[document]) for document in own]
