@@ -16,13 +16,14 @@ def expanded(**changes):
 
 
 def test_run_at_a_rung_is_the_run_with_fewer_steps_of_which_only_the_loss_is_measured():
-    runs = expanded(export={"merged": True})
+    runs = expanded(export={"merged": True, "steps": [10, 60]})
     assert list(runs) == ["a", "b", "a@50", "b@50"]
     rung, run = runs["a@50"], runs["a"]
     assert rung.train == run.train.model_copy(update={"max_steps": 50})
     assert (rung.rung_of, run_of("a@50"), run_of("a")) == ("a", "a", "a")
     assert (rung.evaluate.tasks, rung.evaluate.samples, rung.served) == ((), 0, "tuned")
     assert not rung.export.merged
+    assert rung.export.steps == (10,), "checkpoints that the whole run exports stay"
     assert tokens_dir(rung) == tokens_dir(run)
 
 

@@ -66,10 +66,11 @@ def _at(run: RunConfig, steps: int) -> RunConfig:
     """Return a run of the first steps of another, of which only the held-out loss is measured."""
     only_loss = {"subjects": ("base", "tuned"), "served": "tuned", "samples": 0, "require": {}}
     off = {"tasks": (), "tasks_dir": None}
+    kept = tuple(step for step in run.export.steps if step <= steps)  # of checkpoints
     update = {
         "train": run.train.model_copy(update={"max_steps": steps}),
         "evaluate": run.evaluate.model_copy(update=only_loss | off),
-        "export": ExportConfig(base_id=run.export.base_id),
+        "export": ExportConfig(base_id=run.export.base_id, steps=kept),
     }
     return run.model_copy(update=update)
 
