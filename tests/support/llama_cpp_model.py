@@ -90,11 +90,14 @@ def prepare_mixture(folder: Path, family: str) -> None:
 
 
 def add_companions(folder: Path, *, exported: Sequence[str]) -> None:
-    save_spm_tokenizer(folder / "model")
-    save_tokens(folder / "tokens")
+    if not (folder / "model" / "tokenizer.json").exists():
+        save_spm_tokenizer(folder / "model")
+    if not (folder / "tokens").exists():
+        save_tokens(folder / "tokens")
     manifest = write_manifest(folder, folder / "tokens" / "manifest.json")
     facts = read_record(manifest, ConversationFacts)
-    copy_companions(folder / "model", folder / "merged")
+    if "merged" in exported:
+        copy_companions(folder / "model", folder / "merged")
     for name in exported:
         save_tokenizer(folder / "model", folder / name, facts=facts)
         replace_chat_template(folder / name, facts=facts)

@@ -36,6 +36,9 @@ class VllmStart:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # adapters come one by one, each with an answer
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # 1 token more than a document
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        # `quiet_s` bounds how long it may take; its own 300 s and 600 s are short on a busy machine
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with other jobs
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -52,6 +55,7 @@ class VllmStart:
             "--max-model-len": self.max_tokens,
             # of several, 0.32 cannot compute log-probabilities of prompts with an adapter
             "--max-num-seqs": 1,
+            "--max-num-batched-tokens": self.max_tokens,  # it begins with so many
         }
         flags = ["--disable-uvicorn-access-log"]
         if self.max_lora_rank is not None:
