@@ -99,7 +99,7 @@ rule train:
         lambda w: [folder for name in going_on(WHOLE) for folder in step_adapters(name)],
         lambda w: [merged_model(name) for name in going_on(MERGED)],
         lambda w: [layout.stage_dir(name, "convert_gguf") for name in going_on(IN_GGUF)],
-        decisions(),
+        lambda w: decisions(),
 
 
 rule evaluate:

@@ -27,14 +27,14 @@ def project(tmp_path_factory):
         train=STEADY,
         hardware={"cpu_processes": 1},
         evaluate={"samples": 0},
-        sweep={"rungs": [4, 6]},
+        sweep={"rungs": [4, 5, 6]},
     )
     project.write_settings(project.settings | {"runs": RUNS})
     project.run("report")
     return project
 
 
-def test_runs_that_are_surely_worse_are_not_trained_further(project):
+def test_runs_that_are_surely_worse_are_not_trained_further_and_one_alone_meets_no_rung(project):
     rung = read_record(project.root / "results" / "sweep" / "rung-4.json", Rung)
     assert rung.going_on == ["good"]
     trained = {path.parent.name for path in project.root.glob("results/runs/*/finetune")}
@@ -62,6 +62,6 @@ def test_report_shows_every_decision_and_what_was_saved(project):
 def test_repeated_command_does_nothing_and_a_new_last_rung_keeps_the_earlier_one(project, tmp_path):
     assert project.snakemake("--dry-run", "report").nothing_to_do
     longer = project.copy(tmp_path / "longer")
-    longer.edit({"sweep": {"rungs": [4, 7]}, "train": {"max_steps": 7}})
+    longer.edit({"sweep": {"rungs": [4, 5, 7]}, "train": {"max_steps": 7}})
     jobs = [json.dumps(job.wildcards) for job in longer.plan("train")["finetune"]]
     assert jobs == ['{"run": "good"}']

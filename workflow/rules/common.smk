@@ -218,21 +218,27 @@ def of_runs(stage, *files, names):
 
 
 def going_on(names, *, before=None):
-    """Of these runs those that no rung (before this one) has ended. Snakemake asks again once it is decided."""
+    """Of these runs those that no rung (before this one) has ended."""
     if not (decided := decisions(before=before)):
         return list(names)
-    last = checkpoints.decide_rung.get(steps=SWEEP.rungs[len(decided) - 1]).output[0]
-    living = read_record(Path(last), Rung).going_on
+    living = read_record(Path(placed(decided[-1])), Rung).going_on
     return [name for name in names if name in living or name not in NAMED]
 
 
 def decisions(*, before=None):
-    """The files that say which runs go on: of all rungs but the last, or of those before one."""
-    return [
-        f"results/sweep/rung-{steps}.json"
-        for steps in SWEEP.rungs[:-1]
-        if before is None or steps < before
-    ]
+    """The files of all rungs (before this one) that say which runs go on; none once a single run is left.
+
+    Snakemake asks again when a rung is decided.
+    """
+    decided = []
+    for steps in SWEEP.rungs[:-1]:
+        if before is not None and steps >= before:
+            break
+        checkpoints.decide_rung.get(steps=steps)
+        decided.append(f"results/sweep/rung-{steps}.json")
+        if len(read_record(Path(placed(decided[-1])), Rung).going_on) == 1:
+            break
+    return decided
 
 
 def at_rung(steps):

@@ -8,7 +8,7 @@ rule render_report:
         gguf=lambda w: [layout.stage_dir(name, "convert_gguf") for name in going_on(IN_GGUF)],
         served=lambda w: [served_check(name) for name in going_on(SERVED)],
         tokens=lambda w: [manifest(RUNS[name]) for name in going_on(NAMED)],
-        rungs=decisions(),
+        rungs=lambda w: decisions(),
     output:
         page="results/report/report.html",
         comparison="results/report/comparison.csv",

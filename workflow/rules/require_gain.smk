@@ -3,7 +3,7 @@ rule require_gain:
     input:
         evaluation=lambda w: evaluations(),
         cards=lambda w: of_runs("consolidate", "adapter/README.md", names=going_on(WHOLE)),
-        rungs=decisions(),
+        rungs=lambda w: decisions(),
         page=rules.render_report.output.page,
     output:
         "results/requirements.json",
