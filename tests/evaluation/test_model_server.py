@@ -71,6 +71,7 @@ def test_what_it_refuses_is_told_in_its_words(start, tmp_path):
     ("mode", "message"),
     [
         ("fails", r"(?s)ended before it was ready.*ValueError: no such model type"),
+        ("killed", r"(?s)ended before it was ready: it was killed, most likely for want of memory"),
         ("never", r"(?s)was not ready, and said nothing for 5 s.*starting"),
         ("dies", r"(?s)want of memory.*OutOfMemoryError: no room"),
         ("silent", r"did not answer /v1/completions within 5 s"),

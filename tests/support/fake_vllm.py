@@ -66,6 +66,8 @@ if __name__ == "__main__":
     if MODE == "fails":
         print("ValueError: no such model type\nthe engine did not start", flush=True)
         sys.exit(1)
+    if MODE == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if MODE == "never":
         time.sleep(3600)
     Server(option("--uds"), Handler).serve_forever()
