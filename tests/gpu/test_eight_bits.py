@@ -6,11 +6,9 @@ import torch
 from tests.support.adapted_layers import Layer, random
 from tests.support.eight_bit_cases import (
     FORMATS,
-    copies_of_norms,
     float8_product,
     weights_and_activations,
 )
-from tests.support.feed_forward_cases import passes_behind_a_norm
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.model.layers.frozen_matmul import ProductTypes
@@ -34,18 +32,6 @@ def kind(request):
 def test_weights_and_activations_are_the_cpu_s_bit_by_bit(kind):
     for one, other in weights_and_activations(FORMATS[kind], device="cuda", interpreted=False):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def test_norm_writes_in_8_bits_what_its_output_is_rounded_to(kind):
-    for one, other in copies_of_norms(FORMATS[kind], device="cuda", interpreted=False):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def test_products_that_take_a_norm_s_copy_give_the_same_bits(kind, tmp_path):
-    rounding, taking = passes_behind_a_norm(
-        tmp_path, products=kind, dtype=torch.bfloat16, device="cuda"
-    )
-    assert all(map(torch.equal, rounding, taking))
 
 
 def test_products_are_the_cpu_s(kind):

@@ -10,7 +10,6 @@ from workflow.lib.kernels.node import keeping_inputs
 
 
 def test_node_with_a_backward_of_its_own_keeps_nothing_that_its_forward_was_given():
-    """A norm's forward is given a copy in 8 bits, which must go after the forward."""
     given = torch.ones(3)
     gone = weakref.ref(given)
 

@@ -1,12 +1,9 @@
 """What the GPU kernels of matmuls in 8 bits must compute: by Triton's interpreter on the CPU,
 compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU."""
 
-import itertools
-
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
-from tests.support.kernel_cases import norm_module
 from workflow.lib.kernels.eight_bits import matmul, rounding
 from workflow.lib.kernels.eight_bits.matmul import RoundedWeight, decoded, product, row_scales
 from workflow.lib.kernels.eight_bits.rounding import (
@@ -17,7 +14,6 @@ from workflow.lib.kernels.eight_bits.rounding import (
     unfilled,
 )
 from workflow.lib.kernels.nf4.decode import NF4Data
-from workflow.lib.kernels.rows import norm
 
 # (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
 SHAPES = ((16, 256), (144, 192))
@@ -85,29 +81,6 @@ def _rounded_rows(
     made = unfilled(rows.shape, form._replace(dtype=dtype), torch.device(device))[:2]
     rounding.round_rows.kernel(*made, rows.to(device), given, form)
     return [*zip(made, copy[:2], strict=True)]
-
-
-def copies_of_norms(form: Format, *, device: str, interpreted: bool) -> Pairs:
-    """Return pairs of what a norm's kernel writes in 8 bits beside its output, and what the output
-    is by itself, bit by bit: of an RMS norm and of a LayerNorm with a bias, several rows a program,
-    one row, rows that are no whole blocks, and a row that is not finite."""
-    dtype = torch.float32 if interpreted else torch.bfloat16
-    stored = torch.float32 if interpreted and form.name == "float8" else form.dtype
-    pairs: Pairs = []
-    plain = (1e-6, 0.0, False, False)  # options of `norm_module`
-    biased = (1e-3, 1.0, True, True)
-    draw = torch.Generator().manual_seed(0)
-    for width, options in itertools.product((48, 192, norm.ELEMENTS + 64), (plain, biased)):
-        x = activations(width).to(device, dtype)
-        x[5, 7] = torch.inf
-        module = norm_module(width, *options, draw=draw, dtype=dtype, device=device)
-        copy = unfilled(x.shape, form._replace(dtype=stored), x.device)
-        y = norm.forward(x, module, copy)
-        pairs.append((y, norm.forward(x, module)))
-        alone = unfilled(x.shape, copy.form, x.device)
-        rounding.round_rows.kernel(*alone[:2], y, None, form)
-        pairs += zip(copy[:2], alone[:2], strict=True)
-    return [(one.cpu(), other.cpu()) for one, other in pairs]
 
 
 def float8_product(*, device: str) -> tuple[torch.Tensor, torch.Tensor]:

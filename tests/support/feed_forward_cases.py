@@ -12,10 +12,7 @@ from tests.support.models import nf4_linear
 from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.adapter_dropout import row_keys
-from workflow.lib.model.layers.frozen_matmul import ProductTypes, operand
-from workflow.lib.model.layers.fused_norm import FusedNorm
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
-from workflow.lib.model.layers.written_copies import COPY
+from workflow.lib.model.layers.frozen_matmul import ProductTypes
 
 HIDDEN, WIDE, ROWS, RANK = 192, 128, 9, 5
 FACTORS = ("plain", "dropout", "dora")
@@ -85,33 +82,3 @@ def values_and_gradients(
         y = OneNode(layers, "silu")(x)
         found = [y, *torch.autograd.grad(y, given, grad)]
     return [tensor.detach().float().cpu() for tensor in found]
-
-
-def passes_behind_a_norm(
-    folder: Path, *, products: str, dtype: torch.dtype, device: str
-) -> list[list[torch.Tensor]]:
-    """Return outputs and gradients of a norm with gate and up behind it in two passes: in the first
-    one the matmuls round what they take, in the second one the norm's kernel has done so."""
-    types = ProductTypes(products, products)
-    layers = layers_of(folder, "plain", types, dtype, device)[:2]
-    weight = (random(HIDDEN, seed=42).abs() + 0.5).to(device, dtype)
-    norm = FusedNorm(nn.Parameter(weight, requires_grad=False), eps=1e-6)
-    x = random(ROWS, HIDDEN, seed=40).to(device, dtype).requires_grad_()
-    grads = [random(ROWS, WIDE, seed=seed).to(device, dtype) for seed in (41, 43)]
-    given = [x, *(w for layer in layers for w in layer.weights)]
-    results = []
-    with types.in_eight_bits():
-        for copied in (False, True):
-            assert (_copy(norm(x)) is not None) == copied
-            values = nf4_lora_matmuls(norm(x), layers)
-            results.append([*values, *torch.autograd.grad(values, given, grads)])
-        normed = norm(x)
-        copy = _copy(normed)
-        assert operand(normed, layers[0].base) is copy
-    assert _copy(norm(x)) is None, "outside of the block nothing is in 8 bits"
-    return results
-
-
-def _copy(tensor: torch.Tensor) -> Any:
-    """Return the copy in 8 bits that was written beside a tensor."""
-    return getattr(tensor, COPY).copy

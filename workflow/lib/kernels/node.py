@@ -23,7 +23,7 @@ class _KeepingInputs(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        # With a backward of its own the forward goes: it may hold tensors, a norm's copy in 8 bits.
+        # With a backward of its own the forward goes: it may hold tensors.
         ctx.functions = None if backward else forward, backward
         ctx.save_for_backward(*tensors)
         output = forward(*tensors)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from workflow.lib.kernels.eight_bits.rounding import Rounded
 from workflow.lib.kernels.launch import launch, power_of_two
 from workflow.lib.kernels.node import keeping_inputs
 from workflow.lib.kernels.op import Case, Op
@@ -38,14 +37,11 @@ class Norm(Protocol):
     subtracts_mean: bool  # whether it is a LayerNorm
 
 
-def _by_kernel(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
-    return keeping_inputs(
-        partial(forward, norm=norm, copy=copy), lambda g, x: [backward(g, x, norm)], x
-    )
+def _by_kernel(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return keeping_inputs(partial(forward, norm=norm), lambda g, x: [backward(g, x, norm)], x)
 
 
-def _by_torch(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
-    assert copy is None, "only the kernel writes copies"
+def _by_torch(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return keeping_inputs(
         partial(_torch_forward, norm=norm), lambda g, x: [_torch_backward(g, x, norm)], x
     )
@@ -74,18 +70,13 @@ def _torch_backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Te
     return slope.sub_(normal.mul_(mean)).mul_(inverse).to(x.dtype)
 
 
-def forward(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
-    """Return the norm of x (..., width) by a kernel, which rounds it into `copy`, too."""
+def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Return the norm of x (..., width) by a kernel."""
     x = _readable(x)
     out = torch.empty_like(x)
-    if copy is None:
-        written, most, block = (out, out), 0.0, 0  # pointers that are not used
-    else:
-        written, most, block = copy[:2], copy.form.largest, power_of_two(x.shape[-1])
     bias = norm.weight if norm.bias is None else norm.bias  # a pointer that is not read, or
-    given = (x, norm.weight, bias, *written, *_places(out, x))
-    _launch("norm.norm", out, *given, norm=norm, biased=norm.bias is not None, most=most,
-            block=block)  # fmt: skip
+    given = (x, norm.weight, bias, *_places(out, x))
+    _launch("norm.norm", out, *given, norm=norm, biased=norm.bias is not None)
     return out
 
 
@@ -146,4 +137,4 @@ def _case(device: torch.device, dtype: torch.dtype) -> Case:
 
 normed = Op("norms", reference=_by_torch, kernel=_by_kernel, case=_case)
 """Returns d / sqrt(mean(d^2) + eps) * (offset + w) + b of x (..., width), where d is x or, of a
-LayerNorm, x - mean(x). copy: of the result in 8 bits, which the kernel fills."""
+LayerNorm, x - mean(x)."""

@@ -160,34 +160,6 @@ def round_rows(
 
 
 @triton.jit
-def store_rounded(
-    out,
-    scales,
-    value,
-    row,
-    num_rows,
-    width,
-    most: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write rows (rows, size) fp32, 0 behind their end, in 8 bits, and a scale of each `block`
-    columns: for kernels that have made whole rows."""
-    rows: tl.constexpr = value.shape[0]
-    size: tl.constexpr = value.shape[1]
-    blocks: tl.constexpr = size // block
-    parts = tl.reshape(value, (rows, blocks, block))
-    scale = scale_of(parts, 2, most)
-    number, num_blocks = tl.arange(0, blocks)[None, :], tl.cdiv(width, block)
-    there = (row < num_rows)[:, None]
-    tl.store(scales + row[:, None] * num_blocks + number, scale, mask=there & (number < num_blocks))
-    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    value = tl.reshape(parts * inverse[:, :, None], (rows, size))
-    column = tl.arange(0, size)[None, :]
-    at = out + row[:, None] * width + column
-    tl.store(at, value.to(out.dtype.element_ty), mask=there & (column < width))
-
-
-@triton.jit
 def scale_of(value, axis: tl.constexpr, most: tl.constexpr):
     """Return the scale of fp32 values along an axis."""
     return _in_range(tl.max(_finite_or_infinite(value), axis), most)

@@ -5,8 +5,6 @@ A program has whole rows in registers. Offsets are int64, as in `elementwise`.""
 import triton
 import triton.language as tl
 
-from workflow.lib.kernels.triton_code.eight_bits import store_rounded
-
 
 @triton.jit
 def norm(
@@ -14,8 +12,6 @@ def norm(
     x,
     weight,
     bias,
-    copy,
-    scales,
     heads,
     out_token,
     out_head,
@@ -27,13 +23,11 @@ def norm(
     offset: tl.constexpr,
     subtracts_mean: tl.constexpr,
     biased: tl.constexpr,
-    most: tl.constexpr,
-    block: tl.constexpr,
     rows: tl.constexpr,
     size: tl.constexpr,
 ):
-    """`rows` rows, times `offset` + weight, plus a bias; with a `block` also in 8 bits what was
-    written. A row is a head of a token: `x_token` and `x_head` are the distances of these in x."""
+    """`rows` rows, times `offset` + weight, plus a bias. A row is a head of a token: `x_token`
+    and `x_head` are the distances of these in x."""
     row, inside, column = _rows(num_rows, width, rows, size)
     value = _deviation(
         x + _place(row, column, heads, x_token, x_head), inside, width, subtracts_mean
@@ -45,8 +39,6 @@ def norm(
         value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     value = value.to(out.dtype.element_ty)
     tl.store(out + _place(row, column, heads, out_token, out_head), value, mask=inside)
-    if block:
-        store_rounded(copy, scales, value.to(tl.float32), row, num_rows, width, most, block)
 
 
 @triton.jit

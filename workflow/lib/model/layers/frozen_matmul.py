@@ -15,7 +15,6 @@ from workflow.lib.kernels.eight_bits.matmul import RoundedWeight, decoded, produ
 from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, Rounded, rounded
 from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
-from workflow.lib.model.layers.written_copies import taken_copy
 
 
 class ProductTypes:
@@ -64,11 +63,8 @@ Operand = torch.Tensor | Rounded
 
 def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
     """Return x (..., in) as rows (T, in) that forward multiplies: one for all that share x."""
-    types, rows = linear.product_types, x.reshape(-1, x.shape[-1])
-    copy = taken_copy(x, types)
-    if copy is not None or types.forward is None:
-        return rows if copy is None else copy
-    return rounded(rows, types.forward)
+    form, rows = linear.product_types.forward, x.reshape(-1, x.shape[-1])
+    return rows if form is None else rounded(rows, form)
 
 
 def adapted_product(

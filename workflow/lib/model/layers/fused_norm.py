@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.rows.norm import normed
-from workflow.lib.model.layers.written_copies import Maker, note
 
 # attribute of an output: the norm, its input, and the output's version then
 SOURCE = "workflow_norm_source"
@@ -31,20 +30,17 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.eps, self.offset, self.subtracts_mean = eps, offset, subtracts_mean
-        self._maker = Maker()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x (..., width)."""
-        copy = self._maker.new_copy(x)
-        y = normed(x, self, copy)
-        note(y, self._maker, copy)
+        y = normed(x, self)
         # On the tensor itself: so whoever takes it needs not know the norm, and a view of it, which
         # has no such attribute, is saved like any other tensor.
         setattr(y, SOURCE, (self, x.detach(), y._version))
         return y
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, for nobody to take: without notes and a copy in 8 bits."""
+        """The same, without a note of where it is from."""
         return normed(x, self)
 
 
