@@ -104,10 +104,7 @@ class Known:
 
     @classmethod
     def by(
-        cls,
-        model: PreTrainedModel | PeftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        asked: Asked,
+        cls, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, asked: Asked
     ) -> "Known":
         how: Any = {"batch_size": 1, "device": model.device}
         losses = heldout_losses(model, list(asked.documents.values()), **how)

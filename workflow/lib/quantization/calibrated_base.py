@@ -30,11 +30,7 @@ from workflow.lib.quantization.calibration import (
 )
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.quantization.nf4_checkpoint import SHARD_BYTES, ShardWriter, quantized_tensors
-from workflow.lib.quantization.resumable import (
-    calibrated_layers,
-    layer_path,
-    remove_state,
-)
+from workflow.lib.quantization.resumable import calibrated_layers, layer_path, remove_state
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import read_input

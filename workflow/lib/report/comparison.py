@@ -98,9 +98,7 @@ def _results(run: Run) -> dict[str, Value]:
         **losses,
         **_estimated("four_bits_cost", cost.nats if cost else None, cost.ci95 if cost else None),
         **_estimated(
-            "heldout_loss_difference",
-            comparison.loss_difference,
-            comparison.loss_difference_ci95,
+            "heldout_loss_difference", comparison.loss_difference, comparison.loss_difference_ci95
         ),
         "heldout_p_value": comparison.p_value,
         "tokens": summary.tokens,

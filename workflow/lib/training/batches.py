@@ -52,9 +52,7 @@ class RowNumbers:
     """A number of each row, above -1, found once."""
 
     def __init__(
-        self,
-        num_rows: int,
-        find: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+        self, num_rows: int, find: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
     ) -> None:
         self._find = find
         self._known = np.full(num_rows, -1, dtype=np.int64)

@@ -130,12 +130,7 @@ def whole_corpus(
 
 
 def draw(
-    corpus: Corpus,
-    documents: Documents,
-    dropped: npt.NDArray[np.int64],
-    *,
-    tokens: int,
-    seed: int,
+    corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64], *, tokens: int, seed: int
 ) -> tuple[Split, Split]:
     """Return documents of at least so many tokens, if there are so many, and a few others held out,
     drawn by `seed` alone. Parts of one row may be on both sides: nothing is judged by them."""

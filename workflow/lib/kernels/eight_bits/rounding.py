@@ -110,9 +110,6 @@ def _case_of_rows(device: torch.device, dtype: torch.dtype) -> Case:
 
 
 round_rows = Op(
-    "rounding to float8",
-    reference=_round_by_torch,
-    kernel=_round_by_kernel,
-    case=_case_of_rows,
+    "rounding to float8", reference=_round_by_torch, kernel=_round_by_kernel, case=_case_of_rows
 )
 """Fills values and scales with `rows`, and returns them."""

@@ -49,11 +49,7 @@ def _check(cos: torch.Tensor, heads: torch.Tensor) -> None:
 
 
 def _by_kernel(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    back: bool,
-    neighbours: bool,
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool, neighbours: bool
 ) -> torch.Tensor:
     x = x.contiguous() if _token_distance(x) is None else x
     out = x.new_empty(x.shape)
@@ -90,11 +86,7 @@ def _token_distance(x: torch.Tensor) -> int | None:
 
 
 def _by_torch(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    back: bool,
-    neighbours: bool,
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool, neighbours: bool
 ) -> torch.Tensor:
     width = 2 * cos.shape[-1]
     turned, rest = x.split([width, x.shape[-1] - width], dim=-1)

@@ -29,10 +29,7 @@ COMPRESSED_FORMATS = (
 # it is absent, and all values.
 FORMAT_NAMES = {"gptq": ("checkpoint_format", "format"), "awq": ("version", "format")}
 DECODED_VALUES: dict[str, dict[tuple[str, ...], tuple[Any, tuple[Any, ...]]]] = {
-    "gptq": {
-        ("bits",): (None, GPTQ_BITS),
-        FORMAT_NAMES["gptq"]: ("gptq", ("gptq", "gptq_v2")),
-    },
+    "gptq": {("bits",): (None, GPTQ_BITS), FORMAT_NAMES["gptq"]: ("gptq", ("gptq", "gptq_v2"))},
     "awq": {("bits",): (None, (4,)), FORMAT_NAMES["awq"]: ("gemm", ("gemm",))},
     "compressed-tensors": {
         ("format",): (None, (*COMPRESSED_FORMATS, "mixed-precision")),
