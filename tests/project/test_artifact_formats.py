@@ -25,6 +25,7 @@ OTHERS_FORMATS = {
         "benchmark/random_base.py",
         "lib/export/adapter_files.py",
         "lib/export/gguf_files.py",
+        "lib/export/narrow_model.py",
         "lib/quantization/nf4_checkpoint.py",
         "lib/system/files.py",
         "scripts/certify_run.py",  # an in-toto statement
