@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.canaries import CANARIES
 from tests.support.preloaded_python import VARIABLE, start_server
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 # Threads of a stage that wait for each other would spin, on cores that other tests need: half of
 # the processor time of a training by one process with two threads. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Hypothesis fails an example that takes 200 ms, as any may on a busy machine. The same examples
+# everywhere, so that what passes here passes there.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 pytest_plugins = ["tests.support.suite"]
 

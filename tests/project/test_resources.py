@@ -77,10 +77,9 @@ def test_pairs_are_made_of_their_own_split_and_are_the_same_each_time(split, req
 def test_lm_eval_runs_the_task_offline(tmp_path):
     pytest.importorskip("lm_eval")
     code = (
-        "import os; os.chdir('workflow/resources/tasks')\n"
         "from lm_eval import simple_evaluate\n"
         "from lm_eval.tasks import TaskManager\n"
-        "manager = TaskManager(include_path='.', include_defaults=False)\n"
+        "manager = TaskManager(include_path='workflow/resources/tasks', include_defaults=False)\n"
         "found = simple_evaluate('dummy', tasks=['pydocs_mc'], task_manager=manager)\n"
         "assert {'acc,none', 'acc_norm,none'} <= found['results']['pydocs_mc'].keys()\n"
     )

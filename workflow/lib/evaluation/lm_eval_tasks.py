@@ -148,7 +148,7 @@ def _load(
             if name in shipped
             else (
                 f"Mend the task's file in {settings.tasks_dir}; paths in it count from the "
-                "folder you run in, and of a task that is named here from the file's own too"
+                "folder you run in, else from the file's own and those above it"
             )
         )
         raise setting_error(
@@ -160,23 +160,25 @@ def _load(
 
 
 def _with_data(name: str, manager: TaskManager) -> str | dict[str, Any]:
-    """Return what the harness loads: data files that the folder one runs in lacks lie beside the
-    task's own file."""
+    """Return what the harness loads: data files that the folder one runs in lacks are looked for
+    beside the task's own file, and above it."""
     entry = manager.task_index[name]
     options = (entry.cfg or {}).get("dataset_kwargs") or {}
     files = options.get("data_files")
     if not isinstance(files, dict) or not entry.yaml_path:
         return name
-    found = {split: _beside(entry.yaml_path, file) for split, file in files.items()}
+    found = {split: _found(entry.yaml_path, file) for split, file in files.items()}
     if found == files:
         return name
     definition: dict[str, Any] = load_yaml(entry.yaml_path)
     return definition | {"dataset_kwargs": options | {"data_files": found}}
 
 
-def _beside(task: Path, file: Any) -> Any:
-    there = isinstance(file, str) and not Path(file).exists() and task.parent / file
-    return str(there) if there and there.exists() else file
+def _found(task: Path, file: Any) -> Any:
+    """Return a data file as it is, or in the nearest folder above the task's file that has it."""
+    if not isinstance(file, str) or Path(file).exists():
+        return file
+    return next((str(x / file) for x in task.parents if (x / file).exists()), file)
 
 
 def run_tasks(
