@@ -123,4 +123,5 @@ def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
         heldout_tokens=sizes.seq_len,
         packed_rows=rows,
         trained_tokens=rows * (sizes.seq_len - documents),
+        documents=rows * documents,
     )

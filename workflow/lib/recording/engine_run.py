@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
+from workflow.lib.kernels.attention.flex_masks import DOCUMENT_TOKENS
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
@@ -112,6 +113,7 @@ def _reaches(described: "_Described") -> Sequence[int]:
 def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> LayerTape:
     """Record a model of these layers alone."""
     gpu, tape, plan = recorded_gpu(), LayerTape(), described.plan
+    DOCUMENT_TOKENS.set(plan.seq_len / plan.documents_per_row)
     with _fake_world(plan) as world:
         run = _Run(described, numbers, world)
         alone = plan.processes > 1 == plan.shards

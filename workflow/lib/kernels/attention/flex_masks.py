@@ -5,6 +5,8 @@ that number alone, so one compiled kernel serves all of them, and nothing grows 
 a block mask has a few integers for each pair of blocks of 128 tokens (FlexAttention, arXiv
 2412.05496, sec. 3.3)."""
 
+import math
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -21,9 +23,15 @@ class MaskKind(NamedTuple):
     """Tokens of a chunk, counted from the document's start; a query sees its own chunk alone."""
 
 
-def computed_keys(length: int, window: int | None) -> float:
+# Of a recording's documents, on average. Their bounds have no values there, and kernels of a graph
+# are told of the longest document that any micro-batch may have.
+DOCUMENT_TOKENS: ContextVar[float] = ContextVar("document_tokens", default=math.inf)
+
+
+def computed_keys(length: float, window: int | None) -> float:
     """Return how many keys kernels compute on average for a query of a document of `length` tokens:
     those that it sees, and on each edge half a block; window: that it sees at most, with itself."""
+    length = min(length, DOCUMENT_TOKENS.get())
     if window is None or window <= 0 or window >= length:
         return (length + FLEX_BLOCK) / 2
     return window - window * (window - 1) / (2 * length) + FLEX_BLOCK

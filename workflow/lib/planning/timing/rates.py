@@ -28,6 +28,7 @@ class Rates:
     pause_s: float  # to a step's first kernel, where the host reads the loss before it
     host: float  # bytes/s from or to page-locked host memory
     collective: float  # bytes of memory traffic for each that comes beside the computation
+    attention: float  # the same for each that attention moves: a block's keys are read by many
     source: str = ""  # what the row rests on, in words
 
 
@@ -62,36 +63,37 @@ BFLOAT16_SPEEDUP = 9.4 / 5.2
 # GPUs of compute capability 9.0 and above, whose documents of one length cuDNN serves.
 CUDNN_SERVES = ("H100", "H200", "B200", "RTX 5090")
 _FLOPS = {
-    kinds.MATMUL: 707e12,
-    kinds.MATMUL_8: 1239e12,
-    kinds.MATMUL_32: 20.1e12,
-    kinds.GROUPED: 495e12,
-    kinds.GROUPED_8: 722e12,
-    kinds.ATTENTION: 342e12,
-    kinds.EQUAL: 500e12,
-    kinds.BROAD: 237e12,
-    kinds.FLEX: 171e12,
-    kinds.WIDE: 75.7e12,
-    kinds.MASKED: 130e12,
-    kinds.DELTA_RULE: 32.8e12,
-    kinds.STATE_SPACE: 72.3e12,
+    kinds.MATMUL: 726e12,
+    kinds.MATMUL_8: 1290e12,
+    kinds.MATMUL_32: 18e12,
+    kinds.GROUPED: 536e12,
+    kinds.GROUPED_8: 775e12,
+    kinds.ATTENTION: 222e12,
+    kinds.EQUAL: 537e12,
+    kinds.BROAD: 444e12,
+    kinds.FLEX: 127e12,
+    kinds.WIDE: 71.2e12,
+    kinds.MASKED: 178e12,
+    kinds.DELTA_RULE: 28e12,
+    kinds.STATE_SPACE: 48e12,
 }
 H200 = Rates(
     flops=_FLOPS,
-    memory=3.32e12,
-    decoding=2.35e12,
-    gap_s=2.6e-6,
-    launch_s=45e-6,
-    collective_launch_s=1.5e-3,
+    memory=3.33e12,
+    decoding=2.96e12,
+    gap_s=1.67e-6,
+    launch_s=50e-6,
+    collective_launch_s=2.2e-3,
     pause_s=9e-3,
     host=29.4e9,
-    collective=3.8,
+    collective=4.7,
+    attention=4.09,
     source="fitted to measurements on NVIDIA H200",
 )
 H100 = replace(
     H200,
-    memory=2.76e12,
-    decoding=2.42e12,
+    memory=2.89e12,
+    decoding=2.67e12,
     host=41.5e9,
     source="fitted to measurements on NVIDIA H100 80GB HBM3",
 )

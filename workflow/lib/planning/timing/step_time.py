@@ -1,7 +1,7 @@
 """Seconds of a step from what a recording of it does (`planning.work`): a roofline.
 
-Each kind of operation has its rate (`rates`): matmuls and attention in FLOP/s, or in bytes/s where
-they move much for few; all else in bytes/s. Three things run beside the computation, and count only
+Each kind of operation has its rate (`rates`): matmuls in FLOP/s, or in bytes/s where they move much
+for few; attention in both, so short documents take longer for a FLOP; all else in bytes/s. Three things run beside the computation, and count only
 for what they take longer: Python, which launches kernels where no graph does; traffic between GPUs;
 copies to the host and back. On PCIe the last two share the slot.
 Units: FLOP, bytes, seconds."""
@@ -25,6 +25,10 @@ BACKWARD = "backward"
 TRAFFIC, EXPOSED, LAUNCHED = "traffic", "exposed", "launched"
 COMPUTING = ("matmuls", "attention", "dequantization", "elementwise", "loss", "update")
 ATTENTION = {kinds.ATTENTION, kinds.EQUAL, kinds.BROAD, kinds.FLEX, kinds.WIDE, kinds.MASKED}
+# Of a matmul's FLOP or bytes, whichever takes less: the first loads and last stores of each block.
+NOT_HIDDEN = 0.12
+# Of `Rates.launch_s`: the optimizer's kernels are launched in a loop of C++.
+UPDATE_LAUNCH = 0.5
 # Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of
 # 8 layers' activations of 70B width there, copied 19 GB/s each (November 2026, a virtual machine of
 # 128 cores). A host's memory differs; nobody measured others.
@@ -79,7 +83,7 @@ class Clock:
     ) -> Iterator[tuple[str, float]]:
         """Yield the seconds that a kind of work takes, by what they are."""
         name, *group = kind.removesuffix(BESIDE).partition("@")[0].split("/")
-        launch_s = self.rates.launch_s
+        launch_s = self.rates.launch_s * (UPDATE_LAUNCH if phase == UPDATE else 1.0)
         if name in (kinds.GATHER, kinds.REDUCE):
             seconds = self._collective_s(amount, *map(int, group))
             beside = kind.endswith(BESIDE) and seconds != 0
@@ -102,7 +106,10 @@ class Clock:
         moving_s = amount.bytes / rates.memory
         if name not in rates.flops:
             return moving_s + gaps_s
-        return max(amount.flop / rates.flops[name], moving_s, key=abs) + gaps_s
+        if name in ATTENTION:
+            return amount.flop / rates.flops[name] + rates.attention * moving_s + gaps_s
+        hidden_s, longer_s = sorted((amount.flop / rates.flops[name], moving_s), key=abs)
+        return longer_s + NOT_HIDDEN * hidden_s + gaps_s
 
     def _collective_s(self, amount: Amount, processes: int, stride: int) -> float:
         if processes == 1 or not amount.calls:
