@@ -1,9 +1,10 @@
 """Seconds of a step from what a recording of it does (`planning.work`): a roofline.
 
 Each kind of operation has its rate (`rates`): matmuls in FLOP/s, or in bytes/s where they move much
-for few; attention in both, so short documents take longer for a FLOP; all else in bytes/s. Three things run beside the computation, and count only
-for what they take longer: Python, which launches kernels where no graph does; traffic between GPUs;
-copies to the host and back. On PCIe the last two share the slot.
+for few; attention in both, so short documents take longer for a FLOP; all else in bytes/s. Three
+things run beside the computation, and count only for what they take longer: Python, which launches
+kernels where no graph does; traffic between GPUs; copies to the host and back. On PCIe the last two
+share the slot.
 Units: FLOP, bytes, seconds."""
 
 from collections import defaultdict
