@@ -67,6 +67,16 @@ def test_attention_counts_whole_blocks_of_keys_and_backward_as_much_again_and_ha
     assert total(work, "backward", kinds.EQUAL) == 2.5 * forward
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_attention_of_packed_documents_counts_their_own_keys(process, graphs):
+    """A graph's kernels are told of the longest document that any micro-batch may have."""
+    plan = replace(PLAN, seq_len=2048, cuda_graphs=graphs)
+    whole = total(counted(process, plan), "forward", kinds.EQUAL)
+    packed = counted(process, replace(plan, documents_per_row=16.0))
+    found = total(packed, "forward", kinds.ATTENTION) + total(packed, "forward", kinds.EQUAL)
+    assert found / whole == pytest.approx((128 + 128) / (2048 + 128))  # with half a block an edge
+
+
 def test_decoding_reads_half_a_byte_and_writes_two_for_each_weight(process):
     moved = total(counted(process), "forward", kinds.DECODE, "bytes")
     assert moved == pytest.approx(2.5 * LAYERS * WEIGHTS)

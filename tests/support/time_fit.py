@@ -15,7 +15,8 @@ from tests.support.recorded_work import Step, measured_steps
 from workflow.lib.planning.timing.rates import MEASURED, Rates
 
 USUAL_ERROR, PULL = 0.03, 0.5
-COMMON = ("gap_s", "launch_s", "collective_launch_s", "collective", "attention")  # of all kinds of GPUs
+# Of all kinds of GPUs, and of each.
+COMMON = ("gap_s", "launch_s", "collective_launch_s", "collective", "attention")
 OWN = ("memory", "decoding", "host")
 GROUPS = ("by graphs", "launched by Python", "with copies to the host")
 

@@ -10,6 +10,8 @@ from workflow.lib.planning import work as kinds
 from workflow.lib.planning.timing.gpu_traffic import fabric_of
 from workflow.lib.planning.timing.rates import CPU, rates_of
 from workflow.lib.planning.timing.step_time import (
+    NOT_HIDDEN,
+    UPDATE_LAUNCH,
     Clock,
     cpu_seconds,
     estimate,
@@ -19,11 +21,13 @@ from workflow.lib.system.gpu_models import BY_NAME
 
 H200 = BY_NAME["NVIDIA H200"]
 RATES = replace(rates_of(H200), gap_s=0.0, flops={kinds.MATMUL: 1e12, kinds.EQUAL: 5e11})
-RATES = replace(RATES, memory=1e12, decoding=2e12, launch_s=1e-3, pause_s=0.01, host=1e10)
+RATES = replace(
+    RATES, memory=1e12, decoding=2e12, launch_s=1e-3, pause_s=0.01, host=1e10, attention=4.0
+)
 GRAPHED = setup(processes=1, attention="varlen", cuda_graphs=True)
 LAUNCHED = replace(GRAPHED, cuda_graphs=False)
-FORWARD = {f"{kinds.MATMUL}@10": Amount(1e12, 1e9, 1.0)}  # 1 s
-BACKWARD = {f"{kinds.MATMUL}@10": Amount(2e12, 2e9, 1.0)}
+FORWARD = {f"{kinds.MATMUL}@10": Amount(1e12, 0.0, 1.0)}  # 1 s
+BACKWARD = {f"{kinds.MATMUL}@10": Amount(2e12, 0.0, 1.0)}
 WORK = Work({"forward": FORWARD, "backward": BACKWARD})
 
 
@@ -34,16 +38,29 @@ def parts(work: Work = WORK, *, plan=GRAPHED, gpu=H200, rates=RATES, **options: 
 
 
 def test_matmuls_take_their_flop_or_their_bytes_whichever_takes_longer():
-    thin = Work({"forward": {f"{kinds.MATMUL}@3": Amount(1e9, 5e11, 1.0)}})
+    """And an eighth of the other."""
+    thin = Work({"forward": {f"{kinds.MATMUL}@3": Amount(1e11, 5e11, 1.0)}})
     assert parts()["matmuls"] == pytest.approx(3.0)
-    assert parts(thin)["matmuls"] == pytest.approx(0.5)
+    assert parts(thin)["matmuls"] == pytest.approx(0.5 + NOT_HIDDEN * 0.1)
+
+
+def test_attention_takes_its_bytes_beside_its_flop():
+    """So that a FLOP of short documents takes longer."""
+    work = Work({"forward": {f"{kinds.EQUAL}@10": Amount(1e12, 1e11, 1.0)}})
+    assert parts(work)["attention"] == pytest.approx(2.0 + 4 * 0.1)
+
+
+def test_kernels_of_the_optimizer_are_launched_in_half_the_time():
+    update = Work({UPDATE: {kinds.MEMORY: Amount(0.0, 1.0, 1000.0)}})
+    waited = parts(update)["waiting_for_python"]
+    assert waited == pytest.approx(UPDATE_LAUNCH * 1000 * RATES.launch_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("kind", "amount", "part", "seconds"),
     [
         (kinds.DECODE, Amount(0.0, 1e12, 4.0), "dequantization", 0.5),
-        (f"{kinds.EQUAL}@10", Amount(1e12, 1e9, 4.0), "attention", 2.0),
+        (f"{kinds.EQUAL}@10", Amount(1e12, 0.0, 4.0), "attention", 2.0),
         (kinds.MEMORY, Amount(0.0, 1e12, 4.0), "elementwise", 1.0),
     ],
 )
@@ -66,7 +83,7 @@ def test_seconds_of_a_sum_with_factors_are_the_sum_of_seconds():
     """So lines between recordings may subtract one whose matmuls are bound by something else."""
     other = Work({"forward": {f"{kinds.MATMUL}@3": Amount(1e9, 5e11, 1.0)}})
     made = summed([(WORK, 2.0), (other, -1.0)])
-    assert parts(made)["matmuls"] == pytest.approx(2 * 3.0 - 0.5)
+    assert parts(made)["matmuls"] == pytest.approx(2 * 3.0 - parts(other)["matmuls"])
 
 
 def test_python_is_waited_for_where_it_launches_longer_than_the_gpu_computes():
@@ -130,8 +147,9 @@ def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover(
 
 
 def test_cpu_takes_flop_bytes_and_calls_one_after_the_other():
-    by_hand = 3e12 / CPU.flops + 3e9 / CPU.memory + 2 * CPU.call_s
-    assert cpu_seconds(WORK, CPU) == pytest.approx(by_hand)
+    by_hand = 3e12 / CPU.flops + 3e9 / CPU.memory + 3 * CPU.call_s
+    moved = Work({"forward": {kinds.MEMORY: Amount(0.0, 3e9, 1.0)}})
+    assert cpu_seconds(summed([(WORK, 1.0), (moved, 1.0)]), CPU) == pytest.approx(by_hand)
 
 
 def estimated(**changes: Any):
