@@ -3,6 +3,7 @@ work was recorded before (`tests.support.recorded_work`)."""
 
 import pytest
 
+from tests.support.measurements import measured_lines
 from tests.support.recorded_work import kept_work, measured_steps, recorded
 from tests.support.time_fit import GROUPS, group_of, summary
 
@@ -30,6 +31,13 @@ def test_all_steps_together_are_within_what_a_plan_is_chosen_by():
     middle, most, _ = summary(STEPS)
     assert (middle, most) <= (0.03, 0.07)
     assert most <= 0.07
+
+
+def test_steps_that_no_rate_was_fitted_to_take_what_was_predicted():
+    cases = {line["case"] for line in measured_lines("recorded/held-out_1xh200_2026-11-27.jsonl")}
+    steps = [x for x in STEPS if x.label.split(",")[0] in cases and x.gpu.name == "NVIDIA H200"]
+    assert len(steps) >= len(cases)
+    assert all(abs(step.error()) <= 0.07 for step in steps)
 
 
 @pytest.mark.slow

@@ -100,16 +100,16 @@ H100 = replace(
 MEASURED = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 # What `benchmark.probe` finds on an H200 (driver 580, torch 2.11, November 2026).
 PROBED_H200 = {
-    "matmul": 768e12,
-    "matmul in 8 bits": 1391e12,
-    "attention 2048": 220e12,
+    "matmul": 684e12,
+    "matmul in 8 bits": 1178e12,
+    "attention 2048": 221e12,
     "attention 8192": 295e12,
-    "attention 32768": 330e12,
-    "decoding": 2.93e12,
-    "memory": 4.26e12,
-    "graphs": 528e3,
+    "attention 32768": 328e12,
+    "decoding": 3.02e12,
+    "memory": 4.28e12,
+    "graphs": 580e3,
     "python": 3860.0,
-    "host": 54.7e9,
+    "host": 54.8e9,
 }
 
 
