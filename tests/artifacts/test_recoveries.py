@@ -150,7 +150,7 @@ def test_report_shows_the_settings_that_the_user_gave():
         ({"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save = .*lm_head"),
         ({"quantize": {"recovery_steps": -1}}, "quantize.recovery_steps"),
         ({"quantize": {"recovery_text": None}}, "recovery_steps = 20: recovery_text names no text"),
-        ({"quantize": {"recovery_text": []}}, "recovery_steps = 20: recovery_text names no text"),
+        ({"quantize": {"recovery_text": []}}, r"recovery_text = \[\]: must have at least 1 entry"),
     ],
 )
 def test_what_is_not_possible_with_a_recovery_is_refused_by_name(run, message):

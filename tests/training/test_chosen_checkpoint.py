@@ -56,6 +56,7 @@ def test_run_goes_on_from_there_to_the_same_adapter_and_says_that_it_went_back(
     went_back(ended)
     args = arguments(finished(shared_folder))
     args.checkpoints, args.output = ended / "demo-0123456789ab", ended / "finetune"
+    args.tracking_folder = ended
     run_distributed(finetune, args, world_size=2)
     summary = read_checked_json(ended / "finetune" / "summary.json")
     assert (summary["resumed_from_steps"], summary["returns"]) == ([SAVED], [[STEPS, SAVED]])
