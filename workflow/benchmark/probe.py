@@ -23,7 +23,8 @@ CPU_TOKENS, CPU_SHAPES = 512, ((512, 512), (512, 2048), (2048, 512))
 MOVED = 2**28  # bytes that an addition reads and writes; a fourth of it on a CPU
 SMALL = 2**16  # the same, of what takes no time but its start
 COPIED, COPIES = 2**26, 8  # bytes of a copy to the host or back, and copies at once
-TIMES, PASSES = 9, 300  # of one measurement; passes of a small module in one
+TIMES = 9  # that a call is timed
+PASSES, PASSES_TIMES = 100, 60  # of a small module, at once; another program disturbs a few
 WARM_S = 0.3
 
 
@@ -147,16 +148,14 @@ def _by_python(device: torch.device) -> list[float]:
         for _ in range(PASSES):
             layer(x).sum().backward()
 
-    return _timed(passes, partial(_wait, int(device.type == "cuda")), clock=_clock(device))
+    if device.type == "cpu":
+        return _by_cpu(passes, PASSES_TIMES)
+    return _timed(passes, partial(_wait, 1), times=PASSES_TIMES)
 
 
-def _by_cpu(call: Callable[[], object]) -> list[float]:
-    return _timed(call, lambda: None, clock=time.thread_time)
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """A CPU's time without that of other programs: its threads work in step."""
-    return time.thread_time if device.type == "cpu" else time.perf_counter
+def _by_cpu(call: Callable[[], object], times: int = TIMES) -> list[float]:
+    """Seconds of this thread, without those of other programs: a process' threads work in step."""
+    return _timed(call, lambda: None, clock=time.thread_time, times=times)
 
 
 def _by_graph(call: Callable[[], object], count: int = 10) -> list[float]:
@@ -190,11 +189,12 @@ def _timed(
     wait: Callable[[], None],
     *,
     clock: Callable[[], float] = time.perf_counter,
+    times: int = TIMES,
 ) -> list[float]:
     """Seconds of calls, each until `wait` returns."""
     call()
     found = []
-    for _ in range(TIMES):
+    for _ in range(times):
         wait()
         began = clock()
         call()
@@ -209,5 +209,7 @@ def _wait(count: int) -> None:
 
 
 def _rate(amount: float, seconds: list[float]) -> Measured:
-    low, middle, high = statistics.quantiles(seconds)
-    return Measured(value=amount / middle, spread=(high - low) / middle)
+    """Return the rate by the median; repeatable is what the medians of three thirds agree on."""
+    middle, size = statistics.median(seconds), len(seconds) // 3
+    thirds = [statistics.median(seconds[i : i + size]) for i in (0, size, 2 * size)]
+    return Measured(value=amount / middle, spread=(max(thirds) - min(thirds)) / middle)

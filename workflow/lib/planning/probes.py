@@ -28,7 +28,7 @@ class Measured(Record, extra="forbid"):
     """A rate: FLOP/s, bytes/s or calls/s."""
 
     value: PositiveFloat  # median of several
-    spread: float  # what the middle half of them differ by, as a share of it
+    spread: float  # what the medians of its three thirds differ by, as a share of it
 
 
 class Probe(Record, extra="forbid"):
