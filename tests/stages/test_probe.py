@@ -6,7 +6,8 @@ from workflow.lib.planning.probes import Probe, cpu_name
 from workflow.lib.planning.timing.rates import PROBED_CPU
 
 
-def test_probe_of_a_cpu_writes_what_is_held_against_the_table(tmp_path):
+def test_probe_of_a_cpu_writes_what_is_held_against_the_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = forked_stage("probe", "--cpu", "--processes", "1", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "nothing was sent" in done.stderr
