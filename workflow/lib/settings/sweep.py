@@ -16,10 +16,7 @@ class SweepConfig(Section):
 
     rungs: tuple[Annotated[int, Field(ge=1, le=10**9)], ...] = ()
     """Optimizer steps after which the held-out loss decides which runs go on; the last is every
-    run's `train.max_steps`. A run ends whose paired 95% interval against the best is above 0. A run
-    continues from rung to rung with `lr_schedule: constant`, `warmup_share: 0`, `select: last` and
-    without patience; else every rung trains it from the start, with the whole schedule. [] = all
-    runs train to the end."""
+    run's `train.max_steps`. [] = all runs train to the end."""
     keep: float = Field(1.0, gt=0.0, le=1.0)
     """Share of the runs that goes on from a rung at most, those with the lowest losses, rounded up;
     1 = only the interval decides."""
