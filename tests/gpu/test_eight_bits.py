@@ -6,12 +6,12 @@ import torch
 from tests.support.adapted_layers import Layer, random
 from tests.support.eight_bit_cases import (
     FORMATS,
-    float8_product,
+    float8_matmul,
     weights_and_activations,
 )
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.nf4.decode import dequantize_nf4
-from workflow.lib.model.layers.frozen_matmul import ProductTypes
+from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_weights_and_activations_are_the_cpu_s_bit_by_bit(kind):
 
 def test_products_are_the_cpu_s(kind):
     """Rounded to bf16, and of sums of fewer bits (fast accumulation)."""
-    one, other = float8_product(device="cuda")
+    one, other = float8_matmul(device="cuda")
     largest = float(other.abs().max())
     torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8 * largest)
 
@@ -45,9 +45,9 @@ def test_node_has_the_values_and_gradients_of_the_cpu(kind, tmp_path):
     """In bf16: a few roundings of 2^-9 of the largest."""
     results = []
     for device in ("cpu", "cuda"):
-        types = ProductTypes(kind, kind)
+        types = MatmulPrecision(kind, kind)
         base = nf4_linear(tmp_path / device, random(160, 256)).to(device)
-        base.product_types = types
+        base.matmul_precision = types
         weights = random(4, 256, seed=6).to(device), random(160, 4, seed=8).to(device)
         layer = Layer(base, *(weight.requires_grad_() for weight in weights))
         x = random(48, 256, seed=2).to(device, torch.bfloat16).requires_grad_()

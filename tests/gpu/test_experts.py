@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.expert_kernel_cases import float8_products, gates, products, sums
+from tests.support.expert_kernel_cases import float8_matmuls, gates, matmuls, sums
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized
 
@@ -63,9 +63,9 @@ def test_kernels_compute_what_the_loop_over_experts_does(dtype):
         pytest.skip("no GPU")
     there: Any = {"dtype": dtype, "device": "cuda"}
     for pairs in (
-        products(width=512, columns=768, rank=16, num_tokens=900, **there),
-        products(width=96, columns=200, rank=8, num_tokens=150, **there),
-        products(width=96, columns=72, rank=72, num_tokens=150, **there),
+        matmuls(width=512, columns=768, rank=16, num_tokens=900, **there),
+        matmuls(width=96, columns=200, rank=8, num_tokens=150, **there),
+        matmuls(width=96, columns=72, rank=72, num_tokens=150, **there),
         sums(columns=200, rank=14, num_tokens=300, **there),
         sums(columns=200, rank=70, num_tokens=300, **there),
         gates(width=768, num_tokens=50, **there),
@@ -82,9 +82,7 @@ def test_float8_products_are_the_cpu_s():
     """Weights bit by bit; sums on the GPU have fewer bits (fast accumulation)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no GPU with float8")
-    pairs = float8_products(
-        width=192, columns=320, num_tokens=300, device="cuda", interpreted=False
-    )
+    pairs = float8_matmuls(width=192, columns=320, num_tokens=300, device="cuda", interpreted=False)
     for number, (ours, expected) in enumerate(pairs):
         if number % 2 == 0:
             assert torch.equal(ours.cpu(), expected)

@@ -32,10 +32,10 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_sums_and_slopes_are_autograds(dtype, vocab, form):
     draw = torch.Generator().manual_seed(vocab)
-    product = (torch.randn(7, vocab, generator=draw) * 8).to("cuda", dtype)
+    raw_logits = (torch.randn(7, vocab, generator=draw) * 8).to("cuda", dtype)
     columns = torch.randint(vocab, (7,), generator=draw).cuda()
     columns[0], columns[3] = IGNORED, ELSEWHERE
-    leaf = product.double().requires_grad_()
+    leaf = raw_logits.double().requires_grad_()
     logits = leaf * form.scale
     if form.softcap is not None:
         logits = form.softcap * torch.tanh(logits / form.softcap)
@@ -44,7 +44,7 @@ def test_sums_and_slopes_are_autograds(dtype, vocab, form):
     (sums - chosen).masked_fill(columns == IGNORED, 0.0).sum().backward()
     assert leaf.grad is not None
 
-    fused = FusedLogits(aligned(7, vocab, product).copy_(product), form)
+    fused = FusedLogits(aligned(7, vocab, raw_logits).copy_(raw_logits), form)
     found = fused.sums(columns)
     torch.testing.assert_close(found, (sums.float(), chosen.float()), rtol=1e-5, atol=1e-5)
     slopes = fused.slopes(found[0], columns)

@@ -5,7 +5,12 @@ import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
 from workflow.lib.kernels.eight_bits import matmul, rounding
-from workflow.lib.kernels.eight_bits.matmul import RoundedWeight, decoded, product, row_scales
+from workflow.lib.kernels.eight_bits.matmul import (
+    RoundedWeight,
+    decoded,
+    eight_bit_matmul,
+    row_scales,
+)
 from workflow.lib.kernels.eight_bits.rounding import (
     FORMATS,
     Format,
@@ -83,13 +88,13 @@ def _rounded_rows(
     return [*zip(made, copy[:2], strict=True)]
 
 
-def float8_product(*, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def float8_matmul(*, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return torch's matmul of rounded operands on a GPU in bf16, and the CPU's in fp32."""
     form, shape = FORMATS["float8"], (144, 192)
     data = nf4_data(shape, double_quant=True)
     scales = row_scales(data, shape, form)
     left, values = rounded(activations(192), form), decoded(data, scales, shape, form)
-    expected = product(left, RoundedWeight(values, scales), dtype=torch.float32)
+    expected = eight_bit_matmul(left, RoundedWeight(values, scales), dtype=torch.float32)
     there = Rounded(left.values.to(device), left.scales.to(device), form)
     weight = RoundedWeight(values.to(device), scales.to(device))
-    return product(there, weight, dtype=torch.bfloat16).float().cpu(), expected
+    return eight_bit_matmul(there, weight, dtype=torch.bfloat16).float().cpu(), expected

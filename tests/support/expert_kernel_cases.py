@@ -16,8 +16,8 @@ from workflow.lib.kernels.experts.gates import ACTIVATIONS, gated, gated_backwar
 from workflow.lib.kernels.experts.grouped_matmul import (
     bias_products,
     route,
-    rows_product,
-    weights_product,
+    rows_matmul,
+    weights_matmul,
 )
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.experts.expert_matmul import column_weights, operand, row_weights
@@ -40,7 +40,7 @@ def routings(num_tokens: int, *, device: str) -> tuple[Routing, Routing]:
     return there._replace(tiles=tiles), plain
 
 
-def products(
+def matmuls(
     *, width: int, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device: str
 ) -> Pairs:
     """Yield matmuls of rows and of tokens' rows, alone, with update and bias, and written into some
@@ -59,15 +59,15 @@ def products(
         other = Rows(rows.to(device), by_token)
         across = weights.transpose(1, 2).contiguous().to(device).transpose(1, 2)
         for there in (weights.to(device), across):
-            alone = rows_product(one, Weights(weights.float()), plain)
-            yield rows_product(other, Weights(there), here), alone
-            with_all = rows_product(
+            alone = rows_matmul(one, Weights(weights.float()), plain)
+            yield rows_matmul(other, Weights(there), here), alone
+            with_all = rows_matmul(
                 one, Weights(weights.float()), plain, update=update, bias=bias.float()
             )
             moved = Update(low.to(device), small.to(device), 0.75)
             part = torch.zeros(num_tokens * TOP_K, columns + 16, dtype=dtype, device=device)
             given = {"update": moved, "bias": bias.to(device), "out": part[:, 8 : columns + 8]}
-            yield rows_product(other, Weights(there), here, **given), with_all
+            yield rows_matmul(other, Weights(there), here, **given), with_all
             assert not part[:, :8].any()
             assert not part[:, columns + 8 :].any()
         wide = bias_products(other, weights[:, 0].contiguous().to(device), here)
@@ -82,15 +82,15 @@ def sums(*, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device
         left = torch.randn(num_tokens * TOP_K, rank + 2, generator=draw).to(dtype)
         num_rows = num_tokens * (1 if by_token else TOP_K)
         right = torch.randn(num_rows, columns, generator=draw).to(dtype)
-        expected = weights_product(
+        expected = weights_matmul(
             left.float(), Rows(right.float(), by_token), plain, scale=0.5,
             out=torch.empty(EXPERTS, rank, columns),
         )  # fmt: skip
         moved = (left.to(device), Rows(right.to(device), by_token), here)
         as_a = torch.full((EXPERTS, rank, columns), 9.0, device=device)
-        yield weights_product(*moved, scale=0.5, out=as_a), expected
+        yield weights_matmul(*moved, scale=0.5, out=as_a), expected
         as_b = torch.full((columns, rank, EXPERTS), 9.0, device=device).permute(2, 1, 0)
-        yield weights_product(*moved, scale=0.5, out=as_b), expected
+        yield weights_matmul(*moved, scale=0.5, out=as_b), expected
 
 
 class Clamped:
@@ -129,7 +129,7 @@ def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pa
         yield from zip(made, exact, strict=True)
 
 
-def float8_products(
+def float8_matmuls(
     *, width: int, columns: int, num_tokens: int, device: str, interpreted: bool
 ) -> Pairs:
     """Yield slices of an NF4 stack that kernels decode to float8, rows and columns, and matmuls
@@ -160,12 +160,12 @@ def float8_products(
         yield values.float(), expected.values.float()
         small = torch.randn(EXPERTS, stop - 64, 16, generator=draw)
         yield (
-            rows_product(
+            rows_matmul(
                 operand(Rows(rows.to(device), by_token), form), made, here,
                 update=Update(low.to(device), small.to(device), 0.75),
                 out=torch.empty(len(low), stop - 64, device=device),
             ),
-            rows_product(
+            rows_matmul(
                 operand(Rows(rows, by_token), form), expected, plain,
                 update=Update(low, small, 0.75), out=torch.empty(len(low), stop - 64),
             ),

@@ -135,12 +135,12 @@ def matmuls_in_8_bits() -> None:
 def experts() -> None:
     made = expert_kernel_cases
     for case in (
-        made.products(width=96, columns=200, rank=3, num_tokens=150, **THERE),
-        made.products(width=40, columns=12, rank=70, num_tokens=5, **THERE),
+        made.matmuls(width=96, columns=200, rank=3, num_tokens=150, **THERE),
+        made.matmuls(width=40, columns=12, rank=70, num_tokens=5, **THERE),
         made.sums(columns=150, rank=3, num_tokens=150, **THERE),
         made.sums(columns=20, rank=70, num_tokens=5, **THERE),
         made.gates(width=1100, num_tokens=5, **THERE),
-        made.float8_products(width=192, columns=320, num_tokens=40, device="cpu", interpreted=True),
+        made.float8_matmuls(width=192, columns=320, num_tokens=40, device="cpu", interpreted=True),
     ):
         for ours, expected in case:
             assert_close(ours, expected, rtol=1e-5, atol=1e-4)

@@ -137,7 +137,7 @@ def gate(base):
                 found[name] = check_precision(training, store, config.train, world)
             except UserError as error:
                 found[name] = str(error)
-            found[name, "on"] = training.product_types.asked != [None, None]
+            found[name, "on"] = training.matmul_precision.asked != [None, None]
     return found
 
 
@@ -182,4 +182,4 @@ def test_experts_are_in_float8_with_linears(tmp_path):
     training.multiply_in_("float8", "both")
     linears = [module for _, module in nf4_linears(training.peft_model)]
     assert {isinstance(x, NF4Stack) for x in linears} == {False, True}
-    assert all(x.product_types is training.product_types for x in linears)
+    assert all(x.matmul_precision is training.matmul_precision for x in linears)

@@ -10,7 +10,7 @@ from workflow.lib.kernels.eight_bits.matmul import (
     RoundedWeight,
     check_shape,
     decoded,
-    product,
+    eight_bit_matmul,
     row_scales,
 )
 from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, rounded
@@ -90,7 +90,7 @@ def test_product_is_that_of_what_was_rounded(linear, form):
     copy = rounded(random(7, IN, seed=1), form)
     scaled = copy.values.double() * copy.scales.double()
     expected = scaled @ (weight.values.double() * weight.scales.double()[:, None]).t()
-    y = product(copy, weight, dtype=torch.float32)
+    y = eight_bit_matmul(copy, weight, dtype=torch.float32)
     largest = float(expected.abs().max())
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6 * largest)
 
@@ -99,18 +99,18 @@ def test_product_is_that_of_what_was_rounded(linear, form):
 def test_row_that_is_not_finite_stays_so_and_alone(linear, form, value):
     rows = random(4, IN, seed=1)
     rows[2, 7] = value
-    y = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    y = eight_bit_matmul(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
     others = [0, 1, 3]
     assert not y[2][torch.arange(OUT) != 5].isfinite().any()
     rows[2] = 0.0  # as many rows as before: a CPU may sum other numbers of rows in another order
-    clean = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    clean = eight_bit_matmul(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
     assert torch.equal(y[others], clean[others])
 
 
 def test_row_of_zeros_gives_zeros(linear, form):
     rows = random(3, IN, seed=1)
     rows[1] = 0
-    y = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    y = eight_bit_matmul(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
     assert (y[1] == 0).all()
     assert (y[:, 5] == 0).all()
     assert (y[0] != 0).sum() >= OUT - 2

@@ -20,8 +20,8 @@ from workflow.lib.model.experts.expert_matmul import value
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers import nf4_stack
-from workflow.lib.model.layers.expert_stacks import experts_modules, product_names
-from workflow.lib.model.layers.frozen_matmul import ProductTypes
+from workflow.lib.model.layers.expert_stacks import experts_modules, matmul_names
+from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.layers.nf4_stack import NF4Stack
@@ -71,7 +71,7 @@ class Pair:
 
     def __init__(self, family: str, **changes: Any) -> None:
         original = stock_experts(family, **changes)
-        self.names = product_names(original)
+        self.names = matmul_names(original)
         stacks = {}
         for name in self.names:
             stored = getattr(original, name).data
@@ -201,9 +201,9 @@ def test_float8_rounds_the_products_of_frozen_weights(ways):
     """As e4m3 does: 3 bits behind the leading one of weights, activations and gradients."""
     pair = Pair("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     exact = [ours for _, ours, _ in pair.gradients()]
-    types = ProductTypes(*ways)
+    types = MatmulPrecision(*ways)
     for name in pair.names:
-        pair.experts.get_submodule(name).get_base_layer().product_types = types
+        pair.experts.get_submodule(name).get_base_layer().matmul_precision = types
     assert all(map(torch.equal, exact, (ours for _, ours, _ in pair.gradients())))
     with types.in_eight_bits():
         rounded = [ours for _, ours, _ in pair.gradients()]

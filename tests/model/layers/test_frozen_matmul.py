@@ -8,8 +8,8 @@ from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
 from workflow.lib.kernels.eight_bits.rounding import FORMATS, rounded
-from workflow.lib.model.layers import frozen_matmul as frozen_products
-from workflow.lib.model.layers.frozen_matmul import ProductTypes, frozen_product
+from workflow.lib.model.layers import frozen_matmul as frozen_matmul_module
+from workflow.lib.model.layers.frozen_matmul import MatmulPrecision, frozen_linear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 OUT, IN, RANK = 48, 192, 3
@@ -21,7 +21,7 @@ def layers_of(folder, types, *, bias, count=2):
     for number in range(count):
         vector = random(OUT, seed=30 + number) if bias else None
         base = nf4_linear(folder / str(number), random(OUT, IN, seed=number), bias=vector)
-        base.product_types = types
+        base.matmul_precision = types
         weights = random(RANK, IN, seed=6 + number), random(OUT, RANK, seed=8 + number)
         made.append(Layer(base, *(weight.requires_grad_() for weight in weights)))
     return made
@@ -29,7 +29,7 @@ def layers_of(folder, types, *, bias, count=2):
 
 def types_of(kind, where):
     forward, backward = (kind if holds else None for holds in WAYS[where])
-    return ProductTypes(forward, backward)
+    return MatmulPrecision(forward, backward)
 
 
 def exact_weight(linear, kind):
@@ -107,7 +107,7 @@ def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path, kind):
     for weight in layer.weights:
         weight.data.zero_()
     with types.in_eight_bits():
-        y = frozen_product(x, layer.base, bias=True)
+        y = frozen_linear(x, layer.base, bias=True)
         (of_x,) = torch.autograd.grad(y, x, grad)
     expected = expected_value(x.reshape(-1, IN), layer, kind)
     torch.testing.assert_close(y.flatten(0, 1).double(), expected, rtol=1e-5, atol=1e-4)
@@ -120,7 +120,9 @@ def test_linears_that_share_their_input_share_its_rounded_copy(tmp_path, monkeyp
     layers = layers_of(tmp_path, types, bias=False)
     calls = []
     monkeypatch.setattr(
-        frozen_products, "rounded", lambda *args, **kw: calls.append(args) or rounded(*args, **kw)
+        frozen_matmul_module,
+        "rounded",
+        lambda *args, **kw: calls.append(args) or rounded(*args, **kw),
     )
     with types.in_eight_bits():
         nf4_lora_matmuls(random(6, IN), layers)
@@ -129,7 +131,7 @@ def test_linears_that_share_their_input_share_its_rounded_copy(tmp_path, monkeyp
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_outside_of_the_block_no_bit_is_another(tmp_path, kind):
-    types, plain = types_of(kind, "both"), ProductTypes()
+    types, plain = types_of(kind, "both"), MatmulPrecision()
     results = []
     for number, used in enumerate((types, plain)):
         (layer,) = layers_of(tmp_path / str(number), used, bias=True, count=1)

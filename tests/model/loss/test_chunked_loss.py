@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from tests.support.models import VOCAB, adapted
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.kernels.loss.fused_logits import IGNORED
-from workflow.lib.kernels.loss.head_matmul import frozen_logits, head_product, with_aligned_rows
+from workflow.lib.kernels.loss.head_matmul import frozen_logits, head_matmul, with_aligned_rows
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
 from workflow.lib.model.loss import chunked_loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, output_head
@@ -171,11 +171,11 @@ def test_rows_of_a_product_begin_at_whole_16_bytes(dtype, vocab, biased):
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 16, dtype=dtype), torch.randn(vocab, 16, dtype=dtype)
     bias = torch.randn(vocab, dtype=dtype) if biased else None
-    product = head_product(hidden, weight, bias)
+    raw_logits = head_matmul(hidden, weight, bias)
     exact = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-    assert_rounded(product, exact)
+    assert_rounded(raw_logits, exact)
     gradient = torch.randn(5, vocab, dtype=dtype)
-    for rows in (product, with_aligned_rows(gradient)):
+    for rows in (raw_logits, with_aligned_rows(gradient)):
         assert (rows.shape, rows.dtype) == ((5, vocab), dtype)
         assert rows.stride(0) * rows.element_size() % 16 == 0
     assert torch.equal(with_aligned_rows(gradient), gradient)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from workflow.lib.distributed.world import vocabulary_mesh
 from workflow.lib.kernels.loss.fused_logits import ELSEWHERE, IGNORED, FusedLogits
-from workflow.lib.kernels.loss.head_matmul import head_product
+from workflow.lib.kernels.loss.head_matmul import head_matmul
 from workflow.lib.model.architecture.vocabulary_slices import chunk_rows, exchanged_rows
 from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
@@ -115,7 +115,7 @@ class SlicedHead(nn.Module):
         own_rows = hidden.flatten(0, -2)
         rows = largest_count(len(own_rows))
         states = _gathered(_padded(own_rows, rows, fill=0), self._group)
-        part = head_product(states, *self.own_slice())
+        part = head_matmul(states, *self.own_slice())
         part = nn.functional.pad(part, (0, -(-vocab // size) - part.shape[1]))
         slices = torch.empty_like(part)
         dist.all_to_all_single(slices, part, group=self._group)

@@ -20,7 +20,7 @@ from workflow.lib.model.experts.router_balance import (
     router_balance,
 )
 from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with_embeddings
-from workflow.lib.model.layers.frozen_matmul import ProductTypes
+from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
@@ -70,7 +70,7 @@ class CausalLMForTraining(nn.Module):
         self.adapters = share_state(peft_model)
         for layer in decoder_layers(causal_lm):
             note_changes_in_place_(layer)
-        self.product_types = ProductTypes()
+        self.matmul_precision = MatmulPrecision()
         """In what the frozen weights are multiplied."""
         self.activation_offload: ActivationOffload | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
@@ -109,14 +109,14 @@ class CausalLMForTraining(nn.Module):
         that float8 cannot multiply."""
         kind = None if dtype == COMPUTE_DTYPE else dtype
         forward, backward = (kind if passes in ("both", way) else None for way in WAYS)
-        self.product_types = ProductTypes(forward, backward)
+        self.matmul_precision = MatmulPrecision(forward, backward)
         if kind is None:
             return
         for path, linear in nf4_linears(self.peft_model):
             path = path.removeprefix("base_model.model.").replace(".base_layer", "")
             size = linear.spec.block_size
             check_shape(path, linear.spec.shape, block_size=size, name=dtype)
-            linear.product_types = self.product_types
+            linear.matmul_precision = self.matmul_precision
 
     def balance_routers_(self, asked: float | None) -> None:
         """Have the loss balance the load of experts as `train.router_aux_loss_coef` asks. Raises

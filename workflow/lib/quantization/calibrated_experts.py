@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.expert_stacks import product_names
+from workflow.lib.model.layers.expert_stacks import matmul_names
 from workflow.lib.quantization.calibrated_rounding import (
     codes_with_feedback,
     decoded_weight,
@@ -67,7 +67,7 @@ def loaded_stacks(experts: nn.Module) -> dict[str, LoadedStack]:
     """Return the two stacks of an experts module, by name, the first matmul's first."""
     return {
         name: LoadedStack(experts.get_parameter(name).data, bool(experts.is_transposed))
-        for name in product_names(experts)
+        for name in matmul_names(experts)
     }
 
 

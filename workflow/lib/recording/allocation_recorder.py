@@ -27,7 +27,7 @@ from workflow.lib.recording.term_names import UNNAMED, made_by
 from workflow.lib.system.device_types import RECORDED
 
 aten = torch.ops.aten
-PRODUCTS = frozenset({aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm})
+MATMULS = frozenset({aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm})
 # cuBLAS on Hopper (aten/src/ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize)
 WORKSPACE_BYTES = 2**25
 DOCUMENT_PADDING = 128  # tokens, of FlashAttention's sums in backward
@@ -264,7 +264,7 @@ class AllocationRecorder(TorchDispatchMode):
     def _note_workspaces(self, func: Any, args: Any, result: Any) -> None:
         backward = torch._C._current_graph_task_id() != NO_TASK
         multiplying = (self._gpu.current_stream().stream_id, backward)
-        if func.overloadpacket in PRODUCTS and multiplying not in self._multiplying:
+        if func.overloadpacket in MATMULS and multiplying not in self._multiplying:
             # cuBLAS takes one for each stream, and for each thread that multiplies: that of
             # forward, and autograd's.
             self._multiplying.add(multiplying)

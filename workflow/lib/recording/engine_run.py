@@ -254,7 +254,7 @@ class _Run:
         if training.router_balance is not None:
             training.router_balance.begin_step_(divisor=1, tokens=1, device=device)
         tape.follows_tensors = False
-        with training.adapters.unchanged(), training.product_types.in_eight_bits():
+        with training.adapters.unchanged(), training.matmul_precision.in_eight_bits():
             estimate = self._estimate(micro_batches)
             tape.layer = NONE
             run = self._graphs or partial(forward_backward, training, estimate=estimate)

@@ -277,7 +277,7 @@ class Trainer:
     def _estimate(self, rows: StepRows) -> torch.Tensor | None:
         """Return what the objective needs of the whole step before it, or None. Collective."""
         batches = (batch for _, batch in self._made_again(rows))
-        with self.training.product_types.in_eight_bits():
+        with self.training.matmul_precision.in_eight_bits():
             return step_estimate(self.training, batches, divisor=rows.divisor, world=self.world)
 
     def _text_tokens(self, rows: npt.NDArray[np.int64]) -> int:
@@ -299,7 +299,7 @@ class Trainer:
 
     def _run(self, current: StepInProgress, *, count: int | None = None) -> None:
         """Run the next `count` micro-batches of a step, all that are left if None."""
-        with self.training.adapters.unchanged(), self.training.product_types.in_eight_bits():
+        with self.training.adapters.unchanged(), self.training.matmul_precision.in_eight_bits():
             current.loss.add(islice(current.batches, count))
 
     def _finish_backward(self, current: StepInProgress) -> PendingScalars:
@@ -367,7 +367,7 @@ class Trainer:
             self._run(self._in_progress(rows, batches, by_graphs=False))
             sum_copies_(self.training)
         self._seed_dropout(rows)  # so that the search drops the same
-        with self.training.product_types.in_eight_bits():
+        with self.training.matmul_precision.in_eight_bits():
             return find_origin(self.training, self._made_again(rows), world=self.world)
 
     def _drop_gradients(self) -> None:

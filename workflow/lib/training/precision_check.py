@@ -42,7 +42,7 @@ def check_precision(
     """Compare the base's loss with matmuls in 8 bits and without; return the report's check, none
     for a run without. Calls `moved` after every row. Collective. With `auto` a rise above the bound
     switches 8 bits off; else it raises `UserError`."""
-    forward, backward = training.product_types.asked
+    forward, backward = training.matmul_precision.asked
     if forward is None and backward is None:
         return []
     if forward is None:
@@ -52,7 +52,7 @@ def check_precision(
     training.eval()
     plain, rounded = (
         _loss(training, store, world, precision, moved=moved)
-        for precision in (nullcontext(), training.product_types.in_eight_bits())
+        for precision in (nullcontext(), training.matmul_precision.in_eight_bits())
     )
     return [_judged(training, train, forward, plain=plain, rounded=rounded)]
 

@@ -173,15 +173,15 @@ def _block_scales(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:
     return (data.nested_code[index] * nested + data.offset).view(size)
 
 
-def product(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype) -> torch.Tensor:
+def eight_bit_matmul(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype) -> torch.Tensor:
     """Return left (T, K) times right (N, K)^T with all scales, (T, N) in `dtype`."""
     if left.values.device.type in GPUS:
-        return _scaled_product(left, right, dtype)
+        return _scaled_mm(left, right, dtype)
     y = (left.values.float() @ right.values.float().t()) * left.scales
     return (y if right.scales is None else y * right.scales).to(dtype)
 
 
-def _scaled_product(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> torch.Tensor:
+def _scaled_mm(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> torch.Tensor:
     """By torch's matmul with a scale for each row and each column. Fast accumulation: partial sums
     are rounded to 14 bits now and then, below the rounding of the operands."""
     columns = right.scales

@@ -50,7 +50,7 @@ def row_tiles(ends: torch.Tensor, *, num_rows: int) -> torch.Tensor:
     return tiles
 
 
-def rows_product(
+def rows_matmul(
     out: torch.Tensor,
     rows: Rows,
     weights: Weights,
@@ -69,7 +69,7 @@ def rows_product(
     added = values if bias is None else bias
     computed = len(out) + len(routing.ends) * TILE_ROWS / 2  # of each expert, half a tile is empty
     launch(
-        "experts.rows_product",
+        "experts.rows_matmul",
         (num_tiles * tile.parts * -(-num_columns // tile.columns),),
         out,
         values,
@@ -123,7 +123,7 @@ def _tile(num_columns: int, values: torch.Tensor) -> Tile:
     return NARROW
 
 
-def weights_product(
+def weights_matmul(
     out: torch.Tensor, left: torch.Tensor, right: Rows, routing: Routing, scale: float
 ) -> torch.Tensor:
     """Fill `out` (experts, r, n) fp32, of any strides, with the sums over each expert's rows of the
@@ -133,7 +133,7 @@ def weights_product(
     ranks = min(MOST_RANKS, max(16, power_of_two(rank)))
     grid = (-(-num_columns // SUM_TILE["columns"]), num_experts, -(-rank // ranks))
     launch(
-        "experts.weights_product", grid, out, left, values, routing.order, routing.ends,
+        "experts.weights_matmul", grid, out, left, values, routing.order, routing.ends,
         num_columns, rank, routing.top_k, left.stride(0), values.stride(0), *out.stride(), scale,
         by_token=right.by_token, ranks=ranks, **SUM_TILE, num_warps=SUM_WARPS,
         num_stages=SUM_STAGES, flop=2.0 * len(left) * rank * num_columns,

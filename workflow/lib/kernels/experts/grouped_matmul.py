@@ -21,7 +21,7 @@ ROW_UNIT = 8
 def route(top_k_index: torch.Tensor, *, num_experts: int) -> Routing:
     """Return the rows of tokens whose experts are `top_k_index` (T, k)."""
     routing = _sorted_by_expert(top_k_index, num_experts=num_experts)
-    if not _rows_product.works_on(top_k_index.device, torch.bfloat16):
+    if not _rows_matmul.works_on(top_k_index.device, torch.bfloat16):
         return routing
     return _with_tiles(routing)
 
@@ -87,7 +87,7 @@ sum_by_token = Op(
 )
 
 
-def rows_product(
+def rows_matmul(
     rows: Rows,
     weights: Weights,
     routing: Routing,
@@ -100,7 +100,7 @@ def rows_product(
     out). out: where it is written, columns contiguous, or a new tensor."""
     if out is None:
         out = rows.values.new_empty(len(routing.order), weights.values.shape[1])
-    return _rows_product(out, rows, weights, routing, update, bias)
+    return _rows_matmul(out, rows, weights, routing, update, bias)
 
 
 def _rows_by_torch(
@@ -112,12 +112,12 @@ def _rows_by_torch(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if weights.scales is None:
-        _products(out, _sorted(rows, routing), weights.values, routing)
+        _grouped_mm(out, _sorted(rows, routing), weights.values, routing)
     else:
-        _scaled_products(out, rows, weights, routing)
+        _scaled_grouped_mm(out, rows, weights, routing)
     if update is not None:
         of_low = torch.empty_like(out, memory_format=torch.contiguous_format)
-        _products(of_low, update.low, update.small, routing)
+        _grouped_mm(of_low, update.low, update.small, routing)
         out.add_(of_low, alpha=update.scale)
     return out if bias is None else out.add_(bias[routing.experts])
 
@@ -126,18 +126,18 @@ def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Ten
     """Return x b (T, k) fp32 of each row x and the bias b (experts, width) of its expert."""
     if routing.tiles is not None:
         products = torch.empty(len(routing.order), 1, dtype=torch.float32, device=bias.device)
-        rows_product(rows, Weights(bias[:, None]), routing, out=products)
+        rows_matmul(rows, Weights(bias[:, None]), routing, out=products)
     else:
         products = (_sorted(rows, routing) * bias[routing.experts]).sum(1, dtype=torch.float32)
     return products.view(-1)[routing.places]
 
 
-def weights_product(
+def weights_matmul(
     left: torch.Tensor, right: Rows, routing: Routing, *, scale: float, out: torch.Tensor
 ) -> torch.Tensor:
     """Fill `out` (experts, m, n) fp32 with the sum over the rows of each expert of their outer
     matmuls, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0."""
-    return _weights_product(out, left, right, routing, scale)
+    return _weights_matmul(out, left, right, routing, scale)
 
 
 def _weights_by_torch(
@@ -157,7 +157,7 @@ def _weights_by_torch(
     return out.copy_(sums[:, : out.shape[1]]).mul_(scale)
 
 
-def _products(
+def _grouped_mm(
     out: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, routing: Routing
 ) -> None:
     """Fill `out` with the matmuls of rows (R, in) without kernels of our own."""
@@ -169,14 +169,14 @@ def _products(
         torch.mm(rows[start:stop], transposed[expert], out=out[start:stop])
 
 
-def _scaled_products(out: torch.Tensor, rows: Rows, weights: Weights, routing: Routing) -> None:
+def _scaled_grouped_mm(out: torch.Tensor, rows: Rows, weights: Weights, routing: Routing) -> None:
     """The same of values in 8 bits, in fp32."""
     assert rows.scales is not None
     assert weights.scales is not None
     exact = Rows(rows.values.float() * rows.scales, rows.by_token)
     scaled = weights.values.float() * weights.scales[:, None, None]
     total = torch.empty_like(out, dtype=torch.float32)
-    _products(total, _sorted(exact, routing), scaled, routing)
+    _grouped_mm(total, _sorted(exact, routing), scaled, routing)
     out.copy_(total)
 
 
@@ -231,18 +231,18 @@ def _case_of_weights(device: torch.device, dtype: torch.dtype) -> Case:
     return out, left, Rows(right, by_token=True), _case_routing(device), 0.5
 
 
-_weights_product = Op(
+_weights_matmul = Op(
     "gradients of experts' adapters",
     reference=_weights_by_torch,
-    kernel=grouped_kernels.weights_product,
+    kernel=grouped_kernels.weights_matmul,
     case=_case_of_weights,
     variant=lambda out, left, *_: (left.dtype,),
     supports=lambda out, left, right, routing, *_: routing.tiles is not None,
 )
-_rows_product = Op(
+_rows_matmul = Op(
     "matmuls of experts",
     reference=_rows_by_torch,
-    kernel=grouped_kernels.rows_product,
+    kernel=grouped_kernels.rows_matmul,
     case=_case_of_rows,
     variant=lambda out, rows, *_: (rows.values.dtype,),
     supports=lambda out, rows, weights, routing, *_: routing.tiles is not None,

@@ -24,10 +24,11 @@ class LogitForm(NamedTuple):
 
 
 def _by_torch(
-    product: torch.Tensor, columns: torch.Tensor, form: LogitForm
+    raw_logits: torch.Tensor, columns: torch.Tensor, form: LogitForm
 ) -> tuple[torch.Tensor, ...]:
     """Return log-sum-exp, the columns' logits, and the gradient with respect to the matmul."""
-    logits, slope = product.float() * form.scale, torch.full_like(product[0, 0].float(), form.scale)
+    logits = raw_logits.float() * form.scale
+    slope = torch.full_like(raw_logits[0, 0].float(), form.scale)
     if form.softcap is not None:
         bent = torch.tanh(logits / form.softcap)
         logits, slope = form.softcap * bent, form.scale * (1.0 - bent.square())
@@ -41,51 +42,51 @@ class FusedLogits:
     """What the matmul (rows, vocab) of hidden states and head, in a 16-bit type, means for the
     loss; it is overwritten by its gradient."""
 
-    def __init__(self, product: torch.Tensor, form: LogitForm) -> None:
-        assert product.stride(1) == 1
-        self._product, self._form = product, form
+    def __init__(self, raw_logits: torch.Tensor, form: LogitForm) -> None:
+        assert raw_logits.stride(1) == 1
+        self._raw_logits, self._form = raw_logits, form
 
     def sums(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-sum-exp and the logit of each row's column (int64), or 0; (rows,) fp32."""
-        rows = len(self._product)
+        rows = len(self._raw_logits)
         log_sums, chosen = (
-            torch.empty(rows, dtype=torch.float32, device=self._product.device) for _ in range(2)
+            torch.empty(rows, dtype=torch.float32, device=self._raw_logits.device) for _ in range(2)
         )
-        self._launch("logit_sums", (rows,), log_sums, chosen, self._product, columns)
+        self._launch("logit_sums", (rows,), log_sums, chosen, self._raw_logits, columns)
         return log_sums, chosen
 
     def slopes(self, log_sums: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Return the gradient (rows, vocab) of the sum of log_sums - chosen with respect to the
         matmul, in its place; 0 where the column is `IGNORED`. log_sums: (rows,), over the whole
         vocabulary."""
-        rows, vocab = self._product.shape
+        rows, vocab = self._raw_logits.shape
         grid = (rows, -(-vocab // ELEMENTS))
-        self._launch("logits_to_slopes", grid, self._product, log_sums, columns, ignored=IGNORED)
-        return self._product
+        self._launch("logits_to_slopes", grid, self._raw_logits, log_sums, columns, ignored=IGNORED)
+        return self._raw_logits
 
     def _launch(
         self, name: str, grid: tuple[int, ...], *tensors: torch.Tensor, **numbers: Any
     ) -> None:
         scale, softcap = self._form
         launch(
-            f"logits.{name}", grid, *tensors, self._product.stride(0), self._product.shape[1],
+            f"logits.{name}", grid, *tensors, self._raw_logits.stride(0), self._raw_logits.shape[1],
             scale, softcap or 1.0, **numbers, capped=softcap is not None, size=ELEMENTS,
             num_warps=WARPS,
         )  # fmt: skip
 
 
 def _by_kernel(
-    product: torch.Tensor, columns: torch.Tensor, form: LogitForm
+    raw_logits: torch.Tensor, columns: torch.Tensor, form: LogitForm
 ) -> tuple[torch.Tensor, ...]:
-    fused = FusedLogits(product, form)
+    fused = FusedLogits(raw_logits, form)
     log_sums, chosen = fused.sums(columns)
     return log_sums, chosen, fused.slopes(log_sums, columns)
 
 
 def _case(device: torch.device, dtype: torch.dtype, form: LogitForm) -> Case:
     draw = torch.Generator().manual_seed(0)
-    product = (8 * torch.randn(CASE, generator=draw)).to(device, dtype)
-    return product, torch.tensor([7, 4999, 0], device=device), form
+    raw_logits = (8 * torch.randn(CASE, generator=draw)).to(device, dtype)
+    return raw_logits, torch.tensor([7, 4999, 0], device=device), form
 
 
 _logits = Op(
@@ -93,7 +94,7 @@ _logits = Op(
     reference=_by_torch,
     kernel=_by_kernel,
     case=_case,
-    variant=lambda product, columns, form: (product.dtype, form),
+    variant=lambda raw_logits, columns, form: (raw_logits.dtype, form),
 )
 
 

@@ -19,7 +19,7 @@ def aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(rows, -(-columns // unit) * unit)[:, :columns]
 
 
-def head_product(
+def head_matmul(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return hidden W^T + b (rows, vocab) in aligned rows. It has no gradient. hidden: (rows,
@@ -27,14 +27,14 @@ def head_product(
     hidden states."""
     with torch.no_grad():
         weight = weight.to(hidden.dtype)
-        product = aligned(len(hidden), len(weight), hidden)
+        raw_logits = aligned(len(hidden), len(weight), hidden)
         for part in _parts(len(weight)):
             if bias is None:
-                torch.mm(hidden, weight[part].T, out=product[:, part])
+                torch.mm(hidden, weight[part].T, out=raw_logits[:, part])
             else:
                 own = bias[part].to(hidden.dtype)
-                torch.addmm(own, hidden, weight[part].T, out=product[:, part])
-        return product
+                torch.addmm(own, hidden, weight[part].T, out=raw_logits[:, part])
+        return raw_logits
 
 
 def states_gradient(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _parts(vocab: int) -> list[slice]:
     return [part for part in parts if part.stop > part.start] or [slice(0, 0)]
 
 
-class _FrozenProduct(torch.autograd.Function):
+class _FrozenHead(torch.autograd.Function):
     """`head_matmul` with a gradient for the hidden states alone."""
 
     @staticmethod
@@ -63,7 +63,7 @@ class _FrozenProduct(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        return head_product(hidden, weight, bias)
+        return head_matmul(hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -93,8 +93,8 @@ def frozen_logits(
     if hidden.dtype == torch.float32:
         bias = None if bias is None else bias.to(hidden.dtype)
         return nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
-    product = _FrozenProduct.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
-    logits: torch.Tensor = _Float32.apply(product)  # type: ignore[no-untyped-call]
+    raw_logits = _FrozenHead.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
+    logits: torch.Tensor = _Float32.apply(raw_logits)  # type: ignore[no-untyped-call]
     return logits
 
 

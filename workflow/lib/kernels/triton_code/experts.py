@@ -33,7 +33,7 @@ def row_tiles(
 
 
 @triton.jit
-def rows_product(
+def rows_matmul(
     out,
     x,
     weights,
@@ -177,7 +177,7 @@ def _rows_tile(
 
 
 @triton.jit
-def weights_product(
+def weights_matmul(
     out,
     left,
     right,

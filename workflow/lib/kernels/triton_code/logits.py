@@ -11,12 +11,12 @@ LEAST = tl.constexpr(-1e30)  # below any logit; unlike -inf it can be subtracted
 
 @triton.jit
 def logit_sums(
-    log_sums, chosen, product, columns, of_row, vocab, scale, cap,
+    log_sums, chosen, raw_logits, columns, of_row, vocab, scale, cap,
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a row's logits and the logit of its column or 0; a program has a row."""
     row = tl.program_id(0).to(tl.int64)
-    first = product + row * of_row
+    first = raw_logits + row * of_row
     place = tl.arange(0, size)
     largest = tl.full((size,), LEAST, tl.float32)
     total = tl.zeros((size,), tl.float32)
@@ -40,7 +40,7 @@ def logit_sums(
 
 @triton.jit
 def logits_to_slopes(
-    product, log_sums, columns, of_row, vocab, scale, cap, ignored,
+    raw_logits, log_sums, columns, of_row, vocab, scale, cap, ignored,
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Put the loss's gradient where the head's matmul is; a program has a part of a row."""
@@ -48,17 +48,17 @@ def logits_to_slopes(
     place = tl.program_id(1) * size + tl.arange(0, size)
     inside = place < vocab
     column = tl.load(columns + row)
-    at = product + row * of_row + place
+    at = raw_logits + row * of_row + place
     value, slope = _logits(tl.load(at, mask=inside, other=0.0), scale, cap, capped)
     grad = tl.exp(value - tl.load(log_sums + row)) - (place == column).to(tl.float32)
     grad = tl.where(column == ignored, 0.0, grad * slope)
-    tl.store(at, grad.to(product.dtype.element_ty), mask=inside)
+    tl.store(at, grad.to(raw_logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _logits(product, scale, cap, capped: tl.constexpr):
+def _logits(raw_logits, scale, cap, capped: tl.constexpr):
     """Return what a matmul means as a logit, and the derivative."""
-    value = product.to(tl.float32) * scale
+    value = raw_logits.to(tl.float32) * scale
     if capped:
         bent = 2.0 * tl.sigmoid(2.0 * value / cap) - 1.0  # tanh
         value = cap * bent

@@ -15,7 +15,7 @@ from torch import nn
 from workflow.lib.kernels.eight_bits.matmul import row_scales
 from workflow.lib.kernels.eight_bits.rounding import Format, rounded
 from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
-from workflow.lib.kernels.experts.grouped_matmul import ROW_UNIT, rows_product, weights_product
+from workflow.lib.kernels.experts.grouped_matmul import ROW_UNIT, rows_matmul, weights_matmul
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers.nf4_stack import NF4Stack
@@ -114,13 +114,13 @@ def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> to
 
 def low_rank(stack: Stack, rows: Rows, routing: Routing) -> torch.Tensor | None:
     """Return A x (R, r) of rows (R, in); None without adapter."""
-    return stack.adapter and rows_product(rows, Weights(stack.adapter.a), routing)
+    return stack.adapter and rows_matmul(rows, Weights(stack.adapter.a), routing)
 
 
 def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Return y (R, out) of rows (R, in), for low = A x."""
     base, dtype = stack.base, rows.values.dtype
-    form = base.product_types.forward
+    form = base.matmul_precision.forward
     given = operand(rows, form)
     y = rows.values.new_empty(len(routing.order), stack.base.expert_rows)
     for start, stop in base.row_slices(form.dtype if form else dtype):
@@ -128,7 +128,7 @@ def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) 
         if stack.adapter is not None:
             assert low is not None
             update = Update(low, stack.adapter.b[:, start:stop], stack.adapter.scale)
-        rows_product(
+        rows_matmul(
             given,
             row_weights(base, start, stop, form=form, dtype=dtype),
             routing,
@@ -143,7 +143,7 @@ def low_gradient(stack: Stack, grad: Rows, routing: Routing) -> torch.Tensor | N
     """Return the gradient of `low_rank` (R, r) for that of the value (R, out)."""
     if stack.adapter is None:
         return None
-    of_low = rows_product(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
+    of_low = rows_matmul(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
     return of_low.mul_(stack.adapter.scale)
 
 
@@ -152,7 +152,7 @@ def input_gradient(
 ) -> torch.Tensor:
     """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
     base, dtype = stack.base, grad.values.dtype
-    form = base.product_types.backward
+    form = base.matmul_precision.backward
     given = operand(grad, form)
     of_rows = grad.values.new_empty(len(routing.order), base.in_features)
     for start, stop in base.column_slices(form.dtype if form else dtype):
@@ -161,7 +161,7 @@ def input_gradient(
             assert of_low is not None
             update = Update(of_low, stack.adapter.a[:, :, start:stop].transpose(1, 2), 1.0)
         weights = column_weights(base, start, stop, form=form, dtype=dtype)
-        rows_product(given, weights, routing, update=update, out=of_rows[:, start:stop])
+        rows_matmul(given, weights, routing, update=update, out=of_rows[:, start:stop])
         del weights  # before the next slice is decoded
     return of_rows
 
@@ -180,7 +180,7 @@ def adapter_gradients(
     experts, rank = stack.base.num_experts, stack.adapter.rank
     sums = low.new_empty(0, dtype=torch.float32)
     of_a = sums.new_empty(experts, rank, stack.base.in_features)
-    weights_product(of_low, rows, routing, scale=1.0, out=of_a)
+    weights_matmul(of_low, rows, routing, scale=1.0, out=of_a)
     of_b = sums.new_empty(stack.base.expert_rows, rank, experts)
-    weights_product(low, grad, routing, scale=stack.adapter.scale, out=of_b.permute(2, 1, 0))
+    weights_matmul(low, grad, routing, scale=stack.adapter.scale, out=of_b.permute(2, 1, 0))
     return [of_a.flatten(0, 1), of_b.flatten(1)]

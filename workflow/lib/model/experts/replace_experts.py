@@ -13,7 +13,7 @@ from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
 from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.layers.expert_stacks import expert_stacks, product_names
+from workflow.lib.model.layers.expert_stacks import expert_stacks, matmul_names
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
@@ -45,7 +45,7 @@ def replace_experts_(
     original = model.get_submodule(path)
     _check_family(original, path)
     stacks = {
-        name: NF4Stack(specs[name], compute_dtype=compute_dtype) for name in product_names(original)
+        name: NF4Stack(specs[name], compute_dtype=compute_dtype) for name in matmul_names(original)
     }
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, _fused(original, stacks))
@@ -97,7 +97,7 @@ def _tiny(original: nn.Module, draw: torch.Generator) -> tuple[nn.Module, dict[s
     wide = INTERMEDIATE * (2 if original.has_gate else 1)
     stacks = {}
     for name, size in zip(
-        product_names(original), ((wide, WIDTH), (WIDTH, INTERMEDIATE)), strict=True
+        matmul_names(original), ((wide, WIDTH), (WIDTH, INTERMEDIATE)), strict=True
     ):
         stacks[name] = _packed(torch.randn(EXPERTS, *size, generator=draw))
         weights = stacks[name].dequantize_experts(0, EXPERTS, torch.float32)

@@ -25,7 +25,7 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def product_names(experts: nn.Module) -> tuple[str, str]:
+def matmul_names(experts: nn.Module) -> tuple[str, str]:
     """Return the names of the weights of the first matmul and of the second."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 

@@ -1,7 +1,7 @@
 """The one door for matmuls of frozen NF4 weights: decoding, dtype, the adapter's part, the bias.
 
 y = x W^T and the gradient g W of x are made in the compute dtype or in 8 bits, as the model's
-`ProductTypes` say. In the compute dtype the matmul is added to the adapter's part, in 8 bits the
+`MatmulPrecision` say. In the compute dtype the matmul is added to the adapter's part, in 8 bits the
 other way round, as row scales cannot add; feed-forwards add both where they read the values."""
 
 from collections.abc import Callable, Iterator
@@ -11,13 +11,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from workflow.lib.kernels.eight_bits.matmul import RoundedWeight, decoded, product, row_scales
+from workflow.lib.kernels.eight_bits.matmul import (
+    RoundedWeight,
+    decoded,
+    eight_bit_matmul,
+    row_scales,
+)
 from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, Rounded, rounded
 from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 
 
-class ProductTypes:
+class MatmulPrecision:
     """The dtype of matmuls with frozen weights: compute dtype, or in `in_eight_bits` the run's."""
 
     def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
@@ -43,7 +48,7 @@ class FrozenWeight(Protocol):
     """What a matmul asks of a linear (out, in)."""
 
     bias: Any
-    product_types: ProductTypes
+    matmul_precision: MatmulPrecision
     row_scales: dict[str, torch.Tensor]
     """By the name of a format, made at its first use: weights do not change."""
 
@@ -63,11 +68,11 @@ Operand = torch.Tensor | Rounded
 
 def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
     """Return x (..., in) as rows (T, in) that forward multiplies: one for all that share x."""
-    form, rows = linear.product_types.forward, x.reshape(-1, x.shape[-1])
+    form, rows = linear.matmul_precision.forward, x.reshape(-1, x.shape[-1])
     return rows if form is None else rounded(rows, form)
 
 
-def adapted_product(
+def adapted_matmul(
     linear: FrozenWeight, rows: Operand, update: LowRank, *, dtype: torch.dtype, bias: bool
 ) -> torch.Tensor:
     """Return W x + update, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
@@ -76,7 +81,7 @@ def adapted_product(
     if bias and linear.bias is not None:
         y = torch.addmm(linear.bias, update.low, update.small, alpha=update.scale)
     else:
-        y = scaled_product(update.low, update.small, update.scale)
+        y = scaled_matmul(update.low, update.small, update.scale)
     return y.addmm_(rows, linear.dequantize(dtype).t())
 
 
@@ -87,30 +92,32 @@ def frozen_value(
     if isinstance(rows, Rounded):
         scales = _row_scales(linear, rows.form)
         weight = decoded(linear.nf4_data(), scales, linear.matrix_shape, rows.form)
-        y = product(rows, RoundedWeight(weight, scales), dtype=dtype)
+        y = eight_bit_matmul(rows, RoundedWeight(weight, scales), dtype=dtype)
         return y.add_(linear.bias) if bias and linear.bias is not None else y
     return nn.functional.linear(rows, linear.dequantize(dtype), linear.bias if bias else None)
 
 
 def frozen_input_gradient(grad: torch.Tensor, linear: FrozenWeight) -> torch.Tensor:
     """Return g W (T, in) for the gradient g (T, out) of a value."""
-    form = linear.product_types.backward
+    form = linear.matmul_precision.backward
     if form is None:
         return grad @ linear.dequantize(grad.dtype)
-    return product(*_backward_operands(grad, linear, form), dtype=grad.dtype)
+    return eight_bit_matmul(*_backward_operands(grad, linear, form), dtype=grad.dtype)
 
 
 def add_input_gradient_(
     of_rows: torch.Tensor, grad: torch.Tensor, linear: FrozenWeight
 ) -> torch.Tensor:
     """Add g W to `of_rows` (T, in), for the gradient g (T, out) of a value; return it."""
-    form = linear.product_types.backward
+    form = linear.matmul_precision.backward
     if form is None:
         return of_rows.addmm_(grad, linear.dequantize(grad.dtype))
-    return of_rows.add_(product(*_backward_operands(grad, linear, form), dtype=of_rows.dtype))
+    return of_rows.add_(
+        eight_bit_matmul(*_backward_operands(grad, linear, form), dtype=of_rows.dtype)
+    )
 
 
-def scaled_product(
+def scaled_matmul(
     left: torch.Tensor, right: torch.Tensor, scale: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return scale * left @ right in one operation."""
@@ -139,13 +146,13 @@ def _row_scales(linear: FrozenWeight, form: Format) -> torch.Tensor:
     return kept
 
 
-def frozen_product(x: torch.Tensor, linear: FrozenWeight, *, bias: bool) -> torch.Tensor:
+def frozen_linear(x: torch.Tensor, linear: FrozenWeight, *, bias: bool) -> torch.Tensor:
     """Return x W^T, and + b if `bias`; x: (..., in_features)."""
-    multiply: Callable[..., torch.Tensor] = _FrozenProduct.apply
+    multiply: Callable[..., torch.Tensor] = _FrozenLinear.apply
     return multiply(x, linear, bias)
 
 
-class _FrozenProduct(torch.autograd.Function):
+class _FrozenLinear(torch.autograd.Function):
     """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
     by then). Autograd's own linear would save the decoded weight: 16 bits where 4 are stored."""
 

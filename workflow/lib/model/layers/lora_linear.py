@@ -14,7 +14,7 @@ from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.layers.adapter_dropout import AdapterDropout
 from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.layers.dora import Magnitude, direction_norms
-from workflow.lib.model.layers.frozen_matmul import frozen_product
+from workflow.lib.model.layers.frozen_matmul import frozen_linear
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 from workflow.lib.model.layers.shared_input import SharedInput
@@ -79,7 +79,7 @@ class FusedLoraLinear(PeftLoraLinear):
         kept, base = self.lora_dropout[ADAPTER](x), self.get_base_layer()
         assert isinstance(base, NF4Linear)
         (y,) = nf4_lora_matmuls(kept, [self], draws=[None])
-        return y + frozen_product(x - kept, base, bias=False)
+        return y + frozen_linear(x - kept, base, bias=False)
 
     def get_base_layer(self) -> nn.Module:
         """Return the linear below; PEFT's way through all levels takes longer than all else."""

@@ -14,17 +14,17 @@ from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_, no_part
 from workflow.lib.model.layers.adapter_state import Casts
 from workflow.lib.model.layers.frozen_matmul import (
     Operand,
-    adapted_product,
+    adapted_matmul,
     add_input_gradient_,
     frozen_input_gradient,
     frozen_value,
     operand,
-    scaled_product,
+    scaled_matmul,
 )
 from workflow.lib.system.device_types import GPUS
 
 # torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
-FLOAT32_PRODUCTS = torch.version.hip is None
+FLOAT32_MATMULS = torch.version.hip is None
 
 
 class Adapted(NamedTuple):
@@ -76,7 +76,7 @@ def _value(
     linear: Adapted, rows: Operand, low: torch.Tensor, *, dtype: torch.dtype, bias: bool
 ) -> torch.Tensor:
     update = _update(linear, low)
-    return adapted_product(linear.base, rows, update, dtype=dtype, bias=bias)
+    return adapted_matmul(linear.base, rows, update, dtype=dtype, bias=bias)
 
 
 def _update(linear: Adapted, low: torch.Tensor) -> LowRank:
@@ -114,10 +114,10 @@ def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> t
     """Return the gradient of `low_rank` (T, sum of ranks) for those of the values (T, out)."""
     if len(linears) == 1:
         small = _cast([linears[0].b], linears[0], grads[0].dtype)
-        return scaled_product(grads[0], small, linears[0].scale)
+        return scaled_matmul(grads[0], small, linears[0].scale)
     of_low = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
     for linear, grad, part in zip(linears, grads, _parts(linears, of_low), strict=True):
-        scaled_product(grad, _cast([linear.b], linear, grad.dtype), linear.scale, out=part)
+        scaled_matmul(grad, _cast([linear.b], linear, grad.dtype), linear.scale, out=part)
     return of_low
 
 
@@ -125,15 +125,15 @@ def input_gradient(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
-    if linears[0].base.product_types.backward is not None and not _drops(linears):
-        return _products_first(linears, grads, of_low)
+    if linears[0].base.matmul_precision.backward is not None and not _drops(linears):
+        return _matmuls_first(linears, grads, of_low)
     of_rows = _adapters_input_gradient(linears, of_low)
     for linear, grad in zip(linears, grads, strict=True):
         add_input_gradient_(of_rows, grad, linear.base)
     return of_rows
 
 
-def _products_first(
+def _matmuls_first(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
     """The same by matmuls that cannot add: the last is added with the adapters' part at once."""
@@ -186,14 +186,14 @@ def adapter_gradients(
     """Return the gradients of A and B of every linear, in this order, fp32."""
     if _drops(linears):
         of_a = [
-            _float32_product(part.t(), _input(linear, rows))
+            _float32_matmul(part.t(), _input(linear, rows))
             for linear, part in zip(linears, _parts(linears, of_low), strict=True)
         ]
     else:
-        of_a = [*_float32_product(of_low.t(), rows).split([x.a.shape[0] for x in linears])]
+        of_a = [*_float32_matmul(of_low.t(), rows).split([x.a.shape[0] for x in linears])]
     gradients = []
     for linear, grad, part, a in zip(linears, grads, _parts(linears, low), of_a, strict=True):
-        gradients += [a, _float32_product(grad.t(), part).mul_(linear.scale)]
+        gradients += [a, _float32_matmul(grad.t(), part).mul_(linear.scale)]
     return gradients
 
 
@@ -224,8 +224,8 @@ def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch
     return cast
 
 
-def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _float32_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left @ right in fp32, on a GPU without rounding to the inputs' type in between."""
-    if left.device.type in GPUS and left.dtype != torch.float32 and FLOAT32_PRODUCTS:
+    if left.device.type in GPUS and left.dtype != torch.float32 and FLOAT32_MATMULS:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

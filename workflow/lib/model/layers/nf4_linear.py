@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE, NF4Data, decode, dequantize_nf4
-from workflow.lib.model.layers.frozen_matmul import ProductTypes, frozen_product
+from workflow.lib.model.layers.frozen_matmul import MatmulPrecision, frozen_linear
 from workflow.lib.system.device_types import GPUS
 
 STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
@@ -66,7 +66,7 @@ CHECKPOINT_SUFFIX = {
 CODE_SUFFIX = {"quant_map": "weight.quant_map", "nested_quant_map": "weight.nested_quant_map"}
 
 
-IN_COMPUTE_TYPE = ProductTypes()
+IN_COMPUTE_DTYPE = MatmulPrecision()
 
 
 class NF4Linear(nn.Linear):
@@ -85,7 +85,7 @@ class NF4Linear(nn.Linear):
         out_features, in_features = spec.shape
         super().__init__(in_features, out_features, bias=bias, device="meta", dtype=compute_dtype)
         self.spec, self._sizes = spec, spec.sizes
-        self.product_types = IN_COMPUTE_TYPE
+        self.matmul_precision = IN_COMPUTE_DTYPE
         self.row_scales: dict[str, torch.Tensor] = {}
         for name, num_bytes in self._sizes.items():
             padded = torch.empty(math.ceil(num_bytes / 4), device="meta")  # whole elements of fp32
@@ -141,7 +141,7 @@ class NF4Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b; x: (..., in_features)."""
-        return frozen_product(x, self, bias=True)
+        return frozen_linear(x, self, bias=True)
 
 
 def nf4_linears(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:

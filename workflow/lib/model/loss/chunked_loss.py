@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from workflow.lib.kernels.loss.fused_logits import IGNORED, FusedLogits, LogitForm, usable
 from workflow.lib.kernels.loss.head_matmul import (
     frozen_logits,
-    head_product,
+    head_matmul,
     states_gradient,
     with_aligned_rows,
 )
@@ -52,9 +52,9 @@ class OutputHead:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.finished(self.module(hidden))
 
-    def finished(self, product: torch.Tensor) -> torch.Tensor:
+    def finished(self, raw_logits: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits that the head's matmul means, element by element."""
-        logits = product.float()
+        logits = raw_logits.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -178,10 +178,10 @@ class LinearCrossEntropy(nn.Module):
     def fused_logits(self, hidden: torch.Tensor, trained: "TrainedHead | None") -> FusedLogits:
         """Return the logits of hidden states, for `by_kernels`."""
         if trained is None:
-            product = head_product(hidden, *self.weight_and_bias())
+            raw_logits = head_matmul(hidden, *self.weight_and_bias())
         else:
-            product = trained.product(hidden).detach()
-        return FusedLogits(product, self.head.form)
+            raw_logits = trained.raw_logits(hidden).detach()
+        return FusedLogits(raw_logits, self.head.form)
 
     def states_gradient(
         self,
@@ -205,7 +205,7 @@ class LinearCrossEntropy(nn.Module):
         if trained is None:
             leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
             return leaf, self.head.finished(frozen_logits(leaf, *self.weight_and_bias()))
-        leaf = trained.product(hidden)
+        leaf = trained.raw_logits(hidden)
         return leaf, self.head.finished(leaf)
 
     def chunk_losses(
@@ -331,9 +331,9 @@ class TrainedHead:
         self.weight, self._bias = weight, bias[0] if bias else None
         self.gradients = [torch.zeros_like(master) for master in masters]
 
-    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the matmul (rows, vocab) of states (rows, hidden) as a leaf with a gradient."""
-        return head_product(hidden, self.weight, self._bias).requires_grad_()
+        return head_matmul(hidden, self.weight, self._bias).requires_grad_()
 
     def backward(
         self, hidden: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor | None
