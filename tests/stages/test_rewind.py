@@ -36,10 +36,12 @@ def test_finished_run_that_went_back_is_trained_again(finished_project, tmp_path
         (["rewind", "--config", "rewind=demo"], "rewind = demo: it must be RUN@STEP (runs: demo)"),
         (["rewind"], "snakemake rewind --config rewind=RUN@STEP"),
         (["all", "--config", "rewind=demo@3"], "only the target of this name goes back"),
+        (["verify"], "snakemake verify --config certificate=FILE_OR_REPO"),
     ],
-    ids=["no such run", "no step", "nothing named", "another target"],
+    ids=["no such run", "no step", "nothing named", "another target", "no certificate"],
 )
-def test_command_that_names_no_run_and_step_says_how(tmp_path, command, said):
+def test_target_whose_setting_is_missing_or_wrong_says_how_without_a_traceback(tmp_path, command, said):
     refused = make_project(tmp_path / "project").snakemake(*command)
     assert refused.status == 1
     assert said in refused.output
+    assert "Traceback" not in refused.output

@@ -171,15 +171,6 @@ def rewound():
     return name, int(step)
 
 
-# Here, since Snakemake would show a traceback of what a function of a rule raises.
-if workflow.is_main_process and REWIND is not None:
-    rewound()
-    if not any(word.endswith("rewind") for word in sys.argv):
-        raise WorkflowError(
-            f"rewind = {REWIND}: only the target of this name goes back: snakemake rewind --config rewind={REWIND}"
-        )
-
-
 def verified_options():
     """The options of `verify`: what the command line names."""
     if CERTIFICATE is None:
@@ -188,6 +179,23 @@ def verified_options():
         )
     signer = [] if SIGNED_BY is None else ["--signed-by", SIGNED_BY]
     return ["--certificate", CERTIFICATE, *signer]
+
+
+def is_named(target):
+    """Whether the command line names this target, also within a module's prefix."""
+    return any(re.fullmatch(rf"\w*{target}", word) for word in sys.argv)
+
+
+# Here, since Snakemake would show a traceback of what a function of a rule raises.
+if workflow.is_main_process:
+    if REWIND is not None or is_named("rewind"):
+        rewound()
+    if REWIND is not None and not is_named("rewind"):
+        raise WorkflowError(
+            f"rewind = {REWIND}: only the target of this name goes back: snakemake rewind --config rewind={REWIND}"
+        )
+    if is_named("verify"):
+        verified_options()
 
 
 # Gains that runs must reach, by run.

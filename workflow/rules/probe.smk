@@ -5,7 +5,7 @@ rule probe:
         "logs/probe/probe.log",
     conda:
         "../../envs/torch.yaml"
-    threads: workflow.cores
+    threads: all_cores
     params:
         processes=max(run.hardware.cpu_processes for run in RUNS.values()),
     shell:
