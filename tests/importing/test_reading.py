@@ -4,9 +4,12 @@ from typing import get_args
 
 import pytest
 
-from workflow.importing.reading import Computed, TrainerName, read_script, read_source, table
+from workflow.importing.reading import TrainerName, read_source, table
+from workflow.importing.rules import translate
+from workflow.importing.scripts import Computed
 from workflow.lib.settings.config import Config
 from workflow.lib.system.errors import UserError
+from workflow.scripts.import_config import told
 
 SCRIPT = """
 from unsloth import FastLanguageModel
@@ -24,7 +27,7 @@ raise SystemExit("it is run")
 def test_arguments_of_a_script_are_read_without_running_it(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(SCRIPT, encoding="utf-8")
-    values = read_script(file)
+    values = read_source(file, None).values
     assert values["model_name"] == "owner/model"
     assert values["max_seq_length"] == 2048
     assert (values["adapter"], values["r"], values["target_modules"]) == ("lora", 8, ["q_proj"])
@@ -32,6 +35,91 @@ def test_arguments_of_a_script_are_read_without_running_it(tmp_path):
     assert (values["dataset_name"], values["dataset_train_split"]) == ("owner/rows", "train")
     assert values["train_on_responses_only"] is True
     assert values["fp16"] == Computed("not bf16()")
+
+
+WRITTEN_WITH_TRL = """
+import torch
+from datasets import load_dataset, concatenate_datasets
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, pipeline
+from trl import SFTConfig, SFTTrainer
+base = "owner/model"
+bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+model = AutoModelForCausalLM.from_pretrained(base, quantization_config=bits)
+model.config.use_cache = False
+tokenizer = AutoTokenizer.from_pretrained("owner/other-tokenizer", use_fast=True)
+tokenizer.chat_template = "{{ messages }}"
+tokenizer.add_tokens(["<tool>"])
+rows = load_dataset("owner/rows", split="train")
+test = load_dataset("owner/rows", split="test")
+rows = rows.map(build).train_test_split(test_size=0.1, seed=7)
+rate = 1e-4
+rate = 2e-4
+more = dict(weight_decay=0.1)
+args = SFTConfig(max_length=512, packing=True, learning_rate=rate, **{"seed": 3}, **more)
+args.num_train_epochs = 2
+adapter = LoraConfig(r=8)
+trainer = SFTTrainer(model, args=args, peft_config=adapter)
+print(pipeline("text-generation")(trainer.model))
+"""
+
+
+def test_each_call_of_a_script_is_read_or_told_of(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(WRITTEN_WITH_TRL, encoding="utf-8")
+    source = read_source(file, None)
+    assert source.trainer == "trl_script"
+    literals = {k: v for k, v in source.values.items() if not isinstance(v, Computed)}
+    assert literals == {
+        "load_in_4bit": True, "bnb_4bit_use_double_quant": True, "model_name": "owner/model",
+        "use_cache": False, "tokenizer_name": "owner/other-tokenizer",
+        "chat_template": "{{ messages }}", "dataset_name": "owner/rows",
+        "dataset_train_split": "train", "test_size": 0.1, "max_length": 512, "packing": True,
+        "seed": 3, "num_train_epochs": 2, "adapter": "lora", "r": 8, "objective": "sft",
+    }  # fmt: skip
+    # A name with two values is neither; `more` is computed, so that its keys are not known.
+    assert {k for k, v in source.values.items() if isinstance(v, Computed)} == {
+        "quantization_config", "add_tokens()", "a further load_dataset", "map()", "pipeline()",
+        "learning_rate", "**more", "args", "peft_config",
+    }  # fmt: skip
+
+
+WRITTEN_WITH_UNSLOTH = """
+from unsloth import FastLanguageModel, PatchDPOTrainer
+from trl import DPOConfig, DPOTrainer
+PatchDPOTrainer()
+os.environ["WANDB_PROJECT"] = "mine"
+model, tokenizer = FastLanguageModel.from_pretrained("owner/model", max_seq_length=4096)
+model = FastLanguageModel.get_peft_model(model, random_state=3407)
+trainer = DPOTrainer(args=DPOConfig(seed=42, report_to="wandb"), max_length=1024)
+"""
+
+
+def test_arguments_of_the_training_come_before_those_of_the_model(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(WRITTEN_WITH_UNSLOTH, encoding="utf-8")
+    draft = translate(read_source(file, None), gpus=1)
+    settings = {
+        f"{section}.{key}": x for section, of in draft.document.items() for key, x in of.items()
+    }
+    expected = {
+        "train.objective": "dpo", "train.seed": 42, "data.seq_len": 1024,
+        "tracking.wandb_project": "mine",
+    }  # fmt: skip
+    assert expected.items() <= settings.items()
+    account = told(draft)
+    assert "max_seq_length -> max_length of the training's arguments comes first" in account
+    assert "random_state -> seed of the training's arguments comes first" in account
+
+
+def test_what_trl_trains_where_no_key_says_it_is_told(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(WRITTEN_WITH_TRL, encoding="utf-8")
+    account = told(translate(read_source(file, None), gpus=1))
+    assert "data.loss_on = 'completions': TRL trains whole conversations unless" in account
+    assert "learning_rate -> the script computes it (rate); set it by hand" in account
+    assert "a further load_dataset -> data.train can name several datasets" in account
+    assert "pipeline() -> the script computes it (line 24: pipeline('text-generation'))" in account
 
 
 @pytest.mark.parametrize(
@@ -63,7 +151,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_cure(tmp_path, name, tex
         read_source(file, None)
 
 
-@pytest.mark.parametrize("name", [*get_args(TrainerName), "transformers"])
+@pytest.mark.parametrize("name", [*get_args(TrainerName), "trl_script", "transformers"])
 def test_tables_name_settings_that_exist_and_no_key_twice(name):
     read = table(name)
     for setting in [*read.same.values(), *(words.setting for words in read.words.values())]:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from workflow.importing.draft import Draft, label
+from workflow.importing.draft import Draft, Outcome, label
 from workflow.lib.settings.config import is_hub_id
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
@@ -16,10 +16,8 @@ from workflow.lib.system.input_files import read_input
 INFO = "dataset_info.json"
 NO_DATA = "data/train.jsonl"
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
-MASKS = (
-    "train_on_inputs", "train_on_prompt", "mask_history",
-    "completion_only_loss", "assistant_only_loss", "train_on_responses_only",
-)  # fmt: skip
+ANSWERS_ALONE = ("completion_only_loss", "assistant_only_loss", "train_on_responses_only")
+MASKS = ("train_on_inputs", "train_on_prompt", "mask_history", *ANSWERS_ALONE)
 SPLIT = re.compile(r"(\w+)(?:\[:(\d+)%\])?")
 FORMATS = {
     "alpaca": "alpaca",
@@ -31,13 +29,20 @@ FORMATS = {
 
 def read_datasets(draft: Draft) -> None:
     """Set the training and the held-out data, and which of their tokens are trained."""
-    trainer, plain = draft.source.trainer, draft.objective == "sft"
+    trainer, own = draft.source.trainer, draft.own
     on = {key: draft.get(key) for key in MASKS}
-    whole = on["train_on_inputs"] or on["train_on_prompt"]
-    if trainer in ("trl", "unsloth"):
-        whole = not any(on.values()) and (trainer == "unsloth" or False in on.values())
-    loss_on = "last_turn" if on["mask_history"] else "completions"
-    draft.put("data.loss_on", "all" if whole and plain else loss_on, *MASKS)
+    loss_on: str = own.loss_on
+    if on["mask_history"]:
+        loss_on = "last_turn"
+    elif on["train_on_inputs"] or on["train_on_prompt"]:
+        loss_on = "all"
+    elif any(on[key] is not None for key in ANSWERS_ALONE):
+        loss_on = "completions" if any(on[key] for key in ANSWERS_ALONE) else "all"
+    elif own.loss_note and draft.objective == "sft":
+        draft.outcomes.append(
+            Outcome("by default", (), f"data.loss_on = {loss_on!r}: {own.loss_note}")
+        )
+    draft.put("data.loss_on", loss_on if draft.objective == "sft" else "completions", *MASKS)
     if trainer == "axolotl":
         _axolotl(draft)
     elif trainer == "llama_factory":

@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from workflow.importing.reading import Computed, Kind, Source, Words, table
+from workflow.importing.reading import Kind, Source, Words, table
+from workflow.importing.scripts import SHOWN_CHARS, Computed
 from workflow.lib.settings.config import Config
 from workflow.lib.settings.objectives import ObjectiveName, needs_of
 from workflow.lib.system.errors import UserError, setting_error
 
 OFF: tuple[Any, ...] = (None, False, "", "no", "none", "off", 0, [], {})
-SHOWN_CHARS = 80
 
 
 class Outcome(NamedTuple):
@@ -42,7 +42,8 @@ class Draft:
                 self.add("", {key: value})
 
     def add(self, prefix: str, values: dict[str, Any]) -> None:
-        """Add keys. Raises `UserError` for two that mean the same."""
+        """Add keys. Raises `UserError` for two that mean the same, but in a script: there the first
+        counts, which is that of the training's arguments (`read_script`)."""
         for key, value in values.items():
             spelled = f"{prefix}{key}"
             name = self.own.called.get(spelled, spelled)
@@ -51,6 +52,10 @@ class Draft:
             known = self._given.get(name)
             if value not in (*OFF, known) and known not in OFF and not prefix:
                 place, other = f"{self.source.file}: {spelled}", self.spelled[name]
+                if self.source.is_script:
+                    why = f"{other} of the training's arguments comes first"
+                    self.outcomes.append(Outcome("without effect", (spelled,), why))
+                    continue
                 raise setting_error(place, value, f"{other} means the same", "Remove one of them")
             names = [self.spelled[name]] if name in self.spelled and not prefix else []
             self.spelled[name] = ", ".join([*names, spelled])
