@@ -1,10 +1,11 @@
 """What layers hand on beside hidden states, kept as tensors and put back."""
 
 import torch
-from transformers.cache_utils import KVSharingDict
+from transformers import cache_utils
 
 from workflow.lib.quantization.beside import Beside, Watched, beside_of
 
+KVSharingDict = getattr(cache_utils, "KVSharingDict", dict)  # an ordinary one in early versions
 HIDDEN, CHOSEN, WEIGHTS = torch.ones(1, 3, 2), torch.arange(3), torch.zeros(1, 3, 3)
 
 

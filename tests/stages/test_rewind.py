@@ -40,7 +40,9 @@ def test_finished_run_that_went_back_is_trained_again(finished_project, tmp_path
     ],
     ids=["no such run", "no step", "nothing named", "another target", "no certificate"],
 )
-def test_target_whose_setting_is_missing_or_wrong_says_how_without_a_traceback(tmp_path, command, said):
+def test_target_whose_setting_is_missing_or_wrong_says_how_without_a_traceback(
+    tmp_path, command, said
+):
     refused = make_project(tmp_path / "project").snakemake(*command)
     assert refused.status == 1
     assert said in refused.output

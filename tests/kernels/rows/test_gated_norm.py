@@ -7,16 +7,19 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron_h
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from workflow.lib.kernels.rows.gated_norm import GatedNorm
 from workflow.lib.model.fusion.fuse_layers import as_gated_norm
 
 WIDTH = 24
+# In early versions of Transformers it is Zamba's.
+NORMS = ("NemotronHRMSNormGated", "Zamba2RMSNormGated")
+NEMOTRON_H = next(getattr(nemotron_h, name) for name in NORMS if hasattr(nemotron_h, name))
 CLASSES = {
     "qwen3_5": (Qwen3_5RMSNormGated(WIDTH), 1, False),
-    "nemotron_h": (NemotronHRMSNormGated(WIDTH, group_size=8), 3, True),
+    "nemotron_h": (NEMOTRON_H(WIDTH, group_size=8), 3, True),
     "falcon_h1, gate first": (FalconH1RMSNormGated(WIDTH, 1e-3, 2, False), 2, True),
     "falcon_h1, norm first": (FalconH1RMSNormGated(WIDTH, 1e-3, 4, True), 4, False),
 }
