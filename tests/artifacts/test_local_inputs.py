@@ -30,6 +30,11 @@ def test_run_whose_paths_exist_passes(tmp_path):
     check_local_paths("demo", local_run(tmp_path))
 
 
+def test_folder_of_tasks_is_asked_for_by_runs_with_tasks_alone(tmp_path):
+    nowhere = {"tasks_dir": f"{tmp_path}/missing"}
+    check_local_paths("demo", local_run(tmp_path, evaluate=nowhere | {"tasks": []}))
+
+
 @pytest.mark.parametrize(
     ("section", "key"),
     [

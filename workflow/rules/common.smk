@@ -130,8 +130,9 @@ try:
             description=Path(placed(layout.description(settings))),
         )
         check_records(*(Path(placed(of(settings))) for of in (layout.tokens_dir, layout.base_dir)))
-        if settings.evaluate.tasks_dir and not settings.evaluate.task_code:
-            refuse_code(settings.evaluate.tasks_dir)
+        tested = settings.evaluate
+        if tested.tasks and tested.tasks_dir and not tested.task_code:
+            refuse_code(tested.tasks_dir)
 except UserError as error:
     raise WorkflowError(str(error)) from None
 

@@ -26,7 +26,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "data.chat_template": run.data.chat_template,
         "export.llama_cpp": run.export.llama_cpp and f"{run.export.llama_cpp}/{CONVERTER}",
         "export.signing_key": run.export.signing_key,
-        "evaluate.tasks_dir": run.evaluate.tasks_dir,
+        "evaluate.tasks_dir": run.evaluate.tasks_dir if run.evaluate.tasks else None,
         "quantize.calibration_text": run.quantize.calibration_text,
     }
     if run.export.serve == "vllm" and not Path(SERVING).exists():
