@@ -62,12 +62,6 @@ def run_with(section=None, **changes):
     return run
 
 
-def test_run_without_trained_modules_is_the_run_that_it_was_before_there_were_such():
-    assert "modules_to_save" not in stage_json("finetune", run_with())
-    chosen = run_with("lora", modules_to_save=["lm_head"])
-    assert '"modules_to_save":["lm_head"]' in stage_json("finetune", chosen)
-
-
 @pytest.mark.parametrize(
     ("section", "change", "changed"),
     [
@@ -340,13 +334,6 @@ def test_text_that_calibrates_is_an_input():
     for method, text in (("calibrated", "mine.txt"), ("absmax", None)):
         settings = {"method": method, "calibration_text": "mine.txt"}
         assert calibration_text(RunConfig.model_validate({"quantize": settings})) == text
-
-
-def test_runs_with_equal_data_and_base_share_tokens_and_base():
-    one, other = run_with("lora", r=3), run_with("train", seed=5)
-    assert tokens_dir(one) == tokens_dir(other)
-    assert base_dir(one) == base_dir(other)
-    assert checkpoint_dir("same", one) != checkpoint_dir("same", other)
 
 
 STEADY = {"lr_schedule": "constant", "warmup_share": 0.0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.decoder_survey import tiny_config
 from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
@@ -29,52 +29,19 @@ SIZES: dict[str, Any] = {
 }
 WINDOWS = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "ministral3": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "phi3": {},
-    "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "layer_types": WINDOWS},
-    "gemma3_text": {"head_dim": 16, "layer_types": WINDOWS},
     "gemma4_text": {
         "head_dim": 16,
         "layer_types": WINDOWS,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
     },
-    "olmo2": {},
-    "olmo3": {"layer_types": WINDOWS},
-    "smollm3": {},
-    "granite": {},
-    "exaone4": {"layer_types": WINDOWS},
-    "seed_oss": {"head_dim": 16},
-    "ernie4_5": {},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "apertus": {},
-    "arcee": {},
-    "glm": {"head_dim": 16},
-    "glm4": {"head_dim": 16},
-    "cohere": {},
-    "cohere2": {"layer_types": WINDOWS},
-    "stablelm": {},
-    "nemotron": {},
-    "starcoder2": {},
-    "gpt_neox": {},
-    "phi": {},
 }
 
 
 def described(family, **changes):
     config = SIZES | FAMILIES.get(family, {}) | changes | {"model_type": family}
     return describe_config(config, origin=Path("config.json"))
-
-
-def built(family):
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model
 
 
 def test_layers_that_differ_are_kinds_of_their_own_in_their_order():

@@ -219,23 +219,13 @@ def quantize(model, output, **settings):
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return tiny_llama(tmp_path_factory.mktemp("source"), dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def published(source, tmp_path_factory):
-    return in_nf4(source, tmp_path_factory.mktemp("published"), dtype=torch.bfloat16)
-
-
-def stored(folder):
-    with CheckpointReader(folder) as reader:
-        return {name: reader.tensor(name) for name in reader.names()}
+def published(original, tmp_path_factory):
+    return in_nf4(original, tmp_path_factory.mktemp("published"), dtype=torch.bfloat16)
 
 
 def test_bytes_of_a_published_base_are_those_of_the_run(published, tmp_path):
     base = quantize(published, tmp_path / "base")
-    found, expected = stored(base), stored(published)
+    found, expected = tensors(base), tensors(published)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
@@ -277,19 +267,21 @@ def test_settings_that_the_published_base_has_not_are_refused(
         quantize(published, tmp_path / "base", **settings)
 
 
-def test_base_of_which_some_linears_are_in_16_bits_is_refused(source, tmp_path):
+def test_base_of_which_some_linears_are_in_16_bits_is_refused(original, tmp_path):
     skipped = ["lm_head", "model.layers.1.mlp.down_proj"]
-    model = in_nf4(source, tmp_path / "model", dtype=torch.bfloat16, llm_int8_skip_modules=skipped)
+    model = in_nf4(
+        original, tmp_path / "model", dtype=torch.bfloat16, llm_int8_skip_modules=skipped
+    )
     with pytest.raises(UserError, match=r"1 of 21 linears are not \(model\.layers\.1\.mlp\.down_p"):
         quantize(model, tmp_path / "base")
 
 
 @pytest.mark.parametrize("kind", ["fp4", "int8"])
-def test_other_types_of_bitsandbytes_are_refused(source, tmp_path, kind):
+def test_other_types_of_bitsandbytes_are_refused(original, tmp_path, kind):
     settings = {"load_in_4bit": False, "load_in_8bit": True}
     if kind == "fp4":
         settings = {"bnb_4bit_quant_type": "fp4"}  # type: ignore[dict-item]
-    model = in_nf4(source, tmp_path / "model", dtype=torch.bfloat16, **settings)
+    model = in_nf4(original, tmp_path / "model", dtype=torch.bfloat16, **settings)
     with pytest.raises(UserError, match=f"bitsandbytes has quantized to {kind}, and only nf4"):
         describe_folder(model)
 

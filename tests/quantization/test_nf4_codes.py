@@ -10,7 +10,6 @@ from tests.support.models import quantized
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.loading import check_loading
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization import nf4_codes
 from workflow.lib.quantization.nf4_checkpoint import check_model, quantizable_linears
@@ -98,13 +97,6 @@ def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(tmp_path, monke
         experts = reader.experts("model.layers.0.mlp.experts.gate_up_proj")
         parts = quantize_stack(counted(experts), QuantizeConfig(), device=CPU, transposed=False)
     assert parts["weight"].shape == (11 * 96 * 64 // 2, 1)
-
-
-def refusal(folder):
-    model = build_on_meta(folder, dtype=torch.float32)
-    with pytest.raises(UserError) as caught, ConvertedReader(folder, model) as reader:
-        check_loading(model, reader)
-    return str(caught.value)
 
 
 def test_experts_in_a_module_of_another_kind_are_refused():

@@ -36,7 +36,6 @@ GRAPHS = {"cuda_graphs": True}
 OFFLOADED = {"offload_activations": True}
 WITH_TABLES = {"trains_head": True, "trains_embedding": True}
 SOME_OF_THREE = {"processes": 3, "activation_checkpointing": 2}
-FEW = {"targets": ("q_proj", "v_proj")}
 FEW_NUMBERS = 64  # bytes: a scalar, the keys of a micro-batch's rows
 # And of matmuls in 8 bits the scales of the weights' rows, made in the first forward.
 STAY = {

@@ -36,8 +36,6 @@ CONFIG = {
 }
 TABLES = 2 * 32768 * (1536 + 6 * 256)
 SCALARS = 2048  # bytes, rounded up: what the embeddings are multiplied by
-CLOSE = 0.03
-MOST = 0.3  # above: what layers that are not plain keep is an upper bound
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from workflow.lib.system.errors import UserError
 DOCUMENT = Config().model_dump(mode="json") | {
     "runs": {"demo": {"train": {"learning_rate": 0.001}}}
 }
-Place = tuple[str, ...]
 
 EDITED = settings(
     max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]

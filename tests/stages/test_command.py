@@ -165,13 +165,6 @@ def test_wrong_command_line_is_explained(monkeypatch, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-STAGES = sorted(
-    p.stem
-    for p in (Path(__file__).parents[2] / "workflow" / "rules").glob("*.smk")
-    if p.stem not in ("common", "inputs")
-)
-
-
 @pytest.mark.parametrize("stage", ["download_source", "finetune"])
 def test_every_stage_explains_itself(stage):
     command = [sys.executable, "-m", f"workflow.scripts.{stage}", "--help"]

@@ -263,15 +263,6 @@ def test_missing_dataset_file_lists_near_names(tmp_path):
     assert "near names are data/train.jsonl, data/test.jsonl" in message
 
 
-def test_model_without_safetensors_says_what_was_found(tmp_path):
-    files = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"pickle"}
-    with start_hub({"owner/name": HubRepo(files)}) as endpoint:
-        message = refusal(endpoint, tmp_path / "out")
-    assert "it has only pytorch_model.bin" in message
-    assert "neither model.safetensors nor model.safetensors.index.json" in message
-    assert "Convert them with `save_pretrained` of Transformers" in message
-
-
 def test_download_larger_than_the_disk_is_refused_before_it_starts(tmp_path):
     repo = HubRepo(SMALL)
     repo.listed_size["model.safetensors"] = 2**60

@@ -49,30 +49,13 @@ def flip_weight(folder):
     return flip_tensor(folder / "base", "model.layers.1.mlp.up_proj.weight")
 
 
-def change_setting(folder):
-    path = folder / "base" / "config.json"
-    text = path.read_text()
-    assert text.count('"rms_norm_eps": 1e-06') == 1
-    path.write_text(text.replace("1e-06", "9e-06"))
+def flip_token(folder):
+    path = folder / "tokens" / "train.input_ids.npy"
+    flip(path, -4)
     return path
 
 
-def flip_byte(name, place):
-    def damage(folder):
-        flip(folder / name, place)
-        return folder / name
-
-    return damage
-
-
-DAMAGES = {  # all of which open as before, and train to the end
-    "packed weight": flip_weight,
-    "setting of the base": change_setting,
-    "token": flip_byte("tokens/train.input_ids.npy", -4),
-    "position": flip_byte("tokens/train.position_ids.npy", -4),
-    "loss mask": flip_byte("tokens/train.loss_mask.npy", -1),
-    "held-out token": flip_byte("tokens/heldout.input_ids.npy", -4),
-}
+DAMAGES = {"packed weight": flip_weight, "token": flip_token}  # they open, and train to the end
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

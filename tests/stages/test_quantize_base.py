@@ -68,13 +68,6 @@ def test_record_counts_what_was_quantized(folder):
     assert "calibration" not in record
 
 
-def test_mistaken_source_leaves_no_base_and_one_message(folder, tmp_path):
-    model = shutil.copytree(folder / "model", tmp_path / "model")
-    (model / "model.safetensors").unlink()
-    said = refused(model, tmp_path / "base")
-    assert "it has no weights, neither model.safetensors nor model.safetensors.index.json" in said
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_damaged_download_leaves_no_base_and_is_named(folder, tmp_path, name):
     model = recorded_as_download(shutil.copytree(folder / "model", tmp_path / "model"))

@@ -53,16 +53,6 @@ def test_stage_writes_page_table_and_log(root):
     )
 
 
-def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    edit(folder / "consolidate" / "parity.json", lambda d: d.pop("tolerance"))
-    done = render(tmp_path, "demo")
-    assert done.returncode == 1
-    assert "parity.json: the field tolerance is missing" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_report_needs_no_torch():
     code = "import sys, workflow.scripts.render_report; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,7 +4,6 @@ they are many."""
 import pytest
 
 from tests.support.encoding import PLAIN_TEMPLATE
-from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import (
     LONG,
     NUM_TRAIN,
@@ -148,17 +147,6 @@ def test_rows_that_say_that_they_are_not_trained_stop_nothing(stage):
     save_rows(stage.train, judged)
     store = stage.run()
     assert store.manifest["dropped_by_reason"] == {"not trained": NUM_TRAIN // 2}
-
-
-def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage):
-    save_rows(
-        stage.train, [*rows(NUM_TRAIN), {"prompt": "What is <|end|>?", "completion": "Text."}]
-    )
-    store = stage.run()
-    tokenizer = tiny_tokenizer(stage.folder / "again")
-    assert store.manifest["sources"][0]["special_token_texts"] == 1
-    hostile = [ids for ids in documents_of(store) if "<|end|>?" in tokenizer.decode(list(ids))]
-    assert [ids.count(tokenizer.eos_token_id) for ids in hostile] == [2]
 
 
 def spelled(number):

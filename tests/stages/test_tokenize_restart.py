@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.forked_stage import forked_stage
 from tests.support.tokenizing import SEQ_LEN, rows, save_rows
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
@@ -156,16 +155,3 @@ def wait_until(condition, *, seconds=1800):
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
-
-
-def command(stage, **settings):
-    _, _, _, *options = stage.command_line(**settings)  # without `python -m` and the module
-    return forked_stage("tokenize_dataset", *options)
-
-
-def test_command_shows_a_mistake_without_traceback(stage):
-    save_rows(stage.train, ["{broken"])
-    done = command(stage)
-    assert done.returncode == 1
-    assert "data.max_rejected_share" in done.stderr
-    assert "Traceback" not in done.stderr

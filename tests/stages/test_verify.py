@@ -27,12 +27,6 @@ def test_certificate_is_verified_by_a_command_that_runs_no_stage(tmp_path):
     assert not (project.root / "results").exists()
 
 
-def test_command_without_a_certificate_says_how_to_name_one(tmp_path):
-    refused = make_project(tmp_path / "project").snakemake("verify")
-    assert refused.status == 1
-    assert "snakemake verify --config certificate=FILE_OR_REPO" in refused.output
-
-
 def test_published_repository_is_downloaded_and_verified(tmp_path, monkeypatch):
     run = write_run(tmp_path, "demo", num_steps=3)
     add_items(run)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.report_examples import edit, quantization, write_run
+from tests.support.report_examples import quantization, write_run
 from workflow.lib.system.files import write_checked_json
 
 
@@ -40,13 +40,3 @@ def test_stage_writes_the_card_with_hub_ids_linked(tmp_path, data, linked):
     assert "\nbase_model_relation: adapter\n" in card
     assert ("datasets:" in card) == bool(linked)
     assert linked in card
-
-
-def test_file_of_another_stage_is_one_message_and_no_card(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.pop("comparisons"))
-    done = write_card(tmp_path)
-    assert done.returncode == 1
-    assert "tuned.json: the field comparisons is missing" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "README.md").exists()

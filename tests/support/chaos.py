@@ -7,11 +7,9 @@ Every round begins with a fresh small project (two processes on the CPU) and end
 has succeeded. A fault hits a command in progress; where that was training, another one damages what
 it has left on the disk, before the command is repeated. The artifacts at the end must then equal
 those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the evaluation, every
-line of the metrics. Nothing is mended between two commands but what the message asked for: the disk
-is freed, a folder deleted that it names as damaged, files from the future touched by the command
-that it gives. Prints every fault as it happens, and at the end a table of what was done, what was
-said, and what was trained again. As root the results lie on a small tmpfs, which can be full or
-read-only."""
+line of the metrics. Nothing is mended between two commands but what the message asked for: a folder
+deleted that it names as damaged, files from the future touched by the command that it gives. Prints
+every fault as it happens, with what was said and the steps that had to be trained again."""
 
 import argparse
 import json
@@ -24,17 +22,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support.chaos_faults import (
-    BALLAST,
     BETWEEN_COMMANDS,
     FAULTS,
     IN_TRAINING,
-    ON_A_SMALL_DISK,
     STEPS,
     Victim,
     checkpoint_folder,
@@ -51,10 +46,8 @@ TRAIN = {
     "grace_seconds": 60.0,
     "hang_seconds": 20.0,
 }
-RESULTS_MB = 64
 MOST_REPEATS = 5
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes", "sha256"}
-READ_ONLY = "folder read-only at the start"
 LEAVES_ORPHANS = {"SIGKILL of Snakemake"}  # which go on writing: nobody harms their files meanwhile
 # What the workflow says after the clock was put back.
 MEND = re.compile(r"This mends it: (find -L .* -exec touch \{\} \+)")
@@ -63,12 +56,10 @@ DAMAGED = re.compile(r"(results/(?:tokens|base)/[\w.-]+)\S* .*?[Dd]elete the fol
 
 @dataclass(frozen=True)
 class Row:
-    """One fault: where it hit, how the command ended, and the steps that had to be trained
-    again."""
+    """One fault: where it hit, what was said, and the steps that had to be trained again."""
 
     fault: str
     stage: str
-    status: int
     said: str
     repeated_steps: int
 
@@ -76,25 +67,18 @@ class Row:
 def strike(project: Project, *, target: str, name: str, chance: random.Random) -> Row | None:
     """Start the command, let one fault happen, wait for the end. None: the command was faster than
     the fault."""
-    if name == READ_ONLY:
-        with read_only(project):
-            victim = Victim(project, target)
-            status, output = victim.finish()
-        return Row(name, "start", status, last_words(output), 0)
     victim = Victim(project, target)
     hit = FAULTS[name](victim, chance)
     reached = trained_steps(project)
-    status, output = victim.finish()
-    (project.root / BALLAST).unlink(missing_ok=True)
+    output = victim.finish()
     do_as_told(project, output)
     if "Traceback" in output:
         print(output, file=sys.stderr, flush=True)
     if not hit:
-        print(f"missed: {name} ({last_words(output)})", file=sys.stderr, flush=True)
         return None
     folder = checkpoint_folder(project)
     newest = max(saved_steps(folder), default=0) if folder else 0
-    return Row(name, victim.where, status, last_words(output), max(0, reached - newest))
+    return Row(name, victim.where, last_words(output), max(0, reached - newest))
 
 
 def harm(project: Project, *, name: str, chance: random.Random) -> Row | None:
@@ -105,7 +89,7 @@ def harm(project: Project, *, name: str, chance: random.Random) -> Row | None:
         return None
     BETWEEN_COMMANDS[name](folder, chance)
     lost = saved[-1] - (saved[-2] if len(saved) > 1 else 0) if "checkpoint" in name else 0
-    return Row(name, "between two commands", 0, "", lost)
+    return Row(name, "between two commands", "", lost)
 
 
 def last_words(output: str) -> str:
@@ -170,29 +154,6 @@ def differences(project: Project, undisturbed: Project) -> list[str]:
     return sorted(differing) + partial
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Mount a small tmpfs there, if this user may; tell whether."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={RESULTS_MB}m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True).returncode == 0
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextmanager
-def read_only(project: Project) -> Iterator[None]:
-    folder = str(project.root / "results")
-    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
-
-
 def storm(
     project: Project,
     target: str,
@@ -208,15 +169,15 @@ def storm(
     left = most
     while left > 0 and (coming := still_to_come(project)):
         training = "finetune" in coming
-        live = [n for n in names if n in FAULTS or n == READ_ONLY]
-        possible = [n for n in live if n not in IN_TRAINING or training]
+        possible = [n for n in names if n in FAULTS and (n not in IN_TRAINING or training)]
         row = strike(project, target=target, name=rarest(possible, tried, chance), chance=chance)
         left -= 1
-        if row is not None:
-            tried[row.fault] += 1
-            yield row
+        if row is None:
+            continue
+        tried[row.fault] += 1
+        yield row
         harms = [n for n in names if n in BETWEEN_COMMANDS]
-        if row is None or row.fault in LEAVES_ORPHANS or not (harms and training and left):
+        if row.fault in LEAVES_ORPHANS or not (harms and training and left):
             continue
         row = harm(project, name=rarest(harms, tried, chance), chance=chance)
         if row is not None:
@@ -230,130 +191,30 @@ def rarest(names: Sequence[str], tried: Counter[str], chance: random.Random) -> 
     return chance.choice([name for name in names if tried[name] == least])
 
 
-def before_training(undisturbed: Project, root: Path) -> Project:
-    """Return a copy of a finished project of which tokens, base and preflight are left."""
-    project = undisturbed.copy(root)
-    for folder in (
-        "checkpoints",
-        "evaluations",
-        "report",
-        "tensorboard",
-        *(f"runs/demo/{s}" for s in ("finetune", "consolidate", "evaluate_run")),
-    ):
-        shutil.rmtree(project.root / "results" / folder)
-    return project
-
-
-def round_of(
-    number: int,
-    *,
-    root: Path,
-    training: bool,
-    undisturbed: Project,
-    chance: random.Random,
-    most: int,
-    tried: Counter[str],
-) -> list[Row]:
-    """Run one round on a fresh project, or from the training on; raises `AssertionError` if
-    anything differs at its end."""
-    folder = root / f"round-{number}"
-    with small_disk(folder / "results") as mounted:
-        if training:
-            project = before_training(undisturbed, folder)
-        else:
-            project = make_project(folder, train=undisturbed.settings["train"])
-        live = [*FAULTS, READ_ONLY] if mounted else sorted(FAULTS.keys() - ON_A_SMALL_DISK.keys())
-        names = [*live, *BETWEEN_COMMANDS]
-        rows = []
-        for row in storm(project, "all", names=names, most=most, chance=chance, tried=tried):
-            rows.append(row)
-            print(
-                f"| {number} | {row.fault} | {row.stage} | {row.status} | {row.repeated_steps} | "
-                f"{row.said} |",
-                flush=True,
-            )
-        attempts = complete(project, "all")
-        assert (found := differences(project, undisturbed)) == [], found
-        resumed = project.json("finetune", "summary.json")["resumed_from_steps"]
-        print(
-            f"| {number} | none, command repeated {attempts}x | all | 0 | | equal; resumed from "
-            f"{resumed} |",
-            flush=True,
-        )
-    shutil.rmtree(project.root, ignore_errors=True)
-    return rows
-
-
-def undisturbed_project(folder: Path) -> Project:
-    project = Project(folder) if folder.exists() else make_project(folder, train=TRAIN)
-    complete(project, "all")
-    return project
-
-
-def summary(rows: Sequence[Row]) -> str:
-    lines = [
-        "| fault | times | stages hit | exit status | steps trained again, at most | said most "
-        "often |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in sorted({row.fault for row in rows}):
-        of_kind = [row for row in rows if row.fault == name]
-        stages, statuses = (
-            {str(v) for v in column}
-            for column in zip(*((r.stage, r.status) for r in of_kind), strict=True)
-        )
-        said = Counter(row.said for row in of_kind).most_common(1)[0][0]
-        most = max(row.repeated_steps for row in of_kind)
-        lines.append(
-            f"| {name} | {len(of_kind)} | {', '.join(sorted(stages))} | "
-            f"{', '.join(sorted(statuses))} | {most} | {said} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=50, help="how many faults at least")
     parser.add_argument("--seed", type=int, default=0, help="of faults and moments")
     parser.add_argument("--round", type=int, default=10, help="faults of a round at most")
-    parser.add_argument(
-        "--training",
-        action="store_true",
-        help="rounds begin with the tokens and the base of the undisturbed run",
-    )
-    parser.add_argument(
-        "--undisturbed",
-        type=Path,
-        help="folder for the undisturbed run; if it is finished there, it is not run again",
-    )
     args = parser.parse_args()
     # A shell that starts this in the background has it ignored, also by all that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     chance, tried = random.Random(args.seed), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        root = Path(folder)
-        undisturbed = undisturbed_project(args.undisturbed or root / "undisturbed")
-        print(
-            "| round | fault | stage | status | steps trained again | said "
-            "|\n|---|---|---|---|---|---|"
-        )
-        rows: list[Row] = []
-        number = 0
-        while len(rows) < args.faults:
-            number += 1
-            rows += round_of(
-                number,
-                root=root,
-                training=args.training,
-                undisturbed=undisturbed,
-                chance=chance,
-                most=args.round,
-                tried=tried,
-            )
-    print(
-        f"\n{summary(rows)}\n\n{len(rows)} faults in {number} rounds: every artifact equals the "
-        "undisturbed one"
-    )
+        undisturbed = make_project(Path(folder) / "undisturbed", train=TRAIN)
+        complete(undisturbed, "all")
+        while tried.total() < args.faults:
+            project = make_project(Path(folder) / "round", train=TRAIN)
+            names = [*FAULTS, *BETWEEN_COMMANDS]
+            for row in storm(
+                project, "all", names=names, most=args.round, chance=chance, tried=tried
+            ):
+                cells = (row.fault, row.stage, row.repeated_steps, row.said)
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            complete(project, "all")
+            assert (found := differences(project, undisturbed)) == [], found
+            shutil.rmtree(project.root)
+    print(f"{tried.total()} faults: every artifact equals the undisturbed one")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from workflow.lib.training.checkpoint import saved_steps
 
 STEPS = 40
 TIMEOUT_S = 1800.0  # of one command, on a busy machine
-BALLAST = Path("results", ".ballast")
 
 # What a stage leaves at its end.
 LEAVES = {
@@ -75,12 +74,12 @@ class Victim:
                 continue
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
-    def finish(self) -> tuple[int, str]:
-        """Wait for the command's end; return its status and what it said. One that hangs is a
-        failure of the round."""
-        status = self.process.wait(timeout=TIMEOUT_S)
+    def finish(self) -> str:
+        """Wait for the command's end; return what it said. One that hangs is a failure of the
+        round."""
+        self.process.wait(timeout=TIMEOUT_S)
         self.output.seek(0)
-        return status, self.output.read()
+        return self.output.read()
 
 
 def lives(process: psutil.Process) -> bool:
@@ -253,20 +252,6 @@ def ctrl_c(victim: Victim, chance: random.Random) -> bool:
     return True
 
 
-def full_disk(victim: Victim, chance: random.Random) -> bool:
-    """Until the command has ended; then somebody frees the space."""
-    if not wait_for_any_stage(victim, chance):
-        return False
-    with (victim.project.root / BALLAST).open("wb", buffering=0) as ballast:
-        for size in (2**20, 2**12):
-            try:
-                while ballast.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
-    return True
-
-
 # Does harm to what an interrupted training has left; gets its folder of checkpoints.
 Damage = Callable[[Path, random.Random], None]
 
@@ -295,28 +280,6 @@ def cut_records(folder: Path, chance: random.Random) -> None:
             os.truncate(path, chance.randrange(path.stat().st_size + 1))
 
 
-def truncate_base(folder: Path, chance: random.Random) -> None:
-    path = chance.choice(sorted((folder.parents[1] / "base").glob("*/*.safetensors")))
-    os.truncate(path, chance.randrange(path.stat().st_size))
-
-
-def rot_base(folder: Path, chance: random.Random) -> None:
-    """A bit of the base changes on the disk, which touches neither its size nor its time."""
-    rot(chance.choice(sorted((folder.parents[1] / "base").glob("*/*.safetensors"))), chance)
-
-
-def rot_tokens(folder: Path, chance: random.Random) -> None:
-    rot(chance.choice(sorted((folder.parents[1] / "tokens").glob("[!.]*/*.npy"))), chance)
-
-
-def rot(path: Path, chance: random.Random) -> None:
-    """Flip one bit of a file's second half, and leave its times."""
-    stat, content = path.stat(), bytearray(path.read_bytes())
-    content[chance.randrange(len(content) // 2, len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
 def jump_clock(folder: Path, chance: random.Random) -> None:
     """Every file of the project is from another time, some from the future."""
     root = folder.parents[2]
@@ -342,9 +305,6 @@ BETWEEN_COMMANDS: dict[str, Damage] = {
     "newest checkpoint truncated": truncate_checkpoint,
     "newest checkpoint, one bit flipped": flip_bit,
     "metrics and history cut": cut_records,
-    "base truncated": truncate_base,
-    "base, one bit flipped": rot_base,
-    "tokens, one bit flipped": rot_tokens,
     "clock jumped": jump_clock,
 }
 IN_ANY_STAGE: dict[str, Fault] = {
@@ -354,5 +314,4 @@ IN_ANY_STAGE: dict[str, Fault] = {
     "SIGKILL of everything": kill_everything,
     "Ctrl-C": ctrl_c,
 }
-ON_A_SMALL_DISK: dict[str, Fault] = {"disk full": full_disk}
-FAULTS = IN_TRAINING | IN_ANY_STAGE | ON_A_SMALL_DISK
+FAULTS = IN_TRAINING | IN_ANY_STAGE

@@ -403,25 +403,6 @@ RECURRENT_EXPERTS = (
     "qwen3_5_moe_text",
     "qwen3_next",
 )
-EXPERTS = (
-    "gemma4_moe",
-    "nemotron_h_moe",
-    "qwen3_moe",
-    "mixtral",
-    "olmoe",
-    "gpt_oss",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "granitemoe",
-    "afmoe",
-    "granitemoehybrid",
-    "jamba",
-    "zaya",
-    "deepseek_v3",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "ernie4_5_moe",
-)
 
 
 def tiny_family(family: str, folder: Path, *, vocab_size: int = VOCAB) -> Path:

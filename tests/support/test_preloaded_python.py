@@ -15,10 +15,7 @@ from tests.support.preloaded_python import SETTLED, VARIABLE, preloaded_python
 pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason="with GPUs nothing is forked")
 
 PROBE = """
-import atexit, json, multiprocessing, os, signal, sys, threading, time
-
-def tell(sending):
-    sending.send(["torch" in sys.modules, os.getcwd()])
+import atexit, json, os, signal, sys, threading, time
 
 def leave(number, frame):
     print("told", number, flush=True)
@@ -31,13 +28,6 @@ if __name__ == "__main__":
         time.sleep(600)
     if sys.argv[1:] == ["die"]:
         os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[1:] == ["spawn"]:
-        receiving, sending = multiprocessing.Pipe(duplex=False)
-        spawned = multiprocessing.get_context("spawn").Process(target=tell, args=(sending,))
-        spawned.start()
-        print(*receiving.recv())
-        spawned.join()
-        sys.exit(spawned.exitcode)
     if sys.argv[1:] == ["refuse"]:
         sys.exit("a message")
     if sys.argv[1:] == ["end late"]:
@@ -136,11 +126,6 @@ def test_what_is_no_stage_is_run_by_the_interpreter():
     code = "import sys; print('torch' in sys.modules)"
     done = subprocess.run([preloaded_python(), "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n"
-
-
-def test_what_a_stage_starts_by_multiprocessing_is_forked_too(checkout):
-    done = run(checkout, preloaded_python(), "spawn", variables=environment())
-    assert done == (0, f"True {checkout}\n", "")
 
 
 def waiting(checkout: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:

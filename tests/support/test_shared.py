@@ -11,8 +11,6 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.shared import made_once, reserved_ports
 from workflow.lib.distributed.world import process_group
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_what_could_not_be_made_is_not_tried_again(tmp_path):
     """By another process either: it finds what the first has left."""

@@ -22,11 +22,6 @@ Turn = tuple[str, str]
 """What stands before an answer, and the answer."""
 
 
-def all_trained(ids: npt.NDArray[np.uint32]) -> Document:
-    """A document of which every token but the first is trained."""
-    return ids, np.arange(len(ids)) > 0
-
-
 def split_of(folder: Path, name: str, documents: Sequence[Document]) -> Split:
     """Write documents, each a row, to shards of seven."""
 

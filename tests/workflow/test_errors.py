@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.support.chaos import small_disk
 from tests.support.workflow_project import TIMEOUT_S, executed, make_project
 from workflow.lib.settings.config import merge
 from workflow.lib.system.errors import UserError
@@ -77,9 +76,21 @@ def test_setting_that_does_not_suit_the_model_stops_before_any_job_or_at_its_des
 
 
 @contextmanager
+def small_disk(folder):
+    """Mount 64 MB there, if this user may; tell whether."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
 def unwritable(folder):
     """Make a folder read-only, by its mode or, for root, whom no mode stops, by its disk."""
-    folder.mkdir(exist_ok=True)
     with small_disk(folder) as mounted:
         if not mounted and os.geteuid() == 0:
             pytest.skip("root may write anything, and mount nothing here")

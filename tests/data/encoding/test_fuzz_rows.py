@@ -1,21 +1,17 @@
 """Whatever bytes a data file or a checkpoint has, a person gets rows or a message, never a
 traceback.
 
-Files are whole ones with bytes changed, cut out, doubled and put in; rows go on to samples, tokens
-and listings."""
+Files are whole ones with bytes changed, cut out, doubled and put in; rows of any values go on to
+samples, tokens and listings."""
 
 import json
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.data.reading.test_data_file import MAKERS
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
@@ -37,40 +33,6 @@ FUZZED = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-ROWS: list[dict[str, Any]] = [
-    {"prompt": "What is 1?", "completion": 'One, "quoted"\nand more.'},
-    {"prompt": "ß数\u202e", "completion": ""},
-    {"prompt": "3", "completion": "three <|im_start|>"},
-]
-TALKS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "x\n"}]},
-]
-
-
-def jsonl(path):
-    lines = [json.dumps(row, ensure_ascii=False) for row in [*ROWS, *TALKS]]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def json_array(path):
-    path.write_text(json.dumps([*TALKS, *ROWS], indent=1), encoding="utf-8")
-
-
-def csv(path):
-    path.write_text('prompt,completion\n"a ""b""\nc",d\nß,数\n', encoding="utf-8")
-
-
-def parquet(path):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-
-
-WRITERS: dict[str, Callable[[Path], None]] = {
-    ".jsonl": jsonl,
-    ".json": json_array,
-    ".csv": csv,
-    ".parquet": parquet,
-}
 PLACE = st.floats(0, 1, exclude_max=True)
 EDITS = st.lists(
     st.tuples(
@@ -115,16 +77,6 @@ def encoder(tokenizer):
     return SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
 
 
-def use(path, encoder):
-    """Read a file as the tokenization does, as every format that its columns allow."""
-    for row in list(rows(path)):
-        if isinstance(row, BrokenRow):
-            assert (row.reason + row.preview).encode()
-            continue
-        assert row.preview.encode()
-        encode(row, encoder)
-
-
 def rows(path):
     refusal = ""
     try:
@@ -152,53 +104,40 @@ def encode(row, encoder):
         assert reason == reason.encode().decode()
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("make", MAKERS)
 @FUZZED
 @given(edits=EDITS)
-def test_no_bytes_of_a_data_file_end_in_a_traceback(tmp_path, encoder, suffix, edits):
-    path = tmp_path / f"rows{suffix}"
-    WRITERS[suffix](path)
+def test_no_bytes_of_a_data_file_end_in_a_traceback(tmp_path, make, edits):
+    path = make(tmp_path)
     path.write_bytes(mutated(path.read_bytes(), edits))
-    use(path, encoder)
+    for row in rows(path):
+        assert row.preview.isprintable()
+        if isinstance(row, BrokenRow):
+            assert row.reason.encode()
 
 
+KEYS = [
+    *("messages", "prompt", "completion", "text", "instruction", "output", "conversations"),
+    *("tools", "input_ids", "labels", "loss_mask", "attention_mask", "chosen", "rejected"),
+    *("answers", "label", "score_chosen", "role", "from", "content", "value", "type", "weight"),
+    *("tool_calls", "function_call", "function", "name", "arguments", "system", "history"),
+    *("reasoning", "train", "images", "chat_template_kwargs", "metadata", "rank"),
+]
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+WORDS = ["user", "assistant", "tool", "gpt", "function_call", "f", "", "{}", "[]", '{"name": "f"}']
+WORDS += ["\ud800", "\x1b", "\n\nHuman: q\n\nAssistant: a"]
+SCALARS = st.sampled_from([None, True, 0, 1, -100, 10**30, 0.5, float("nan"), *WORDS])
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.just("\ud800"),
+    SCALARS | st.sampled_from([TALK, TALK[:1], TALK[1:]]) | st.text(max_size=8),
     lambda below: (
-        st.lists(below, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [
-                    "role",
-                    "content",
-                    "text",
-                    "type",
-                    "weight",
-                    "tool_calls",
-                    "function",
-                    "from",
-                    "value",
-                ]
-            ),
-            below,
-            max_size=3,
-        )
+        st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(KEYS), below, max_size=4)
     ),
-    max_leaves=6,
+    max_leaves=12,
 )
 
 
-COLUMNS = ["messages", "prompt", "completion", "text", "instruction", "output", "conversations"]
-COLUMNS += ["tools", "input_ids", "labels", "loss_mask", "chosen", "rejected", "answers", "label"]
-
-
-@FUZZED
-@given(row=st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4))
+@settings(FUZZED, max_examples=500)
+@given(row=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
 def test_no_values_of_a_row_end_in_a_traceback(encoder, row):
     encode(Row(1, row), encoder)
     assert Row(1, row).preview.encode()

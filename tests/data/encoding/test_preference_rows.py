@@ -2,18 +2,15 @@
 says why not.
 """
 
-import contextlib
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.encoding import PLAIN_TEMPLATE
 from tests.support.rows import TOOL
 from workflow.lib.data.encoding.keys_read import KeyAccount
-from workflow.lib.data.encoding.preference_rows import Judged, begin_judged, prompt_of, to_judged
-from workflow.lib.data.encoding.row_columns import FORMATS, choose_format
+from workflow.lib.data.encoding.preference_rows import begin_judged, prompt_of, to_judged
+from workflow.lib.data.encoding.row_columns import choose_format
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.settings.data import DataColumns
@@ -224,34 +221,6 @@ def test_rated_conversation_that_ends_with_the_user_is_refused():
 
 def test_pair_is_two_rated_answers():
     assert judged(PAIR, rated=True).desirable == [True, False]
-
-
-KEYS = [
-    "prompt",
-    "chosen",
-    "rejected",
-    "answers",
-    "messages",
-    "completion",
-    "label",
-    "score_chosen",
-]
-LEAVES = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["a", "", HH, "[{}]"])
-OBJECTS = st.dictionaries(
-    st.sampled_from(["role", "content", "messages", "tools", "text", "rank", "from"]),
-    LEAVES | st.sampled_from(["user", "assistant", [USER], [GOOD]]),
-    max_size=3,
-)
-VALUES = LEAVES | OBJECTS | st.lists(LEAVES | OBJECTS | st.sampled_from([USER, GOOD]), max_size=3)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.dictionaries(st.sampled_from(KEYS), VALUES), st.sampled_from(FORMATS["rated"]))
-def test_no_row_fails_otherwise_than_by_a_row_error(value, format):
-    with contextlib.suppress(RowError):
-        columns, rated = DataColumns(), format not in FORMATS["pairs"]
-        read = to_judged(value, format=format, columns=columns, keys=KeyAccount(), rated=rated)
-        assert isinstance(read, Judged)
 
 
 def encoded(tokenizer, value, template=PLAIN_TEMPLATE):

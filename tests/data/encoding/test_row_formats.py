@@ -1,17 +1,11 @@
 """Rows of four formats become conversations or texts, or are refused with a reason."""
 
-import contextlib
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
-from workflow.lib.data.encoding.chat_messages import Conversation
-from workflow.lib.data.encoding.row_columns import FORMATS
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.token_rows import TokenRow
 
 
 @pytest.mark.parametrize(
@@ -264,45 +258,6 @@ def test_json_text_of_calls_is_calls_where_there_are_tools():
     assert messages_of(value, "prompt_completion")[1]["content"] == text
     (_, turn) = messages_of({**value, "tools": [TOOL]}, "prompt_completion")
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": None}}
-
-
-KEYS = [
-    *("messages", "prompt", "completion", "text", "tools", "input_ids", "labels", "loss_mask"),
-    *("attention_mask", "role", "from", "content", "value", "weight", "tool_calls", "system"),
-    *("function_call", "function", "name", "arguments", "history", "reasoning", "train", "images"),
-    *("chat_template_kwargs", "type", "metadata", "label"),
-]
-WORDS = [
-    "user",
-    "assistant",
-    "tool",
-    "gpt",
-    "function_call",
-    "f",
-    "",
-    "{}",
-    "[]",
-    '{"name": "f"}',
-    "\ud800",
-    "\x1b",
-]
-SCALARS = st.sampled_from([None, True, 0, 1, -100, 10**30, 0.5, float("nan"), *WORDS])
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(
-    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), st.sampled_from(FORMATS["texts"])
-)
-def test_no_row_fails_otherwise_than_by_a_row_error(value, format):
-    with contextlib.suppress(RowError):
-        assert isinstance(sample(value, format), Conversation | TokenRow | str)
 
 
 def test_reason_of_a_rejection_cannot_speak_to_the_terminal():

@@ -140,11 +140,6 @@ def test_invalid_utf8_in_a_json_array_breaks_its_row_alone(tmp_path):
     assert second == Row(2, {"a": 2})
 
 
-def test_json_items_that_are_no_objects_are_broken_rows(tmp_path):
-    path = write(tmp_path / "a.json", '[{"a": 1}, 2, "x]", {"a": 4}]')
-    assert [type(row) for row in read(path)] == [Row, BrokenRow, BrokenRow, Row]
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

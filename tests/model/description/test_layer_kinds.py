@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.families import FAMILIES
-from tests.support.other_decoders import MIXTURES, OTHERS, config_of
+from tests.support.families import FAMILIES, ROUTED_IN_GROUPS
+from tests.support.other_decoders import IN_GROUPS, MIXTURES, OTHERS, config_of
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.describe_model import describe_config
@@ -58,18 +58,19 @@ def test_description_has_what_the_built_modules_have(family):
 def test_stack_is_a_linear_of_all_experts_that_knows_their_number(family):
     kind = described(family).kinds[-1]
     gate_up, down = (x for x in kind.linears if x.experts > 1)
-    assert (gate_up.experts, gate_up.name, down.name) == (4, "gate_up_proj", "down_proj")
+    count = ROUTED_IN_GROUPS["n_routed_experts"] if family in IN_GROUPS else 5
+    assert (gate_up.experts, gate_up.name, down.name) == (count, "gate_up_proj", "down_proj")
     width = down.in_features
-    assert (gate_up.out_features, gate_up.in_features) == (4 * 2 * width, kind.hidden_size)
-    assert down.out_features == 4 * kind.hidden_size
+    assert (gate_up.out_features, gate_up.in_features) == (count * 2 * width, kind.hidden_size)
+    assert down.out_features == count * kind.hidden_size
     assert kind.top_k == (3 if family == "olmoe" else 2)
     of_experts = gate_up.num_weights + down.num_weights
-    assert kind.used_weights == kind.num_weights - of_experts + of_experts * kind.top_k // 4
+    assert kind.used_weights == kind.num_weights - of_experts + of_experts * kind.top_k // count
 
 
 def test_router_stays_in_16_bits_also_where_it_is_a_linear():
     kind = described("hunyuan_v1_moe").kinds[0]
-    assert dict(kind.tensors) == {"mlp.gate.wg.weight": (4, 48)}
+    assert dict(kind.tensors) == {"mlp.gate.wg.weight": (5, 48)}
     assert "mlp.gate.wg" not in [linear.path for linear in kind.linears]
 
 
@@ -98,8 +99,8 @@ def test_how_tokens_of_a_layer_see_each_other(family, attention, recurrent):
 
 def test_latent_attention_has_values_of_a_width_of_their_own():
     kind = described("deepseek_v3").kinds[0]
-    assert (kind.head_dim, kind.value_dim, kind.num_heads, kind.num_kv_heads) == (24, 16, 3, 3)
-    assert (kind.num_heads * kind.head_dim, kind.value_width) == (72, 48)
+    assert (kind.head_dim, kind.value_dim, kind.num_heads, kind.num_kv_heads) == (24, 12, 3, 3)
+    assert (kind.num_heads * kind.head_dim, kind.value_width) == (72, 36)
 
 
 def test_sinks_are_seen():

@@ -23,7 +23,6 @@ SIZES = {
     "num_attention_heads": 1,
     "vocab_size": 11,
 }
-Tensors = dict[str, torch.Tensor]
 
 
 def save(tensors, file):

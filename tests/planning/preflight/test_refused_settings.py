@@ -15,7 +15,6 @@ from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
 
 CPUS = cpu_machine(processes=2)
-OLD_CARDS = machine(gpu_names=("NVIDIA GeForce RTX 3090",) * 2, float8=False)
 EMBEDDING = {"lora": {"modules_to_save": ["embed_tokens"]}}
 
 

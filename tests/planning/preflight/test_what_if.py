@@ -138,7 +138,6 @@ def test_any_setting_can_be_given(tiny):
     ("words", "part"),
     [
         (("--model", "Qwen3-8B"), "--gpus = None"),
-        (("--model", "Qwen3-8B", "--gpus", "2x4091"), "Did you mean 4090"),
         (("--model", "$NOWHERE/model", "--gpus", "4090"), "$NAME are not expanded in settings"),
         (("--model", "Qwen3-88B", "--gpus", "4090"), "Did you mean Qwen/Qwen3-8B"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--rows", "0"), "--rows = 0"),
@@ -146,10 +145,6 @@ def test_any_setting_can_be_given(tiny):
             "max_position_embeddings is 40960"
         )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.r"), "--set = 'lora.r'"),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.offload_layers=-1"), (
-            "offload_layers = -1: must be at least 0 or 'auto'"
-        )),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.rr=3"), "lora.rr"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.gpus=2"), (

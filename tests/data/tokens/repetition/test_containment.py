@@ -1,7 +1,6 @@
 """Held-out rows whose trained text is trained, among relatives that only look alike."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -41,9 +40,6 @@ def found(folder, train, heldout, *, threshold=0.5, **settings):
 def with_word(text, number, word):
     words = text.split()
     return " ".join([*words[:number], word, *words[number + 1 :]])
-
-
-Relative = Callable[[Writer], tuple[Rows, Rows]]
 
 
 def same_answer_other_question(w):
