@@ -26,10 +26,6 @@ def local_run(folder, **changes):
     return only(merge(document, changes))
 
 
-def test_run_whose_paths_exist_passes(tmp_path):
-    check_local_paths("demo", local_run(tmp_path))
-
-
 def test_folder_of_tasks_is_asked_for_by_runs_with_tasks_alone(tmp_path):
     nowhere = {"tasks_dir": f"{tmp_path}/missing"}
     check_local_paths("demo", local_run(tmp_path, evaluate=nowhere | {"tasks": []}))
@@ -53,11 +49,6 @@ def test_missing_path_names_setting_run_and_change(tmp_path, section, key):
     assert f"{section}.{key} = '{tmp_path}/missing'" in message
     assert "run demo" in message
     assert "there is no such file or folder. Give a path that exists" in message
-
-
-def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path):
-    hub = {"source": "owner/data", "train": "train.jsonl", "heldout": None}
-    check_local_paths("demo", local_run(tmp_path, data=hub))
 
 
 @pytest.mark.parametrize("path", ["~/missing", "$HOME/missing", "${HOME}/missing", "a/$X/b"])
