@@ -5,6 +5,7 @@ import pytest
 from tests.evaluation.test_results import facts as calibration_facts
 from tests.support.report_examples import (
     SERVED_CHECK,
+    add_gguf,
     add_original,
     add_subject,
     edit,
@@ -185,3 +186,22 @@ def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path):
     assert {1.5625, 2.5 - 1.5625, 2.9876543211 - 2.5} <= page.numbers
     assert "Cost of 4 bits+0.4877" in text
     assert "Merged: one model with the adapter in its weights, in 16 bits." in text
+
+
+def with_gguf(root, *, gguf):
+    runs = read(root, "demo", gguf=gguf)
+    return Page(render_page(runs, report=ReportConfig(), settings={"demo": {}}))
+
+
+def test_numbers_of_every_gguf_file_are_shown(tmp_path):
+    run = write_run(tmp_path, "demo", num_steps=3)
+    add_gguf(run)
+    edit(run / "convert_gguf" / "gguf.json", lambda d: d["files"][0].update(loss=1.53125))
+    shown = with_gguf(tmp_path, gguf=True)
+    assert {1.53125, 0.03125, 1.5625, 0.0625, 96, 3 * 2**20, 4 * 2**20} <= shown.numbers
+    assert "demo-adapter.gguf" in "".join(shown.text)
+
+
+def test_gguf_files_of_a_run_that_exports_none_any_more_are_not_shown(tmp_path):
+    add_gguf(write_run(tmp_path, "demo", num_steps=3))
+    assert "demo-q4_k_m.gguf" not in "".join(with_gguf(tmp_path, gguf=False).text)

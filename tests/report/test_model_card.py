@@ -14,17 +14,24 @@ from markdown_it import MarkdownIt
 from tests.support.families import FAMILIES, tiny_model
 from tests.support.forked_stage import forked_stage
 from tests.support.models import quantized
-from tests.support.report_examples import HOSTILE, edit, quantization, write_run
+from tests.support.report_examples import (
+    HOSTILE,
+    SERVED_CHECK,
+    add_gguf,
+    edit,
+    quantization,
+    write_run,
+)
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import tiny_adapter
+from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.report.card_inputs import CardInputs
-from workflow.lib.report.model_card import model_card
+from workflow.lib.report.model_card import CardInputs, model_card
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import write_json
@@ -266,3 +273,70 @@ def test_hostile_text_is_neither_markup_nor_metadata(run):
     page = MarkdownIt("commonmark", {"html": True}).enable("table").render(ModelCard(text).text)
     assert not [tag for tag in ("<script", "<img", "<a ", "<strong", "\x1b") if tag in page]
     assert page.count("<h1>") == 1
+
+
+def serving(inputs):
+    return model_card(inputs).partition("## Serving\n\n")[2].partition("\n## ")[0]
+
+
+def test_command_is_the_one_that_was_run_and_cost_is_told(run):
+    text = serving(read(run, checked=SERVED_CHECK))
+    assert (
+        "vllm serve acme/tiny-1b --tokenizer path/to/this/folder --enable-lora --max-lora-rank 32 "
+        "--lora-modules demo=path/to/this/folder\n"
+    ) in text
+    assert "held-out loss is 1.5200 nats per token, +0.0200 against the adapter" in text
+    assert "change of log-probabilities as in PEFT: adapter 100.0%, mlp 99.0%" in text
+
+
+def test_loss_of_the_served_model_stands_first(run):
+    card = model_card(read(run, checked=SERVED_CHECK))
+    opening = card.partition("trained with FSDP-QLoRA. ")[2]
+    assert opening.startswith("Served by vLLM 9.9 (tuned on original, float32), its held-out loss")
+
+
+def test_merged_model_is_served_as_it_is(run):
+    change = {"subject": "merged", "max_lora_rank": None, "parts": [], "trained_loss": None}
+    text = serving(read(run, checked=SERVED_CHECK.model_copy(update=change)))
+    assert "vllm serve path/to/merged\n" in text
+    assert "against the adapter" not in text
+
+
+def test_server_that_was_not_tried_has_no_command(run):
+    assert serving(read(run)) == "No server was tried (`export.serve`).\n"
+
+
+@pytest.fixture
+def exported(tmp_path):
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    add_gguf(folder)
+    return folder
+
+
+def card(folder):
+    checks = read_record(folder / "convert_gguf" / "gguf.json", GgufChecks)
+    return model_card(read(folder, gguf=checks))
+
+
+def test_card_has_a_command_for_each_form(exported):
+    text = card(exported)
+    assert "llama-server -m demo-q4_k_m.gguf --jinja\n" in text
+    assert "llama-server -m demo-base-q4_k_m.gguf --lora demo-adapter.gguf --jinja\n" in text
+
+
+def test_card_tells_losses_their_bound_and_sizes(exported):
+    (row,) = [line for line in card(exported).splitlines() if line.startswith("| <code>demo-q4")]
+    assert row.split(" | ")[1:] == [
+        "3.00 MiB",
+        "1.5625",
+        "1.5000",
+        "+0.0625 (at most 0.3)",
+        "96",
+        "1 of 4 |",
+    ]
+    (row,) = [line for line in card(exported).splitlines() if line.startswith("| <code>demo-base")]
+    assert "4.00 MiB" in row, "the base and the adapter"
+
+
+def test_card_of_a_run_without_gguf_files_has_no_such_section(tmp_path):
+    assert "## GGUF" not in model_card(read(write_run(tmp_path, "demo", num_steps=3)))

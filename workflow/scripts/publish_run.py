@@ -17,7 +17,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.evaluation.certificate import verify
 from workflow.lib.export.publishing import Publication, refuse_failed, refuse_private, upload
-from workflow.lib.report.card_use import needs_folder
+from workflow.lib.report.model_card import needs_folder
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.errors import UserError

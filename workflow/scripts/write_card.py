@@ -16,8 +16,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
-from workflow.lib.report.card_inputs import CardInputs
-from workflow.lib.report.model_card import model_card
+from workflow.lib.report.model_card import CardInputs, model_card
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import check_files, listed_files

@@ -1,40 +1,95 @@
 """The model card (`README.md`) of an exported adapter, in the format of the Hugging Face hub.
 
 Everything in it is read from the artifacts: what was trained on what and how, what it scored beside
-its base, and what neither tells. All of the text that comes from elsewhere is written so that
-Markdown shows it as it is."""
+its base, and what neither tells. The template `card.md.j2` has the words. A value in it is written
+so that Markdown shows it as it is, unless a filter has made it markup."""
 
-from collections.abc import Sequence
+import html
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
+from workflow.lib.artifacts.gguf_record import GgufChecks
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.quantization_record import Quantization
+from workflow.lib.artifacts.served_record import ServedCheck
 from workflow.lib.artifacts.training_record import Summary, TrainedSettings
-from workflow.lib.report.card_inputs import CardInputs, code, text
-from workflow.lib.report.card_results import gguf_section, results_section, verdict_sentence
-from workflow.lib.report.card_use import served_sentence, serving_section, use_section
+from workflow.lib.model.architecture.model_files import ON_ORIGINAL
+from workflow.lib.report.html_page import NUMBERS, TEMPLATES
+from workflow.lib.report.verdict import Measured, label
 from workflow.lib.settings.objectives import needs_of
-from workflow.lib.system.number_formats import count, duration, hours, loss, share, visible
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SubjectName
+from workflow.lib.system.number_formats import probability, visible
 from workflow.lib.system.redaction import public_name
+
+NF4_FOLDER = "path/to/nf4/base"  # stands for the folder of a base that is nowhere else
+FORMS: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
+OUTCOMES = {
+    "improved": "lower than",
+    "worsened": "higher than",
+    "unclear": "not clearly different from",
+}
+# By what a metric's paired interval says (`TaskScore.change`).
+CHANGES = {
+    "better": "Better than the {}, by the 95% interval",
+    "worse": "Worse than the {}, by the 95% interval",
+    "without a clear change": "No clear change against the {}",
+    "not judged": "Not judged, for want of an interval or of a direction",
+}
+
+
+@dataclass(frozen=True)
+class CardInputs:
+    """What a card is written from. `model_id`, `dataset_id`: hub ids or None; `revision`: the
+    base's commit; `adapter_config`: PEFT's; `on_original`: PEFT's of what was trained after the
+    recovery of the base, None without one; `nf4_base_id`: of the 4-bit base."""
+
+    model_id: str | None
+    revision: str | None
+    adapter_config: dict[str, Any]
+    dataset_id: str | None
+    dataset: str
+    quantization: Quantization
+    summary: Summary
+    manifest: Manifest
+    parity: Parity
+    measured: Measured
+    gguf: GgufChecks | None = None
+    checked: ServedCheck | None = None
+    nf4_base_id: str | None = None
+    on_original: dict[str, Any] | None = None
 
 
 def model_card(inputs: CardInputs) -> str:
-    sections = {
-        "Use": use_section(inputs),
-        "Serving": serving_section(inputs),
-        **({"GGUF": gguf_section(inputs.gguf)} if inputs.gguf else {}),
-        "Data": _table(_data(inputs)),
-        "Training": _table(_training(inputs)),
-        "Results": results_section(inputs),
-        "Limits": "\n".join(f"- {limit}" for limit in _limits(inputs)) + "\n",
+    facts, served = inputs.quantization, inputs.measured.served.subject
+    is_other = facts.taken or facts.only_here is not None or inputs.nf4_base_id is not None
+    arguments = inputs.manifest.template_kwargs or {}
+    variables = {
+        **vars(inputs),
+        "metadata": _metadata(inputs).to_yaml(),
+        # A path of the machine is nothing to publish.
+        "base_name": inputs.model_id or inputs.summary.settings.model.name,
+        "served_name": served,
+        "in_4_bits": served == "tuned",
+        # Transformers makes the 4-bit base of the original when it loads it.
+        "is_made_anew": served == "tuned" and not is_other,
+        "not_evaluated": [SUBJECT_LABELS[n] for n in FORMS if n not in inputs.measured.subjects],
+        "dtype": inputs.parity.compute_dtype,
+        "arguments": ", ".join(f"{name} = {value!r}" for name, value in arguments.items()),
+        "objective": _objective(inputs.summary.settings),
     }
-    body = "\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
-    summary = inputs.summary
-    served = "" if inputs.checked is None else f"{served_sentence(inputs.checked)} "
-    return (
-        f"---\n{_metadata(inputs).to_yaml()}\n---\n\n# {text(summary.run)}\n\nA LoRA adapter for "
-        f"{code(inputs.base_name)}, trained with FSDP-QLoRA. {served}"
-        f"{verdict_sentence(inputs)}\n\n{body}"
-    )
+    return _environment().get_template("card.md.j2").render(variables)
+
+
+def needs_folder(card: str) -> bool:
+    """Tell whether a card loads the base from a folder that only the machine of the run has."""
+    return NF4_FOLDER in card
 
 
 def _metadata(inputs: CardInputs) -> ModelCardData:
@@ -65,139 +120,53 @@ def _eval_results(inputs: CardInputs) -> list[EvalResult]:
     ]
 
 
-def _data(inputs: CardInputs) -> list[tuple[str, str]]:
-    train, heldout = inputs.manifest.splits.train, inputs.manifest.splits.heldout
-    files = ", ".join(
-        f"{code(public_name(s.file))} ({count(s.rows)} rows)" for s in inputs.manifest.sources
-    )
-    template = (
-        "none"
-        if inputs.manifest.chat_template_sha256 is None
-        else "<code>chat_template.jinja</code>, in this folder"
-    )
-    arguments = inputs.manifest.template_kwargs or {}
-    if arguments:
-        given = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
-        template += f", with {code(given)} unless told otherwise"
-    return [
-        ("Files", files),
-        ("Format", code(inputs.manifest.format)),
-        ("Chat template", template),
-        (
-            "Rows",
-            f"{count(train.rows_kept)} trained, {count(heldout.rows_kept)} held out, "
-            f"{count(train.rows_dropped + heldout.rows_dropped)} dropped",
-        ),
-        (
-            "Tokens",
-            f"{count(train.tokens)}, {share(train.trained_tokens / max(1, train.tokens))} of them "
-            f"trained; rows of {count(inputs.manifest.seq_len)}, {share(train.fill)} full",
-        ),
-        (
-            "Lengths",
-            f"median {count(train.length_percentiles.p50)}, 99th percentile "
-            f"{count(train.length_percentiles.p99)}, longest {count(train.length_percentiles.max)} "
-            f"tokens; {count(train.truncated)} cut",
-        ),
-        ("Duplicates", f"{count(train.duplicates)} rows equal an earlier one"),
-    ]
-
-
-def _training(inputs: CardInputs) -> list[tuple[str, str]]:
-    summary, parity = inputs.summary, inputs.parity
-    lora, train = summary.settings.lora.model_dump(), summary.settings.train
-    drawn, targets = summary.energy_j, lora["target_modules"]
-    energy = "energy not measured" if drawn is None else f"{drawn / 3.6e6:.3g} kWh"
-    named = "all linear layers" if targets == "all-linear" else ", ".join(map(code, targets))
-    return [
-        ("Base model", f"{code(inputs.base_name)}, NF4 with bitsandbytes"),
-        *_lineage(summary),
-        *_objective(summary.settings),
-        (
-            "Adapter",
-            f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets "
-            f"{named}{_whole(summary.settings.lora.modules_to_save)}",
-        ),
-        (
-            "Trainable parameters",
-            f"{count(summary.trainable_parameters)} of {count(summary.total_parameters)}",
-        ),
-        (
-            "Optimizer steps",
-            f"{count(summary.num_steps)} of {summary.global_batch_size} rows of {summary.seq_len} "
-            f"tokens{', then early stopping' if summary.planned_steps else ''}",
-        ),
-        (
-            "Peak learning rate",
-            f"{train['learning_rate']:g}, {train['lr_schedule']} schedule, seed {train['seed']}",
-        ),
-        (
-            "Training loss",
-            f"{loss(summary.first_loss)} at the start, {loss(summary.final_loss)} at the end (nats "
-            "per trained token)",
-        ),
-        (
-            "Hardware",
-            f"{summary.processes} x {text(summary.device_name)}, {duration(summary.elapsed_s)}, "
-            f"{hours(summary.device_hours)} {'GPU' if summary.device == 'cuda' else 'process'} "
-            f"hours, {energy}",
-        ),
-        (
-            "Export check",
-            "logits of the reloaded adapter differ from the trained model's by "
-            f"{parity.rms_difference:.2g} (root mean square, tolerance {parity.tolerance:.2g}) at "
-            f"{parity.positions} positions",
-        ),
-        (
-            "Certificate",
-            "`certificate.json`, where this is published; `snakemake verify` checks its hashes "
-            "and numbers",
-        ),
-        ("Commit of the workflow", code(summary.provenance.commit or "no checkout")),
-        (
-            "Versions",
-            ", ".join(
-                f"{text(name)} {text(version)}"
-                for name, version in sorted(summary.provenance.packages.items())
-            ),
-        ),
-    ]
-
-
-def _lineage(summary: Summary) -> list[tuple[str, str]]:
-    before = " → ".join(code(ancestor.told) for ancestor in summary.lineage)
-    return [("Continues", f"{before} → this adapter, on the same base")] if before else []
-
-
-def _objective(settings: TrainedSettings) -> list[tuple[str, str]]:
+def _objective(settings: TrainedSettings) -> list[str]:
+    """Return the objective and its settings; nothing of supervised training."""
     name = settings.train.get("objective", "sft")
     if name == "sft":
         return []
-    given = []
-    for setting in needs_of(name).settings:
-        section, _, key = setting.partition(".")
-        value = getattr(settings, section).get(key)
-        given += [] if value is None else [f"{text(key)} {text(value)}"]
-    return [("Objective", ", ".join([text(name), *given]))]
+    pairs = [setting.split(".") for setting in needs_of(name).settings]
+    given = {key: getattr(settings, section).get(key) for section, key in pairs}
+    return [name, *(f"{key} {value}" for key, value in given.items() if value is not None)]
 
 
-def _whole(modules: Sequence[str]) -> str:
-    return f"; {' and '.join(map(code, modules))} trained whole" if modules else ""
+def text(value: object) -> Markup:
+    """Write text from elsewhere on one line of Markdown: no markup, no cell border, no link."""
+    if isinstance(value, Markup):
+        return value
+    flat = " ".join(visible(str(value)).split())
+    return Markup(re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(flat, quote=False)))
 
 
-def _table(facts: list[tuple[str, str]]) -> str:
-    rows = "".join(f"| {name} | {value} |\n" for name, value in facts)
-    return f"| | |\n|---|---|\n{rows}"
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=text,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made: dict[str, Callable[[Any], str]] = {
+        **NUMBERS,
+        "probability": lambda value: html.escape(probability(value)),
+        "code": lambda value: f"<code>{text(value)}</code>",
+        "quoted": lambda value: repr(visible(value)),
+        "shown": visible,
+    }
+    environment.filters |= {name: _markup(write) for name, write in made.items()}
+    environment.filters |= {"label": label, "public_name": public_name}
+    environment.globals |= {
+        "labels": SUBJECT_LABELS,
+        "meanings": SUBJECT_MEANINGS,
+        "outcomes": OUTCOMES,
+        "changes": CHANGES,
+        "nf4_folder": NF4_FOLDER,
+        "on_original_folder": ON_ORIGINAL,
+    }
+    return environment
 
 
-def _limits(inputs: CardInputs) -> list[str]:
-    train = inputs.manifest.splits.train
-    return [
-        "The held-out documents come from the same source as the training data: the loss says "
-        "nothing about other texts.",
-        f"Rows were at most {count(inputs.manifest.seq_len)} tokens long, and "
-        f"{count(train.truncated)} were cut there: longer inputs were not trained.",
-        "The adapter was trained on the NF4 weights; on unquantized weights its outputs differ.",
-        "Safety, bias, and languages or skills beyond the tasks above were not measured. The base "
-        "model's licence and limits apply.",
-    ]
+def _markup(write: Callable[[Any], str]) -> Callable[[Any], Markup]:
+    return lambda value: Markup(write(value))
