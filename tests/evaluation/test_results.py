@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from workflow.lib.artifacts.quantization_record import (
+from workflow.lib.artifacts.records import (
     CalibrationFacts,
     HeldoutLosses,
 )

@@ -24,11 +24,9 @@ from tests.support.report_examples import (
 )
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import tiny_adapter
-from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
-from workflow.lib.artifacts.parity_record import Parity
-from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.report.model_card import CardInputs, model_card

@@ -13,8 +13,8 @@ from tests.support.llama_cpp_model import converters, forked_converters, prepare
 from tests.support.served_export import check
 from tests.support.shared import made_once
 from tests.support.workflow_project import make_project
-from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import GgufChecks
 from workflow.lib.evaluation.llama_cpp_server import BOUNDS
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER

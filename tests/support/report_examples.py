@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.plans import make_forecast, make_plan, tried_plan
-from workflow.lib.artifacts.records import Provenance
-from workflow.lib.artifacts.served_record import ServedCheck, ServedPart
+from workflow.lib.artifacts.records import Provenance, ServedCheck, ServedPart
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.files import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from workflow.lib.artifacts.scores_record import Split
+from workflow.lib.artifacts.records import Split
 from workflow.lib.data.tokens.token_store import ARRAYS, TokenStore
 from workflow.lib.scores import writer
 from workflow.lib.scores.store import SPLITS, Scores, trained_counts

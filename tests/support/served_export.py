@@ -6,7 +6,7 @@ import torch
 
 from tests.support.report_examples import evaluation, parity
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.served_record import ServedCheck
+from workflow.lib.artifacts.records import ServedCheck
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.parity import RELATIVE_TOLERANCE

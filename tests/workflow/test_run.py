@@ -15,8 +15,8 @@ from tests.support.workflow_project import (
     write_rows,
 )
 from workflow.lib.artifacts.layout import base_dir
-from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Quantization
 from workflow.lib.settings.config import load_config
 
 IDS = torch.tensor([[3, 11, 290, 64, 5, 201, 17, 8, 133, 41, 2]])

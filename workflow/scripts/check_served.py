@@ -18,12 +18,9 @@ from typing import Any
 from peft import PeftModel
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
-from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
-from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import Provenance
-from workflow.lib.artifacts.served_record import ServedCheck
+from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ServedCheck
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded

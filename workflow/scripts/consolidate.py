@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
-from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (

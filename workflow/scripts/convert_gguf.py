@@ -19,10 +19,9 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import Provenance
+from workflow.lib.artifacts.records import GgufChecks, GgufFile, Provenance
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import check_recorded

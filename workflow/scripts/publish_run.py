@@ -12,8 +12,8 @@ import logging
 from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import ITEMS
-from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.evaluation.certificate import verify
 from workflow.lib.export.publishing import Publication, refuse_failed, refuse_private, upload

@@ -17,8 +17,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
-from workflow.lib.artifacts.records import Provenance
+from workflow.lib.artifacts.records import CalibrationFacts, Provenance, Quantization
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.backends import choose_device, resolve_dtype

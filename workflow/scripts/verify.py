@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from workflow.lib.artifacts.certificate_record import CERTIFICATE
+from workflow.lib.artifacts.records import CERTIFICATE
 from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.evaluation.certificate import verify
 from workflow.lib.settings.evaluate import HUB_REPO

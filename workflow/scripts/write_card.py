@@ -8,12 +8,9 @@ import argparse
 import logging
 from pathlib import Path
 
-from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
-from workflow.lib.artifacts.parity_record import Parity
-from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.served_record import ServedCheck
+from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.report.model_card import CardInputs, model_card

@@ -1,13 +1,15 @@
 """The JSON files that stages exchange, as types: each field once, with what it means.
 
 A stage writes a record (`Record.as_json`), another reads it (`read_records.read_record`). The
-comment at a field is its reference. The files of the stages are in `manifest_record` (tokens),
-`preflight_record`, `training_record`, `parity_record` and `evaluation_record`."""
+comment at a field is its reference. Here are the small records; the others are in `manifest_record`
+(tokens), `preflight_record`, `training_record` and `evaluation_record`."""
 
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field
 
+from workflow.lib.settings.evaluate import GgufFormat
+from workflow.lib.settings.subjects import SubjectName
 from workflow.lib.system.files import provenance
 
 Interval = tuple[float, float]
@@ -42,3 +44,227 @@ class Provenance(Record):
     @classmethod
     def now(cls) -> Self:
         return cls.model_validate(provenance())
+
+
+class HeldoutLosses(Record):
+    """Loss on held-out documents (some, and cut where they are long) of three models."""
+
+    tokens: list[int]  # predicted tokens of each document
+    original: list[float]  # Nats, summed over each document, of the model before quantization
+    absmax: list[float]  # of the model in bitsandbytes' codes and scales
+    calibrated: list[float]  # of the base
+
+
+class CalibrationFacts(Record):
+    """What a calibration saw and reached."""
+
+    tokens: int  # tokens that calibrated
+    heldout: HeldoutLosses  # what 4 bits cost
+
+
+class Quantization(Record):
+    """`quantization.json` of a base folder, written by `quantize_base`."""
+
+    advice: ClassVar[str] = "Delete the base's folder below results/base; it is made again."
+
+    quantized_linears: int  # linears in NF4
+    quantized_stacks: int = 0
+    """Stacks of experts in NF4: one for each projection of all experts of a layer."""
+    quantized_parameters: int  # weights of both
+    total_bytes: int  # bytes of all weights, the others included
+    settings: dict[str, Any]  # section `quantize`
+    method: Literal["absmax", "calibrated"] | None = None
+    """How codes and scales were chosen; null in bases of earlier versions."""
+    method_reason: str | None = None
+    """Why, with `quantize.method: auto`, or of a base that is in NF4 already."""
+    device: str  # `cuda` or `cpu`
+    auto_class: str = "AutoModelForCausalLM"
+    """Transformers' class that loads this base and its original."""
+    in_16_bits: list[str] = Field(default_factory=list)
+    """Linears that are not in NF4, or ends of their paths: none if it is the head alone."""
+    taken: bool = False  # whether the original is in NF4 itself, and its bytes are these
+    only_here: str | None = "how they were made is not recorded"
+    """Why Transformers, given the original, makes other 4-bit weights; null: it makes these."""
+    calibration: CalibrationFacts | None = None  # if it was calibrated
+    provenance: Provenance  # what made the file
+
+
+Split = Literal["train", "heldout"]
+
+
+class ScoreShard(Record):
+    """Some neighbouring rows or documents, scored."""
+
+    split: Split  # training rows, or held-out documents
+    first: int  # number of the first row or document
+    count: int  # rows or documents
+    tokens: int  # trained tokens in them
+    files: dict[str, str]  # SHA-256 of each file, by its array
+
+
+class ScoresManifest(Record):
+    """`manifest.json` of a folder of scores, written by `score_tokens`: what was scored, by which
+    model, and the files."""
+
+    advice: ClassVar[str] = "Delete its folder and repeat the command; score_tokens makes it again."
+
+    format_version: int  # of the folder
+    model: str  # the model, as the settings name it
+    model_files: dict[str, str]
+    """SHA-256 of each file of the model and its adapter that the scores depend on."""
+    tokens: str  # hash of the tokens: their ids, positions and masks
+    top_k: int  # likeliest tokens of each position that are stored; 0: the log-probability alone
+    way: str  # how the model was run: whole in memory, or layer by layer
+    device: str  # what computed
+    compute_dtype: str  # in which type
+    mean_log_prob: float | None  # of all trained tokens of the training rows; null without any
+    shards: tuple[ScoreShard, ...]  # in the order of their rows and documents
+    provenance: Provenance  # what made it
+
+
+# Infinite where a logit is not finite: such an export fails, and its record is not written.
+Magnitude = Annotated[float, AllowInfNan(True)]
+
+
+class Parity(Record):
+    """`consolidate/parity.json`: the exported adapter beside the trained one."""
+
+    passed: bool  # whether the values are the same and the logits within the tolerance
+    identical_values: bool  # whether the exported adapter has the trained values, bit for bit
+    rms_difference: Magnitude
+    """Root mean square of the differences of logits, reloaded against trained."""
+    tolerance: Magnitude  # the difference allowed: `relative_tolerance` times `rms_logit`
+    relative_tolerance: float  # share of `rms_logit` that is allowed in this compute dtype
+    rms_logit: Magnitude  # root mean square of the trained logits
+    adapter_effect: Magnitude  # root mean square of what the adapter changes in the logits
+    argmax_agreement: float  # share of positions with the same most likely token
+    rows: int  # documents compared
+    positions: int  # positions compared
+    compute_dtype: str  # type of the computation
+    reference: str  # what was compared with, in words
+    reloaded: str  # what was compared, in words
+    provenance: Provenance  # what made the file
+
+
+class GgufFile(Record):
+    """A GGUF file, as llama.cpp runs it, beside the same model in Transformers."""
+
+    form: str
+    """`merged`: the merged model; `adapter`: the base, over which the adapter's file is loaded."""
+    format: GgufFormat  # how its weights are stored
+    file: str  # its name
+    bytes: int  # its size
+    adapter: str | None  # name of the adapter's file; None for the merged model
+    adapter_bytes: int | None  # its size
+    prompts: int
+    """Conversations and texts whose token ids are equal in llama.cpp and in Transformers."""
+    loss: float  # nats per token that llama.cpp gives the compared tokens
+    reference_loss: float  # what Transformers gives them, in float32
+    bound: float  # largest difference of the two that is allowed in this format
+    tokens: int  # tokens of held-out documents compared
+    answers: int  # held-out prompts answered greedily by both
+    equal_answers: int  # answers that are the same, token by token
+
+
+class GgufChecks(Record):
+    """`convert_gguf/gguf.json`."""
+
+    files: list[GgufFile]  # each form in each format
+    provenance: Provenance  # what made the file
+
+
+class ServedPart(Record):
+    """The adapter, or one kind of its modules with the others zeroed, served and in PEFT. Effects
+    and differences are root mean squares over tokens, nats."""
+
+    part: str  # `adapter` for all of it, or a kind of module
+    effect: float  # what it changes in the log-probabilities in PEFT
+    served_effect: float  # what it changes in those of the server
+    share: float
+    """The served change along that of PEFT, as its share: 1 the same, 0 ignored."""
+    difference: float  # log-probabilities of the server - those of PEFT
+
+
+class ServedCheck(Record):
+    """`check_served/served.json`: what a server makes of the exported files."""
+
+    server: str  # its name and version
+    subject: SubjectName  # which model it serves
+    compute_dtype: str  # type of its computation, or the format of the GGUF file
+    max_lora_rank: int | None  # its largest rank as it was started; null for a merged model
+    documents: int  # held-out documents: all that the evaluation measured; the first with GGUF
+    loss: float  # nats per trained token, by the server
+    evaluated_loss: float  # the same by the evaluation
+    trained_loss: float | None
+    """The same of the adapter on the base that it was trained on; null if that is not measured."""
+    bound: float
+    """Nats: the largest difference allowed of a document's loss and of a part; of a GGUF file that
+    of the mean loss."""
+    worst_document: float  # largest difference of a document's loss, nats per token
+    prompts: int  # conversations and texts whose token ids are those of the training
+    answers: int  # held-out prompts that it answered greedily
+    equal_answers: int  # answers that are those of the evaluation
+    answer_gap: float
+    """Nats by which a token of its greedy answers is at most less likely than the most likely one,
+    in Transformers."""
+    parts: list[ServedPart]  # none of a merged model
+    provenance: Provenance  # what made the file
+
+    @property
+    def cost(self) -> float | None:
+        """Nats per token that serving it loses against what was trained; None if not measured."""
+        return None if self.trained_loss is None else self.loss - self.trained_loss
+
+    @property
+    def told(self) -> str:
+        """What was found, in a line."""
+        acts = ", ".join(f"{part.part} {part.share:.1%}" for part in self.parts)
+        return (
+            f"loss of {self.documents} held-out documents {self.loss:.4f} nats per token, by the "
+            f"evaluation {self.evaluated_loss:.4f} ({self.bound:.2g} allowed), a document at most "
+            f"{self.worst_document:.2g} apart; {self.prompts} prompts with the same token ids; "
+            f"{self.equal_answers} of {self.answers} greedy answers the same"
+            + (f"; change of log-probabilities as in PEFT: {acts}" if acts else "")
+        )
+
+
+CERTIFICATE = "certificate.json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "urn:fsdp-qlora:fine-tuning:v1"  # of this workflow: in-toto has none for a training
+
+
+class CertifiedFile(Record):
+    """A file of the run."""
+
+    name: str  # its path from the working folder of the run
+    digest: dict[Literal["sha256"], str]  # hash of its bytes
+
+
+class Predicate(Record):
+    """What is said of these files."""
+
+    run: str  # name of the run
+    certificate: str  # path of the certificate
+    published: str  # folder whose files `snakemake publish` uploads
+    facts: dict[str, dict[str, Any]]
+    """What files of `subject` say, by their names: of the data, training, export and servers."""
+    measured: dict[SubjectName, dict[str, Any]]
+    """Statistics of `items.json`, in the fields of `Evaluation`, by model."""
+    overlap: dict[str, dict[str, int]]
+    """By task: items, those too short to tell, and those of whose tokens 20% (`not_clean`) and 80%
+    (`dirty`) are in training rows."""
+    require: dict[str, float]
+    """Least gains of held-out loss, all or of a source (`evaluate.require`); below 0: what may be
+    lost."""
+    required: dict[str, dict[str, Any]]  # the same as measured, judged by the interval
+    licences: dict[str, str | None]  # of `model` and `data`, as the hub or cards name them
+    provenance: Provenance  # what made the statement
+
+
+class Statement(Record):
+    """`certify_run/certificate.json`: an in-toto Statement v1, as it is or in a DSSE envelope."""
+
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")  # its format
+    subject: list[CertifiedFile]  # the files that it is about
+    predicate_type: str = Field(alias="predicateType")  # format of the predicate
+    predicate: Predicate  # what is said

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.scores_record import ScoresManifest
+from workflow.lib.artifacts.records import ScoresManifest
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
 from workflow.lib.system.artifact_files import read_artifact

@@ -17,9 +17,9 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
-from workflow.lib.artifacts.certificate_record import PREDICATE, STATEMENT, Statement
 from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items, SubjectItems
 from workflow.lib.artifacts.read_records import parsed, read_record
+from workflow.lib.artifacts.records import PREDICATE, STATEMENT, Statement
 from workflow.lib.data.reading.hub_download import licence_words
 from workflow.lib.evaluation.task_scores import (
     by_source,

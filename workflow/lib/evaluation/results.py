@@ -20,9 +20,8 @@ from workflow.lib.artifacts.evaluation_record import (
     TaskItems,
     four_bits_cost,
 )
-from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import Interval, Provenance
+from workflow.lib.artifacts.records import CalibrationFacts, Interval, Provenance, Quantization
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
 from workflow.lib.evaluation.task_overlap import Array, overlap_shares

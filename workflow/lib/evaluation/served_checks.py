@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import Probe
-from workflow.lib.artifacts.served_record import ServedPart
+from workflow.lib.artifacts.records import ServedPart
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.model_server import BASE, ModelServer

@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from workflow.lib.artifacts.parity_record import Parity
-from workflow.lib.artifacts.records import Provenance
+from workflow.lib.artifacts.records import Parity, Provenance
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.model.architecture.routers import CORRECTION

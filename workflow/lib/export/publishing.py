@@ -16,7 +16,7 @@ from typing import Any, Literal
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 
-from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.data.reading.hub_download import TransportError
 from workflow.lib.settings.evaluate import HUB_REPO

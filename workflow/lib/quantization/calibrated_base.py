@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workflow.lib.artifacts.quantization_record import CalibrationFacts, HeldoutLosses
+from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.model.layers.expert_stacks import experts_modules

@@ -14,11 +14,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
-from workflow.lib.artifacts.parity_record import Parity
-from workflow.lib.artifacts.quantization_record import Quantization
-from workflow.lib.artifacts.served_record import ServedCheck
+from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
 from workflow.lib.artifacts.training_record import Summary, TrainedSettings
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.report.html_page import NUMBERS, TEMPLATES

@@ -7,13 +7,10 @@ the table over runs in `comparison`, the page in `html_page`."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
-from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
-from workflow.lib.artifacts.records import Provenance
-from workflow.lib.artifacts.served_record import ServedCheck
+from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ServedCheck
 from workflow.lib.artifacts.training_record import Check, Step, Summary
 from workflow.lib.report.verdict import Measured, label, read_measured, refuse_mismatch
 from workflow.lib.system.checksums import damaged

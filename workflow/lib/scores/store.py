@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.scores_record import ScoresManifest, Split
+from workflow.lib.artifacts.records import ScoresManifest, Split
 from workflow.lib.data.tokens.token_store import ARRAYS, TokenStore, map_array
 from workflow.lib.system.checksums import RecordedFile, damaged
 from workflow.lib.system.errors import UserError

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import Provenance
-from workflow.lib.artifacts.scores_record import ScoreShard, ScoresManifest, Split
+from workflow.lib.artifacts.records import Provenance, ScoreShard, ScoresManifest, Split
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.scores.store import (
     FORMAT_VERSION,
