@@ -46,7 +46,7 @@ from workflow.lib.evaluation.served_checks import (
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, slots
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.architecture.model_files import ON_ORIGINAL
+from workflow.lib.model.architecture.model_files import without_recovery
 from workflow.lib.model.backends import choose_device
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
@@ -163,12 +163,6 @@ def in_vllm(args: argparse.Namespace, asked: Asked, folder: Path) -> Trial:
         gpus=len(visible_gpus()) if choose_device().type == "cuda" else 0,
     )
     return Trial(VllmServer, start, parity.compute_dtype, 2 * parity.tolerance, parts, rank)
-
-
-def without_recovery(adapter: Path) -> Path:
-    """Return the adapter that belongs on the original."""
-    folder = adapter / ON_ORIGINAL
-    return folder if folder.is_dir() else adapter
 
 
 def probes(tokens: Path) -> list[Probe]:

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-from dataclasses import asdict
 from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
@@ -27,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     hours = {name: read_record(path, Summary).device_hours for name, path in summaries.items()}
     found = [
         RungRun(
-            **asdict(decision),
+            **dict(decision),
             device_hours=hours[decision.run],
             continued=args.config["continued"][decision.run],
         )

@@ -75,8 +75,8 @@ def _at(run: RunConfig, steps: int) -> RunConfig:
     return run.model_copy(update=update)
 
 
-class RungRun(Record):
-    """A run at a rung."""
+class Decision(Record):
+    """Whether a run goes on from a rung."""
 
     run: str  # name of the run
     loss: float  # held-out loss, nats per trained token
@@ -85,6 +85,11 @@ class RungRun(Record):
     goes_on: bool  # whether it trains further
     reason: Literal["lowest loss", "not surely worse", "surely worse", "beyond keep"]
     """Why. Surely worse: the interval is above 0."""
+
+
+class RungRun(Decision):
+    """A run at a rung."""
+
     device_hours: float  # hours of all steps of this training, summed over the processes
     continued: bool  # whether it continued the rung before, and the next one continues it
 

@@ -23,7 +23,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.questions import Model, Subject, content_key
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.architecture.model_files import ON_ORIGINAL
+from workflow.lib.model.architecture.model_files import without_recovery
 from workflow.lib.model.backends import read_attention_needs, resolve_attention, resolve_dtype
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import ModelConfig
@@ -67,13 +67,6 @@ class ModelFolders:
     model: Path | None = None  # the original
     merged: Path | None = None
     start: Path | None = None  # the adapter of another run
-
-    @property
-    def on_original(self) -> Path:
-        """The adapter that belongs on the original: without the recovery of the base, if it has
-        one."""
-        without = self.adapter / ON_ORIGINAL
-        return without if without.is_dir() else self.adapter
 
     def made_here(self) -> list[Path]:
         return [folder for folder in (self.base, self.adapter, self.merged, self.start) if folder]
@@ -121,13 +114,11 @@ def subjects(
     base, adapter = listed_files(folders.base), listed_files(folders.adapter)
     known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}
     if folders.model is not None:
-        on_original = memory.opener(partial(loading.tuned, folders.model, folders.on_original))
+        plain = without_recovery(folders.adapter)
+        on_original = memory.opener(partial(loading.tuned, folders.model, plain))
         known |= {
             "original": (content_key(sources), partial(on_original, adapter=False)),
-            "tuned_on_original": (
-                content_key(sources, listed_files(folders.on_original)),
-                on_original,
-            ),
+            "tuned_on_original": (content_key(sources, listed_files(plain)), on_original),
         }
     on_base = memory.opener(partial(loading.tuned, folders.base, folders.adapter))
     known |= {

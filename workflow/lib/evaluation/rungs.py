@@ -2,27 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from workflow.lib.artifacts.evaluation_record import DocumentLoss
 from workflow.lib.artifacts.records import Interval
+from workflow.lib.artifacts.rungs import Decision
 from workflow.lib.evaluation.task_scores import Loss, difference_fields
 from workflow.lib.system.errors import UserError
 
 Documents = Mapping[int, Loss]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A run at a rung; the fields are those of `RungRun`."""
-
-    run: str
-    loss: float
-    behind: float
-    behind_ci95: Interval | None
-    goes_on: bool
-    reason: Literal["lowest loss", "not surely worse", "surely worse", "beyond keep"]
 
 
 def by_document(losses: list[DocumentLoss]) -> dict[int, Loss]:
@@ -36,7 +24,8 @@ def decide(
     at least one, its loss by document. Raises `UserError` for runs of different documents."""
     losses = {name: _mean(documents) for name, documents in runs.items()}
     best, *others = sorted(runs, key=lambda name: losses[name])
-    decisions = [Decision(best, losses[best], 0.0, (0.0, 0.0), True, "lowest loss")]
+    of_best: Any = {"behind": 0.0, "behind_ci95": (0.0, 0.0), "reason": "lowest loss"}
+    decisions = [Decision(run=best, loss=losses[best], goes_on=True, **of_best)]
     most = max(1, math.ceil(round(keep * len(runs), 9)))  # 0.1 * 30 is above 3
     for name in others:
         pairs = _paired(name, runs[name], best, runs[best])
@@ -47,9 +36,15 @@ def decide(
         reason: Literal["not surely worse", "surely worse", "beyond keep"] = (
             "surely worse" if worse else "beyond keep" if full else "not surely worse"
         )
-        goes_on = reason == "not surely worse"
-        behind = found["loss_difference"]
-        decisions.append(Decision(name, losses[name], behind, ends, goes_on, reason))
+        decision = Decision(
+            run=name,
+            loss=losses[name],
+            behind=found["loss_difference"],
+            behind_ci95=ends,
+            goes_on=reason == "not surely worse",
+            reason=reason,
+        )
+        decisions.append(decision)
     return decisions
 
 

@@ -68,6 +68,13 @@ class Fault(NamedTuple):
     change: str
 
 
+def without_recovery(adapter: Path) -> Path:
+    """Return the adapter that belongs on the original: without its base's recovery, if it has
+    one."""
+    folder = adapter / ON_ORIGINAL
+    return folder if folder.is_dir() else adapter
+
+
 def fault_of_files(names: Collection[str], *, named_weights: str | None = None) -> Fault | None:
     """Return what is wrong with a model's files, by their names, or None. named_weights: the file
     that config.json names (`transformers_weights`)."""
