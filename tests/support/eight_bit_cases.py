@@ -62,7 +62,9 @@ def weights_and_activations(form: Format, *, device: str, interpreted: bool) -> 
             made = matmul.scales_of_rows.kernel(there, shape, form.largest)
             pairs.append((made, scales))
             for transposed in (False, True):
-                values = matmul.decode_rounded.kernel(there, made, shape, dtype, transposed)
+                decode = matmul.decode_columns if transposed else matmul.decode_rows
+                stack = matmul.PackedStack(there, 1, *shape)
+                (values,) = decode.kernel(stack, made, 0, shape[transposed], dtype)
                 expected = decoded(data, scales, shape, form, transposed=transposed)
                 pairs.append((values, expected))
         rows = activations(shape[1])

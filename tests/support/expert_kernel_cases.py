@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from tests.support.stacks import packed_stack
+from workflow.lib.kernels.eight_bits.matmul import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.eight_bits.rounding import FORMATS
 from workflow.lib.kernels.experts import grouped_kernels
-from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.experts.gates import ACTIVATIONS, gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
     bias_products,

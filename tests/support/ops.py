@@ -20,7 +20,6 @@ BESIDE_DTYPE: dict[str, tuple[tuple[Any, ...], ...]] = {
     "gradients of gates of experts": (("gelu_tanh",), ("clamped",)),
     "gradients of gates with row lengths": (("silu",),),
     "gated norms": ((False,), (True,)),
-    "decoding of NF4 to float8": ((False,), (True,)),
     "rotary positions": ((False,), (True,)),
     "the gated delta rule": ((16, 32, 2),),
     "the loss": ((LogitForm(0.5, None),), (LogitForm(1.0, 5.0),)),
@@ -29,10 +28,9 @@ BESIDE_DTYPE: dict[str, tuple[tuple[Any, ...], ...]] = {
 OF_NO_DTYPE = {"calibrated rounding", "scales of weights' rows"}
 
 IN_FLOAT8 = {
-    "columns of experts in 8 bits",
-    "decoding of NF4 to float8",
+    "columns of weights in float8",
     "rounding to float8",
-    "rows of experts in 8 bits",
+    "rows of weights in float8",
 }
 
 

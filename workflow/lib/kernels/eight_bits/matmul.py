@@ -90,6 +90,39 @@ scales_of_rows = Op(
 )
 
 
+class PackedStack(NamedTuple):
+    """NF4 weights (experts, rows, width); a linear is one expert."""
+
+    data: NF4Data
+    experts: int
+    rows: int
+    width: int
+
+    @property
+    def by_expert(self) -> tuple[int, int]:
+        """The shape with a row for each expert."""
+        return self.experts, self.rows * self.width
+
+    def decode_by_kernel(
+        self,
+        kernel: str,
+        grid: tuple[int, ...],
+        out: torch.Tensor,
+        scales: torch.Tensor,
+        *sizes: int,
+        **options: int,
+    ) -> torch.Tensor:
+        """Start a kernel that writes weights, divided by `scales`, to `out`; return it."""
+        data = self.data
+        scale_blocks = self.experts * self.rows * self.width // data.block_size // len(scales)
+        launch(
+            kernel, grid, out, data.packed, *data.scale_parts, data.code, data.nested_code,
+            data.offset, scales, *sizes, scale_blocks, **options, block_size=data.block_size,
+            double=data.doubly_quantized, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
+
+
 def decoded(
     data: NF4Data,
     scales: torch.Tensor,
@@ -99,67 +132,82 @@ def decoded(
     transposed: bool = False,
 ) -> torch.Tensor:
     """Return W' = W / s of an NF4 weight W in 8 bits, (out, in), or transposed (in, out)."""
-    given = (data, scales, shape, form.dtype, transposed)
-    weight: torch.Tensor = by_kernel_on_gpus(decode_rounded, *given)
-    return weight
+    decode = decode_columns if transposed else decode_rows
+    given = (PackedStack(data, 1, *shape), scales, 0, shape[transposed], form.dtype)
+    weight: torch.Tensor = by_kernel_on_gpus(decode, *given)
+    return weight[0]
 
 
-def _decode_by_kernel(
-    data: NF4Data,
-    scales: torch.Tensor,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    transposed: bool,
+def _rows_by_kernel(
+    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    num_rows, width = shape
-    row_blocks = width // data.block_size
-    out = torch.empty(shape[::-1] if transposed else shape, dtype=dtype, device=scales.device)
-    given = (data.packed, *data.scale_parts, data.code, data.nested_code, data.offset, scales)
-    options = {
-        "block_size": data.block_size,
-        "double": data.doubly_quantized,
-        "enable_fp_fusion": False,
-    }
-    if transposed:
-        launch(
-            "eight_bits.decode_transposed", (-(-num_rows // TRANSPOSED_ROWS), row_blocks), out,
-            *given, num_rows, row_blocks, rows=TRANSPOSED_ROWS, num_warps=WARPS, **options,
-        )  # fmt: skip
-    else:
-        launch(
-            "eight_bits.decode_eight_bits", (-(-num_rows * row_blocks // DECODED_BLOCKS),), out,
-            *given, num_rows, row_blocks, blocks=DECODED_BLOCKS, num_warps=WARPS // 2, **options,
-        )  # fmt: skip
-    return out
+    block, width = stack.data.block_size, stack.width
+    out = torch.empty((stack.experts, stop - start, width), dtype=dtype, device=scales.device)
+    num_blocks = out.numel() // block
+    strides = (x * width // block for x in (start, stop - start, stack.rows))
+    grid = (-(-num_blocks // DECODED_BLOCKS),)
+    return stack.decode_by_kernel(
+        "eight_bits.decode_rows", grid, out, scales, num_blocks, *strides,
+        blocks=DECODED_BLOCKS, num_warps=WARPS // 2,
+    )  # fmt: skip
 
 
-def _decode_by_torch(
-    data: NF4Data,
-    scales: torch.Tensor,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    transposed: bool,
+def _columns_by_kernel(
+    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    packed = data.packed.view(torch.uint8).flatten()[: shape[0] * shape[1] // 2].int()
+    block = stack.data.block_size
+    out = torch.empty((stack.experts, stop - start, stack.rows), dtype=dtype, device=scales.device)
+    grid = (-(-stack.rows // TRANSPOSED_ROWS), (stop - start) // block, stack.experts)
+    return stack.decode_by_kernel(
+        "eight_bits.decode_columns", grid, out, scales, stack.rows, stack.width // block,
+        start // block, rows=TRANSPOSED_ROWS, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _whole(stack: PackedStack, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    data, count = stack.data, stack.experts * stack.rows * stack.width
+    packed = data.packed.view(torch.uint8).flatten()[: count // 2].int()
     pairs = torch.cartesian_prod(data.code, data.code).index_select(0, packed)  # of each byte
-    ratios = _block_scales(data, shape) / scales[:, None]
-    values = (pairs.view(*ratios.shape, -1) * ratios[..., None]).to(dtype).view(shape)
-    return values.t().contiguous() if transposed else values
+    ratios = _block_scales(data, (len(scales), count // len(scales))) / scales[:, None]
+    values = (pairs.view(*ratios.shape, -1) * ratios[..., None]).to(dtype)
+    return values.view(stack.experts, stack.rows, stack.width)
 
 
-def _case_of_weight(device: torch.device, dtype: torch.dtype, transposed: bool) -> Case:
-    data = _case_data(device)
-    scales = _scales_by_torch(data, CASE_SHAPE, FORMATS["float8"].largest)
-    return data, scales, CASE_SHAPE, dtype, transposed
+def _rows_by_torch(
+    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return _whole(stack, scales, dtype)[:, start:stop]
 
 
-decode_rounded = Op(
-    "decoding of NF4 to float8",
-    reference=_decode_by_torch,
-    kernel=_decode_by_kernel,
-    case=_case_of_weight,
-    variant=lambda *args: (args[-2], args[-1]),
+def _columns_by_torch(
+    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return _whole(stack, scales, dtype)[..., start:stop].mT.contiguous()
+
+
+def _case_of_stack(device: torch.device, dtype: torch.dtype, stop: int) -> Case:
+    stack = PackedStack(_case_data(device), 2, CASE_SHAPE[0] // 2, CASE_SHAPE[1])
+    scales = _scales_by_torch(stack.data, CASE_SHAPE, FORMATS["float8"].largest)
+    return stack, scales, 0, stop, dtype
+
+
+decode_rows = Op(
+    "rows of weights in float8",
+    reference=_rows_by_torch,
+    kernel=_rows_by_kernel,
+    case=lambda device, dtype: _case_of_stack(device, dtype, 6),
+    variant=lambda *args: (args[-1],),
 )
+"""Returns rows `start` to `stop` of all experts (experts, stop - start, width), divided by their
+`scales` fp32, in a type of 8 bits. scales: one for each expert, or for each row."""
+decode_columns = Op(
+    "columns of weights in float8",
+    reference=_columns_by_torch,
+    kernel=_columns_by_kernel,
+    case=lambda device, dtype: _case_of_stack(device, dtype, 64),
+    variant=lambda *args: (args[-1],),
+)
+"""Returns columns in the same way, transposed: (experts, stop - start, rows)."""
 
 
 def _block_scales(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:

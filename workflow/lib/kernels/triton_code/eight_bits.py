@@ -55,7 +55,7 @@ def row_scales(
 
 
 @triton.jit
-def decode_eight_bits(
+def decode_rows(
     out,
     packed,
     absmax,
@@ -64,26 +64,32 @@ def decode_eight_bits(
     nested_code,
     offset,
     scales,
-    num_rows,
-    row_blocks,
+    num_blocks,
+    first,
+    length,
+    stride,
+    scale_blocks,
     block_size: tl.constexpr,
     double: tl.constexpr,
     blocks: tl.constexpr,
 ):
-    """`blocks` blocks of weights (num_rows, row_blocks), divided by the scales of their rows."""
-    block = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
-    inside = block < num_rows.to(tl.int64) * row_blocks
-    row = block // row_blocks
-    scale = _block_scales(absmax, nested_absmax, nested_code, offset, block, inside, double)
-    scale = tl.div_rn(scale, tl.load(scales + row, mask=inside, other=1.0))
+    """`blocks` blocks of some rows of all experts, each divided by its scale, which `scale_blocks`
+    blocks share: `length` blocks from each of `first`, `first` + `stride`, and so on."""
+    # Numbers of blocks are int32, which are faster to divide.
+    block = tl.program_id(0) * blocks + tl.arange(0, blocks)
+    inside = block < num_blocks
+    place = first + block // length * stride + block % length
+    stored = place.to(tl.int64)
+    scale = _block_scales(absmax, nested_absmax, nested_code, offset, stored, inside, double)
+    scale = tl.div_rn(scale, tl.load(scales + place // scale_blocks, mask=inside, other=1.0))
     kind: tl.constexpr = out.dtype.element_ty
-    high, low = _decoded(packed, code, block, scale, inside, kind, block_size)
-    at = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
+    high, low = _decoded(packed, code, stored, scale, inside, kind, block_size)
+    at = block.to(tl.int64)[:, None] * block_size + tl.arange(0, block_size)[None, :]
     tl.store(out + at, tl.interleave(high, low), mask=inside[:, None])
 
 
 @triton.jit
-def decode_transposed(
+def decode_columns(
     out,
     packed,
     absmax,
@@ -92,27 +98,32 @@ def decode_transposed(
     nested_code,
     offset,
     scales,
-    num_rows,
+    expert_rows,
     row_blocks,
+    first,
+    scale_blocks,
     block_size: tl.constexpr,
     double: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """One block of each of `rows` rows, written along the rows. Weights of even columns and of odd
-    ones are stored apart: each store goes along whole lines of the output, and nothing is
-    interleaved only to be taken apart again (5 times as fast on an H200)."""
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    column = tl.program_id(1).to(tl.int64)
-    inside = row < num_rows
-    block = row * row_blocks + column
+    """One block of each of `rows` rows of an expert, written along the rows: of some columns, which
+    begin with the block `first`. Weights of even columns and of odd ones are stored apart: each
+    store goes along whole lines of the output, and nothing is interleaved only to be taken apart
+    again (5 times as fast on an H200)."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    expert = tl.program_id(2).to(tl.int64)
+    inside = row < expert_rows
+    block = (expert * expert_rows + row) * row_blocks + first + tl.program_id(1)
     scale = _block_scales(absmax, nested_absmax, nested_code, offset, block, inside, double)
-    scale = tl.div_rn(scale, tl.load(scales + row, mask=inside, other=1.0))
+    scale = tl.div_rn(scale, tl.load(scales + block // scale_blocks, mask=inside, other=1.0))
     kind: tl.constexpr = out.dtype.element_ty
     even, odd = _decoded(packed, code, block, scale, inside, kind, block_size)
-    feature = column * block_size + 2 * tl.arange(0, block_size // 2)
-    at = feature[None, :] * num_rows + row[:, None]
+    columns = tl.num_programs(1) * block_size
+    feature = tl.program_id(1) * block_size + 2 * tl.arange(0, block_size // 2)
+    at = feature[None, :] * expert_rows + row[:, None]
+    out += expert * columns * expert_rows
     tl.store(out + at, even, mask=inside[:, None])
-    tl.store(out + at + num_rows, odd, mask=inside[:, None])
+    tl.store(out + at + expert_rows, odd, mask=inside[:, None])
 
 
 @triton.jit

@@ -7,7 +7,6 @@ are as large as the worst routing needs, and programs without work end at once."
 import triton
 import triton.language as tl
 
-from workflow.lib.kernels.triton_code.eight_bits import _block_scales, _decoded
 from workflow.lib.kernels.triton_code.elementwise import act
 
 
@@ -331,71 +330,3 @@ def gated_backward(
         of_gate, of_other = steep * factor * rise, steep * value * slope
         _store_both(up, row, first, width, of_gate, of_other, alternating, size)
     tl.store(of_weights + place, tl.sum(total, 0))
-
-
-@triton.jit
-def decode_rows(
-    out,
-    packed,
-    absmax,
-    nested_absmax,
-    code,
-    nested_code,
-    offset,
-    scales,
-    num_blocks,
-    first,
-    length,
-    stride,
-    block_size: tl.constexpr,
-    double: tl.constexpr,
-    blocks: tl.constexpr,
-):
-    """`blocks` blocks of some rows of all experts, divided by their expert's scale: `length` blocks
-    from each of `first`, `first` + `stride`, and so on."""
-    # Numbers of blocks are int32, which are faster to divide.
-    block = tl.program_id(0) * blocks + tl.arange(0, blocks)
-    inside = block < num_blocks
-    expert = block // length
-    stored = (first + expert * stride + block % length).to(tl.int64)
-    scale = _block_scales(absmax, nested_absmax, nested_code, offset, stored, inside, double)
-    scale = tl.div_rn(scale, tl.load(scales + expert, mask=inside, other=1.0))
-    kind: tl.constexpr = out.dtype.element_ty
-    high, low = _decoded(packed, code, stored, scale, inside, kind, block_size)
-    at = block.to(tl.int64)[:, None] * block_size + tl.arange(0, block_size)[None, :]
-    tl.store(out + at, tl.interleave(high, low), mask=inside[:, None])
-
-
-@triton.jit
-def decode_columns(
-    out,
-    packed,
-    absmax,
-    nested_absmax,
-    code,
-    nested_code,
-    offset,
-    scales,
-    expert_rows,
-    row_blocks,
-    first,
-    block_size: tl.constexpr,
-    double: tl.constexpr,
-    rows: tl.constexpr,
-):
-    """One block of each of `rows` rows of an expert, written along the rows: of some columns, which
-    begin with the block `first`. As `eight_bits.triton_code.decode_transposed`."""
-    row = tl.program_id(0) * rows + tl.arange(0, rows)
-    expert = tl.program_id(2).to(tl.int64)
-    inside = row < expert_rows
-    block = (expert * expert_rows + row) * row_blocks + first + tl.program_id(1)
-    scale = _block_scales(absmax, nested_absmax, nested_code, offset, block, inside, double)
-    scale = tl.div_rn(scale, tl.zeros_like(scale) + tl.load(scales + expert))
-    kind: tl.constexpr = out.dtype.element_ty
-    even, odd = _decoded(packed, code, block, scale, inside, kind, block_size)
-    columns = tl.num_programs(1) * block_size
-    feature = tl.program_id(1) * block_size + 2 * tl.arange(0, block_size // 2)
-    at = feature[None, :] * expert_rows + row[:, None]
-    out += expert * columns * expert_rows
-    tl.store(out + at, even, mask=inside[:, None])
-    tl.store(out + at + expert_rows, odd, mask=inside[:, None])

@@ -12,9 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.kernels.eight_bits.matmul import row_scales
+from workflow.lib.kernels.eight_bits.matmul import (
+    PackedStack,
+    decode_columns,
+    decode_rows,
+    row_scales,
+)
 from workflow.lib.kernels.eight_bits.rounding import Format, rounded
-from workflow.lib.kernels.experts.float8_slices import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.experts.grouped_matmul import ROW_UNIT, rows_matmul, weights_matmul
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
