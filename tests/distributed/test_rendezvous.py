@@ -9,8 +9,13 @@ import psutil
 import pytest
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
-from workflow.lib.distributed.rendezvous import INTERFACE, loopback_store, use_loopback
-from workflow.lib.training.launch import Workers, launch_workers
+from workflow.lib.training.launch import (
+    INTERFACE,
+    Workers,
+    launch_workers,
+    loopback_store,
+    use_loopback,
+)
 
 
 @pytest.fixture(autouse=True)

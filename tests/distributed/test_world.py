@@ -4,7 +4,7 @@ import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from workflow.lib.distributed.world import any_of_all, decide_kernels, largest_of_all, process_group
-from workflow.lib.kernels.decision import Decision, Key
+from workflow.lib.kernels.op import Decision, Key
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from tests.support.family_runs import attention_of, family_store, randomize_
 from tests.support.models import adapted, quantized
 from tests.support.rounding import assert_rounded
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.tried_classes.family_code import changes_in_place
+from workflow.lib.model.tried_classes.magnitudes import changes_in_place
 from workflow.lib.training.batches import stored_batch
 
 FAMILIES = ("phi3", "qwen3_5_text", "falcon_h1", "qwen3_moe", "stablelm")

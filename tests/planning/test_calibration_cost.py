@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from workflow.lib.planning.calibration_cost import chosen_method, rounding_seconds
+from workflow.lib.planning.model_sizes import chosen_method, rounding_seconds
 
 
 def test_columns_and_weights_of_linears_and_experts_are_counted():

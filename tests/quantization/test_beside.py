@@ -3,7 +3,7 @@
 import torch
 from transformers import cache_utils
 
-from workflow.lib.quantization.beside import Beside, Watched, beside_of
+from workflow.lib.quantization.layer_stream import Beside, Watched, beside_of
 
 KVSharingDict = getattr(cache_utils, "KVSharingDict", dict)  # an ordinary one in early versions
 HIDDEN, CHOSEN, WEIGHTS = torch.ones(1, 3, 2), torch.arange(3), torch.zeros(1, 3, 3)

@@ -20,7 +20,7 @@ from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.quantization import calibrated_base, resumable
+from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibrated_base import (
     BATCH_TOKENS,
     CalibrationInputs,
@@ -124,7 +124,7 @@ def kill_before_last_layer(original, target, monkeypatch):
         return whole(self, number, hidden)
 
     with monkeypatch.context() as patched:
-        patched.setattr(resumable, "STATE_S", -1.0)  # after every layer
+        patched.setattr(calibrated_base, "STATE_S", -1.0)  # after every layer
         patched.setattr(Calibration, "quantize", killed)
         with pytest.raises(KeyboardInterrupt):
             calibrate(original, target)

@@ -14,8 +14,7 @@ from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.what_if import settings_of
-from workflow.lib.recording.kept_peaks import keep_peaks, known_peaks, shipped_key, stored
-from workflow.lib.recording.kept_tapes import folder
+from workflow.lib.recording.kept_tapes import folder, keep_peaks, known_peaks, shipped_key, stored
 from workflow.lib.recording.recording_process import PlanRecorder
 from workflow.lib.system.gpu_models import BY_NAME
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import normalizers, pre_tokenizers, processors
 
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.scores.same_tokenizer import check_same_tokenizer, check_top_k
+from workflow.lib.scores.scoring import check_same_tokenizer, check_top_k
 from workflow.lib.system.errors import UserError
 
 SPLIT = "its tokenizer encodes "

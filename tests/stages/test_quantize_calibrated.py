@@ -14,8 +14,8 @@ from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.planning import calibration_cost
-from workflow.lib.quantization import resumable
+from workflow.lib.planning import model_sizes
+from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibration import Calibration
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json, read_json
@@ -55,7 +55,7 @@ def test_auto_decides_by_the_model_and_says_why(
     folder, base, tmp_path, monkeypatch, caplog, *, minutes, method
 ):
     caplog.set_level("INFO", "workflow")
-    monkeypatch.setattr(calibration_cost, "AFFORDABLE_MIN", minutes)
+    monkeypatch.setattr(model_sizes, "AFFORDABLE_MIN", minutes)
     chosen = quantize(folder, tmp_path / "base", method="auto")
     record = read_checked_json(chosen / "quantization.json")
     assert record["method"] == method
@@ -89,7 +89,7 @@ class Killed(BaseException):
 def test_stage_that_was_killed_goes_on_to_the_same_bytes(
     folder, base, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(resumable, "STATE_S", -1.0)  # after every layer
+    monkeypatch.setattr(calibrated_base, "STATE_S", -1.0)  # after every layer
     whole = Calibration.quantize
 
     def killed(self, number, hidden):
@@ -110,7 +110,7 @@ def test_stage_that_was_killed_goes_on_to_the_same_bytes(
 
 
 def test_unfinished_work_for_other_settings_is_not_continued(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(resumable, "STATE_S", -1.0)
+    monkeypatch.setattr(calibrated_base, "STATE_S", -1.0)
     caplog.set_level("INFO", "workflow")
     with monkeypatch.context() as patch:
         patch.setattr("workflow.lib.quantization.calibration.document_losses", kill)

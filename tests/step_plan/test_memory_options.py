@@ -6,8 +6,13 @@ import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.step_plan.memory_option import Circumstances
-from workflow.lib.step_plan.memory_options import LEVELS, TABLE, MemoryOptions, in_words
+from workflow.lib.step_plan.memory_options import (
+    LEVELS,
+    TABLE,
+    Circumstances,
+    MemoryOptions,
+    in_words,
+)
 from workflow.lib.system.errors import UserError
 
 GPUS = Circumstances(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from workflow.lib.distributed.rendezvous import ADDRESS, INTERFACE, loopback_store
+from workflow.lib.training.launch import ADDRESS, INTERFACE, loopback_store
 
 # Ends what hangs, on however busy a machine; also the bound of the processes' collectives.
 TIMEOUT_S = 1800.0

@@ -11,11 +11,11 @@ import torch
 from tests.support.stacks import packed_stack
 from workflow.lib.kernels.eight_bits.matmul import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.eight_bits.rounding import FORMATS
-from workflow.lib.kernels.experts import grouped_kernels
 from workflow.lib.kernels.experts.gates import ACTIVATIONS, gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
     bias_products,
     route,
+    row_tiles,
     rows_matmul,
     weights_matmul,
 )
@@ -36,7 +36,7 @@ def routings(num_tokens: int, *, device: str) -> tuple[Routing, Routing]:
     index = torch.stack((others, torch.full_like(others, 4)), dim=1)
     plain = route(index, num_experts=EXPERTS)._replace(tiles=None)
     there = Routing(*(x.to(device) for x in plain[:3]), None, TOP_K)
-    tiles = grouped_kernels.row_tiles(there.ends, num_rows=len(there.order))
+    tiles = row_tiles(there.ends, num_rows=len(there.order))
     return there._replace(tiles=tiles), plain
 
 

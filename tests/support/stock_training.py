@@ -22,8 +22,8 @@ from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.build import TrainingModel
-from workflow.lib.training.learning_rate import learning_rate
 from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.optimizers import learning_rate
 from workflow.lib.training.startup_checks import startup_checks
 
 STEPS = 3  # the third begins the second pass over the rows

@@ -25,7 +25,7 @@ from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.best_adapter import HeldOut
 from workflow.lib.training.loop import Trainer, make_optimizer
-from workflow.lib.training.precision_check import check_precision
+from workflow.lib.training.startup_checks import check_precision
 
 RESOURCES = Path("workflow/resources")
 SEQ_LEN, ROWS, STEPS = 64, 80, 40

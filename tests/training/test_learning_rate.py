@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from workflow.lib.settings.config import TrainConfig
-from workflow.lib.training.learning_rate import learning_rate
+from workflow.lib.training.optimizers import learning_rate
 
 
 def rates(num_steps, **settings):

@@ -31,8 +31,8 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.learning_rate import learning_rate
 from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.optimizers import learning_rate
 
 MICRO_BATCH = 3  # rows of one process
 SHARDED_MICRO_BATCH = 2  # of three processes the whole share of a step

@@ -30,12 +30,14 @@ from workflow.lib.model.backends import (
     resolve_dtype,
     resolve_training_attention,
 )
-from workflow.lib.scores.same_tokenizer import (
+from workflow.lib.scores.scoring import (
+    Scorer,
+    WholeModel,
     check_same_tokenizer,
     check_top_k,
+    rows_of,
     vocabulary_size,
 )
-from workflow.lib.scores.scoring import Scorer, WholeModel, rows_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.scores.streamed_model import StreamedModel, StreamedScorer
 from workflow.lib.scores.writer import Part, ScoreWriter

@@ -18,7 +18,7 @@ from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.what_if import imagined_tokens, settings_of
-from workflow.lib.recording.kept_peaks import SHIPPED, shipped_key, stored
+from workflow.lib.recording.kept_tapes import SHIPPED, shipped_key, stored
 from workflow.lib.recording.recording_process import PlanRecorder, plan_recorder
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import BY_NAME

@@ -15,7 +15,7 @@ from tests.support.stacks import packed_stack
 from workflow.lib.kernels.experts import grouped_matmul as grouped_products
 from workflow.lib.kernels.experts.gates import GateForm
 from workflow.lib.model.experts import expert_matmul as expert_products
-from workflow.lib.model.experts import fused_experts, replace_experts
+from workflow.lib.model.experts import fused_experts
 from workflow.lib.model.experts.expert_matmul import value
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
@@ -79,7 +79,7 @@ class Pair:
             stacks[name] = packed_stack(weights.contiguous())
             decoded = stacks[name].dequantize_experts(0, EXPERTS, torch.float32)
             stored.copy_(decoded.transpose(1, 2) if original.is_transposed else decoded)
-        self.ours = nn.ModuleDict({"experts": replace_experts._fused(original, stacks)})
+        self.ours = nn.ModuleDict({"experts": fused_experts._fused(original, stacks)})
         theirs = nn.ModuleDict({"experts": original})
         options: dict[str, Any] = {"r": RANK, "lora_alpha": 5}
         self.theirs = get_peft_model(
@@ -240,4 +240,4 @@ def test_experts_that_compute_something_else_are_refused():
 
     module.__class__ = type("Other", (usual,), {"forward": scaled})
     with pytest.raises(UserError, match=r"Other \(mlp.experts\) is not supported"):
-        replace_experts._check_family(module, "mlp.experts")
+        fused_experts._check_family(module, "mlp.experts")

@@ -9,7 +9,7 @@ from tests.support.mixtures import tiny_mixture
 from tests.support.workflow_project import REPOSITORY
 from workflow.lib.model.architecture.model_shape import read_config
 from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.planning import calibration_cost
+from workflow.lib.planning import model_sizes
 from workflow.lib.planning.preflight.cluster_request import (
     Allocation,
     quantizing,
@@ -118,7 +118,7 @@ def test_quantization_needs_neither_tokens_nor_a_description(files):
 def test_calibration_of_a_mixture_asks_for_its_experts(tmp_path, monkeypatch):
     """Of 11 experts a token goes to 2, and all 11 are rounded and lie on the host. A column takes a
     second here, so that nothing else counts."""
-    monkeypatch.setattr(calibration_cost, "COLUMN_S", 1.0)
+    monkeypatch.setattr(model_sizes, "COLUMN_S", 1.0)
     model, path = tiny_mixture("qwen3_moe", tmp_path / "model"), tmp_path / "description.json"
     write_checked_json(path, describe_folder(model).document())
     ask = {"model": str(model), "description": str(path), "manifest": "not there"}
@@ -141,7 +141,7 @@ def test_auto_asks_for_what_the_model_decides(files, monkeypatch):
         return quantizing(run_config(quantize={"method": method}), **files, manifest="not there")
 
     assert ask("auto") == ask("calibrated") != ask("absmax")
-    monkeypatch.setattr(calibration_cost, "AFFORDABLE_MIN", 0)
+    monkeypatch.setattr(model_sizes, "AFFORDABLE_MIN", 0)
     assert ask("auto") == ask("absmax")
 
 

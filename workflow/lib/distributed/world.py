@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from workflow.lib.kernels.decision import DECISION, Decision
+from workflow.lib.kernels.op import DECISION, Decision
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 

@@ -1,5 +1,5 @@
 """The description of a model (`architecture.model_shape`): its Transformers class on meta, run
-once on tokens without values (`layer_calls`), and looked at.
+once on tokens without values (`description`), and looked at.
 
 What is not covered is refused by name. Of a multimodal model the decoder is described alone."""
 
@@ -30,8 +30,7 @@ from workflow.lib.model.architecture.quantization_settings import (
 )
 from workflow.lib.model.auto_class import is_built
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
-from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
-from workflow.lib.model.description.layer_kinds import described_layers
+from workflow.lib.model.description import RECORDER, described_layers, recorded_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.kernel_packages import compute_by_torch_code

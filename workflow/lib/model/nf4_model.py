@@ -23,7 +23,7 @@ from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, quantization_of
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import drop_other_parts_
-from workflow.lib.model.experts.replace_experts import replace_experts_
+from workflow.lib.model.experts.fused_experts import replace_experts_
 from workflow.lib.model.layers.nf4_linear import (
     CHECKPOINT_SUFFIX,
     CODE_SUFFIX,

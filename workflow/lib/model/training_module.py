@@ -28,7 +28,7 @@ from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.model.trained_modules import MasterRows, routers_of
-from workflow.lib.model.tried_classes.family_code import note_changes_in_place_
+from workflow.lib.model.tried_classes.magnitudes import note_changes_in_place_
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import Objective
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE

@@ -2,12 +2,18 @@
 
 from functools import partial
 
-from workflow.lib.objectives.distill import Distill
 from workflow.lib.objectives.kto import RatedAnswers
-from workflow.lib.objectives.next_token import NEXT_TOKEN
+from workflow.lib.objectives.next_token import NEXT_TOKEN, Distill
 from workflow.lib.objectives.objective import Objective
-from workflow.lib.objectives.pair_losses import dpo, ipo, orpo, simpo
-from workflow.lib.objectives.pairs import PairLosses, Pairs, reward_by_reference
+from workflow.lib.objectives.pairs import (
+    PairLosses,
+    Pairs,
+    dpo,
+    ipo,
+    orpo,
+    reward_by_reference,
+    simpo,
+)
 from workflow.lib.settings.objectives import DistillConfig, ObjectiveName, PreferencesConfig
 
 BETA = 0.1

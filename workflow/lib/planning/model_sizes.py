@@ -1,8 +1,10 @@
 """Sizes that follow from a model's shape: packed weights, adapters, and about what a layer keeps
-for backward. Time, disk and traffic are counted by them; memory is recorded."""
+for backward. Time, disk and traffic are counted by them; memory is recorded. And what a
+calibration of the base costs, and whether `quantize.method: auto` calibrates."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.model.architecture.routers import CORRECTION
@@ -74,3 +76,35 @@ def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
     else:
         elements = shape.largest(lambda layer: kept_elements(layer, plan))
     return int(plan.tokens * elements * plan.compute_bytes)
+
+
+Method = Literal["absmax", "calibrated"]
+Shape = tuple[int, ...]
+
+# On an H200, from layers of Llama 3 8B and 70B, Qwen3-30B-A3B and gpt-oss-20b: within 18% of each
+# (docs/results.md). Forward passes, factorizations and what is measured are in it.
+COLUMN_S = 10e-6
+WEIGHT_S = 7e-9
+AFFORDABLE_MIN = 60
+
+
+def rounding_seconds(shapes: Sequence[Shape]) -> float:
+    """Return how long calibrating takes one H200: shapes (out, in), or (experts, out, in)."""
+    columns = sum(math.prod(shape[:-2]) * shape[-1] for shape in shapes)
+    return COLUMN_S * columns + WEIGHT_S * sum(map(math.prod, shapes))
+
+
+def chosen_method(
+    method: Method | Literal["auto"], shapes: Sequence[Shape]
+) -> tuple[Method, str | None]:
+    """Return how a base of such weights is quantized, and why if it is `auto`: by the model alone,
+    never by the machine, as a run that is repeated elsewhere must not have another base."""
+    if method != "auto":
+        return method, None
+    minutes = rounding_seconds(shapes) / 60
+    chosen: Method = "calibrated" if minutes <= AFFORDABLE_MIN else "absmax"
+    bound = "at most" if chosen == "calibrated" else "more than"
+    return chosen, (
+        f"quantize.method: auto; calibrating {sum(map(math.prod, shapes)):,} weights takes about "
+        f"{minutes:.3g} minutes on one H200, {bound} the {AFFORDABLE_MIN} that auto spends"
+    )

@@ -40,8 +40,7 @@ from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
 from workflow.lib.quantization.nf4_checkpoint import packed_on_meta
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
-from workflow.lib.recording.layer_tape import NONE, LayerTape
-from workflow.lib.recording.phases import FIRST_PHASE, Phases
+from workflow.lib.recording.layer_tape import FIRST_PHASE, NONE, LayerTape, Phases
 from workflow.lib.recording.recorded_gpu import RecordedCapture, recorded_gpu
 from workflow.lib.recording.some_layers import (
     NotRepeatableError,

@@ -1,5 +1,8 @@
 """Recordings kept for the next time: in the user's cache folder, compressed, by the hash of all
-that decides them. Whatever is wrong there costs a recording, never a run."""
+that decides them. Whatever is wrong there costs a recording, never a run.
+
+Peaks alone are smaller: beside those of this user some are shipped with the models, which hold for
+this library's versions of the engine; a test records some of them again."""
 
 import gzip
 import json
@@ -7,7 +10,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.work import Work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.files import atomic_path, json_sha256
@@ -86,3 +90,52 @@ def kept_or_made(key: str, make: Callable[[], Tape]) -> Tape:
     fields = {field: getattr(tape, field) for field in vars(Tape())}
     keep(name, fields | {"work": tape.work.stored()}, most=MOST_KEPT)
     return tape
+
+
+SHIPPED = Path(__file__).resolve().parents[2] / "resources" / "models" / "peaks.json.gz"
+MOST_PEAKS_KEPT = 1024  # of 2 kB
+
+
+def known_peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> Peaks | None:
+    """Return the peaks of a plan of a model, shipped or kept; None if they are neither."""
+    shipped = _shipped().get(shipped_key(config, plan)) if checked else None
+    if shipped is not None:
+        return _peaks(shipped)
+    found = read_kept(_name(config, plan, checked=checked))
+    return None if found is None else _peaks(found)
+
+
+def keep_peaks(config: Mapping[str, Any], plan: StepPlan, peaks: Peaks, *, checked: bool) -> None:
+    """Keep the peaks of a plan for the next time, if there is a place for them."""
+    keep(_name(config, plan, checked=checked), stored(peaks), most=MOST_PEAKS_KEPT)
+
+
+def stored(peaks: Peaks) -> list[Any]:
+    return [peaks.phases, peaks.host_bytes, peaks.work.stored()]
+
+
+def _peaks(document: list[Any]) -> Peaks:
+    phases, host_bytes, work = document
+    return Peaks(phases, host_bytes, Work.of(work))
+
+
+def shipped_key(config: Mapping[str, Any], plan: StepPlan) -> str:
+    """Return the key of a shipped recording: the model, and what the plan says besides defaults."""
+    defaults: dict[str, Any] = {
+        entry.name: {} if entry.default_factory is not MISSING else entry.default
+        for entry in fields(StepPlan)
+    }
+    said = {name: value for name, value in asdict(plan).items() if value != defaults[name]}
+    return json_sha256([dict(config), said])[:16]
+
+
+@cache
+def _shipped() -> dict[str, list[Any]]:
+    if not SHIPPED.is_file():
+        return {}
+    document: dict[str, list[Any]] = json.loads(gzip.decompress(SHIPPED.read_bytes()))
+    return document
+
+
+def _name(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> str:
+    return f"{recording_key(config, plan, checked=checked)}.peaks.json.gz"

@@ -16,8 +16,7 @@ from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
-from workflow.lib.recording.kept_peaks import keep_peaks, known_peaks
-from workflow.lib.recording.kept_tapes import kept_or_made, recording_key
+from workflow.lib.recording.kept_tapes import keep_peaks, kept_or_made, known_peaks, recording_key
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import VARLEN
 from workflow.lib.system.environment import importing

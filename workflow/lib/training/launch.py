@@ -1,4 +1,8 @@
-"""Starting the processes of a run by torchrun's API, and naming the first to fail."""
+"""Starting the processes of a run by torchrun's API, and naming the first to fail.
+
+Workers of one machine meet at a store on the loopback interface. torchrun's own listens on every
+interface, so anybody could join a run or read its keys; gloo and NCCL use loopback too. A run over
+several machines needs torchrun's own."""
 
 import json
 import logging
@@ -6,6 +10,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,18 +23,60 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.distributed.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, WAITING, Watch
-from workflow.lib.distributed.rendezvous import LOOPBACK, use_loopback
 from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.environment import ALONE, LAUNCHER_VARIABLE, Place
 from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
-from workflow.lib.system.hardware import threads_of_job
+from workflow.lib.system.hardware import LOOPBACK as ADDRESS
+from workflow.lib.system.hardware import check_processes_can_work, loopback_lack, threads_of_job
 from workflow.lib.system.interrupts import children_of
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
+
+STORE_JOIN_S = 600  # of a store that is there already, which nothing waits for
+LOOPBACK = "loopback"  # name of this backend in torchrun's registry
+# Each library's variable for the interface that it listens on.
+INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """A rendezvous of the one agent on this machine, for torchrun's registry."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        store = loopback_store()
+        super().__init__(ADDRESS, store.port, 0, 1, parameters.run_id, STORE_JOIN_S)
+        self._store = store
+
+    def get_backend(self) -> str:
+        return LOOPBACK
+
+
+def loopback_store() -> TCPStore:
+    """Return a store on a free port of the loopback interface; raises `UserError` without one."""
+    if (lack := loopback_lack()) is not None:
+        raise UserError(f"{lack}.")
+    listening = socket.create_server((ADDRESS, 0))
+    port = listening.getsockname()[1]
+    # the store takes the descriptor over and closes it
+    return TCPStore(
+        ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def use_loopback() -> None:
+    """Make the backend `loopback` known to torchrun, and let gloo and NCCL listen there, unless the
+    user chose. Raises `UserError` where processes of this machine cannot work together."""
+    check_processes_can_work()
+    rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
+    for name, interface in INTERFACE.items():
+        os.environ.setdefault(name, interface)
+
 
 STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"
 TWICE_S = 5.0  # a signal that is told twice, on a busy machine

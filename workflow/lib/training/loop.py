@@ -49,11 +49,9 @@ from workflow.lib.training.batches import (
     shared_lengths,
     text_lengths,
 )
-from workflow.lib.training.gradients import LossSum, clip_gradients, step_estimate
-from workflow.lib.training.learning_rate import learning_rate
+from workflow.lib.training.gradients import LossSum, clip_gradients, find_origin, step_estimate
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
-from workflow.lib.training.nonfinite import find_origin
-from workflow.lib.training.optimizers import ShardwiseOptimizer
+from workflow.lib.training.optimizers import ShardwiseOptimizer, learning_rate
 
 logger = logging.getLogger("workflow")
 

@@ -1,4 +1,4 @@
-"""GPU kernels of a mixture's experts, in Triton; `grouped_kernels` calls them and says what they
+"""GPU kernels of a mixture's experts, in Triton; `grouped_matmul` calls them and says what they
 compute.
 
 Rows are sorted by expert. Where the rows of an expert end is known to the device alone, so grids

@@ -20,7 +20,7 @@ from workflow.lib.system.units import MIB
 DECODED_BYTES = 512 * MIB
 
 
-TILE_COLUMNS = 256  # of a program of the grouped matmul (`kernels.experts.grouped_kernels`)
+TILE_COLUMNS = 256  # of a program of the grouped matmul (`kernels.experts.grouped_matmul`)
 
 
 class NF4Stack(NF4Linear):

@@ -19,8 +19,8 @@ from workflow.lib.model.architecture.model_shape import (
     read_shape,
 )
 from workflow.lib.model.architecture.safetensors_headers import read_headers
-from workflow.lib.planning.calibration_cost import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.machine import requested_processes
+from workflow.lib.planning.model_sizes import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast

@@ -21,8 +21,13 @@ from workflow.lib.planning.preflight.checks import check_batch
 from workflow.lib.planning.preflight.planning_inputs import circumstances, wanted
 from workflow.lib.planning.timing.machine_speed import Speed
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.step_plan.memory_option import MemoryOption, Value
-from workflow.lib.step_plan.memory_options import TABLE, demands, takes_host_memory
+from workflow.lib.step_plan.memory_options import (
+    TABLE,
+    MemoryOption,
+    Value,
+    demands,
+    takes_host_memory,
+)
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 

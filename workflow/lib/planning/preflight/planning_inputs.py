@@ -16,8 +16,7 @@ from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
 from workflow.lib.settings.config import ModelConfig, RunConfig
 from workflow.lib.settings.objectives import NEEDS
-from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Value
-from workflow.lib.step_plan.memory_options import TABLE
+from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import (
     ASKED_FOR,

@@ -13,8 +13,7 @@ from workflow.lib.planning.preflight.budget import budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import circumstances, divisors
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.settings.optimizers import SMALLEST
-from workflow.lib.step_plan.memory_option import Circumstances, MemoryOption, Value
-from workflow.lib.step_plan.memory_options import TABLE
+from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
