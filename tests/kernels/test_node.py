@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from workflow.lib.kernels.node import keeping_inputs
+from workflow.lib.kernels.op import keeping_inputs
 
 
 def test_node_with_a_backward_of_its_own_keeps_nothing_that_its_forward_was_given():

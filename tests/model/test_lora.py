@@ -106,7 +106,14 @@ def test_dropout_is_a_function_of_the_rows_keys(tiny_base, fused_calls):
         places = torch.arange(13).repeat(2, 1)
         targets, bounds = ids.flatten()[:9], document_bounds(places)
         chosen = torch.arange(9)
-        batch = MicroBatch(ids, places, chosen, targets, bounds, row_keys=torch.tensor(keys))
+        batch = MicroBatch(
+            input_ids=ids,
+            position_ids=places,
+            positions=chosen,
+            targets=targets,
+            bounds=bounds,
+            row_keys=torch.tensor(keys),
+        )
         return float(training(batch).detach())
 
     first = loss(5, 6)
@@ -158,7 +165,13 @@ def test_backward_makes_no_gradients_for_what_needs_none(tiny_base, fused):
     if fused:
         fuse_layers_(training.peft_model.get_base_model())  # type: ignore[operator]
     ids = torch.arange(8)[None]
-    batch = MicroBatch(ids, ids, torch.arange(8), torch.arange(8), document_bounds(ids))
+    batch = MicroBatch(
+        input_ids=ids,
+        position_ids=ids,
+        positions=torch.arange(8),
+        targets=torch.arange(8),
+        bounds=document_bounds(ids),
+    )
     loss = training(batch)
     with MadeZeros() as seen:
         loss.backward()

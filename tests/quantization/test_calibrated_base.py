@@ -17,8 +17,7 @@ from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.auto_class import auto_class
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibrated_base import (

@@ -9,8 +9,7 @@ from transformers import AutoConfig
 
 from tests.support.families import FAMILIES, ROUTED_IN_GROUPS, SIZES, VOCAB, by_kind, tiny_model
 from tests.support.models import tiny_llama
-from workflow.lib.model.auto_class import auto_class
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.layer_stream import Batch, LayerStream, attention_of

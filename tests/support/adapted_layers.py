@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from workflow.lib.kernels.rows.dropout import Draw
-from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 
 SCALE = 1.75

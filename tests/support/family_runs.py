@@ -32,7 +32,6 @@ from workflow.lib.export.packed_stacks import dequantized_weight, exported_confi
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.architecture.stack_names import StackNames
-from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.backends import (
     read_attention_needs,
     resolve_attention,
@@ -40,10 +39,10 @@ from workflow.lib.model.backends import (
 )
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.expert_stacks import expert_stacks
-from workflow.lib.model.layers.lora_linear import FusedLoraLinear
-from workflow.lib.model.layers.shared_input import VALUES
+from workflow.lib.model.layers.lora_linear import VALUES, FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import (
+    auto_class,
     build_on_meta,
     local,
     local_range,

@@ -37,9 +37,9 @@ from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import prepared_decoder
-from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.nf4_model import auto_class
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig

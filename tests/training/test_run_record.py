@@ -14,10 +14,9 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import read_checked_json
-from workflow.lib.training import run_record, time_watch
+from workflow.lib.training import run_record
 from workflow.lib.training.checkpoint import Resumed
-from workflow.lib.training.run_record import Journal, trained_tokens
-from workflow.lib.training.time_watch import CHECKPOINTS, DATA
+from workflow.lib.training.run_record import CHECKPOINTS, DATA, Journal, trained_tokens
 
 METRICS = Step(
     step=1,
@@ -80,8 +79,8 @@ def test_predicted_and_measured_times_stand_side_by_side(summary):
     times = summary["times"]
     assert times["predicted_step_s"] is None  # the plan of these tests knows no speed
     assert 0 < times["measured_step_s"] < summary["elapsed_s"]
-    assert set(times["parts_s"]) >= {time_watch.STEPS, DATA, CHECKPOINTS}
-    steps_s = times["parts_s"][time_watch.STEPS] + times["parts_s"][DATA]
+    assert set(times["parts_s"]) >= {run_record.STEPS, DATA, CHECKPOINTS}
+    steps_s = times["parts_s"][run_record.STEPS] + times["parts_s"][DATA]
     assert steps_s == pytest.approx(summary["elapsed_s"], rel=1e-6)
 
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from workflow.lib.training import time_watch
-from workflow.lib.training.time_watch import CHECKPOINTS, DATA, HELDOUT, STEPS, TimeWatch
+from workflow.lib.training import run_record
+from workflow.lib.training.run_record import CHECKPOINTS, DATA, HELDOUT, STEPS, TimeWatch
 
 EVERY = {HELDOUT: 5, CHECKPOINTS: None}
 
@@ -49,7 +49,7 @@ def test_part_that_was_off_is_named(parts_s, worst):
 
 def test_parts_and_steps_are_what_the_clock_says(monkeypatch):
     clock = itertools.count(step=2.0)
-    monkeypatch.setattr(time_watch.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(run_record.time, "monotonic", lambda: next(clock))
     watch = TimeWatch(3.0, 2, EVERY)
     assert list(watch.waited(iter("ab"))) == ["a", "b"]  # the end is waited for, too
     with watch.part(CHECKPOINTS):

@@ -17,8 +17,7 @@ from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items
 from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
-from workflow.lib.distributed.joining import Process, join
-from workflow.lib.distributed.work_sharing import check_recorded, main_first
+from workflow.lib.distributed.work_sharing import Process, check_recorded, join, main_first
 from workflow.lib.evaluation import evaluated_models
 from workflow.lib.evaluation.questions import (
     Archive,

@@ -51,9 +51,15 @@ from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import Shown, View, live_view
 from workflow.lib.training.loop import Trainer, make_optimizer, peak_bytes
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
-from workflow.lib.training.run_record import Journal, TrainingRun, summarize
+from workflow.lib.training.run_record import (
+    CHECKPOINTS,
+    HELDOUT,
+    Journal,
+    TimeWatch,
+    TrainingRun,
+    summarize,
+)
 from workflow.lib.training.startup_checks import check_inputs, check_precision, startup_checks
-from workflow.lib.training.time_watch import CHECKPOINTS, HELDOUT, TimeWatch
 from workflow.scripts.command import run
 from workflow.scripts.finetune import command_line, tracking_settings
 

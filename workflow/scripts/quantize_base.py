@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.records import CalibrationFacts, Provenance, Quantization
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
-from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.published.loading import check_loading
 from workflow.lib.planning.model_sizes import Method, chosen_method

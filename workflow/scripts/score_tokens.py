@@ -20,8 +20,14 @@ import torch
 
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S
-from workflow.lib.distributed.joining import Process, join
-from workflow.lib.distributed.work_sharing import Division, check_recorded, fits, main_first
+from workflow.lib.distributed.work_sharing import (
+    Division,
+    Process,
+    check_recorded,
+    fits,
+    join,
+    main_first,
+)
 from workflow.lib.evaluation.evaluated_models import SETTINGS_FILES, Loading, source_files
 from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.model.backends import (

@@ -16,9 +16,8 @@ from workflow.lib.kernels.experts import grouped_matmul as grouped_products
 from workflow.lib.kernels.experts.gates import GateForm
 from workflow.lib.model.experts import expert_matmul as expert_products
 from workflow.lib.model.experts import fused_experts
-from workflow.lib.model.experts.expert_matmul import value
+from workflow.lib.model.experts.expert_matmul import FusedLoraStack, value
 from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers import nf4_stack
 from workflow.lib.model.layers.expert_stacks import experts_modules, matmul_names
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from workflow.lib.kernels.rows.dropout import Draw, drop, drop_, dropped, philox
-from workflow.lib.model.layers.adapter_dropout import AdapterDropout, row_keys
-from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.layers.adapter_dropout import AdapterDropout, AdapterState, row_keys
 
 ROWS, SEQ_LEN, FEATURES = [4, 90, 17], 7, 1000
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.models import adapted, quantized, tiny_llama
 from workflow.lib.model.layers import lora_linear
-from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.lora import trainable_parameters
 
 

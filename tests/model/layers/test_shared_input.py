@@ -6,8 +6,8 @@ import torch
 
 from tests.support.adapted_layers import Layer, random
 from tests.support.models import nf4_linear
+from workflow.lib.model.layers.lora_linear import VALUES, SharedInput
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
-from workflow.lib.model.layers.shared_input import VALUES, SharedInput
 
 
 class Able(Layer):

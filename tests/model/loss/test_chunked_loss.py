@@ -129,7 +129,13 @@ def batch():
 
 def loss(training, ids, places, chosen, targets):
     summed: torch.Tensor = training(
-        MicroBatch(ids, places, chosen, targets, document_bounds(places))
+        MicroBatch(
+            input_ids=ids,
+            position_ids=places,
+            positions=chosen,
+            targets=targets,
+            bounds=document_bounds(places),
+        )
     )
     return summed
 

@@ -17,11 +17,10 @@ from workflow.lib.export.adapter_files import difference
 from workflow.lib.export.peft_folder import Trained, save_exported
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.stack_names import PREFIX
-from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.lora import adapter_config, inject_adapters, trainable_parameters
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import (
     copy_companions,

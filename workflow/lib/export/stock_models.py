@@ -34,10 +34,9 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from workflow.lib.export.packed_stacks import names_of_experts, pack_, with_linears
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION
-from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.model.safetensors_reader import check_whole, open_whole
 from workflow.lib.system.errors import UserError

@@ -28,13 +28,17 @@ from workflow.lib.model.architecture.quantization_settings import (
     said_of_quantization,
     without_quantization,
 )
-from workflow.lib.model.auto_class import is_built
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.description import RECORDER, described_layers, recorded_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.kernel_packages import compute_by_torch_code
-from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta, say_quantized_
+from workflow.lib.model.nf4_model import (
+    build_config_on_meta,
+    build_on_meta,
+    is_built,
+    say_quantized_,
+)
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.published.loaded_files import loaded_files
 from workflow.lib.model.published.loading import (

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.adapter_targets import adapter_ranks
-from workflow.lib.model.experts.lora_stack import FusedLoraStack
+from workflow.lib.model.experts.expert_matmul import FusedLoraStack
 from workflow.lib.model.layers.lora_linear import ADAPTER, FusedLoraLinear
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
 from workflow.lib.model.layers.nf4_stack import NF4Stack

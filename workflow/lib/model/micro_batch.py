@@ -8,47 +8,30 @@ import torch
 
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import Documents
+from workflow.lib.objectives.objective import TokensOfBatch
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed rows, and the tokens that are predicted in them. All tensors of ids are int64.
-    input_ids, position_ids: (rows, seq_len); a position 0 starts a document, which attention does
-    not leave. positions: (trained tokens,), into the flattened (rows * seq_len) hidden states.
-    targets: (trained tokens,), the tokens predicted there. bounds:
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TokensOfBatch):
+    """Packed rows, and the tokens that are predicted in them. `positions` are places in the
+    flattened (rows * seq_len) hidden states. `bounds` are those of
     `attention.packed.document_bounds(position_ids)`, found in host memory: on a device they would
-    have to be waited for. embedded: the tokens' embedding rows (rows * seq_len, hidden), where they
-    are looked up outside of the model. row_keys: (rows,) of what the adapters' dropout draws from;
-    None where nothing is dropped. documents: those of the bounds, for recurrent layers; None where
-    a model has none, or where they are to be found out from the positions, for which the device has
-    to be waited for. lengths: (rows,) tokens of each row before its padding; None where nobody
-    asks. weights: (trained tokens,) fp32, of each in the loss; None = 1.
+    have to be waited for."""
 
-    Of objectives beside supervised training, else None. firsts: (examples,), the documents that are
-    the first of the two of an example. desirable: (examples,) bool. reference: (trained tokens,)
-    fp32, log p of each by the reference. teacher_ids: (trained tokens, k), the teacher's likeliest
-    tokens. teacher_log_probs: (trained tokens, k + 1) fp32, of these and of all others together.
-    shared: keys of documents that go on in the prompt of the one before, from a position above 0.
-    step_sizes, estimate: of the whole step, fp32 (`Objective`)."""
-
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor  # (rows, seq_len)
     position_ids: torch.Tensor
-    positions: torch.Tensor
-    targets: torch.Tensor
-    bounds: tuple[torch.Tensor, int]
+    """(rows, seq_len); a position 0 starts a document, which attention does not leave."""
     embedded: torch.Tensor | None = None
+    """(rows * seq_len, hidden), embedding rows that are looked up outside of the model."""
     row_keys: torch.Tensor | None = None
+    """(rows,) of what the adapters' dropout draws from; None where nothing is dropped."""
     documents: Documents | None = None
+    """Those of the bounds, for recurrent layers; None where a model has none, or where they are to
+    be found out from the positions, for which the device has to be waited for."""
     lengths: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    firsts: torch.Tensor | None = None
-    desirable: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    teacher_ids: torch.Tensor | None = None
-    teacher_log_probs: torch.Tensor | None = None
-    step_sizes: torch.Tensor | None = None
+    """(rows,) tokens of each row before its padding; None where nobody asks."""
     shared: SharedPrompts | None = None
-    estimate: torch.Tensor | None = None
+    """Keys of documents that go on in the prompt of the one before, from a position above 0."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""

@@ -3,7 +3,11 @@ slice by slice.
 
 The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> sharding
 (`fsdp.shard_`, or none) -> `materialize_` -> `load_weights_`. No process ever holds more than its
-own slices and one tensor."""
+own slices and one tensor.
+
+Which of Transformers' auto classes builds a model is read from Transformers' own tables. A
+multimodal model is built whole, with all that its text never passes, so that its modules have the
+names of the published checkpoint and an adapter fits the model that anyone loads."""
 
 import math
 import re
@@ -15,13 +19,20 @@ import torch
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto import modeling_auto
 
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.model.architecture.attention_needs import ATTENTION_DROPOUT
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, quantization_of
-from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.experts.fused_experts import replace_experts_
 from workflow.lib.model.layers.nf4_linear import (
@@ -36,6 +47,25 @@ from workflow.lib.model.published.loading import differing_ties
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
+
+# In the order in which they are asked: some multimodal models have a text class of their own.
+TABLES: dict[type[Any], dict[str, Any]] = {
+    AutoModelForCausalLM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    AutoModelForImageTextToText: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    AutoModelForMultimodalLM: modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
+
+
+def is_built(config: PretrainedConfig) -> bool:
+    """Tell whether an auto class builds the model of a configuration."""
+    return any(config.model_type in table for table in TABLES.values())
+
+
+def auto_class(config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a configuration; without one, that of causal LMs, which says so."""
+    found = (one for one, table in TABLES.items() if config.model_type in table)
+    return next(found, AutoModelForCausalLM)
+
 
 # Transformers' mark of a tensor that its initialization passes over. Checkpoints fill all
 # parameters, and a sharded one could not be initialized as families do it.

@@ -21,7 +21,7 @@ from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_
 from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.documents import Documents, documents_of
-from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument, rotate_by_document_
 from workflow.lib.system.compute_choice import FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.system.errors import UserError

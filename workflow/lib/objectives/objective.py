@@ -6,6 +6,7 @@ log-probabilities themselves (preferences: of the sums over documents) come in b
 `log_probs`. Then a head that is trained whole computes its chunks twice, since the gradient of its
 weight is a sum over all tokens."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -52,52 +53,24 @@ class Head(Protocol):
         """Return log p (n,) fp32 of each target; 0 of one that only pads."""
 
 
-class TokensOfBatch(Protocol):
-    """What an objective reads of a micro-batch (`model.micro_batch.MicroBatch`)."""
+@dataclass(frozen=True, kw_only=True)
+class TokensOfBatch:
+    """What an objective reads of a micro-batch of n trained tokens. All ids are int64. What only
+    some objectives read is None for others."""
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """(n,) of the states that predict trained tokens."""
-
-    @property
-    def targets(self) -> torch.Tensor:
-        """(n,) trained tokens."""
-
-    @property
-    def weights(self) -> torch.Tensor | None:
-        """(n,) fp32 of trained tokens; None = 1."""
-
-    @property
-    def bounds(self) -> tuple[torch.Tensor, int]:
-        """(documents + 1,) positions at which documents begin, and the end."""
-
-    @property
-    def firsts(self) -> torch.Tensor | None:
-        """(examples,) the documents that are the first of the two of an example."""
-
-    @property
-    def desirable(self) -> torch.Tensor | None:
-        """(examples,) bool, of rated answers."""
-
-    @property
-    def reference(self) -> torch.Tensor | None:
-        """(n,) fp32, log p of trained tokens by the reference."""
-
-    @property
-    def teacher_ids(self) -> torch.Tensor | None:
-        """(n, k) int64, the teacher's likeliest tokens."""
-
-    @property
-    def teacher_log_probs(self) -> torch.Tensor | None:
-        """(n, k + 1) fp32, log p of these and of all others together."""
-
-    @property
-    def step_sizes(self) -> torch.Tensor | None:
-        """What `Objective.step_sizes` says of the step, fp32."""
-
-    @property
-    def estimate(self) -> torch.Tensor | None:
-        """() fp32, of the step: the figure `Objective.estimated`; None before it is known."""
+    positions: torch.Tensor  # (n,) of the states that predict trained tokens
+    targets: torch.Tensor  # (n,) trained tokens
+    bounds: tuple[torch.Tensor, int]  # (documents + 1,) their first positions, the end; the longest
+    weights: torch.Tensor | None = None  # (n,) fp32 of trained tokens; None = 1
+    firsts: torch.Tensor | None = None  # (examples,) documents that are the first of two
+    desirable: torch.Tensor | None = None  # (examples,) bool, of rated answers
+    reference: torch.Tensor | None = None  # (n,) fp32, log p of trained tokens by the reference
+    teacher_ids: torch.Tensor | None = None  # (n, k), the teacher's likeliest tokens
+    teacher_log_probs: torch.Tensor | None = None
+    """(n, k + 1) fp32, log p of these and of all others together."""
+    step_sizes: torch.Tensor | None = None  # of the step (`Objective.step_sizes`), fp32
+    estimate: torch.Tensor | None = None
+    """() fp32, of the step: the figure `Objective.estimated`; None before it is known."""
 
 
 class TokensOfRows(Protocol):

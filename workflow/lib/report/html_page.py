@@ -21,7 +21,7 @@ from workflow import VERSION
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.artifacts.rungs import Rung, saved_by
 from workflow.lib.artifacts.training_record import Step
-from workflow.lib.planning.preflight.plan_words import nearest_plans, plan_choices
+from workflow.lib.planning.preflight.forecast import nearest_plans, plan_choices
 from workflow.lib.report.comparison import (
     best_run,
     comparable,

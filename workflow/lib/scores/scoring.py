@@ -19,7 +19,7 @@ from workflow.lib.data.tokens.token_store import Array, TokenStore
 from workflow.lib.distributed.work_sharing import is_sharded, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.kernels.attention.packed import FLATTENED
-from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.scores.store import Scores
 from workflow.lib.scores.writer import Part

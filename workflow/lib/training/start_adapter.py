@@ -16,7 +16,7 @@ from workflow.lib.model.architecture.adapter_config import read_adapter_config
 from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
-from workflow.lib.model.experts.lora_stack import FusedLoraStack
+from workflow.lib.model.experts.expert_matmul import FusedLoraStack
 from workflow.lib.model.lora import peft_name, trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.safetensors_reader import CheckpointReader

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.launch import launch
-from workflow.lib.kernels.recurrences.chunk_layout import (
+from workflow.lib.kernels.recurrences.chunks import (
     CHUNK,
     padded,
     parts_of,

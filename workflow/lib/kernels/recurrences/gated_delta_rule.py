@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from workflow.lib.kernels.node import keeping_inputs
-from workflow.lib.kernels.op import Case, Op, Variant
+from workflow.lib.kernels.op import Case, Op, Variant, keeping_inputs
 from workflow.lib.kernels.recurrences import delta_kernels
 from workflow.lib.kernels.recurrences.chunks import chunked, decays, joined
 from workflow.lib.kernels.rows import norm

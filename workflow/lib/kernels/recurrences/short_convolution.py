@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.launch import WARPS, launch
-from workflow.lib.kernels.node import keeping_inputs
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, keeping_inputs
 
 ROWS, COLUMNS = 32, 128  # tokens and channels of a program
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.kernels.node import keeping_inputs
-from workflow.lib.kernels.op import Case, Op, Variant
+from workflow.lib.kernels.op import Case, Op, Variant, keeping_inputs
 from workflow.lib.kernels.recurrences import space_kernels
 from workflow.lib.kernels.recurrences.chunks import chunked, decays, joined
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.launch import launch, power_of_two
-from workflow.lib.kernels.node import keeping_inputs
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, keeping_inputs
 
 ELEMENTS = 2048  # of a program, or more if a group has more
 

@@ -29,6 +29,7 @@ from workflow.lib.kernels.experts.gates import (
 from workflow.lib.kernels.experts.grouped_matmul import bias_products, route, summed_by_token
 from workflow.lib.kernels.experts.routing import Routing, Rows
 from workflow.lib.model.experts.expert_matmul import (
+    FusedLoraStack,
     Stack,
     adapter_gradients,
     input_gradient,
@@ -37,7 +38,6 @@ from workflow.lib.model.experts.expert_matmul import (
     stack_of,
     value,
 )
-from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers.expert_stacks import expert_stacks, matmul_names
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.nf4_linear import NF4Spec

@@ -3,7 +3,7 @@
 A module is replaced only if its class, tried on random values of all magnitudes (`tried_classes`),
 gives what the fused one gives. A norm keeps its input in the compute dtype, a gated feed-forward
 two wide tensors less. Attention runs by the family's code with one node for queries, keys and
-values (`shared_input`) and one operation to rotate (`rotary_functions`); recurrences are matmuls of
+values (`share_input_`) and one operation to rotate (`rotary_functions`); recurrences are matmuls of
 chunks (`recurrence_functions`). Parameters keep their names; only rounding differs."""
 
 import inspect
@@ -22,8 +22,7 @@ from workflow.lib.kernels.rows.gating import ACTIVATIONS
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
-from workflow.lib.model.layers.lora_linear import FusedLoraLinear
-from workflow.lib.model.layers.shared_input import share_input_
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear, share_input_
 from workflow.lib.model.tried_classes.magnitudes import agree, alike, magnitudes
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_

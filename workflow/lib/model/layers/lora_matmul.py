@@ -11,7 +11,7 @@ import torch
 
 from workflow.lib.kernels.rows.dropout import Draw, drop, drop_, dropped
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_, no_part
-from workflow.lib.model.layers.adapter_state import Casts
+from workflow.lib.model.layers.adapter_dropout import Casts
 from workflow.lib.model.layers.frozen_matmul import (
     Operand,
     adapted_matmul,

@@ -20,7 +20,7 @@ What published checkpoints have in place of 16-bit weights, decoded to bf16:
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
@@ -48,31 +48,9 @@ Read = Callable[[str], torch.Tensor]
 Tensors = Mapping[str, TensorInfo]
 
 
-class PackedLinears(Protocol):
-    """The linears of a checkpoint that have no 16-bit weight; `X.weight` is decoded of `X.*`."""
-
-    codes: dict[str, str]  # stored name of the codes by the weight's name
-    hidden: set[str]  # stored names that are parts of packed weights
-
-    def shape(self, name: str, read: Read) -> tuple[int, ...]:
-        """Return (out, in)."""
-
-    def decoded(self, name: str, read: Read) -> torch.Tensor:
-        """Return the weight (out, in) in bf16."""
-
-
-def packed_linears(tensors: Tensors, settings: Mapping[str, Any]) -> PackedLinears | None:
-    """Return the packed linears of `quantization_config`; None: another format."""
-    kinds: dict[str, type[_GPTQ] | type[_CompressedTensors]] = {
-        "gptq": _GPTQ,
-        "awq": _AWQ,
-        "compressed-tensors": _CompressedTensors,
-    }
-    kind = kinds.get(settings.get(METHOD, ""))
-    return None if kind is None else kind(tensors, settings)
-
-
 class _GPTQ:
+    """Linears without a 16-bit weight; `X.weight` (out, in) is decoded of `X.*`, to bf16."""
+
     PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
     def __init__(self, tensors: Tensors, settings: Mapping[str, Any]) -> None:
@@ -185,6 +163,19 @@ class _CompressedTensors:
                 "The files do not belong together: download them again."
             )
         return fitting[0]
+
+
+def packed_linears(
+    tensors: Tensors, settings: Mapping[str, Any]
+) -> "_GPTQ | _CompressedTensors | None":
+    """Return the packed linears of `quantization_config`; None: another format."""
+    kinds: dict[str, type[_GPTQ] | type[_CompressedTensors]] = {
+        "gptq": _GPTQ,
+        "awq": _AWQ,
+        "compressed-tensors": _CompressedTensors,
+    }
+    kind = kinds.get(settings.get(METHOD, ""))
+    return None if kind is None else kind(tensors, settings)
 
 
 def _check_there(tensors: Tensors, linears: list[str], parts: tuple[str, ...]) -> None:

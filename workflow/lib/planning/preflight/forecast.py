@@ -1,5 +1,6 @@
 """From a decision to what `preflight.json` says: the plan, the terms of the peak, the time."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from workflow.lib.artifacts.preflight_record import Forecast, Term, TriedPlan
@@ -8,12 +9,12 @@ from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import EXPLANATIONS
 from workflow.lib.planning.model_sizes import offload_window, trainable_parameters
 from workflow.lib.planning.preflight.decision import Decision
-from workflow.lib.planning.preflight.plan_search import Candidate, explain
+from workflow.lib.planning.preflight.plan_search import VERDICTS_OF_CHOSEN, Candidate, explain
 from workflow.lib.planning.timing import step_time
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.schedule import total_steps
-from workflow.lib.step_plan.memory_options import TABLE
+from workflow.lib.step_plan.memory_options import TABLE, in_words
 from workflow.lib.step_plan.plan import StepPlan
 
 
@@ -109,3 +110,23 @@ def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
         fits=candidate.fits,
         why=explain(candidate, chosen),
     )
+
+
+FASTER, SLOWER = 6, 3  # plans shown on either side of the chosen one
+
+
+def nearest_plans(plans: Sequence[TriedPlan]) -> list[TriedPlan]:
+    """Return the chosen plan (of a run that does not fit, the one that needs least) between the
+    next ones that would be faster and the next slower ones that fit, by their time."""
+    chosen = min(plans, key=lambda p: (p.why not in VERDICTS_OF_CHOSEN, abs(p.relative_time - 1)))
+    ordered = sorted(plans, key=lambda plan: (plan.relative_time, plan.peak_bytes))
+    index = ordered.index(chosen)
+    slower = [plan for plan in ordered[index + 1 :] if plan.fits]
+    return ordered[max(0, index - FASTER) : index + 1] + slower[:SLOWER]
+
+
+def plan_choices(forecast: Forecast) -> list[str]:
+    """Return the titles of `in_words` in which tried plans differ, and recomputation."""
+    described = [in_words(tried.plan(forecast.plan)) for tried in forecast.candidates]
+    differ = {title for title in described[0] if len({words[title] for words in described}) > 1}
+    return [title for title in described[0] if title in differ | {"recomputation"}]

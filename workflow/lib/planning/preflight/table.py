@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from workflow.lib.artifacts.preflight_record import Estimate, Forecast
+from workflow.lib.planning.preflight.forecast import nearest_plans, plan_choices
 from workflow.lib.planning.preflight.machine_table import Answer
-from workflow.lib.planning.preflight.plan_words import nearest_plans, plan_choices
 from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system.number_formats import duration
 from workflow.lib.system.units import GIB, MIB
