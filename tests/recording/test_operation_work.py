@@ -92,3 +92,16 @@ def test_work_of_two_processes_has_their_collectives(process):
 def test_update_moves_what_the_optimizer_keeps(process):
     trained = LAYERS * 8 * OUT_AND_IN
     assert total(counted(process), kinds.UPDATE, kinds.MEMORY, "bytes") >= 16 * trained
+
+
+@pytest.mark.parametrize(
+    ("documents", "kind", "other"),
+    [(1.0, kinds.EQUAL, kinds.MASKED), (2.0, kinds.MASKED, kinds.EQUAL)],
+)
+def test_rows_of_one_document_take_no_mask_by_sdpa(process, documents, kind, other):
+    """Transformers makes one for every row of tensors without values."""
+    plan = replace(PLAN, attention="sdpa", fused_layers=False, documents_per_row=documents)
+    work = counted(process, plan)
+    for phase in ("forward", "backward"):
+        assert total(work, phase, kind, "calls") == LAYERS
+        assert total(work, phase, other, "calls") == 0

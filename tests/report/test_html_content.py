@@ -55,8 +55,12 @@ def test_predicted_step_stands_beside_the_measured_one_and_the_parts_of_the_time
     parts = {"steps": 31.7, "held-out losses": 4.25}
     times = {"predicted_step_s": 0.123, "measured_step_s": 0.246, "parts_s": parts}
     edit(folder / "finetune" / "summary.json", lambda d: d.update(times=times))
+    edit(
+        folder / "preflight_run" / "preflight.json",
+        lambda d: d["time"].update(step_range_s=[0.117, 0.289]),
+    )
     page = Page(rendered(tmp_path, "demo"))
-    assert {0.123, 0.246, 31.7, 4.25, 2.0} <= page.numbers
+    assert {0.123, 0.117, 0.289, 0.246, 31.7, 4.25, 2.0} <= page.numbers
 
 
 TUNED, BASE = "evaluate_run/tuned.json", "evaluate_run/base.json"

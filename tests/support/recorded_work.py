@@ -28,7 +28,7 @@ from workflow.lib.model.architecture.shipped_shapes import known_config, known_s
 from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.timing.gpu_traffic import fabric_of
 from workflow.lib.planning.timing.rates import Rates, rates_of
-from workflow.lib.planning.timing.step_time import Clock, Parts
+from workflow.lib.planning.timing.step_time import Clock, Parts, Spread
 from workflow.lib.planning.work import Work
 from workflow.lib.recording import engine_run
 from workflow.lib.recording.recording_process import as_recorded
@@ -82,14 +82,22 @@ class Step:
 
     def parts(self, rates: Rates | None = None) -> Parts:
         """Return the predicted seconds of a micro-batch; rates: instead of the GPU's."""
+        return self._clock(rates).parts(self.work, self.plan, **self._counts())
+
+    def spread(self) -> Spread:
+        """Return what a micro-batch may take on other hosts."""
+        return self._clock(None).spread(self.work, self.plan, **self._counts())
+
+    def _clock(self, rates: Rates | None) -> Clock:
         fabric = fabric_of(self.gpu, gpus_per_node=self.plan.processes)
-        return Clock(self.gpu, fabric, rates or rates_of(self.gpu)).parts(
-            self.work,
-            self.plan,
-            num_layers=self.num_layers,
-            trained_share=self.trained_share,
-            micro_batches=self.plan.accumulation_steps,
-        )
+        return Clock(self.gpu, fabric, rates or rates_of(self.gpu))
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "num_layers": self.num_layers,
+            "trained_share": self.trained_share,
+            "micro_batches": self.plan.accumulation_steps,
+        }
 
     def error(self, rates: Rates | None = None) -> float:
         """Relative error of the predicted step; positive if it is too long."""

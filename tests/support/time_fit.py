@@ -1,7 +1,7 @@
 """How rates were fitted to measured steps (`tests.support.recorded_work`), and how well.
 
 `python -m tests.support.time_fit` prints fitted rates, beside those that are shipped, and the table
-of time-model.md. Each step is one equation for twenty rates, so the fit starts from the shipped
+of time-model.md. Each step is one equation for twenty-two rates, so the fit starts from the shipped
 ones, is pulled to them, and a large error counts linearly."""
 
 import math
@@ -16,7 +16,9 @@ from workflow.lib.planning.timing.rates import MEASURED, Rates
 
 USUAL_ERROR, PULL = 0.03, 0.5
 # Of all kinds of GPUs, and of each.
-COMMON = ("gap_s", "launch_s", "collective_launch_s", "collective", "attention")
+COMMON = (
+    "gap_s", "launch_s", "prepared_launch_s", "collective_launch_s", "collective", "attention"
+)  # fmt: skip
 OWN = ("memory", "decoding", "host")
 GROUPS = ("by graphs", "launched by Python", "with copies to the host")
 

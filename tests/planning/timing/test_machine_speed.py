@@ -81,9 +81,11 @@ def test_rates_are_an_h200s_times_what_the_same_probe_finds():
     assert rates.flops == {kind: rate / 2 for kind, rate in H200.flops.items()}
     for name in ("memory", "decoding", "host"):
         assert getattr(rates, name) == getattr(H200, name) / 2
-    for name in ("gap_s", "launch_s", "collective_launch_s", "pause_s"):
+    launches = ("launch_s", "prepared_launch_s", "collective_launch_s")
+    for name in ("gap_s", "pause_s", *launches):
         assert getattr(rates, name) == getattr(H200, name) * 2
     assert rates.collective == H200.collective
+    assert rates.host_spread < H200.host_spread
 
 
 def test_measurement_that_varied_replaces_nothing_and_is_named():

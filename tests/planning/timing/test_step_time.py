@@ -90,8 +90,49 @@ def test_python_is_waited_for_where_it_launches_longer_than_the_gpu_computes():
     many = Work({"forward": {kinds.MEMORY: Amount(0.0, 1e10, 500.0)}})
     launched, graphed = parts(many, plan=LAUNCHED), parts(many)
     assert graphed["waiting_for_python"] == 0.0
-    expected = 500 * RATES.launch_s - 0.01 - RATES.pause_s
-    assert launched["waiting_for_python"] == pytest.approx(expected)
+    assert launched["waiting_for_python"] == pytest.approx(500 * RATES.launch_s - 0.01)
+
+
+def test_kernels_of_backward_wait_for_forward_to_be_launched():
+    """Though Python takes no longer than the GPU in all."""
+    few = {kinds.MEMORY: Amount(0.0, 5e11, 1.0)}
+    many = {kinds.MEMORY: Amount(0.0, 1e11, 500.0)}
+    late, early = (
+        parts(Work({"forward": forward, "backward": backward}), plan=LAUNCHED)["waiting_for_python"]
+        for forward, backward in ((many, few), (few, many))
+    )
+    assert late == pytest.approx(500 * RATES.launch_s - 0.1)
+    assert early == 0.0
+
+
+def test_matmuls_by_experts_are_launched_more_slowly():
+    experts = Work({"forward": {f"{kinds.GROUPED}@10": Amount(1.0, 1.0, 500.0)}})
+    rates = replace(RATES, flops=RATES.flops | {kinds.GROUPED: 1e12}, prepared_launch_s=2e-3)
+    waited = parts(experts, plan=LAUNCHED, rates=rates)["waiting_for_python"]
+    assert waited == pytest.approx(1.0)
+
+
+def test_copies_hide_behind_python_too():
+    brought = {kinds.FROM_HOST: Amount(0.0, 1e10, 1.0), kinds.MEMORY: Amount(0.0, 1e9, 400.0)}
+    found = parts(Work({"backward": brought}), plan=LAUNCHED)  # 1 s of copies, 0.4 s of Python
+    waited = found["waiting_for_python"] + found["waiting_for_the_host"]
+    assert waited == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("amount", "plan", "part"),
+    [
+        (Amount(0.0, 1e9, 4000.0), LAUNCHED, "Python's speed"),
+        (Amount(0.0, 1e12, 1.0), GRAPHED, "what the GPU computes"),
+    ],
+)
+def test_range_names_what_makes_most_of_it(amount, plan, part):
+    clock = Clock(H200, fabric_of(H200, gpus_per_node=2), RATES)
+    work = Work({"forward": {kinds.MEMORY: amount}})
+    spread = clock.spread(work, plan, num_layers=4, trained_share=1.0)
+    middle_s = sum(parts(work, plan=plan).values())
+    assert spread.due_to == part
+    assert spread.least_s < middle_s < spread.most_s
 
 
 def test_the_gpu_pauses_once_a_step_where_the_host_reads_the_loss_first():

@@ -42,6 +42,9 @@ class Estimate(PreflightRecord):
     cost: float | None  # in the currency of `hardware.price_per_gpu_hour`; None without a price too
     parts_s: dict[str, float]  # of a micro-batch, by what it is spent on
     basis: str  # what the prediction rests on, in words
+    step_range_s: tuple[float, float] | None = None
+    """Seconds within which steps like this one lay on other hosts; None: not known, or not said."""
+    range_due_to: str = ""  # what makes most of that range, in words
 
 
 class TriedPlan(PreflightRecord):

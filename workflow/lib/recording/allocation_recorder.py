@@ -48,10 +48,21 @@ def _flash_backward(args: Any, _: Any) -> list[int]:
     fp32, both padded per document; gradients of keys and values for every query head. Source:
     `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
     query, key, starts = args[1], args[2], args[6]
-    tokens, heads, head_dim = query.shape
-    padded = tokens + DOCUMENT_PADDING * (starts.shape[0] - 1)
-    width = -(-head_dim // 32) * 32
-    grouped = [query.nbytes, query.nbytes] if key.shape[1] != heads else []
+    padded = len(query) + DOCUMENT_PADDING * (starts.shape[0] - 1)
+    return _flash_gradients(query, heads=query.shape[1], key_heads=key.shape[1], padded=padded)
+
+
+def _rows_flash_backward(args: Any, _: Any) -> list[int]:
+    """The same of rows of one length, query (rows, heads, seq_len, head_dim): `mha_bwd` there."""
+    query, key = args[1], args[2]
+    rows, heads, seq_len, _ = query.shape
+    padded = rows * -(-seq_len // DOCUMENT_PADDING) * DOCUMENT_PADDING
+    return _flash_gradients(query, heads=heads, key_heads=key.shape[1], padded=padded)
+
+
+def _flash_gradients(query: torch.Tensor, *, heads: int, key_heads: int, padded: int) -> list[int]:
+    width = -(-query.shape[-1] // 32) * 32
+    grouped = [query.nbytes, query.nbytes] if key_heads != heads else []
     return [4 * padded * heads, 4 * padded * heads * width, *grouped]
 
 
@@ -75,6 +86,7 @@ WORKSPACES: dict[str, Callable[[Any, Any], Sequence[int]]] = {
     "aten.logsumexp.default": _like_input,
     "aten._softmax_backward_data.default": _like_result,
     "torch_attn._varlen_attn_backward.default": _flash_backward,
+    "aten._scaled_dot_product_flash_attention_backward.default": _rows_flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
 }
 

@@ -20,7 +20,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
@@ -113,6 +114,8 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
     """Record a model of these layers alone."""
     gpu, tape, plan = recorded_gpu(), LayerTape(), described.plan
     DOCUMENT_TOKENS.set(plan.seq_len / plan.documents_per_row)
+    packed = plan.documents_per_row > 1
+    AttentionMaskInterface.register("sdpa", partial(_sdpa_mask, packed=packed))
     with _fake_world(plan) as world:
         run = _Run(described, numbers, world)
         alone = plan.processes > 1 == plan.shards
@@ -358,6 +361,21 @@ class _Described:
         model = _stock_model(config, plan)
         choice = plan.layers(len(decoder_layers(model)))
         return _Described(config, plan, choice, layer_kinds(model, choice))
+
+
+def _sdpa_mask(
+    *, packed: bool, use_vmap: bool = False, allow_is_causal_skip: bool = True, **others: Any
+) -> torch.Tensor | None:
+    """Return what Transformers makes where values say that rows are packed or not. From tensors
+    without values it makes a mask for every row (5.23, `find_packed_sequence_indices`).
+
+    use_vmap: the mask has a rule of its own beside causality, window and documents."""
+    mask: torch.Tensor | None = sdpa_mask(
+        use_vmap=use_vmap,
+        allow_is_causal_skip=allow_is_causal_skip or not (packed or use_vmap),
+        **others,
+    )
+    return mask
 
 
 def _nf4_model(

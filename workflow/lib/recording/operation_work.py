@@ -53,6 +53,10 @@ MASKED = {
     aten._scaled_dot_product_efficient_attention_backward: (1, BACKWARD_FLOP),
 }
 """Where the queries stand, and the FLOP of forward's."""
+UNMASKED = {
+    aten._scaled_dot_product_flash_attention: (0, 1.0),
+    aten._scaled_dot_product_flash_attention_backward: (1, BACKWARD_FLOP),
+}
 LOOK_UPS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index})
 WRITES = frozenset({aten.fill_, aten.zero_})
 CUDNN_HEAD = 128  # the widest whose gradients cuDNN has
@@ -90,6 +94,11 @@ def work_of(func: Any, args: Sequence[Any], options: Any, result: Any) -> tuple[
         query, key, value = args[place : place + 3]
         flop = factor * attention_flop(query, value, keys=key.shape[2])
         return _intense(work.MASKED, Amount(flop, moved, 1))
+    if packet in UNMASKED:
+        place, factor = UNMASKED[packet]
+        query, key, value = args[place : place + 3]
+        seen = computed_keys(key.shape[2], None) if any(x is True for x in args) else key.shape[2]
+        return _of_flash(query, value, moved, factor=factor, keys=seen, alike=True)
     if packet in LOOK_UPS:
         moved = 2 * _bytes(made)
     elif packet in WRITES:
@@ -162,12 +171,25 @@ def _of_attention(func: Any, args: Sequence[Any], moved: float) -> tuple[str, Am
     named = dict(zip((x.name for x in func._schema.arguments), args, strict=False))
     query, window, longest = named["query"], (named.get("window_size") or [-1])[0], named["max_q"]
     alike = window < 0 and (len(named["cu_seq_q"]) - 1) * longest == len(query)
-    flop = attention_flop(query, named["value"], keys=computed_keys(longest, window + 1))
     factor = BACKWARD_FLOP if "grad_out" in named else 1.0
+    seen = computed_keys(longest, window + 1)
+    return _of_flash(query, named["value"], moved, factor=factor, keys=seen, alike=alike)
+
+
+def _of_flash(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    moved: float,
+    *,
+    factor: float,
+    keys: float,
+    alike: bool,
+) -> tuple[str, Amount]:
+    """By FlashAttention, or by cuDNN, which serves documents of one length (alike)."""
     kind = work.EQUAL if alike else work.ATTENTION
     if query.shape[-1] > CUDNN_HEAD:
         kind = work.BROAD
-    return _intense(kind, Amount(factor * flop, moved, 1))
+    return _intense(kind, Amount(factor * attention_flop(query, value, keys=keys), moved, 1))
 
 
 def _of_collective(func: Any, args: Sequence[Any]) -> tuple[str, Amount] | None:

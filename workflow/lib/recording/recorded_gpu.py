@@ -37,6 +37,7 @@ class RecordedCapture:
 # Operations for which GPUs have kernels of their own, and which torch makes of others, with
 # temporaries, on a device that has none.
 OWN_KERNELS = ("silu_backward", "mish_backward", "_fused_rms_norm")
+FLASH_HEAD = 256  # the widest, torch 2.11 to 2.13 (`can_use_flash_attention`)
 COMPUTING = 0  # the number of the stream that computes
 
 
@@ -158,8 +159,16 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """By the kernel that torch chooses on GPUs for a mask or fp32 (memory-efficient attention);
-    without a mask and in 16 bits FlashAttention takes no more."""
+    """By the kernel that torch chooses on GPUs: FlashAttention without a mask and in 16 bits, of
+    heads that it has (cuDNN's, which torch takes on some, keeps the same), else memory-efficient
+    attention. FlashAttention needs no copies of keys and values for each head."""
+    output: torch.Tensor
+    widths = {query.shape[-1], value.shape[-1]}
+    if mask is None and query.itemsize == 2 and len(widths) == 1 and max(widths) <= FLASH_HEAD:
+        output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, scale=scale
+        )
+        return output
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -168,7 +177,6 @@ def _attention(
         mask = torch.where(mask, zero, float("-inf"))
     if mask is not None:
         mask = mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
-    output: torch.Tensor
     output, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, torch.is_grad_enabled(), dropout, causal, scale=scale
     )

@@ -109,6 +109,7 @@ OF_RECORDINGS = _of(
         "torch.autograd:Variable": "_execution_engine",  # the end of backward
         "torch:ops.aten": (
             "_grouped_mm _local_scalar_dense _softmax_backward_data "
+            "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
             "_scaled_dot_product_efficient_attention "
             "_scaled_dot_product_efficient_attention_backward _unsafe_view _to_copy _foreach_copy_"
         ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Forecast, Term, TriedPlan
 from workflow.lib.model.architecture.model_shape import ModelShape
@@ -29,6 +30,7 @@ def forecast(
     slack_bytes = (
         replayed.reserved_bytes - peak_bytes if replayed else limits.slack_bytes(peak_bytes)
     )
+    parts, spread = _seconds(decision, shape, chosen, tokens)
     return Forecast(
         verdict="fits" if decision.fits else "does_not_fit",
         reason=decision.reason,
@@ -51,7 +53,8 @@ def forecast(
         disk_bytes=decision.disk_bytes,
         disk_free_bytes=decision.disk_free_bytes,
         time=step_time.estimate(
-            _parts(decision, shape, chosen, tokens),
+            parts,
+            spread=spread,
             basis=decision.speed.basis,
             num_gpus=len(machine.gpu_names),
             tokens=chosen.plan.tokens,
@@ -69,19 +72,21 @@ def forecast(
     )
 
 
-def _parts(
+def _seconds(
     decision: Decision, shape: ModelShape, chosen: Candidate, tokens: TokenCounts
-) -> step_time.Parts | None:
-    """Seconds of a micro-batch by what they are spent on; None where the speed is not known."""
+) -> tuple[step_time.Parts | None, step_time.Spread | None]:
+    """Seconds of a micro-batch by what they are spent on, and their range; None where the speed is
+    not known."""
     if not decision.speed.known or not chosen.peaks.work.phases:
-        return None
-    return decision.speed.parts(
-        chosen.peaks.work,
-        chosen.plan,
-        num_layers=shape.num_layers,
-        trained_share=tokens.trained_share,
-        micro_batches=decision.rows // chosen.plan.micro_batch_size,
-    )
+        return None, None
+    asked: dict[str, Any] = {
+        "work": chosen.peaks.work,
+        "plan": chosen.plan,
+        "num_layers": shape.num_layers,
+        "trained_share": tokens.trained_share,
+        "micro_batches": decision.rows // chosen.plan.micro_batch_size,
+    }
+    return decision.speed.parts(**asked), decision.speed.spread(**asked)
 
 
 def _followed_plan(

@@ -152,8 +152,12 @@ def _time(time: Estimate) -> str:
     if time.step_s is None or time.total_h is None:
         return "not known"
     cost = "" if time.cost is None else f"cost {time.cost:,.2f}, "
+    span = ""
+    if time.step_range_s is not None:
+        least_s, most_s = time.step_range_s
+        span = f" ({least_s:.3g} to {most_s:.3g}, mostly by {time.range_due_to})"
     return (
-        f"{time.step_s:.3g} s a step, {duration(3600 * time.total_h)} in all, {cost}"
+        f"{time.step_s:.3g} s a step{span}, {duration(3600 * time.total_h)} in all, {cost}"
         f"{time.tokens_per_s_per_process:,.0f} tokens/s per process"
     )
 

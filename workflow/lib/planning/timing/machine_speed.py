@@ -7,7 +7,7 @@ from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.probes import COMMAND
 from workflow.lib.planning.timing.gpu_traffic import fabric_of
 from workflow.lib.planning.timing.rates import BFLOAT16_SPEEDUP, CPU, CpuRates, rates_of
-from workflow.lib.planning.timing.step_time import Clock, Parts, cpu_seconds
+from workflow.lib.planning.timing.step_time import Clock, Parts, Spread, cpu_seconds
 from workflow.lib.planning.work import Work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import BY_NAME
@@ -42,6 +42,12 @@ class Speed:
         counts["micro_batches"] = micro_batches
         every = (clock.parts(work, plan, **counts) for clock in self.clocks)
         return max(every, key=lambda parts: sum(parts.values()))
+
+    def spread(self, work: Work, plan: StepPlan, **counts: Any) -> Spread | None:
+        """Return what a micro-batch may take on other hosts, on the slowest kind of GPU; None on
+        CPUs. Arguments as of `parts`."""
+        every = (clock.spread(work, plan, **counts) for clock in self.clocks)
+        return max(every, key=lambda spread: spread.most_s, default=None)
 
 
 def speed_of(machine: Machine, *, compute_bytes: int = 4) -> Speed:

@@ -13,6 +13,10 @@ from workflow.lib.planning import work as kinds
 from workflow.lib.planning.probes import ATTENTIONS, COMMAND, Probe
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel
 
+PYTHON, COPIES = "Python's speed", "copies to host memory"
+UNSURE = (PYTHON, COPIES)
+"""What differs from host to host."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -24,12 +28,33 @@ class Rates:
     decoding: float  # bytes/s; the processors bound it where the memory is fast
     gap_s: float  # from a kernel to the next
     launch_s: float  # of Python, for each kernel that it launches
+    prepared_launch_s: float  # the same, of experts and flex attention, whose arguments it checks
     collective_launch_s: float  # the same, with the hooks of FSDP2 around a collective
     pause_s: float  # to a step's first kernel, where the host reads the loss before it
     host: float  # bytes/s from or to page-locked host memory
     collective: float  # bytes of memory traffic for each that comes beside the computation
     attention: float  # the same for each that attention moves: a block's keys are read by many
     source: str = ""  # what the row rests on, in words
+    # Times that others are as slow or as fast, such that all stored steps lie in the range: Python
+    # (a probe found 2,960 and 4,240 passes/s in two runs on one host) and copies on other hosts,
+    # and a whole step by graphs.
+    python_spread: float = 1.3
+    host_spread: float = 1.7
+    spread: float = 1.13
+
+    def varied(self, power: int, part: str | None = None) -> "Rates":
+        """Return the rates of a slow host (power 1), or a fast one (-1); part: of `UNSURE`, what
+        alone differs."""
+        python = self.python_spread**power if part in (None, PYTHON) else 1.0
+        host = self.host_spread**power if part in (None, COPIES) else 1.0
+        return replace(
+            self,
+            launch_s=self.launch_s * python,
+            prepared_launch_s=self.prepared_launch_s * python,
+            collective_launch_s=self.collective_launch_s * python,
+            pause_s=self.pause_s * python,
+            host=self.host / host,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,9 +107,10 @@ H200 = Rates(
     memory=3.33e12,
     decoding=2.96e12,
     gap_s=1.67e-6,
-    launch_s=50e-6,
-    collective_launch_s=2.2e-3,
-    pause_s=9e-3,
+    launch_s=43e-6,
+    prepared_launch_s=380e-6,
+    collective_launch_s=2.1e-3,
+    pause_s=8.3e-3,
     host=29.4e9,
     collective=4.7,
     attention=4.09,
@@ -98,6 +124,7 @@ H100 = replace(
     source="fitted to measurements on NVIDIA H100 80GB HBM3",
 )
 MEASURED = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
+PROBED_SPREAD = 1.15  # `Rates.host_spread` where a probe measured copies
 # What `benchmark.probe` finds on an H200 (driver 580, torch 2.11, November 2026). `python` is of a
 # host whose steps were fitted; others are slower. `host` is what finds 29.4 GB/s in a step: of
 # 54.8 that the probe found copies of a step reached 47, and on an H100 41.5 of 53.2.
@@ -165,8 +192,10 @@ def _probed(gpu: GpuModel, probe: Probe) -> Rates:
         decoding=scaled("decoding", "decoding"),
         gap_s=scaled("graphs", "gap_s", -1),
         launch_s=scaled("python", "launch_s", -1),
+        prepared_launch_s=scaled("python", "prepared_launch_s", -1),
         collective_launch_s=scaled("python", "collective_launch_s", -1),
         pause_s=scaled("python", "pause_s", -1),
         host=scaled("host", "host"),
+        host_spread=PROBED_SPREAD if "host" in found else table.host_spread,
         source=probe.told,
     )

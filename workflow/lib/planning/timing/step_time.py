@@ -9,12 +9,14 @@ Units: FLOP, bytes, seconds."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.planning import work as kinds
 from workflow.lib.planning.timing.gpu_traffic import Fabric, ring_seconds
-from workflow.lib.planning.timing.rates import CpuRates, Rates
+from workflow.lib.planning.timing.rates import UNSURE, CpuRates, Rates
 from workflow.lib.planning.work import BESIDE, NOTHING, UPDATE, Amount, Work
 from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
@@ -23,9 +25,12 @@ from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
 Parts = dict[str, float]
 _Sums = Mapping[tuple[str, bool], float]
 BACKWARD = "backward"
+PHASES = ("look_up_embedding", "forward", "loss", BACKWARD, UPDATE)
 TRAFFIC, EXPOSED, LAUNCHED = "traffic", "exposed", "launched"
 COMPUTING = ("matmuls", "attention", "dequantization", "elementwise", "loss", "update")
 ATTENTION = {kinds.ATTENTION, kinds.EQUAL, kinds.BROAD, kinds.FLEX, kinds.WIDE, kinds.MASKED}
+PREPARED = {kinds.GROUPED, kinds.GROUPED_8, kinds.FLEX}  # see `Rates.prepared_launch_s`
+COMPUTATION = "what the GPU computes"
 # Of a matmul's FLOP or bytes, whichever takes less: the first loads and last stores of each block.
 NOT_HIDDEN = 0.12
 # Of `Rates.launch_s`: the optimizer's kernels are launched in a loop of C++.
@@ -57,41 +62,57 @@ class Clock:
 
         trained_share: tokens in the loss, 0 to 1; micro_batches: of a step."""
         sums = defaultdict[tuple[str, bool], float](float)  # by what it is, of backward or not
-        update_launched_s = 0.0
+        launched, computed = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
         for phase, kind, amount in _scaled(work, trained_share, micro_batches):
             for name, seconds in self._counted(plan, phase, kind, amount):
                 sums[name, phase == BACKWARD] += seconds
-                update_launched_s += seconds * (name == LAUNCHED and phase == UPDATE)
+                if name == LAUNCHED and (phase == UPDATE or not plan.graphed):
+                    launched[phase] += seconds
+                elif name in COMPUTING:
+                    computed[phase] += seconds
         parts = {name: max(0.0, sums[name, False] + sums[name, True]) for name in COMPUTING}
-        computing_s = sum(parts.values())
         ahead = plan.graphed and OPTIMIZERS[plan.optimizer].device_decides
-        pause_s = 0.0 if ahead else self.rates.pause_s / micro_batches
-        launched_s = update_launched_s
-        if not plan.graphed:
-            launched_s = sums[LAUNCHED, False] + sums[LAUNCHED, True]
-        hidden_s = computing_s + pause_s if ahead or not plan.graphed else parts["update"]
+        if plan.graphed and not ahead:  # an update is launched when all before it has ended
+            computed = {UPDATE: computed[UPDATE]}
+        python_s = _behind_python(launched, computed)
         late = (self._late(sums, plan, num_layers, backward=x) for x in (False, True))
         of_gpus, of_host = map(sum, zip(*late, strict=True))
         return parts | {
-            "waiting_for_python": max(0.0, launched_s - hidden_s),
-            "waiting_for_other_gpus": sums[EXPOSED, False] + sums[EXPOSED, True] + of_gpus,
-            "waiting_for_the_host": of_host,
-            "waiting_between_steps": pause_s,
+            "waiting_for_python": python_s,
+            "waiting_for_other_gpus": sums[EXPOSED, False]
+            + sums[EXPOSED, True]
+            + max(0.0, of_gpus - max(0.0, python_s - of_host)),
+            "waiting_for_the_host": max(0.0, of_host - python_s),
+            "waiting_between_steps": 0.0 if ahead else self.rates.pause_s / micro_batches,
         }
+
+    def spread(self, work: Work, plan: StepPlan, **counts: Any) -> "Spread":
+        """Return what a micro-batch may take on other hosts; arguments as of `parts`."""
+
+        def taken_s(power: int, part: str | None = None) -> float:
+            clock = replace(self, rates=self.rates.varied(power, part))
+            return sum(clock.parts(work, plan, **counts).values())
+
+        share = self.rates.spread
+        wide_s = {part: taken_s(1, part) - taken_s(-1, part) for part in UNSURE}
+        wide_s[COMPUTATION] = taken_s(0) * (share - 1 / share)
+        return Spread(taken_s(-1) / share, taken_s(1) * share, max(wide_s, key=wide_s.__getitem__))
 
     def _counted(
         self, plan: StepPlan, phase: str, kind: str, amount: Amount
     ) -> Iterator[tuple[str, float]]:
         """Yield the seconds that a kind of work takes, by what they are."""
         name, *group = kind.removesuffix(BESIDE).partition("@")[0].split("/")
-        launch_s = self.rates.launch_s * (UPDATE_LAUNCH if phase == UPDATE else 1.0)
+        rates = self.rates
+        launch_s = rates.prepared_launch_s if name in PREPARED else rates.launch_s
+        launch_s *= UPDATE_LAUNCH if phase == UPDATE else 1.0
         if name in (kinds.GATHER, kinds.REDUCE):
             seconds = self._collective_s(amount, *map(int, group))
             beside = kind.endswith(BESIDE) and seconds != 0
             yield (TRAFFIC if beside else EXPOSED), seconds
             if beside:
-                yield "elementwise", self.rates.collective * amount.bytes / self.rates.memory
-                launch_s = self.rates.collective_launch_s
+                yield "elementwise", rates.collective * amount.bytes / rates.memory
+                launch_s = rates.collective_launch_s
         elif name in (kinds.FROM_HOST, kinds.TO_HOST):
             yield name, amount.bytes / self._host_bandwidth(plan)
         else:
@@ -139,6 +160,13 @@ class Clock:
         return max(0.0, traffic_s - computing_s - late_s), late_s
 
 
+def _behind_python(launched: Mapping[str, float], computed: Mapping[str, float]) -> float:
+    """Return by how much the GPU ends later than it would alone. Python launches phase after phase
+    and waits for nothing; the GPU cannot end a phase before it is launched."""
+    behind_s = (launched[phase] - computed.get(phase, 0.0) for phase in PHASES)
+    return max(accumulate(behind_s, initial=0.0))
+
+
 def _part(phase: str, name: str) -> str:
     """Return what a kind of work counts as, for people."""
     if name == kinds.DECODE:
@@ -168,6 +196,15 @@ def cpu_seconds(work: Work, rates: CpuRates, *, micro_batches: int = 1) -> float
     return total.flop / rates.flops + total.bytes / rates.memory + total.calls * rates.call_s
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Least and most seconds of a micro-batch, and what makes most of the difference, in words."""
+
+    least_s: float
+    most_s: float
+    due_to: str
+
+
 def estimate(
     parts: Parts | None,
     *,
@@ -177,6 +214,7 @@ def estimate(
     accumulation_steps: int,
     num_steps: int,
     price_per_gpu_hour: float | None,
+    spread: Spread | None = None,
 ) -> Estimate:
     """Return the predicted time of a run. parts: of a micro-batch of `tokens` tokens, None where
     the speed is not known; num_gpus: 0 on the CPU. `cost` is None without a price or a time."""
@@ -200,4 +238,10 @@ def estimate(
         cost=gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
         parts_s=parts,
         basis=basis,
+        **({} if spread is None else _told(spread, accumulation_steps)),
     )
+
+
+def _told(spread: Spread, accumulation_steps: int) -> dict[str, Any]:
+    ends_s = (spread.least_s * accumulation_steps, spread.most_s * accumulation_steps)
+    return {"step_range_s": ends_s, "range_due_to": spread.due_to}
