@@ -14,6 +14,7 @@ container: container_image()
 
 
 include: "workflow/rules/download_source.smk"
+include: "workflow/rules/extend_model.smk"
 include: "workflow/rules/describe_model.smk"
 include: "workflow/rules/tokenize_dataset.smk"
 include: "workflow/rules/preview.smk"

@@ -214,7 +214,10 @@ def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited():
             changed.add((name, key))
     sections = ("data", "quantize", "lora", "train", "preferences", "distill")
     trained = {place for place in SETTINGS if place[0] in sections}
-    model = {("model", k) for k in ("source", "revision", "compute_dtype", "attention_dropout")}
+    model = {
+        ("model", k)
+        for k in ("source", "revision", "add_tokens", "compute_dtype", "attention_dropout")
+    }
     assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN - OF_THE_START
 
 
@@ -267,7 +270,7 @@ def test_finished_results_of_earlier_versions_stay_valid(preset, name):
     keys = (tokens_key(run), base_key(run), fingerprint(run))
     # run again at once; younger than the results
     others = {"preflight_run", "score_tokens", "check_servable", "check_served", "certify_run"}
-    others |= {"export_step"}
+    others |= {"export_step", "extend_model"}
     compared = short_hash([recorded_json(s, run) for s in STAGES if s not in others])
     assert (*keys, compared) == RECORDED[preset, name]
 

@@ -148,6 +148,7 @@ def test_report_shows_the_settings_that_the_user_gave():
         ),
         ({"lora": {"use_dora": True}}, "lora.use_dora = True"),
         ({"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save = .*lm_head"),
+        ({"model": {"add_tokens": ["<a>"]}}, "model.add_tokens = .*<a>"),
         ({"quantize": {"recovery_steps": -1}}, "quantize.recovery_steps"),
         ({"quantize": {"recovery_text": None}}, "recovery_steps = 20: recovery_text names no text"),
         ({"quantize": {"recovery_text": []}}, r"recovery_text = \[\]: must have at least 1 entry"),

@@ -104,6 +104,7 @@ STABLE = {
         ({"lora_target_linear": True}, "lora.target_modules", "all-linear"),
         ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora.target_modules", ("q_proj",)),
         ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora.modules_to_save", ("lm_head",)),
+        ({"tokens": ["<a>", "<b>"]}, "model.add_tokens", ("<a>", "<b>")),
         (
             {"lora_target_modules": r"model\.(q|k)_proj"},
             "lora.target_modules",

@@ -73,6 +73,7 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
         ("data", "train", [["a"]], "entry 1 must be text"),
         ("data", "train", {"weight": 2}, "path must be given"),
         ("data", "train", {"path": "a", "columns": {"text": 1}}, "columns.text must be text"),
+        ("model", "add_tokens", ["<a>", 7], "entry 2 must be text"),
         (
             "data",
             "heldout",
@@ -114,6 +115,20 @@ def test_value_that_does_not_fit_its_section_names_section_and_bound(section, ke
     (line,) = message({section: {key: value}})
     assert line.startswith(f"{section}: ")
     assert bound in line
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bound"),
+    [
+        (["<a>", ""], "'' is empty, or has blanks around it"),
+        (["<a> "], "'<a> ' is empty, or has blanks around it"),
+        (["<a\u200b>"], "'<a\\u200b>' is empty, or has blanks around it or characters without"),
+        (["<a>", "<b>", "<a>"], "'<a>' is named twice. Remove one of them"),
+    ],
+)
+def test_token_that_cannot_be_added_is_named(tokens, bound):
+    (line,) = message({"model": {"add_tokens": tokens}})
+    assert line.startswith(f"model.add_tokens: {bound}")
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.heldout", "quantize.recovery_text"])

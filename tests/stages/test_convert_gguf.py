@@ -36,13 +36,17 @@ def test_what_it_needs_is_said_with_the_settings(export, message):
 
 
 @pytest.mark.parametrize(
-    ("lora", "named"),
-    [({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")],
+    ("section", "setting"),
+    [
+        ("lora", {"use_dora": True}),
+        ("lora", {"modules_to_save": ["lm_head"]}),
+        ("model", {"add_tokens": ["<a>"]}),
+    ],
 )
-def test_adapter_that_gguf_cannot_hold_is_refused(lora, named):
+def test_adapter_that_gguf_cannot_hold_is_refused(section, setting):
     export = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
-    with pytest.raises(UserError, match=rf"a GGUF adapter has no lora\.{named}\."):
-        load_config({"export": export, "lora": lora})
+    with pytest.raises(UserError, match=rf"a GGUF adapter has no {section}\.{min(setting)}\."):
+        load_config({"export": export, section: setting})
 
 
 @pytest.fixture

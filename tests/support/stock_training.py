@@ -17,6 +17,7 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
@@ -99,6 +100,13 @@ def trained(
     }
 
 
+def _trained_rows(model: Any) -> dict[str, list[int]] | None:
+    """Return the rows of added tokens, as a base's config.json names them, for PEFT."""
+    rows = getattr(model.config, TRAINED_ROWS, None)
+    tables = ["embed_tokens", *([] if model.config.tie_word_embeddings else ["lm_head"])]
+    return rows and {table: [*range(*rows)] for table in tables}
+
+
 def stock_peft(
     base: Path, lora: LoraSettings, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, torch.nn.Parameter]]:
@@ -109,6 +117,7 @@ def stock_peft(
         "target_modules": lora.target_modules,
         "use_rslora": lora.use_rslora,
         "modules_to_save": list(lora.modules_to_save) or None,
+        "trainable_token_indices": _trained_rows(model),
     }
     patterns = {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
     config = LoraConfig(

@@ -100,6 +100,8 @@ def _adapter(draft: Draft) -> None:
     if whole:
         draft.put("lora.modules_to_save", list(dict.fromkeys(whole)))
         draft.tell("taken", ["modules_to_save"], f"lora.modules_to_save = {whole!r}")
+    if tokens := draft.texts("add_tokens"):
+        draft.put("model.add_tokens", tokens, "add_tokens")
     if draft.get("lora_alpha") == "twice the rank":
         draft.put("lora.alpha", 2 * draft.number("lora_r"), "lora_alpha")
 

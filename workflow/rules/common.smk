@@ -203,9 +203,15 @@ wildcard_constraints:
 
 
 def model_files(run, patterns=MODEL_PATTERNS):
-    """The base model's files as inputs: the user's own ones, or the download's folder."""
+    """The base model's files as inputs: the user's own ones, or the folder that is made of them."""
     folder = layout.model_dir(run)
     return inputs_in(folder, layout.local_files(folder, patterns))
+
+
+def source_files(run):
+    """The same of the model that the settings name, without added tokens."""
+    folder = layout.source_dir(run)
+    return inputs_in(folder, layout.local_files(folder, MODEL_PATTERNS))
 
 
 def manifest(run):

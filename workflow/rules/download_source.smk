@@ -23,7 +23,7 @@ rule download_source:
         config=lambda w: json.dumps(BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True),
         # Not recorded, as what is derived from `output`: it does not change the files.
         checks=lambda w, output: checks(
-            layout.start_adapter if w.kind == "adapter" else layout.model_dir,
+            layout.start_adapter if w.kind == "adapter" else layout.source_dir,
             f"results/hub/{w.kind}/{w.download}",
         ),
     shell:

@@ -110,7 +110,6 @@ def test_experts_are_targets_by_the_names_of_their_stacks():
         ("lora_bias", True, "merge_and_unload"),
         ("peft_type", "ADALORA", "merge_and_unload"),
         ("task_type", "SEQ_CLS", "merge_and_unload"),
-        ("trainable_token_indices", [5], "merge_and_unload"),
         ("layer_replication", [[0, 3]], "merge_and_unload"),
         ("of_a_later_peft", {"on": True}, "merge_and_unload"),
         ("init_lora_weights", "pissa", "path_initial_model_for_weight_conversion"),

@@ -13,6 +13,8 @@ from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIE
 from workflow.lib.model.loss import chunked_loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, output_head
 from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.model.trained_modules import ROWS as TABLE_ROWS
+from workflow.lib.model.trained_modules import TrainedRows
 
 HIDDEN = 13
 ROWS = {
@@ -192,19 +194,28 @@ def test_rows_of_a_product_begin_at_whole_16_bytes(dtype, vocab, biased):
 
 
 @pytest.mark.parametrize("slopes", ["known before", "of the log-probabilities"])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [False, True, "some rows"])
 @pytest.mark.parametrize("rows", [0, 5, CHUNK_ROWS + 3])
 def test_rows_have_slopes_of_their_own(rows, trained, slopes):
     """The first are weights, the second follow from the log-probabilities; frozen and trained
-    heads; over several pieces of the vocabulary, none of them whole, and several chunks of rows."""
+    heads, and frozen ones with trained rows; over several pieces of the vocabulary, none of them
+    whole, and several chunks of rows."""
     torch.manual_seed(0)
-    module = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5).requires_grad_(trained)
+    module = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5).requires_grad_(trained is True)
+    some = None if trained != "some rows" else slice(3, 150)  # most targets are there
     hidden, targets = draw(rows)
     targets[1::5] = IGNORED
     weights = 2 * torch.rand(len(targets), generator=torch.Generator().manual_seed(0))
     ours = LinearCrossEntropy(OutputHead(module, 0.5, 3.0))
     exact, leaf = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5).double(), hidden.double()
     exact.load_state_dict(module.state_dict())
+    if some is not None:
+        setattr(
+            module, TABLE_ROWS, rows_of_head := TrainedRows(module, range(some.start, some.stop))
+        )
+        rows_of_head.values().data.copy_(module.weight[some] + 0.1)
+        rows_of_head.write_(module.weight)
+        exact.weight.data[some] += 0.1
     logits = 3.0 * torch.tanh(0.5 * exact(leaf.requires_grad_()) / 3.0)
     log_probs = -nn.functional.cross_entropy(logits, targets, reduction="none")
     if slopes == "known before":
@@ -217,9 +228,12 @@ def test_rows_have_slopes_of_their_own(rows, trained, slopes):
     expected.backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
     pairs = [(hidden, leaf)]
-    pairs += [(module.weight, exact.weight), (module.bias, exact.bias)] if trained else []
+    pairs += [(module.weight, exact.weight), (module.bias, exact.bias)] if trained is True else []
     for mine, theirs in pairs:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, check_dtype=False)
+    if some is not None:
+        expected = exact.weight.grad[some].float()
+        torch.testing.assert_close(rows_of_head.values().grad, expected, rtol=1e-4, atol=1e-5)
 
 
 def _curved(log_probs, weights):

@@ -95,7 +95,13 @@ def _defines_result(affects: Affects) -> bool:
 
 
 def model_key(run: RunConfig) -> str:
-    return short_hash([run.model.source, run.model.revision])
+    return short_hash(_model(run))
+
+
+def _model(run: RunConfig) -> list[Any]:
+    """Return what the original depends on, with its added tokens."""
+    added = [run.model.add_tokens] if run.model.add_tokens else []
+    return [run.model.source, run.model.revision, *added]
 
 
 def dataset_key(run: RunConfig) -> str:
@@ -105,7 +111,7 @@ def dataset_key(run: RunConfig) -> str:
 def tokens_key(run: RunConfig) -> str:
     """Short hash of all that the tokens depend on: data settings and the tokenizer's identity."""
     data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
-    return short_hash([data, run.model.source, run.model.revision, *_asked(run).values()])
+    return short_hash([data, *_model(run), *_asked(run).values()])
 
 
 def _asked(run: RunConfig) -> dict[str, Any]:
@@ -124,9 +130,9 @@ def base_key(run: RunConfig) -> str:
     settings = run.quantize.of_base
     if run.quantize.method == "absmax":  # as before there was a choice, so that bases stay
         settings = {key: settings[key] for key in ("block_size", "double_quant")}
-        return short_hash([run.model.source, run.model.revision, settings])
+        return short_hash([*_model(run), settings])
     tokens = tokens_key(first_run(run))
-    return short_hash([run.model.source, run.model.revision, settings, tokens])
+    return short_hash([*_model(run), settings, tokens])
 
 
 def first_run(run: RunConfig) -> RunConfig:
@@ -178,11 +184,19 @@ def calibration_text(run: RunConfig) -> str | None:
     return None if run.quantize.method == "absmax" else run.quantize.calibration_text
 
 
-def model_dir(run: RunConfig) -> str:
-    """Folder of the original base model: the user's own, or the downloaded one."""
+def source_dir(run: RunConfig) -> str:
+    """Folder of the model that is named: the user's own, or the downloaded one."""
     if is_hub_id(run.model.source):
-        return str(RESULTS / "hub" / "model" / f"{run.model.name}-{model_key(run)}")
+        key = short_hash([run.model.source, run.model.revision])
+        return str(RESULTS / "hub" / "model" / f"{run.model.name}-{key}")
     return run.model.source
+
+
+def model_dir(run: RunConfig) -> str:
+    """Folder of the original base model: the one that is named, or with added tokens its copy."""
+    if run.model.add_tokens:
+        return str(RESULTS / "extended" / f"{run.model.name}-{model_key(run)}")
+    return source_dir(run)
 
 
 def start_adapter(run: RunConfig) -> str | None:
@@ -247,7 +261,7 @@ def download_dirs(run: RunConfig) -> dict[str, str]:
     start = run.train.start_from
     of_hub = start is not None and run.start is None and is_hub_id(start)
     folders = {
-        "model": model_dir(run) if is_hub_id(run.model.source) else None,
+        "model": source_dir(run) if is_hub_id(run.model.source) else None,
         "dataset": dataset_dir(run),
         "adapter": start_adapter(run) if of_hub else None,
     }

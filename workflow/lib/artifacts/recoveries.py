@@ -49,12 +49,12 @@ def _faults(run: RunConfig, others: Collection[str]) -> Iterator[tuple[str, str]
             "base without recovery",
             "Set one of the two to nothing (0, null), or let the run start from another run",
         )
-    for key in ("use_dora", "modules_to_save"):
-        if value := getattr(run.lora, key):
+    for key, value in run.beside_lora.items():
+        if value:
             yield (
                 "the original in 16 bits takes the trained adapter without its recovery, and with "
-                f"lora.{key} = {value} that difference is no adapter",
-                f"Set it to 0, or lora.{key} to its default",
+                f"{key} = {value} that difference is no adapter",
+                f"Set it to 0, or {key} to its default",
             )
     if config.is_file() and (quantization_of(read_bounded(config), config) or {}).get(IN_4_BITS):
         yield (

@@ -62,13 +62,14 @@ def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:
 
 
 def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel]) -> set[str]:
-    """Return the folders of `layout` that settings name as they name a user's own: downloads, bases
-    and adapters of runs."""
+    """Return the folders of `layout` that settings name as they name a user's own: downloads,
+    models with added tokens, bases and adapters of runs."""
     downloads = {folder for run in runs.values() for folder in layout.download_dirs(run).values()}
     adapters = {f"{layout.stage_dir(name, 'consolidate')}/adapter" for name in runs}
     bases = {layout.base_dir(run) for run in runs.values()}
+    extended = {layout.model_dir(run) for run in runs.values() if run.model.add_tokens}
     of_hub = {model.model for model in scored.values() if model.model and model.download}
-    return downloads | adapters | bases | of_hub
+    return downloads | extended | adapters | bases | of_hub
 
 
 def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:

@@ -23,7 +23,7 @@ from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.system.errors import UserError, setting_error
 
 SETTING = "train.start_from"
-OF_BASE = {"model": ("source", "revision"), "quantize": None}
+OF_BASE = {"model": ("source", "revision", "add_tokens"), "quantize": None}
 
 
 def with_starts(

@@ -44,6 +44,8 @@ class ModelSettings(Record, extra="allow"):
 
     name: str  # label of the base
     source: str  # folder or hub id of the base
+    add_tokens: tuple[str, ...] = ()
+    """Tokens whose rows were added and trained. Written only where there are some."""
 
 
 class AdapterSettings(Record, extra="allow"):

@@ -28,6 +28,7 @@ from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
 from workflow.lib.model.loss.outcomes import Outcomes, over_slices
 from workflow.lib.model.nf4_model import local, local_range
+from workflow.lib.model.trained_modules import ROWS
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.objective import Teacher
 from workflow.lib.system.device_types import GPUS
@@ -52,6 +53,8 @@ def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn
     elif len(embedding.weight):
         embedding.weight = _sliced(embedding.weight, mesh, axis)
     shared = SlicedHead(weight, bias, group)
+    if hasattr(head, ROWS):
+        setattr(shared, ROWS, getattr(head, ROWS))
     model.set_output_embeddings(shared)
     training.head_loss = SlicedCrossEntropy(replace(training.head_loss.head, module=shared), group)
     training.rows_of = ExchangedRows(embedding, group, model.config.dtype)

@@ -20,6 +20,7 @@ from workflow.lib.model.nf4_model import (
     stored_buffers,
 )
 from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.trained_modules import write_rows_
 from workflow.lib.model.training_module import CausalLMForTraining
 
 
@@ -41,7 +42,7 @@ def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
 def _vocabulary_parameters(training: CausalLMForTraining) -> list[nn.Parameter]:
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [p for table in tables for p in table.parameters()]
+    return [p for table in tables for p in table.parameters(recurse=False)]
 
 
 @torch.no_grad()
@@ -57,6 +58,7 @@ def mismatched_tensors(
     each, and slices of the vocabulary by themselves; return differing tensors. `moved` after each.
     Collective, after a forward. One process: the whole model."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    write_rows_(model, base=True)
     if not units:
         return _differences(model, reader)
     wrong = _different_slices(training, reader)

@@ -29,6 +29,7 @@ from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.layers.expert_stacks import ExpertStack
 from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
 from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
     copy_companions,
@@ -154,10 +155,12 @@ def save_tokenizer(source: Path, folder: Path, *, facts: ConversationFacts) -> N
     """Write the tokenizer in `source` with the trained template: Transformers' three files."""
     tokenizer = load_tokenizer(source)
     tokenizer.chat_template = trained_templates(tokenizer, facts.chat_template) or NO_TEMPLATE
-    for key in (
-        "is_local",
-        "local_files_only",
-    ):  # how it was loaded here, and nothing of the tokenizer
+    write_tokenizer(tokenizer, folder)
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer without how it was loaded here."""
+    for key in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(folder)
 
@@ -232,7 +235,7 @@ def merged_tensors(
     left: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a
-    module's own where it was trained whole.
+    module's own where it was trained whole, or some of its rows were.
 
     The names are those of the original's files; `module_name` returns the model's name for one
     (`converted_reader.ModuleNames`). Stacks of experts are left out (`merged_stacks`). left: stored
@@ -242,6 +245,7 @@ def merged_tensors(
     in a 16-bit checkpoint. Raises `UserError` if an adapter belongs to no tensor of the model."""
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
+    indices: dict[str, list[int]] = adapter_config.get("trainable_token_indices") or {}
     untouched = frozenset(left)
     narrow = _stored_in_16_bits(original, nf4, module_name)
     for stored in original.names():
@@ -259,6 +263,12 @@ def merged_tensors(
             continue
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"
+        if path in indices:
+            rows = adapter[f"{key}.{ROWS_TENSOR}"].to(torch.bfloat16)
+            whole.discard(f"{key}.{ROWS_TENSOR}")
+            table = original.tensor(stored).to(rows.dtype)
+            yield stored, table.index_copy(0, torch.tensor(indices[path]), rows)
+            continue
         quantized = f"{path}.{STATE_SUFFIX}" in nf4
         if narrow and not quantized and original.dtype(stored) == "F32":
             yield stored, original.tensor(stored)  # a router's bias needs its digits
@@ -316,5 +326,7 @@ def write_merged(
         writer.add({name: tensor.contiguous()})
     writer.close()
     copy_companions(source, folder)
-    write_json(folder / "config.json", read_model_config(source) | {"dtype": "bfloat16"})
+    config = read_model_config(source) | {"dtype": "bfloat16"}
+    config.pop(TRAINED_ROWS, None)  # its own training has others
+    write_json(folder / "config.json", config)
     return writer.total_bytes

@@ -34,6 +34,7 @@ from workflow.lib.model.nf4_model import (
 )
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader, check_whole
+from workflow.lib.model.trained_modules import train_rows_, write_rows_
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
@@ -66,11 +67,14 @@ def load_sharded_adapter(
     names = stored_names(written)
     config = LoraConfig.from_pretrained(str(adapter))
     config.target_modules, config.target_parameters = trained_targets(written), None
+    config.trainable_token_indices = None  # PEFT's own layer reads a whole table
     config.inference_mode = False  # no gradient is ever asked for, but it tells adapter from base
     config.base_model_name_or_path = str(folder)
     _refuse_plain_experts(model, config, folder)
     tuned = adapted(model, config)
+    train_rows_(model)
     shard_for_inference_(model, world.mesh)
+    model.register_forward_pre_hook(lambda model, _: write_rows_(model), prepend=True)
     materialize_(tuned, transformers_model=model, device=world.device)
     load_weights_(model, folder, reader=_reader(folder))
     _load_adapter_(tuned, adapter, names=names)

@@ -3,7 +3,7 @@
 What is measured and compared after training goes through here and never through the training code,
 so an export that only our own code could read would show. Two things are added to the stock calls.
 They refuse what Transformers and PEFT only warn about (tensors missing, left over, or of another
-shape). And they mend four traps:
+shape). And they mend five traps:
 
 * Transformers 5.23 leaves every tensor of a pre-quantized bitsandbytes checkpoint in the type of
   the
@@ -16,6 +16,8 @@ shape). And they mend four traps:
   (`nf4_linear.decoded`). Such weights are decoded here once, and multiplied by a plain linear.
 * Dynamic NTK scaling of Transformers 5.23 rotates a row by the frequencies of a longer one that
   came before (`by_length`).
+* PEFT 0.21's wrappers of tied tables with trained rows cannot be tied again, which lm-eval 0.4 does
+  with any model.
 
 Nothing here runs remote code or needs a network."""
 
@@ -192,6 +194,10 @@ def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
     with safe_open(adapter_dir / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = set(file.keys())
     refuse_unmatched(adapter_dir, missing=places - stored, unexpected=stored - places)
+    config: Any = tuned.peft_config["default"]
+    if config.trainable_token_indices:
+        inner: Any = tuned.get_base_model()
+        inner.tie_weights = lambda *_, **__: None  # fifth trap; they are tied
     return tuned
 
 

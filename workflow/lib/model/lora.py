@@ -27,14 +27,13 @@ from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.nf4_model import (
     checkpoint_name,
-    is_adapter,
     local,
     local_range,
     read_row_norms,
     without_cast,
 )
 from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.model.trained_modules import unfreeze_
+from workflow.lib.model.trained_modules import ROWS, TrainedRows, train_rows_, unfreeze_
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import short_hash
@@ -88,9 +87,9 @@ def excluded_pattern(model: PreTrainedModel) -> str | None:
 
 
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """Wrap a meta-device NF4 model with LoRA; only adapters and `lora.modules_to_save` require
-    gradients, in fp32. Raises `UserError` if a name or pattern of the settings matches no linear
-    layer, or no module that can be trained whole."""
+    """Wrap a meta-device NF4 model with LoRA; only adapters, `lora.modules_to_save` and the rows of
+    added tokens require gradients, in fp32. Raises `UserError` if a name or pattern of the settings
+    matches no linear layer, or no module that can be trained whole."""
     linears = dict(nf4_linears(model))
     stacks = [path for path, linear in linears.items() if isinstance(linear, NF4Stack)]
     ranks = adapter_ranks(settings, linears=linears, stacks=stacks)
@@ -101,6 +100,7 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
     unfreeze_(model, settings)
     # Only now: PEFT itself would keep a frozen copy beside each.
     config.modules_to_save = sorted({*settings.modules_to_save}) or None
+    config.trainable_token_indices = train_rows_(model)
     for param in trainable_parameters(peft_model).values():
         assert param.dtype == torch.float32, (
             "PEFT gives adapters the fp32 type of the packed weights' view"
@@ -169,6 +169,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def module_kind(name: str) -> str:
     """Return the kind of module that holds a trained tensor: `self_attn` for the adapter of
     `self_attn.q_proj`, `lm_head` for that of the head or a head that is trained whole."""
+    name = name.replace(f".{ROWS}.", ".")
     path, adapter, _ = name.partition(".lora_")
     *_, parent, own = path.split(".") if adapter else name.rpartition(".")[0].split(".")
     return own if not adapter or parent == "model" else parent
@@ -179,6 +180,7 @@ def peft_name(name: str) -> str:
     start = name.index(PREFIX)
     short = without_cast(name[start:])
     short = short.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
+    short = short.removesuffix(f".{ADAPTER}")  # of trained rows, which are no module
     # PEFT keeps the name that DoRA's magnitudes had when they were no module of their own.
     return short.removesuffix(".weight") if ".lora_magnitude_vector." in short else short
 
@@ -188,10 +190,11 @@ def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
     """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number
     of processes. Every A has its own generator, seeded by (seed, name); each process keeps its
     slice of the full draw. DoRA's magnitudes are the row norms of the NF4 weights in the folder
-    `base`. Modules that are trained whole keep the base's values."""
+    `base`. Modules that are trained whole keep the base's values, and trained rows take them."""
     _init_magnitudes_(model, base)
+    _init_rows_(model, base)
     for name, param in trainable_parameters(model).items():
-        if name.endswith(".lora_magnitude_vector") or not is_adapter(name):
+        if ".lora_" not in name or name.endswith(".lora_magnitude_vector"):
             continue
         if ".lora_B." in name:
             local(param).zero_()
@@ -220,6 +223,15 @@ def _init_magnitudes_(model: nn.Module, base: Path) -> None:
             norms = read_row_norms(linear, stored, reader, start=start, stop=stop)
             _check_lengths(norms, stored, first_row=start)
             local(magnitude).copy_(norms)
+
+
+def _init_rows_(model: nn.Module, base: Path) -> None:
+    """Fill this process's slice of the trained rows of embedding and head, if there are any."""
+    with CheckpointReader(base) as reader:
+        for path, rows in model.named_modules():
+            if isinstance(rows, TrainedRows):
+                table = path[path.index(PREFIX) + len(PREFIX) :].removesuffix(f".{ROWS}")
+                rows.load_(reader, f"{table}.weight")
 
 
 def _check_lengths(norms: torch.Tensor, path: str, *, first_row: int) -> None:

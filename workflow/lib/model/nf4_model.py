@@ -338,7 +338,7 @@ def plain_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to PEFT's adapter and not to the base."""
-    return ".lora_" in name or ".modules_to_save." in name
+    return any(part in name for part in (".lora_", ".modules_to_save.", ".token_adapter."))
 
 
 def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,13 +1,17 @@
-"""Output head, input embedding and routers, trained whole (PEFT's `modules_to_save`).
+"""Output head, input embedding and routers, trained whole (PEFT's `modules_to_save`), and some rows
+of head and embedding (PEFT's `trainable_token_indices`).
 
-Their weights are fp32 masters under the family's names; they compute in the type of their input,
-with gradients in fp32. Head and embedding are sliced by rows over processes (`vocabulary`), and
-`sum_copies_` adds up the gradients of copies; routers are sharded with their layers."""
+Weights trained whole are fp32 masters under the family's names; they compute in the type of their
+input, with gradients in fp32. Head and embedding are sliced by rows over processes (`vocabulary`),
+and `sum_copies_` adds up the gradients of copies; routers are sharded with their layers. Trained
+rows are a parameter beside the frozen table, with the rest of the model in FSDP's root; every
+forward begins with writing them to the table (`TrainedRows`)."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
@@ -16,8 +20,13 @@ from transformers import PreTrainedModel
 from workflow.lib.model.architecture.adapter_targets import WholeModules, modules_to_save
 from workflow.lib.model.architecture.routers import CORRECTION, router_paths
 from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.nf4_model import without_cast
+from workflow.lib.model.nf4_model import local, local_range, without_cast
+from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings
+
+TRAINED_ROWS = "trained_rows"  # in a base's config.json: first and last + 1 of the rows
+ROWS = "token_adapter"  # PEFT's names: of a module in the table's, and of its parameter
+ROWS_TENSOR = f"{ROWS}.trainable_tokens_delta"
 
 
 class MasterLinear(nn.Linear):
@@ -54,6 +63,82 @@ class _Cast(nn.Module):
     def forward(self, master: torch.Tensor) -> torch.Tensor:
         """Return the master in that type."""
         return master.to(self._dtype)
+
+
+class TrainedRows(nn.Module, BaseTunerLayer):
+    """Rows of a frozen table as fp32 masters (n, hidden), by PEFT's names; PEFT turns them off."""
+
+    adapter_layer_names = ("trainable_tokens_delta",)  # not a difference, but the rows
+
+    def __init__(self, table: nn.Module, rows: range) -> None:
+        super().__init__()
+        weight = table.get_parameter("weight")
+        assert len(weight) >= rows.stop, "the table has these rows"
+        masters = _master(weight.new_empty(len(rows), weight.shape[1]))
+        self.trainable_tokens_delta = nn.ParameterDict({"default": masters})
+        self._rows = rows
+        self._frozen: torch.Tensor | None = None  # the base's, of this process
+
+    def values(self) -> torch.Tensor:
+        """Return the masters whole. Collective where they are not gathered."""
+        masters = self.trainable_tokens_delta["default"]
+        return masters.full_tensor() if isinstance(masters, DTensor) else masters
+
+    def within(self, weight: torch.Tensor) -> tuple[slice, slice]:
+        """Return which rows of this process's slice of a table are trained, and which of the
+        masters they are."""
+        start, stop = local_range(weight)
+        first = max(start, self._rows.start)
+        last = max(first, min(stop, self._rows.stop))
+        return tuple(slice(first - n, last - n) for n in (start, self._rows.start))  # type: ignore
+
+    def load_(self, base: CheckpointReader, name: str) -> None:
+        """Take this process's slice of the masters from the table of the base."""
+        masters = self.trainable_tokens_delta["default"]
+        start, stop = (self._rows.start + row for row in local_range(masters))
+        local(masters).copy_(base.rows(name, start, stop))
+
+    @torch.no_grad()
+    def write_(self, weight: torch.Tensor, *, base: bool = False) -> None:
+        """Give a table its rows: the masters in its type, or, turned off or for `base`, its own."""
+        own, part = self.within(weight)
+        rows = local(weight).data[own]  # .data, since no gradient needs what it was before
+        if self._frozen is None:
+            self._frozen = rows.clone()
+        rows.copy_(self._frozen if base or self.disable_adapters else self.values()[part])
+
+    def over(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return embedding rows (n, hidden) of ids (n,) with the masters in the place of theirs."""
+        masters = self.values()
+        places = ids - self._rows.start
+        inside = (places >= 0) & (places < len(masters))
+        padded = torch.cat([masters, masters.new_zeros(1, masters.shape[1])])
+        places = places.where(inside, len(masters))  # which gets no gradient
+        looked_up = nn.functional.embedding(places, padded, padding_idx=len(masters))
+        return torch.where(inside[:, None], looked_up.to(rows.dtype), rows)
+
+
+def write_rows_(model: PreTrainedModel, *, base: bool = False) -> None:
+    """Give embedding and head their rows, as `TrainedRows.write_`; every forward begins so."""
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if hasattr(table, ROWS):
+            getattr(table, ROWS).write_(table.weight, base=base)
+
+
+def train_rows_(model: PreTrainedModel) -> dict[str, list[int]] | None:
+    """Make those rows of a frozen meta model trainable that its config.json names, in tables that
+    are not trained whole; return PEFT's `trainable_token_indices`, None without any."""
+    rows = range(*getattr(model.config, TRAINED_ROWS, (0,)))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = {module: path for path, module in model.named_modules()}
+    indices = {}
+    for table in (embedding, head) if rows else ():
+        if table is head and head.weight is embedding.weight:
+            setattr(head, ROWS, getattr(embedding, ROWS))
+        elif not table.weight.requires_grad:
+            setattr(table, ROWS, TrainedRows(table, rows))
+            indices[paths[table]] = [*rows]
+    return indices or None
 
 
 def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -108,7 +193,10 @@ def _master(tensor: Any) -> nn.Parameter:
 
 
 def trained_parts(module: nn.Module) -> list[torch.Tensor]:
-    """Return the trained slices of a head's weight and bias, with gradients to the masters."""
+    """Return the trained slices of a head's weight and bias, with gradients to the masters; of one
+    with trained rows these alone, whole."""
+    if hasattr(module, ROWS):
+        return [getattr(module, ROWS).values()]
     params = dict(module.named_parameters(recurse=False))
     weights = [params[name] for name in ("weight", "bias") if name in params]
     return [p.to_local() if isinstance(p, DTensor) else p for p in weights if p.requires_grad]
@@ -120,7 +208,7 @@ def sum_copies_(training: Any) -> None:
     Collective. training: the module that is trained (`training_module.CausalLMForTraining`)."""
     model: PreTrainedModel = training.peft_model.get_base_model()
     tables = model.get_input_embeddings(), model.get_output_embeddings()
-    for param in (p for table in tables for p in table.parameters() if p.requires_grad):
+    for param in (p for x in tables for p in x.parameters(recurse=False) if p.requires_grad):
         grad = param.grad
         if isinstance(grad, DTensor) and grad.device_mesh.ndim > 1:
             dist.all_reduce(grad.to_local(), group=grad.device_mesh.get_group("replica"))

@@ -27,7 +27,13 @@ from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.prepared_decoder import PreparedDecoder
-from workflow.lib.model.trained_modules import MasterRows, routers_of
+from workflow.lib.model.trained_modules import (
+    ROWS,
+    MasterRows,
+    TrainedRows,
+    routers_of,
+    write_rows_,
+)
 from workflow.lib.model.tried_classes.magnitudes import note_changes_in_place_
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import Objective
@@ -87,7 +93,7 @@ class CausalLMForTraining(nn.Module):
         self.router_balance: RouterBalance | None = None
         """The load-balancing loss of a mixture's routers; None: there is none."""
         embedding = causal_lm.get_input_embeddings()
-        if embedding.weight.requires_grad:
+        if embedding.weight.requires_grad or hasattr(embedding, ROWS):
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
         self._prepared = PreparedDecoder(causal_lm, self.adapters)
 
@@ -217,7 +223,9 @@ class CausalLMForTraining(nn.Module):
     def _embedding(self, rows: torch.Tensor | None) -> Iterator[None]:
         """Within the block the embedding takes its rows from where they are, if that is outside of
         the model; rows: those of the tokens, if they are known."""
-        embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
+        causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
+        embedding = causal_lm.get_input_embeddings()
+        write_rows_(causal_lm)
         if self.rows_of is not None and not isinstance(embedding, LookedUp):
             look_up_elsewhere_(embedding, self._look_up)
         self._known_rows = rows
@@ -228,4 +236,7 @@ class CausalLMForTraining(nn.Module):
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.rows_of is not None
-        return self.rows_of(ids) if self._known_rows is None else self._known_rows
+        rows = self.rows_of(ids) if self._known_rows is None else self._known_rows
+        embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
+        trained: TrainedRows | None = getattr(embedding, ROWS, None)
+        return rows if trained is None else trained.over(rows, ids)

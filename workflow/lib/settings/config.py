@@ -176,6 +176,12 @@ class RunConfig(Sections):
                 "Set evaluate.served to auto and evaluate.heldout to true"
             )
         form = "merged" if self.served == "merged" else "adapter"
+        if self.export.serve == "vllm" and form == "adapter" and self.model.add_tokens:
+            raise ValueError(
+                f"export.serve = vllm: its LoRA has no rows for model.add_tokens = "
+                f"{', '.join(self.model.add_tokens)}. Set export.merged to true and "
+                "evaluate.served to merged"
+            )
         if self.export.serve == "llama_cpp" and not (
             self.export.gguf and form in self.export.gguf_of
         ):
@@ -243,11 +249,18 @@ class RunConfig(Sections):
             )
         return self
 
+    @property
+    def beside_lora(self) -> dict[str, Any]:
+        """The settings by which the adapter has more than LoRA's pairs of matrices."""
+        return {
+            "lora.use_dora": self.lora.use_dora,
+            "lora.modules_to_save": self.lora.modules_to_save,
+            "model.add_tokens": self.model.add_tokens,
+        }
+
     @model_validator(mode="after")
     def _adapter_is_one_for_gguf(self) -> "RunConfig":
-        unknown = [
-            f"lora.{key}" for key in ("use_dora", "modules_to_save") if getattr(self.lora, key)
-        ]
+        unknown = [key for key, value in self.beside_lora.items() if value]
         if self.export.gguf and "adapter" in self.export.gguf_of and unknown:
             raise ValueError(
                 f"export.gguf_of = {', '.join(self.export.gguf_of)}: a GGUF adapter has no "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 Stage = Literal[
+    "extend_model",
     "tokenize_dataset",
     "quantize_base",
     "score_tokens",

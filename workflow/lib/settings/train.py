@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from workflow.lib.settings.data import DataSources
 from workflow.lib.settings.effects import Affects
@@ -48,6 +48,11 @@ class ModelConfig(Section):
     `owner/name`."""
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit; null = `main`. Resolved to a commit once, and recorded."""
+    add_tokens: Annotated[
+        tuple[str, ...], Affects(read_by=("extend_model", "finetune", "write_card"), later=True)
+    ] = ()
+    """Tokens that the tokenizer lacks, such as `<think>`: their rows of embedding and head are
+    added, and trained beside LoRA (PEFT's `trainable_token_indices`)."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flex", "flash_attention_2", "flash_attention_3"
     ] = "auto"
@@ -61,6 +66,19 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of activations and matmuls. `auto`: bfloat16 on GPUs that have it, float16 on older
     ones (not yet measured), float32 on CPUs."""
+
+    @field_validator("add_tokens")
+    @classmethod
+    def _tokens_can_be_added(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
+        for number, token in enumerate(tokens):
+            if not token.isprintable() or token != token.strip() or not token:
+                raise ValueError(
+                    f"{token!r} is empty, or has blanks around it or characters without a glyph: "
+                    "a tokenizer would not find it in texts. Write it without them, or remove it"
+                )
+            if token in tokens[:number]:
+                raise ValueError(f"{token!r} is named twice. Remove one of them")
+        return tokens
 
 
 class QuantizeConfig(Section):

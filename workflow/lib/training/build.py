@@ -173,7 +173,8 @@ def adapt_(
     fused = fuse_layers_(model) if plan.fused_layers else Counter()
     training = CausalLMForTraining(adapted, fused_head=plan.fused_loss)
     if plan.offload_embedding:
-        assert training.rows_of is None, "preflight leaves a trained embedding on the device"
+        table = model.get_input_embeddings().weight
+        assert not table.requires_grad, "preflight leaves a trained embedding on the device"
         empty_table_(model)
     if choice.recomputed:
         checkpoint_activations_(model, choice.recomputed)

@@ -17,7 +17,7 @@ from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
-from workflow.lib.model.lora import peft_name, trainable_parameters
+from workflow.lib.model.lora import adapter_config, peft_name, trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
@@ -59,6 +59,12 @@ def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: P
                 raise error(f"{stored[name]} is not finite", "Name another adapter")
             local(param).copy_(rows)
     told = read_adapter_config(folder)
+    key = "trainable_token_indices"
+    if told.get(key) != (ours := adapter_config(training.peft_model)[key]):
+        raise error(
+            f"its {key} are {told.get(key)}, those of model.add_tokens {ours}",
+            "Set model.add_tokens to what it was trained with",
+        )
     logger.info(
         "starts from the adapter in %s (%d tensors), which gives rank, alpha and targets; trained "
         "before on %s with dropout %s, now on %s with %s",

@@ -34,8 +34,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-# What says how the adapter was made, where its base lies, or what has no meaning for linears of
-# Transformers (`fan_in_fan_out`, which PEFT resets on them).
+# What says how the adapter was made, where its base lies, what has no meaning for linears of
+# Transformers (`fan_in_fan_out`, which PEFT resets on them), or is compared with the model when it
+# is loaded (`trainable_token_indices`, in `start_adapter`).
 FREE = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -53,6 +54,7 @@ FREE = {
     "qalora_group_size",
     "revision",
     "runtime_config",
+    "trainable_token_indices",
 }
 USED = {
     "r": "r",

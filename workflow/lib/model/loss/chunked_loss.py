@@ -2,7 +2,7 @@
 batch never exist.
 
 The gradient with respect to the hidden states is computed chunk by chunk in the forward, and that
-of a head which is trained (`lora.modules_to_save`) is summed there, so backward needs no logits.
+of a head which is trained (`trained_modules`) is summed there, so backward needs no logits.
 Only where a trained head's gradient has slopes that are not known before (`log_probs`), backward
 computes the chunks once more. The idea is that of fused linear cross-entropy (Liger, arXiv
 2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
@@ -25,7 +25,7 @@ from workflow.lib.kernels.loss.head_matmul import (
 )
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.model.loss.outcomes import Outcomes
-from workflow.lib.model.trained_modules import trained_parts
+from workflow.lib.model.trained_modules import ROWS, trained_parts
 from workflow.lib.objectives.objective import Teacher
 
 
@@ -136,7 +136,7 @@ class LinearCrossEntropy(nn.Module):
         """Return what all chunks give, each row times its weight. masters: of a trained head, whose
         gradients are wanted too; None: no gradients are wanted. teacher: of `distilled_loss`."""
         wants_grad = masters is not None
-        trained = TrainedHead(masters, hidden.dtype) if masters else None
+        trained = self._trained(masters, hidden.dtype) if masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
         shape = (len(targets),) if teacher is None else (len(targets), 2)
         losses = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
@@ -153,6 +153,14 @@ class LinearCrossEntropy(nn.Module):
             if grad is not None and trained is None:
                 grad.mul_(weights[:, None])
         return Computed(losses, grad, trained.gradients if trained else [])
+
+    def _trained(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> "TrainedHead":
+        module: Any = self.head.module
+        if hasattr(module, ROWS):
+            places = getattr(module, ROWS).within(module.weight)
+            return TrainedHead(*self.weight_and_bias(), masters, places)
+        weight, *bias = (master.detach().to(dtype) for master in masters)
+        return TrainedHead(weight, bias[0] if bias else None, masters)
 
     def chunk_rows(self) -> int:
         return chunk_rows(1, vocab_size=self.head.vocab_size)
@@ -323,12 +331,18 @@ class _RowLosses(torch.autograd.Function):
 
 
 class TrainedHead:
-    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute dtype, and their
-    gradients in fp32, summed over chunks of rows."""
+    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute dtype, and the
+    gradients of its masters in fp32, summed over chunks of rows. places: which rows of the weight
+    the first master has, and which of the master's these are; without, it has all."""
 
-    def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        weight, *bias = (master.detach().to(dtype) for master in masters)
-        self.weight, self._bias = weight, bias[0] if bias else None
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        masters: Sequence[torch.Tensor],
+        places: tuple[slice, slice] = (slice(None), slice(None)),
+    ) -> None:
+        self.weight, self._bias, self._places = weight, bias, places
         self.gradients = [torch.zeros_like(master) for master in masters]
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -344,11 +358,12 @@ class TrainedHead:
         if weights is not None:
             slope = slope.mul_(weights[:, None])
         slope = with_aligned_rows(slope)
+        columns, rows = self._places
         # By pieces of the vocabulary: one matmul for the whole weight would be as large as the
         # head, for every chunk, before it is added in fp32.
-        for start in range(0, len(weight), GRADIENT_ROWS):
+        for start in range(0, len(weight[rows]), GRADIENT_ROWS):
             part = slice(start, start + GRADIENT_ROWS)
-            weight[part] += slope[:, part].T @ hidden
+            weight[rows][part] += slope[:, columns][:, part].T @ hidden
         for gradient in bias:
             gradient += slope.sum(dim=0, dtype=torch.float32)
         return states_gradient(slope, self.weight)

@@ -1,0 +1,149 @@
+"""The stage as a program: a copy of the model with more tokens, or one message."""
+
+import json
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.forked_stage import forked_stage
+from tests.support.models import tiny_llama
+from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
+from tests.system.test_checksums import recorded_as_download
+from workflow.lib.data.encoding.safe_encoder import SafeEncoder
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.model.trained_modules import TRAINED_ROWS
+from workflow.lib.system.checksums import check_files, downloaded_files
+from workflow.lib.system.files import read_checked_json, read_json
+
+TOKENS = ["<think>", "<|sum|>", "zwölf Türme"]
+ADDED = range(VOCAB_SIZE, VOCAB_SIZE + len(TOKENS))
+
+
+def extend(source, output, tokens):
+    config = json.dumps({"model": {"add_tokens": tokens}})
+    options = ["--config", config, "--model", str(source), "--output", str(output)]
+    return forked_stage("extend_model", *options)
+
+
+def extended(folder, tokens=TOKENS, **model):
+    """Return a tiny model's folder with more tokens, made of the folder `original` beside it."""
+    tiny_llama(folder / "original", dtype=torch.bfloat16, **model)
+    tiny_tokenizer(folder / "original")
+    done = extend(folder / "original", folder / "extended", tokens)
+    assert done.returncode == 0, done.stderr
+    return folder / "extended"
+
+
+def refused(folder, tokens, *parts):
+    done = extend(folder, folder.parent / "extended", tokens)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr.splitlines()[-1]
+    assert not (folder.parent / "extended").exists()
+
+
+@pytest.fixture(scope="module", params=[VOCAB_SIZE, VOCAB_SIZE + 2, 400])
+def vocabulary(request, tmp_path_factory):
+    """A model whose embedding has no row to spare, too few, or enough; and its rows."""
+    folder = tmp_path_factory.mktemp("extended")
+    return extended(folder, vocab_size=request.param), request.param
+
+
+def test_new_rows_are_the_mean_of_the_tokenizers_and_others_stay(vocabulary):
+    folder, old = vocabulary
+    before = load_file(folder.parent / "original" / "model.safetensors")
+    after = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+    assert after.keys() == before.keys()
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    for name in after.keys() - tables:
+        assert torch.equal(after[name], before[name])
+    for name in tables:
+        assert len(after[name]) == max(old, ADDED.stop)
+        kept = [n for n in range(old) if n not in ADDED]
+        assert torch.equal(after[name][kept], before[name][kept])
+        mean = before[name][:VOCAB_SIZE].double().mean(dim=0).bfloat16()
+        assert all(torch.equal(after[name][n], mean) for n in ADDED)
+    config = read_json(folder / "config.json")
+    assert config["vocab_size"] == max(old, ADDED.stop)
+    assert config[TRAINED_ROWS] == [ADDED.start, ADDED.stop]
+
+
+def test_tied_model_keeps_one_table(tmp_path):
+    folder = extended(tmp_path, tied=True, vocab_size=VOCAB_SIZE)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.shape[0] == ADDED.stop
+
+
+def test_tokens_are_one_id_each_in_texts_and_templates(vocabulary):
+    tokenizer = AutoTokenizer.from_pretrained(vocabulary[0])
+    text = "a<think> b<|sum|>zwölf Türme."
+    own = load_tokenizer(vocabulary[0].parent / "original")
+    expected = [*own.encode("a"), 307, *own.encode(" b"), 308, 309, *own.encode(".")]
+    assert tokenizer.encode(text) == expected
+    assert SafeEncoder(load_tokenizer(vocabulary[0])).encode_plain(text).ids == expected
+    tokenizer.chat_template = "{{ '<think>' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "<|sum|>"}], return_dict=True)
+    assert ids["input_ids"] == [307, 308]
+
+
+def test_stock_peft_resizes_the_model_that_is_named_to_the_same_logits(vocabulary, tmp_path):
+    """By the tokenizer beside an adapter whose tokens are trained."""
+    folder = vocabulary[0]
+    ids = torch.tensor([[5, *ADDED, 9]])
+    config = LoraConfig(task_type="CAUSAL_LM", trainable_token_indices={
+        "model.embed_tokens": [*ADDED], "lm_head": [*ADDED]
+    })  # fmt: skip
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), config)
+    for name, param in model.named_parameters():
+        if "delta" in name:
+            torch.nn.init.normal_(param)
+    model.save_pretrained(tmp_path)
+    written = read_json(tmp_path / "adapter_config.json")
+    named = written | {"base_model_name_or_path": str(folder.parent / "original")}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    stock = AutoPeftModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(stock(ids).logits, model.eval()(ids).logits)
+
+
+def test_folder_has_the_origin_and_the_checksums_of_a_download(tmp_path):
+    tiny_llama(tmp_path / "original", vocab_size=VOCAB_SIZE)
+    tiny_tokenizer(tmp_path / "original")
+    recorded_as_download(tmp_path / "original")
+    done = extend(tmp_path / "original", tmp_path / "extended", TOKENS)
+    assert done.returncode == 0, done.stderr
+    folders = tmp_path / "original", tmp_path / "extended"
+    theirs, own = (read_checked_json(folder / "source.json") for folder in folders)
+    assert theirs.keys() == own.keys()
+    files = downloaded_files(tmp_path / "extended")
+    check_files(files)
+    assert {f.name for f in files} == {
+        p.name for p in (tmp_path / "extended").iterdir() if p.name != "source.json"
+    }
+
+
+def test_token_that_the_tokenizer_has_is_refused(tmp_path):
+    tiny_llama(tmp_path / "original", vocab_size=VOCAB_SIZE)
+    tiny_tokenizer(tmp_path / "original")
+    message = "model.add_tokens = '<|user|>': the tokenizer has this token already, with the id 4"
+    refused(tmp_path / "original", ["<new>", "<|user|>"], message, "Remove it from the list")
+
+
+def test_model_whose_embedding_is_too_small_already_is_refused(tmp_path):
+    tiny_llama(tmp_path / "original", vocab_size=VOCAB_SIZE - 1)
+    tiny_tokenizer(tmp_path / "original")
+    refused(tmp_path / "original", TOKENS, "the model has 306 rows for 307 tokens already")
+
+
+def test_head_with_a_bias_is_refused(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = AutoConfig.for_model("phi", vocab_size=VOCAB_SIZE, num_hidden_layers=1, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "original")
+    tiny_tokenizer(tmp_path / "original")
+    refused(tmp_path / "original", TOKENS, "the model's output head has a bias")

@@ -1,0 +1,118 @@
+"""A copy of a model with tokens that its tokenizer lacks (`model.add_tokens`).
+
+Their rows of embedding and head begin as the mean of the others, as Transformers' new rows do but
+for their noise of 1e-9. They lie behind the tokenizer's last token, in rows that are free or new.
+`config.json` names them (`TRAINED_ROWS`) for the training. All else is copied as it is stored."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.export.adapter_files import write_merged, write_tokenizer
+from workflow.lib.model.architecture.config_file import text_part
+from workflow.lib.model.architecture.model_files import WEIGHTS
+from workflow.lib.model.host_embedding import other_tables
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ModuleNames
+from workflow.lib.model.published.loading import is_tied
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.trained_modules import TRAINED_ROWS
+from workflow.lib.quantization.nf4_checkpoint import read_settings
+from workflow.lib.settings.config import ExportConfig
+from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import HUB_RECORD, downloaded_files
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import file_sha256, write_checked_json, write_json
+
+
+def write_extended(source: Path, folder: Path, tokens: Sequence[str]) -> range:
+    """Write the model in `source` with these tokens to a new `folder`; return their ids. Raises
+    `UserError` for a token that the tokenizer has, or a model whose rows cannot be trained."""
+    tokenizer = load_tokenizer(source)
+    added = _add_tokens(tokenizer, tokens)
+    model = build_on_meta(source, dtype=torch.bfloat16)
+    embedding, head = _tables(model, tokens)
+    old_rows = model.get_parameter(embedding).shape[0]
+    if added.start > old_rows:
+        raise _error(tokens, f"the model has {old_rows} rows for {added.start} tokens already")
+    rows = max(old_rows, added.stop)
+    missing = {embedding, head}
+    dropped = head if is_tied(model) else None  # the same rows once more
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        names = ModuleNames(model)
+        for stored in reader.names():
+            name, tensor = names.of(stored), reader.tensor(stored)
+            if name in missing and tensor.dtype.itemsize > 1:
+                missing.discard(name)
+                tensor = _with_rows(tensor, added, rows)
+            if name != dropped:
+                yield stored, tensor
+
+    with CheckpointReader(source, recorded=downloaded_files(source)) as reader:
+        write_merged(tensors(), source, folder, settings=ExportConfig())
+    if missing - {dropped}:
+        raise _error(tokens, f"{min(missing)} is stored packed, where no row can be added")
+    write_tokenizer(tokenizer, folder)
+    _write_config(source, folder, rows, added)
+    _write_record(source, folder)
+    return added
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> range:
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if token in known:
+            reason = f"the tokenizer has this token already, with the id {known[token]}"
+            raise setting_error("model.add_tokens", token, reason, "Remove it from the list")
+    added = range(len(tokenizer), len(tokenizer) + len(tokens))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    if tokenizer.convert_tokens_to_ids([*tokens]) != [*added]:
+        raise _error(tokens, f"the tokenizer's ids have gaps, and do not go on at {added.start}")
+    return added
+
+
+def _tables(model: PreTrainedModel, tokens: Sequence[str]) -> list[str]:
+    """Return the names of embedding and head."""
+    tables: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if tables[1].bias is not None:
+        raise _error(tokens, "the model's output head has a bias, which PEFT leaves out")
+    if other_tables(model):
+        raise _error(tokens, "the model's layers have tables of tokens of their own")
+    paths = {module: path for path, module in model.named_modules()}
+    return [f"{paths[table]}.weight" for table in tables]
+
+
+def _error(tokens: Sequence[str], reason: str) -> UserError:
+    change = "Set it to [], or choose another model.source"
+    return setting_error("model.add_tokens", [*tokens], reason, change)
+
+
+def _with_rows(table: torch.Tensor, added: range, rows: int) -> torch.Tensor:
+    """Return a table (old rows, width) with `rows` rows, those of `added` the mean of the first."""
+    extended = torch.cat([table, table.new_zeros(rows - len(table), table.shape[1])])
+    mean = table[: added.start].mean(dim=0, dtype=torch.float64)
+    extended[added.start : added.stop] = mean.to(table.dtype)
+    return extended
+
+
+def _write_config(source: Path, folder: Path, rows: int, added: range) -> None:
+    config = read_settings(source / "config.json")
+    config.pop(WEIGHTS, None)  # a name of a file that this folder has not
+    text_part(config)["vocab_size"] = rows
+    if "vocab_size" in config:  # multimodal models have it twice
+        config["vocab_size"] = rows
+    write_json(folder / "config.json", config | {TRAINED_ROWS: [added.start, added.stop]})
+
+
+def _write_record(source: Path, folder: Path) -> None:
+    """Write what a download has: its origin, if `source` is one, and the SHA-256 of all files."""
+    origin = read_artifact(source / HUB_RECORD) if downloaded_files(source) else {}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [{"path": str(p.relative_to(folder)), "sha256": file_sha256(p)} for p in paths]
+    write_checked_json(folder / HUB_RECORD, origin | {"files": files})
