@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workflow.lib.kernels.launch import LAUNCHED
 from workflow.lib.planning.memory.allocation_tape import COMPUTE, HOST
 from workflow.lib.planning.work import BESIDE
+from workflow.lib.recording.known_results import VIEWS, tensors
 from workflow.lib.recording.layer_tape import NONE, LayerTape
-from workflow.lib.recording.operation_work import VIEWS, tensors, work_of
+from workflow.lib.recording.operation_work import work_of
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
 from workflow.lib.recording.term_names import UNNAMED, made_by
 from workflow.lib.system.device_types import RECORDED
@@ -153,7 +154,8 @@ class AllocationRecorder(TorchDispatchMode):
         if func is LAUNCHED:
             self._count(func, args, options, None)
             return None
-        result = _reduced(args, options) if func is REDUCE else func(*args, **options)
+        call = _reduced if func is REDUCE else self._gpu.results.call
+        result = call(func, args, options)
         if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
             self._stand_ins.update(x.untyped_storage() for x in tensors(result))
             return result
@@ -311,10 +313,10 @@ def _differs(known: _Storage) -> bool:
     return storage is not None and storage.nbytes() != known.num_bytes
 
 
-def _reduced(args: Any, options: Any) -> Any:
+def _reduced(func: Any, args: Any, options: Any) -> Any:
     """Run an all-reduce; numbers that the host knows stay known: all processes have the same."""
     known = [tensor.constant for tensor in args[0]]
-    result = REDUCE(*args, **options)
+    result = func(*args, **options)
     for tensor, constant in zip(args[0], known, strict=True):
         tensor.constant = constant
     return result

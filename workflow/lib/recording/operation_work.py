@@ -1,7 +1,7 @@
 """What one operation on the recorded GPU does: FLOP, bytes that it reads and writes, a call."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,28 +12,10 @@ from workflow.lib.kernels.attention.flex_masks import computed_keys
 from workflow.lib.kernels.launch import LAUNCHED
 from workflow.lib.planning import work
 from workflow.lib.planning.work import Amount
+from workflow.lib.recording.known_results import VIEWS, tensors
 from workflow.lib.system.device_types import RECORDED
 
 aten = torch.ops.aten
-VIEWS = frozenset(
-    {
-        aten.alias.default,
-        aten.as_strided.default,
-        aten.detach.default,
-        aten.expand.default,
-        aten.permute.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.squeeze.dim,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-        aten.view.default,
-        aten.view.dtype,
-    }
-)
 MAKE_NOTHING = frozenset(
     {
         *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty),
@@ -104,15 +86,6 @@ def work_of(func: Any, args: Sequence[Any], options: Any, result: Any) -> tuple[
     elif packet in WRITES:
         moved = _bytes(made)
     return _moving(work.MEMORY, moved)
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among what an operation takes or gives."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple | dict):
-        for branch in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors(branch)
 
 
 def _there(tree: Any) -> list[torch.Tensor]:

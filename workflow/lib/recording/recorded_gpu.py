@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from workflow.lib.recording.known_results import KnownResults
 from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.system.device_types import RECORDED
 
@@ -86,6 +87,7 @@ class RecordedGpu:
     def __init__(self) -> None:
         self._stream = RecordedStream(computes=True)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.results = KnownResults(self.mode)
         self.kernels = torch.library.Library("aten", "IMPL")
 
     def current_stream(self, *_: Any) -> RecordedStream:
