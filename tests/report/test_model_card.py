@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from markdown_it import MarkdownIt
@@ -228,6 +229,9 @@ def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     base = {"nf4__base": nf4} if facts.only_here else {"base": model}
     loaded = used(model_card(read(run, **changes)), **base, this__folder=adapter)
     ids = torch.arange(5, 40)[None]
+    for module in loaded["model"].modules():
+        if isinstance(module, Linear4bit):  # on some CPUs it computes in bf16 alone
+            module.support_avx512bf16_for_cpu = False
     with torch.no_grad():
         loaded["model"].set_attn_implementation("eager")
         assert torch.equal(loaded["model"](ids).logits, evaluated(ids).logits)
