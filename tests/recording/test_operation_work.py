@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from tests.support.preflight_examples import setup
 from workflow.lib.planning import work as kinds
+from workflow.lib.recording.engine_run import _masks_of_rows
 
 LAYERS, HIDDEN, WIDE, HEADS, KV_HEADS, VOCAB = 3, 256, 640, 4, 2, 320
 CONFIG = {
@@ -92,6 +94,12 @@ def test_work_of_two_processes_has_their_collectives(process):
 def test_update_moves_what_the_optimizer_keeps(process):
     trained = LAYERS * 8 * OUT_AND_IN
     assert total(counted(process), kinds.UPDATE, kinds.MEMORY, "bytes") >= 16 * trained
+
+
+def test_masks_of_a_recording_end_with_it():
+    with _masks_of_rows(packed=True):
+        assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_mask
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
 
 @pytest.mark.parametrize(

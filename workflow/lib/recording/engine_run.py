@@ -114,9 +114,7 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
     """Record a model of these layers alone."""
     gpu, tape, plan = recorded_gpu(), LayerTape(), described.plan
     DOCUMENT_TOKENS.set(plan.seq_len / plan.documents_per_row)
-    packed = plan.documents_per_row > 1
-    AttentionMaskInterface.register("sdpa", partial(_sdpa_mask, packed=packed))
-    with _fake_world(plan) as world:
+    with _masks_of_rows(packed=plan.documents_per_row > 1), _fake_world(plan) as world:
         run = _Run(described, numbers, world)
         alone = plan.processes > 1 == plan.shards
         # In a thread of backward's own, what autograd uses last is released sooner or later than
@@ -361,6 +359,16 @@ class _Described:
         model = _stock_model(config, plan)
         choice = plan.layers(len(decoder_layers(model)))
         return _Described(config, plan, choice, layer_kinds(model, choice))
+
+
+@contextmanager
+def _masks_of_rows(*, packed: bool) -> Iterator[None]:
+    """Let Transformers make the masks of `sdpa` that values would ask for."""
+    AttentionMaskInterface.register("sdpa", partial(_sdpa_mask, packed=packed))
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register("sdpa", sdpa_mask)
 
 
 def _sdpa_mask(
