@@ -112,6 +112,15 @@ def test_arguments_of_the_training_come_before_those_of_the_model(tmp_path):
     assert "random_state -> seed of the training's arguments comes first" in account
 
 
+def test_adapter_is_that_of_the_config_within_the_call(tmp_path):
+    file = tmp_path / "train.py"
+    call = "get_peft_model(model, LoraConfig(r=4))\nSFTTrainer(args=SFTConfig(seed=1))\n"
+    file.write_text(call, encoding="utf-8")
+    values = read_source(file, None).values
+    assert (values["adapter"], values["r"]) == ("lora", 4)
+    assert "a further adapter" not in values
+
+
 def test_what_trl_trains_where_no_key_says_it_is_told(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(WRITTEN_WITH_TRL, encoding="utf-8")

@@ -70,7 +70,8 @@ def read_script(file: Path, text: str, *, called: Iterable[str]) -> dict[str, An
             if not said.items() <= values.items():
                 values.setdefault(f"a further {kind}", _computed(call))
             continue
-        seen.add(kind)
+        if kind != "adapter" or call.keywords:  # get_peft_model(model, LoraConfig(r=8))
+            seen.add(kind)
         of_training |= said.keys() if kind in ("Trainer", "arguments") else set()
         for key, value in said.items():
             if values.setdefault(key, value) != value and not isinstance(value, Computed):
