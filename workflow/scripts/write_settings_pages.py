@@ -27,20 +27,21 @@ TABLE = ROOT / "workflow" / "docs" / "configuration.md"
 TABLE_HEAD = """\
 # Settings
 
-Every key that [`config.yaml`](../../config.yaml) may have, with its type, bounds, default and
-effect. Written by `python -m workflow.scripts.write_settings_pages` from the models in
+All keys of [`config.yaml`](../../config.yaml) with type, bounds, default and effect.
+`python -m workflow.scripts.write_settings_pages` writes this page from
 [`workflow/lib/settings/config.py`](../lib/settings/config.py).
 
-Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override
-any setting of any section except `report` and `sweep`. A stage reruns when a setting or a file
-that it reads changes, unless the section says otherwise.
+Settings are checked before anything runs. An unknown key is an error. `runs.<name>` may override
+all settings except `report` and `sweep`. A stage reruns if its settings or files change, unless the
+section says otherwise.
 
 `python -m workflow.scripts.import_config FILE --gpus 2x4090` writes a config from a YAML file of
-axolotl, LLaMA-Factory or TRL, or from a Python script with unsloth or TRL, which is not run. It
-says of each key whether it was taken, changed, is not needed or has no counterpart, and asks
-preflight whether the run fits. It refuses files that train all weights, pictures or rewards.
-`--from` says whose file it is, where its keys leave that open.
-Batch sizes become `train.global_batch_size`: rows of a GPU x accumulation x GPUs. Datasets of the
+axolotl, LLaMA-Factory or TRL, or from a Python script with unsloth or TRL, which it does not run.
+It says whether each key was taken, changed, is not needed or has no counterpart. Preflight then
+says whether the run fits. Files that train all weights, pictures or rewards are refused. `--from`
+names the trainer if the keys do not show it.
+
+Batch sizes become `train.global_batch_size`: rows per GPU x accumulation x GPUs. Datasets of the
 hub become `data.source` and a glob: compare it with their files.
 """
 

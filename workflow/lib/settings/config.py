@@ -93,13 +93,13 @@ class Sections(Section):
     distill: DistillConfig = DistillConfig()
     """A teacher's predictions."""
     hardware: HardwareConfig = HardwareConfig()
-    """What a run may use."""
+    """Machines and memory."""
     tracking: TrackingConfig = TrackingConfig()
     """The live view of the training."""
     export: ExportConfig = ExportConfig()
-    """What is exported."""
+    """The export."""
     evaluate: EvaluateConfig = EvaluateConfig()
-    """What is measured."""
+    """The evaluation."""
 
 
 class RunConfig(Sections):
@@ -277,7 +277,7 @@ class Config(Sections):
     report: ReportConfig = ReportConfig()
     """The report over all runs."""
     sweep: SweepConfig = SweepConfig()
-    """Which runs of a sweep end early."""
+    """Early end of a sweep's runs."""
     runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
 

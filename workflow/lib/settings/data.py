@@ -51,15 +51,14 @@ class DataColumns(Section):
     input_ids: str = "input_ids"
     """Column with token ids (format tokens)."""
     labels: str = "labels"
-    """Column with each token's own id where it is trained and -100 where not (format tokens)."""
+    """Column with the token id of each trained token and -100 for others (format tokens)."""
     loss_mask: str = "loss_mask"
-    """Column with 1 where a token is trained and 0 where not, in place of labels (format
-    tokens)."""
+    """Column with 1 for trained tokens and 0 for others, instead of labels (format tokens)."""
     weight: Annotated[str, Affects(later=True)] = "weight"
-    """Column with a row's weight in the loss, at least 0; turns may have one. Loss = sum(w (-log
-    p)) / sum(w)."""
+    """Column with a row's weight in the loss, at least 0; turns may have a weight too. Loss = sum(w
+    (-log p)) / sum(w)."""
     chosen: Annotated[str, Affects(later=True)] = "chosen"
-    """Column with the preferred answer, or the conversation that ends with it (format pairs)."""
+    """Column with the preferred answer, or its conversation (format pairs)."""
     rejected: Annotated[str, Affects(later=True)] = "rejected"
     """Column with the other answer, or its conversation (format pairs)."""
     score_chosen: Annotated[str, Affects(later=True)] = "score_chosen"
@@ -70,9 +69,9 @@ class DataColumns(Section):
     """Column with a list of answers, each with its score; the best and the worst are a pair (format
     ranked)."""
     score: Annotated[str, Affects(later=True)] = "score"
-    """Key of an answer's score, the higher the better, or `rank`: the lower (format ranked)."""
+    """Key of an answer's score (higher is better) or `rank` (lower is better) (format ranked)."""
     label: Annotated[str, Affects(later=True)] = "label"
-    """Column that says whether an answer is a good one, true or false (objective kto)."""
+    """Column with true for a good answer and false for a bad one (objective kto)."""
 
     @model_validator(mode="after")
     def _roles_have_columns_of_their_own(self) -> "DataColumns":
@@ -162,7 +161,7 @@ class DataConfig(Section):
     name: Name = "pydocs"
     """Label of the dataset; part of its artifacts' folder names."""
     source: str | None = Field(None, min_length=1, max_length=1024)
-    """Hugging Face hub dataset id `owner/name` whose files `train` and `heldout` name; null = local
+    """Hugging Face hub dataset id `owner/name`; `train` and `heldout` name its files. null = local
     files."""
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and
@@ -171,53 +170,52 @@ class DataConfig(Section):
     """Training data: a file, folder, glob or source (`path`, `name`, `weight`, `file_type`,
     `format`, `columns`), or a list of these."""
     heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl.gz"
-    """Held-out data, named like the training data; null = split `heldout_share` off those."""
+    """Held-out data, named like the training data; null = `heldout_share` of the training data."""
     heldout_share: float = Field(0.05, ge=1e-6, lt=1.0)
-    """Share of rows held out when `heldout` is null; a pure function of `seed`."""
+    """Share of rows held out if `heldout` is null. `seed` decides which rows."""
     group_by: str | None = Field(None, min_length=1, max_length=256)
-    """Column whose equal values stay on one side of the split; equal values across held-out files
-    count as `near_duplicates`."""
+    """Rows with an equal value in this column stay on one side of the split. Equal values in
+    held-out files count as `near_duplicates`."""
     file_type: Literal["auto", FileType] = "auto"
-    """File type; `auto` = by extension, below .gz or .zst. Plain text is a document per file,
+    """File type; `auto` = by extension, without .gz or .zst. Plain text gives a document per file,
     paragraph or line."""
     format: Literal["auto", Format] = "auto"
-    """What a row is; `auto` decides for each source by the columns that are there."""
+    """Format of the rows; `auto` = by the columns of each source."""
     columns: DataColumns = DataColumns()
     """Column names, where the dataset calls them otherwise."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
     """Jinja chat template file; null = the tokenizer's own."""
     template_kwargs: dict[TemplateArgument, JsonValue] = Field({})
-    """Arguments of the chat template, such as {enable_thinking: false}, also in the exported one. A
-    row's `chat_template_kwargs` come first."""
+    """Arguments of the chat template, such as {enable_thinking: false}, also for the exported
+    template. A row's `chat_template_kwargs` override them."""
     allow_unrendered: tuple[TextKind, ...] = ()
-    """What the chat template may leave out (`[reasoning]`), which is counted. Rows that lose
-    anything else are dropped."""
+    """Texts that the chat template may omit (`[reasoning]`); they are counted. Rows that lose other
+    texts are dropped."""
     special_tokens_in_text: SpecialTokens | None = None
-    """Special tokens spelled in data: ordinary text, or the tokens; null = text where they are
-    rare, else an error."""
+    """Special tokens spelled in data are ordinary text (`text`) or tokens (`tokens`); null = text
+    if they are rare, else an error."""
     leave_out: tuple[str, ...] = ()
-    """Columns and keys of messages that are left out and counted, although they may change the
-    training."""
+    """Columns and message keys to ignore and count, although they may change the training."""
     media: Literal["refuse", "omit"] = "refuse"
-    """Pictures, sounds and videos: their rows are refused, or they are left out and counted."""
+    """Pictures, sounds and videos: refuse their rows, or remove and count them."""
     loss_on: Literal["completions", "last_turn", "all"] = "completions"
-    """Trained tokens: all assistant turns (but those of weight 0), the last of them alone, or every
+    """Trained tokens: all assistant turns (except those of weight 0), only the last one, or every
     token."""
     seq_len: int = Field(256, ge=8, le=1_048_576)
     """Length of a training row, tokens."""
     packing: bool = True
-    """Pack several documents into a row; attention never crosses from one to another."""
+    """Pack several documents into a row; attention never crosses documents."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
     """Rows longer than `seq_len`: cut at the end, split into documents, or dropped; all are counted
     and listed."""
     near_duplicates: Literal["remove", "refuse", "keep"] = "remove"
-    """Held-out rows nearly repeated by a training row: removed, an error, or kept; counted in any
-    case."""
+    """Held-out rows that a training row nearly repeats: removed, an error, or kept. They are always
+    counted."""
     near_duplicate_threshold: float = Field(0.5, ge=0.1, le=1.0)
-    """Smallest resemblance of near-duplicates: shared runs of six words over those of either; 1 =
-    the same words."""
+    """Least similarity of near-duplicates: common runs of six words over the runs of both texts, at
+    equal length; 1 = the same words."""
     max_rejected_share: Annotated[Share, Affects("none")] = 0.01
-    """Largest share of unusable rows (broken, empty, of wrong type) before the run stops."""
+    """The run stops above this share of unusable rows (broken, empty, of wrong type)."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the held-out split and of the packing order."""
 

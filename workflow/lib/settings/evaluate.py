@@ -36,47 +36,46 @@ class ExportConfig(Section):
         tuple[Annotated[int, Field(ge=1, le=10**9)], ...],
         Affects("plan", read_by=("preflight_run", "finetune"), later=True),
     ] = ()
-    """Also export the adapters after these optimizer steps. Their checkpoints stay, beside those of
-    `train.keep_checkpoints`."""
+    """Also export the adapters after these optimizer steps. Their checkpoints are kept in addition
+    to `train.keep_checkpoints`."""
     merged: Annotated[
         bool,
         Affects(read_by=("consolidate", "convert_gguf", "publish_run"), told=("evaluate_run",)),
     ] = False
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
     merge_onto: Literal["dequantized", "original"] = "original"
-    """Weights that the adapter is merged into: the original ones, or the NF4 ones it was trained
-    on."""
+    """Weights to merge the adapter into: the original ones, or the dequantized NF4 base."""
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
     gguf: Annotated[tuple[GgufFormat, ...], OF_GGUF] = ()
     """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp."""
     gguf_of: Annotated[tuple[GgufForm, ...], OF_GGUF] = Field(("merged",), min_length=1)
-    """Made into GGUF files: the merged model (`merged`), the adapter beside the original model
-    (`adapter`), or both."""
+    """Contents of the GGUF files: the merged model (`merged`), the adapter beside the original
+    model (`adapter`), or both."""
     llama_cpp: Annotated[
         str | None,
         Affects(read_by=("publish_run",), told=("check_gguf", "check_servable", "convert_gguf")),
     ] = None
-    """Folder of a llama.cpp checkout with the converters, which run as you; null = those of a
-    pinned release from the package index."""
+    """Folder of a llama.cpp checkout; its converters run with your rights. null = a pinned release
+    from the package index."""
     serve: Annotated[
         Literal["none", "vllm", "llama_cpp"],
         Affects(read_by=("check_servable", "check_served"), told=("evaluate_run",), later=True),
     ] = "none"
-    """Server that serves what is exported, here, and is compared with the evaluation: the merged
-    model, or the adapter on the original; for llama.cpp as the first format of `gguf`."""
+    """Local server to compare with the evaluation. It serves the merged model or the adapter on the
+    original; llama.cpp serves the first format of `gguf`."""
     base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
     """Hub id (owner/name) of the model in the folder `model.source`, for `adapter_config.json` and
-    the model card. Not looked up."""
+    the model card. It is not checked."""
     nf4_base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
-    """Hub id of a copy of the folder below `results/base`, where Transformers cannot make this
-    4-bit base. Not looked up."""
+    """Hub id of a copy of the folder below `results/base`, if Transformers cannot make this 4-bit
+    base. It is not checked."""
     signing_key: Annotated[str | None, Affects(read_by=("certify_run",), later=True)] = None
-    """Private key (of `ssh-keygen`, or PEM) that signs the certificate; null = it is not signed."""
+    """Private key (of `ssh-keygen`, or PEM) that signs the certificate; null = no signature."""
     hub_repo: Annotated[str | None, PUBLISHED] = Field(None, pattern=HUB_REPO)
-    """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
+    """Hugging Face hub repository (owner/name) for `snakemake publish`."""
     hub_form: Annotated[Literal["adapter", "merged", "gguf"], PUBLISHED] = "adapter"
-    """What is uploaded."""
+    """The form to upload."""
     hub_public: Annotated[bool, PUBLISHED] = False
     """Make a new repository public."""
 
@@ -132,15 +131,15 @@ class EvaluateConfig(Section):
     affects: ClassVar = Affects("result", read_by=("evaluate_run",))
 
     subjects: Annotated[tuple[SubjectName, ...] | Literal["auto"], TOLD] = "auto"
-    """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, that of
-    the run it started from, an exported merged model, the served one."""
+    """Forms to measure. `auto`: the 16-bit original, the NF4 base, the adapter on it, the start
+    adapter, an exported merged model, the served form."""
     served: Annotated[Served | Literal["auto"], TOLD] = "auto"
-    """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
+    """The served form, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
     `auto`: `merged` if exported, else `tuned`."""
     heldout: Annotated[bool, CHECKED_BEFORE] = True
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
-    """Held-out documents used at most; null = all."""
+    """Most held-out documents to use; null = all."""
     bootstrap_resamples: int = Field(1000, ge=100, le=100_000)
     """Bootstrap resamples over documents for 95% intervals."""
     tasks: Annotated[tuple[str, ...], CHECKED_BEFORE] = ("pydocs_mc",)
@@ -148,44 +147,44 @@ class EvaluateConfig(Section):
     tasks_dir: Annotated[str | None, CHECKED_BEFORE] = "workflow/resources/tasks"
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
     task_code: Annotated[bool, CHECKED_BEFORE] = False
-    """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); it can do all
-    that you can."""
+    """Allow task files of `tasks_dir` to run Python code (`!function`, `class`). It runs with your
+    rights."""
     task_limit: int | None = Field(None, ge=1)
-    """Items per task at most; null = all."""
+    """Most items per task; null = all."""
     num_fewshot: Annotated[int, CHECKED_BEFORE] = Field(0, ge=0, le=64)
     """Examples before each task item."""
     apply_chat_template: bool = True
     """Wrap task items in the tokenizer's chat template."""
     samples: int = Field(8, ge=0, le=1000)
-    """Held-out prompts that every subject answers, greedily, for reading side by side."""
+    """Held-out prompts that every form answers greedily, for comparison by reading."""
     max_new_tokens: Annotated[int, Affects(read_by=("evaluate_run", "check_served"))] = Field(
         96, ge=1, le=8192
     )
-    """Length of a sample answer at most, tokens."""
+    """Most tokens of a sample answer."""
     batch_size: Annotated[
         Annotated[int, Field(ge=1, le=4096)] | Literal["auto"], Affects("none")
     ] = "auto"
-    """Sequences per forward pass at most, halved where memory runs out; `auto` = as free memory
+    """Most sequences per forward pass, halved if memory runs out; `auto` = as free memory
     allows."""
     processes: Annotated[Annotated[int, Field(ge=1, le=64)] | Literal["auto"], Affects("none")] = (
         "auto"
     )
     """Processes that share the items; `auto` = one per GPU."""
     shard: Annotated[bool | Literal["auto"], Affects("none")] = "auto"
-    """Shard the weights over processes; `auto` = where they do not fit on one GPU. `false`: one
+    """Shard the weights over processes; `auto` = if they do not fit on one GPU. `false`: one
     process fills GPU after GPU."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap and choice of samples."""
     require: Annotated[
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain", "certify_run"))
     ] = Field({})
-    """Least gain of the served model over the original, by `heldout_loss` (nats per token; of one
-    source `heldout_loss/name`; -0.02 lets it lose 0.02) or `task/metric`; of preferences the least
-    `reward_accuracy` or `reward_margin` itself. If missed, the workflow fails."""
+    """Least gain of the served form over the original: `heldout_loss` (nats per token),
+    `heldout_loss/<source>` or `task/metric`; -0.02 allows a loss of 0.02. For preferences the least
+    `reward_accuracy` or `reward_margin` itself. If it is missed, the workflow fails."""
     require_by: Annotated[
         Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
     ] = "estimate"
-    """Compared with it: the gain itself, or the lower end of its 95% interval."""
+    """The value to compare: the gain itself, or the lower end of its 95% interval."""
 
     @model_validator(mode="after")
     def _something_is_compared(self) -> "EvaluateConfig":

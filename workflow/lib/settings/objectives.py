@@ -37,15 +37,16 @@ class PreferencesConfig(Section):
     )
 
     reference: Annotated[ScoredModel, SCORED] = "start"
-    """Model whose log-probabilities dpo, ipo and kto compare with: `start` of the training,
-    `original`, a run's name, a folder (adapter or model), or a hub id."""
+    """Reference model of dpo, ipo and kto: `start` of the training, `original`, a run's name, a
+    folder (adapter or model), or a hub id."""
     beta: float | None = Field(None, gt=0.0, le=100.0)
-    """Strength of the tie to the reference (ipo: tau; orpo: lambda; simpo: scale of the reward).
+    """Strength of the pull to the reference (ipo: tau; orpo: lambda; simpo: scale of the reward).
     null = 0.1, simpo 2."""
     loss_type: PairLoss = "sigmoid"
-    """dpo: loss of a pair, by TRL's names."""
+    """dpo: loss of a pair, with TRL's names."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
-    """dpo (sigmoid, robust, exo_pair) and simpo: probability that a pair is the wrong way round."""
+    """dpo (sigmoid, robust, exo_pair) and simpo: probability that the labels of a pair are
+    swapped."""
     gamma: float = Field(0.5, ge=0.0, le=100.0)
     """simpo: margin between the rewards of chosen and rejected."""
     desirable_weight: float = Field(1.0, ge=0.0, le=1000.0)
@@ -53,10 +54,10 @@ class PreferencesConfig(Section):
     undesirable_weight: float = Field(1.0, ge=0.0, le=1000.0)
     """kto: weight of undesirable answers."""
     shared_prompt: bool = True
-    """Both answers share one computation of their prompt in training, where the attention can."""
+    """Compute the prompt once for both answers in training, if the attention supports it."""
     sft_weight: float = Field(0.0, ge=0.0, le=1000.0)
-    """dpo, ipo, simpo: weight of the supervised loss of chosen answers, per trained token, beside
-    that of pairs."""
+    """dpo, ipo, simpo: weight of the supervised loss of chosen answers (per trained token), added
+    to the loss of pairs."""
 
     @model_validator(mode="after")
     def _smoothing_has_a_loss(self) -> "PreferencesConfig":
@@ -89,12 +90,13 @@ class DistillConfig(Section):
     affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"), later=True)
 
     teacher: Annotated[ScoredModel, SCORED] = "original"
-    """The `original` in 16 bits, a run's name, a folder (adapter or model), or a hub id; with the
-    student's tokenizer."""
+    """The teacher: `original` in 16 bits, a run's name, a folder (adapter or model), or a hub id.
+    It needs the student's tokenizer."""
     top_k: Annotated[int, SCORED] = Field(32, ge=1, le=4096)
-    """The teacher's likeliest tokens that are stored of each position; all others count as one."""
+    """Number of the teacher's likeliest tokens to store per position; all others count as one."""
     temperature: float = Field(1.0, ge=0.01, le=100.0)
-    """T: divides the log-probabilities of these k + 1 outcomes, of teacher and student."""
+    """Temperature: it divides the log-probabilities of these k + 1 outcomes for teacher and
+    student."""
     sft_weight: float = Field(0.0, ge=0.0, le=1000.0)
     """Weight of the supervised loss beside the teacher's."""
 

@@ -15,10 +15,10 @@ class SweepConfig(Section):
     affects: ClassVar = Affects("result", read_by=("decide_rung",), told=("render_report",))
 
     rungs: tuple[Annotated[int, Field(ge=1, le=10**9)], ...] = ()
-    """Optimizer steps after which the held-out loss decides which runs go on; the last is every
+    """Optimizer steps after which the held-out loss decides which runs continue; the last is every
     run's `train.max_steps`. [] = all runs train to the end."""
     keep: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of the runs that goes on from a rung at most, those with the lowest losses, rounded up;
+    """Largest share of runs that continue after a rung (those with the lowest losses, rounded up);
     1 = only the interval decides."""
 
     @model_validator(mode="after")

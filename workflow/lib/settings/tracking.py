@@ -21,8 +21,8 @@ class TrackingConfig(Section):
     """Weights & Biases project for curves and settings (`envs/wandb.txt`; WANDB_API_KEY in the
     environment); null = nothing is sent."""
     mlflow_experiment: Project | None = None
-    """MLflow experiment for the same (`envs/mlflow.txt`), at MLFLOW_TRACKING_URI, else in
+    """MLflow experiment for the same data (`envs/mlflow.txt`), at MLFLOW_TRACKING_URI, else in
     `results/mlflow/mlflow.db`; null = none."""
     trackio_project: Project | None = None
-    """Trackio project for the same (`envs/trackio.txt`), in TRACKIO_DIR, else `results/trackio/`;
-    null = none."""
+    """Trackio project for the same data (`envs/trackio.txt`), in TRACKIO_DIR, else in
+    `results/trackio/`; null = none."""

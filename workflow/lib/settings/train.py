@@ -47,12 +47,12 @@ class ModelConfig(Section):
     """Local directory (config.json, tokenizer, *.safetensors), or a Hugging Face hub id
     `owner/name`."""
     revision: str | None = Field(None, min_length=1, max_length=256)
-    """Hub branch, tag or commit; null = `main`. Resolved to a commit once, and recorded."""
+    """Hub branch, tag or commit; null = `main`. It is resolved to a commit once and recorded."""
     add_tokens: Annotated[
         tuple[str, ...], Affects(read_by=("extend_model", "finetune", "write_card"), later=True)
     ] = ()
-    """Tokens that the tokenizer lacks, such as `<think>`: their rows of embedding and head are
-    added, and trained beside LoRA (PEFT's `trainable_token_indices`)."""
+    """New tokens, such as `<think>`: their rows of embedding and head are added, and trained beside
+    LoRA (PEFT's `trainable_token_indices`)."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flex", "flash_attention_2", "flash_attention_3"
     ] = "auto"
@@ -61,8 +61,8 @@ class ModelConfig(Section):
     attention_dropout: Annotated[
         Literal[0, "family"], Affects(read_by=("preflight_run", "finetune"))
     ] = 0
-    """Dropout of attention weights in training: none, or the model family's own. varlen and flex
-    have none, so `family` takes slower sdpa."""
+    """Dropout of attention weights in training: none, or the model family's own. `family` uses
+    sdpa, which is slower, because varlen and flex have no dropout."""
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of activations and matmuls. `auto`: bfloat16 on GPUs that have it, float16 on older
     ones (not yet measured), float32 on CPUs."""
@@ -92,21 +92,21 @@ class QuantizeConfig(Section):
     """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size
     64."""
     method: Literal["absmax", "calibrated", "auto"] = "absmax"
-    """absmax: as bitsandbytes. calibrated: least change of outputs on tokens of calibration (as
-    GPTQ). auto: calibrated if one H200 takes at most an hour."""
+    """absmax: like bitsandbytes. calibrated: least change of outputs on calibration tokens (like
+    GPTQ). auto: calibrated if one H200 needs at most an hour."""
     calibration_tokens: Annotated[int, OF_CALIBRATION] = Field(24_576, ge=256, le=2**24)
-    """Training tokens that calibrate; never held-out ones."""
+    """Training tokens for calibration; never held-out tokens."""
     calibration_text: Annotated[str | None, OF_CALIBRATION] = Field(
         None, min_length=1, max_length=4096
     )
     """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
-    training rows alone."""
+    only training rows."""
     recovery_steps: Annotated[int, OF_RECOVERY] = Field(0, ge=0, le=100_000)
-    """Steps in which the 16-bit original teaches its NF4 base by a recovery adapter, from which
-    adapters of all runs on this base start; 0 = none."""
+    """Steps in which the 16-bit original teaches its NF4 base. All runs on this base start from
+    this recovery adapter. 0 = none."""
     recovery_text: Annotated[DataSources | None, OF_RECOVERY] = None
-    """Texts and chats for these steps, named like `data.train`: the more kinds, the better for
-    others."""
+    """Texts and chats for these steps, named like `data.train`. More kinds of text help other kinds
+    more."""
 
     @property
     def of_base(self) -> dict[str, Any]:
@@ -150,15 +150,15 @@ class LoraSettings(Section):
     """Linear layers with an adapter: names (ends of paths: `q_proj`), a regular expression for
     whole paths, or `all-linear`."""
     rank_pattern: dict[str, Rank] = Field({})
-    """Other ranks: a regular expression for the end of a path, and its rank; the first match
-    counts."""
+    """Other ranks for some layers: a regular expression for the end of a path, and its rank. The
+    first match counts."""
     alpha_pattern: dict[str, Alpha] = Field({})
-    """Other values of `alpha`, likewise."""
+    """Other values of `alpha`, in the same form."""
     use_rslora: bool = False
     """Rank-stabilized scale, arXiv 2312.03732."""
     use_dora: bool = False
-    """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353);
-    slower, and takes more memory."""
+    """Train the length of every weight row separately from its direction (DoRA, arXiv 2402.09353).
+    Slower, with more memory."""
     modules_to_save: Annotated[tuple[str, ...], Affects(later=True)] = ()
     """Modules trained whole in fp32 (16 bytes a weight) and exported: untied `lm_head`,
     `embed_tokens`; routers of a mixture (`mlp.gate`, `mlp.router`)."""
@@ -204,13 +204,13 @@ class TrainConfig(Section):
             later=True,
         ),
     ] = "sft"
-    """What is trained: the next token (`sft`); pairs (`dpo`, `ipo`, `simpo`, `orpo`) or rated
-    answers (`kto`), see `preferences`; a teacher's predictions, see `distill`."""
+    """Objective: the next token (`sft`), pairs (`dpo`, `ipo`, `simpo`, `orpo`), rated answers
+    (`kto`, see `preferences`), or a teacher's predictions (see `distill`)."""
     start_from: Annotated[str | None, Affects(read_by=("finetune",), later=True)] = Field(
         None, min_length=1, max_length=4096
     )
     """Adapter to continue: a run's name, a folder (`./name` if a run has this name), or a hub id;
-    null = a new one. `lora` settings at their defaults follow it (not those of a hub id)."""
+    null = a new one. It sets `lora` defaults (not for a hub id)."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of adapter initialization, data order and dropout."""
     epochs: float | None = Field(3.0, gt=0.0, le=1000.0)
@@ -223,9 +223,9 @@ class TrainConfig(Section):
         "auto"
     )
     """Rows per process and forward pass, a divisor of the rows per process; `auto` = the fastest
-    that preflight predicts to fit."""
+    that fits by preflight."""
     optimizer: OptimizerName = "adamw"
-    """`adamw`: of torch. `adamw_8bit`: of bitsandbytes, moments in 8 bits."""
+    """`adamw`: torch's. `adamw_8bit`: bitsandbytes', with moments in 8 bits."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
     loraplus_lr_ratio: Annotated[float | None, Affects(later=True)] = Field(None, ge=1.0, le=1000.0)
@@ -238,7 +238,7 @@ class TrainConfig(Section):
     lr_cycles: Annotated[int, OF_RESTARTS] = Field(1, ge=1, le=10_000)
     """Cosines of `cosine_with_restarts`."""
     decay_share: Annotated[Share, OF_STABLE] = 0.1
-    """Share of steps, the last ones, in which `warmup_stable_decay` falls by a cosine."""
+    """Share of the last steps in which `warmup_stable_decay` falls by a cosine."""
     warmup_share: Share = 0.03
     """Share of steps in which the rate rises linearly from 0."""
     min_lr_share: Share = 0.0
@@ -261,20 +261,20 @@ class TrainConfig(Section):
     activation_checkpointing: Annotated[bool | int | float | Literal["auto"], Affects("plan")] = (
         "auto"
     )
-    """Layers recomputed in backward: true = all, false = none, k = every k-th, 0.625 = 5 of 8;
+    """Layers to recompute in backward: true = all, false = none, k = every k-th, 0.625 = 5 of 8;
     `auto` = the fastest that fits."""
     matmul_dtype: Annotated[Literal["compute_dtype", "float8", "auto"], Affects(later=True)] = (
         "compute_dtype"
     )
-    """Precision of matmuls with frozen weights in training. `float8`: e4m3, compute capability 8.9
+    """Dtype of matmuls with frozen weights in training. `float8`: e4m3, compute capability 8.9
     (CPUs emulate it). `auto`: float8 if possible within `max_matmul_loss_rise`."""
     matmul_passes: Annotated[Literal["both", "forward", "backward"], OF_FLOAT8] = "both"
-    """Passes in which `matmul_dtype` holds; `backward` alone changes the result least."""
+    """Passes that use `matmul_dtype`; `backward` changes the result least."""
     max_matmul_loss_rise: Annotated[
         float, Affects("none", later=True, needs=("matmul_dtype", "float8", "auto"))
     ] = Field(0.05, ge=0.0, le=10.0)
-    """Largest rise of the base's loss by `matmul_dtype`, nats per trained token, measured before
-    the first step; above it the run stops."""
+    """The run stops if `matmul_dtype` raises the base's loss by more, nats per trained token. It is
+    measured before the first step."""
     fused_layers: bool = True
     """Fused norms, rotary embeddings and gated feed-forwards: faster, with fewer saved activations.
     Only rounding differs."""
@@ -282,33 +282,35 @@ class TrainConfig(Section):
     """On GPUs, loss kernels without fp32 logits: faster, and up to 0.9 GiB less memory. Only
     rounding differs."""
     evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)
-    """Optimizer steps between held-out losses, also measured after the last step; null = none."""
+    """Optimizer steps between held-out losses; one more is measured after the last step. null =
+    none."""
     evaluate_documents: int | None = Field(256, ge=1, le=10**9)
-    """Held-out documents measured at most, of each source, drawn by `seed`; null = all."""
+    """Most held-out documents to measure per source, drawn by `seed`; null = all."""
     early_stopping_patience: Annotated[int | None, Affects(later=True)] = Field(
         None, ge=1, le=10_000
     )
-    """Held-out losses in a row, none the lowest so far, after which training ends; null = never.
-    Needs `evaluate_every_steps`; `select: best` keeps the best adapter."""
+    """Training ends after this many held-out losses without a new lowest; null = never. Needs
+    `evaluate_every_steps`; `select: best` keeps the best adapter."""
     select: Literal["last", "best"] = "last"
-    """The adapter that is kept: of the `last` step, or with the lowest held-out loss (`best`; needs
+    """The adapter to keep: of the `last` step, or with the lowest held-out loss (`best`; needs
     `evaluate_every_steps`)."""
     checkpoint_every_steps: Annotated[int, Affects("none")] = Field(50, ge=1, le=10**9)
     """Optimizer steps between checkpoints; one more is written after step 1."""
     checkpoint_every_minutes: Annotated[float | None, Affects("none")] = Field(
         20.0, gt=0.0, le=100_000.0
     )
-    """Minutes after which a checkpoint is written in any case; null = never."""
+    """Most minutes between checkpoints; null = no limit."""
     keep_checkpoints: Annotated[int, Affects("plan")] = Field(2, ge=1, le=1000)
-    """Newest checkpoints kept while training."""
+    """Number of newest checkpoints to keep during training."""
     grace_seconds: Annotated[float, Affects("none")] = Field(60.0, ge=1.0, le=86_400.0)
     """Seconds to finish the step and save after a signal to stop; a second start waits this long
     for the first."""
     hang_seconds: Annotated[float, Affects("none")] = Field(45.0, ge=5.0, le=86_400.0)
-    """Seconds without progress within a step after which the run stops; ten times the longest step
-    if that is more."""
+    """The run stops after this many seconds without progress in a step, or after ten times the
+    longest step if that is more."""
     deterministic: bool = False
-    """Deterministic GPU kernels alone, slower: the same GPUs give the same adapter bit for bit."""
+    """Use only deterministic GPU kernels. Slower, but the same GPUs give the same adapter bit for
+    bit."""
     log_every_steps: Annotated[int, Affects("none")] = Field(1, ge=1, le=10**9)
     """Optimizer steps between lines of metrics.jsonl."""
 
@@ -366,26 +368,26 @@ class TrainConfig(Section):
 
 
 class HardwareConfig(Section):
-    """What a run may use."""
+    """Machines and memory."""
 
     affects: ClassVar = Affects("plan", read_by=("preflight_run",))
 
     gpus: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
-    """GPUs of a run, on each of its nodes; `auto` = all visible ones; 0 = train on the CPU."""
+    """GPUs of a run on each node; `auto` = all visible ones; 0 = train on the CPU."""
     nodes: int = Field(1, ge=1, le=512)
     """Machines that train one run together; more than one needs a cluster profile (`--profile
     workflow/profiles/slurm`)."""
     gpu_model: str | None = Field(None, min_length=1, max_length=64)
-    """GPUs to plan for where none is visible (a login node), like `H100` or `A100 40GB`; null =
-    only visible ones."""
+    """GPUs to plan for if none is visible (a login node), like `H100` or `A100 40GB`; null = only
+    visible ones."""
     cpu_processes: int = Field(2, ge=1, le=64)
-    """Processes (gloo ranks) when no GPU is used, on each node."""
+    """Processes (gloo ranks) per node of a run on CPUs."""
     gpu_memory_gib: Gib | Literal["auto"] = "auto"
-    """Memory of each GPU that may be used, GiB; `auto` = as the driver reports. A smaller value is
+    """Usable memory of each GPU, GiB; `auto` = as the driver reports. A smaller value is
     enforced."""
     host_memory_gib: Gib | Literal["auto"] = "auto"
-    """Host memory that may be used by all processes of a node together, GiB; `auto` = what is
-    available."""
+    """Usable host memory of all processes of a node together, GiB; `auto` = the available
+    memory."""
     memory_margin_gib: float = Field(0.5, ge=0.0, le=64.0)
     """GPU memory that must stay free in the prediction, GiB."""
     shard_size: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
@@ -394,17 +396,17 @@ class HardwareConfig(Section):
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of a GPU hour in any currency, for the predicted cost; null = no cost is shown."""
     offload_activations: bool | Layers | Literal["auto"] = "auto"
-    """Offload activations kept for backward to page-locked host memory: of all layers, or of so
-    many. `auto` = where it fits or is faster."""
+    """Offload activations to page-locked host memory until backward: of all layers, or of this
+    many. `auto` = if it makes the run fit or faster."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Look embedding rows up in the model's file on the host, without a table on GPUs. `auto` =
-    with several GPUs."""
+    """Read embedding rows from the model's file on the host, without a table on GPUs. `auto` = with
+    several GPUs."""
     offload_layers: Layers | Literal["auto"] = "auto"
-    """Decoder layers whose packed weights are offloaded to page-locked host memory, spread evenly.
-    `auto` = as many as fit or speed need."""
+    """Number of decoder layers, spread evenly, with packed weights offloaded to page-locked host
+    memory. `auto` = the fewest with which the plan fits."""
     reshard_after_forward: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Free gathered weights after forward (FULL_SHARD); false = keep them for backward
+    """Free gathered weights after forward (FULL_SHARD). false = keep them for backward
     (SHARD_GRAD_OP): more memory, half the traffic."""
     cuda_graphs: bool = True
-    """Launch a micro-batch as one CUDA graph, on one machine with FlashAttention or flex; preflight
-    says why not. Only rounding differs."""
+    """Launch a micro-batch as one CUDA graph, on one machine with FlashAttention or flex. Otherwise
+    preflight gives the reason. Only rounding differs."""
