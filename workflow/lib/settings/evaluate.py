@@ -132,9 +132,9 @@ class EvaluateConfig(Section):
 
     subjects: Annotated[tuple[SubjectName, ...] | Literal["auto"], TOLD] = "auto"
     """Forms to measure. `auto`: the 16-bit original, the NF4 base, the adapter on it, the start
-    adapter, an exported merged model, the served form."""
+    adapter, an exported merged model, the served model."""
     served: Annotated[Served | Literal["auto"], TOLD] = "auto"
-    """The served form, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
+    """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
     `auto`: `merged` if exported, else `tuned`."""
     heldout: Annotated[bool, CHECKED_BEFORE] = True
     """Held-out loss and perplexity per trained token, with intervals."""
@@ -178,7 +178,7 @@ class EvaluateConfig(Section):
     require: Annotated[
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain", "certify_run"))
     ] = Field({})
-    """Least gain of the served form over the original: `heldout_loss` (nats per token),
+    """Least gain of the served model over the original: `heldout_loss` (nats per token),
     `heldout_loss/<source>` or `task/metric`; -0.02 allows a loss of 0.02. For preferences the least
     `reward_accuracy` or `reward_margin` itself. If it is missed, the workflow fails."""
     require_by: Annotated[
