@@ -1,5 +1,7 @@
 """Messages about wrong settings: one line each, that a person can act on."""
 
+import datetime
+
 import pytest
 
 from tests.support.settings_examples import message
@@ -54,17 +56,15 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
         ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
         ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
         ("hardware", "offload_embedding", "yes", "must be true, false or auto"),
-        ("lora", "target_modules", 3, "must be a list or text"),
-        ("lora", "target_modules", ["q", 3], "entry 2 must be text"),
-        ("evaluate", "tasks", [7], "entry 1 must be text"),
         ("model", "source", "", "must not be empty"),
         ("model", "source", "a" * 1025, "must have at most 1024 characters"),
-        ("model", "name", 7, "must be text"),
         ("quantize", "block_size", 65, "must be 64, 128, 256 or 512"),
         ("data", "columns", 7, "must be a section (keys below it)"),
-        ("data", "train", 7, "must be text"),
-        ("data", "train", ["a", 7], "entry 2 must be text"),
+        ("model", "source", None, "must be text"),
         ("train", "micro_batch_size", 0, "must be at least 1 or 'auto'"),
+        ("export", "steps", ["a", "b"], "entry 1 must be a whole number"),
+        ("export", "steps", True, "must be a list"),
+        ("evaluate", "require", True, "must be a section (keys below it)"),
         ("export", "steps", [2, 0], "entry 2 must be at least 1"),
         ("hardware", "gpus", 5000, "must be at most 4096 or 'auto'"),
         ("hardware", "gpu_memory_gib", 0, "must be above 0.0 or 'auto'"),
@@ -72,8 +72,6 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
         ("evaluate", "processes", 65, "must be at most 64 or 'auto'"),
         ("data", "train", [["a"]], "entry 1 must be text"),
         ("data", "train", {"weight": 2}, "path must be given"),
-        ("data", "train", {"path": "a", "columns": {"text": 1}}, "columns.text must be text"),
-        ("model", "add_tokens", ["<a>", 7], "entry 2 must be text"),
         (
             "data",
             "heldout",
@@ -87,6 +85,29 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(section,
     assert message({section: {key: value}}) == [
         f"{section}.{key} = {value!r}: {bound}. Change it in config.yaml."
     ]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "shown", "bound"),
+    [
+        ("model", "name", 7, "7", "must be text"),
+        ("model", "name", datetime.date(2026, 1, 1), "2026-01-01", "must be text"),
+        ("data", "train", True, "True", "must be text"),
+        ("lora", "target_modules", 3, "3", "must be a list or text"),
+        ("lora", "target_modules", ["q", 3], "['q', 3]", "entry 2 must be text"),
+        ("data", "train", ["a", 7], "['a', 7]", "entry 2 must be text"),
+        (
+            "data",
+            "train",
+            {"path": "a", "columns": {"text": 1}},
+            "{'path': 'a', 'columns': {'text': 1}}",
+            "columns.text must be text",
+        ),
+    ],
+)
+def test_text_that_yaml_takes_for_something_else_is_to_be_quoted(section, key, value, shown, bound):
+    (line,) = message({section: {key: value}})
+    assert line.startswith(f"{section}.{key} = {shown}: {bound}. Put it in quotes in config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -180,11 +201,9 @@ def test_mistake_in_a_run_is_named_by_the_path_in_the_file(runs, line):
     assert message({"runs": runs}) == [line]
 
 
-@pytest.mark.parametrize("name", [False, True, 1.5, 7])
+@pytest.mark.parametrize("name", [False, True, 1.5, 7, datetime.date(2026, 1, 1)])
 def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name):
-    with pytest.raises(
-        UserError, match=rf"runs: the name {name!r} must be text\. Put it in quotes"
-    ):
+    with pytest.raises(UserError, match=rf"runs: the name {name} must be text\. Put it in quotes"):
         load_config({"runs": {name: {}}})
 
 

@@ -26,6 +26,8 @@ NO_SETTINGS = {
     "tab": ("train:\n\tseed: 1\n", 2, "indent with spaces"),
     "open bracket": ("a: 1\nb: [1,\n", 3, "this is no YAML"),
     "unknown tag": ("a: 1\nb: !include c\n", 2, "this is no YAML"),
+    "number of base 8": ("a: 1\ntrain: {seed: 010}\n", 2, "YAML reads 010 as 8. Write 8, or put"),
+    "number of base 60": ("a:\n- -1:30\n", 2, "YAML reads -1:30 as -90. Write -90"),
     "JSON with a key twice": ('{\n\t"seed": 1,\n\t"seed": 2\n}\n', 3, "the key seed stands"),
 }
 
@@ -44,6 +46,12 @@ def test_an_empty_file_holds_no_mistake(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("# nothing yet\n")
     assert check_yaml(path) is None
+
+
+def test_numbers_as_they_look_and_texts_in_quotes_are_no_mistakes(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: [0, -0, 0.5, 00.5, 1_000, 0x10, 1e-4, '010', \"1:30\", 2026-01-01, 08]\n")
+    check_yaml(path)
 
 
 def test_file_that_is_no_text_is_named(tmp_path):

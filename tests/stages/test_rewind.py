@@ -36,9 +36,17 @@ def test_finished_run_that_went_back_is_trained_again(finished_project, tmp_path
         (["rewind", "--config", "rewind=demo"], "rewind = demo: it must be RUN@STEP (runs: demo)"),
         (["rewind"], "snakemake rewind --config rewind=RUN@STEP"),
         (["all", "--config", "rewind=demo@3"], "only the target of this name goes back"),
+        (["all", "--config", "certificate=x"], "are read by the target verify alone"),
         (["verify"], "snakemake verify --config certificate=FILE_OR_REPO"),
     ],
-    ids=["no such run", "no step", "nothing named", "another target", "no certificate"],
+    ids=[
+        "no such run",
+        "no step",
+        "nothing named",
+        "another target",
+        "not verify",
+        "no certificate",
+    ],
 )
 def test_target_whose_setting_is_missing_or_wrong_says_how_without_a_traceback(
     tmp_path, command, said

@@ -36,7 +36,7 @@ from workflow.lib.planning.machine import check_place, requested_processes
 from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
-from workflow.lib.settings.command_line import as_in_yaml
+from workflow.lib.settings.command_line import as_in_yaml, check_options
 from workflow.lib.settings.config import load_config, load_sweep
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
@@ -61,6 +61,9 @@ if workflow.is_main_process:
 
 # Before Snakemake reads them, as far as that is possible: its message names no file, and it takes a key twice.
 try:
+    if workflow.is_main_process:
+        check_options(sys.argv)
+    given = as_in_yaml(workflow.config_settings.config)
     for file in [Path("config.yaml"), *workflow.overwrite_configfiles]:
         if file.exists():
             check_yaml(file)
@@ -84,7 +87,7 @@ def shipped(settings):
 if workflow.modifier.namespace:
     config |= shipped(config)
 
-update_config(config, as_in_yaml(workflow.config_settings.config))
+update_config(config, given)
 
 # No settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
 # `snakemake rewind --config rewind=RUN@STEP`.

@@ -196,6 +196,10 @@ if workflow.is_main_process:
         )
     if is_named("verify"):
         verified_options()
+    elif CERTIFICATE is not None or SIGNED_BY is not None:
+        raise WorkflowError(
+            "certificate and signed_by are read by the target verify alone: snakemake verify --config certificate=FILE_OR_REPO"
+        )
 
 
 # Gains that runs must reach, by run.

@@ -3,13 +3,33 @@
 Snakemake reads a section of the command line with every value in it as text (YAML's BaseLoader),
 and hands it to its jobs in the same way."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import yaml
 
+from workflow.lib.settings.yaml_files import misread_number
+from workflow.lib.system.errors import UserError
+
+# Each with its other spellings; of an option that stands twice Snakemake takes the last alone.
+LISTS = (("--config", "-C"), ("--configfile", "--configfiles"))
+
+
+def check_options(words: Sequence[str]) -> None:
+    """Raise `UserError` for settings that Snakemake drops without a word: behind an option that
+    stands again later."""
+    for names in LISTS:
+        given = [word.partition("=")[0] for word in words if word.partition("=")[0] in names]
+        if len(given) > 1:
+            raise UserError(
+                f"{names[0]} stands {len(given)} times in the command, and Snakemake would take "
+                f"the last one alone. Give all behind one: {names[0]} A B"
+            )
+
 
 def as_in_yaml(value: object) -> object:
-    """Return a value in which each text that YAML reads as null, true, false or a number is one."""
+    """Return a value in which each text that YAML reads as null, true, false or a number is one.
+
+    Raises `UserError` for one that YAML reads as another number than it looks like."""
     if isinstance(value, Mapping):
         return {key: as_in_yaml(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -22,5 +42,7 @@ def _scalar(text: str) -> object:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):
         return text
+    if (finding := misread_number(text, value)) is not None:
+        raise UserError(f"--config: {finding}, or, if it is text, in quotes in config.yaml.")
     is_typed = isinstance(value, bool | int | float) or (value is None and text.strip())
     return value if is_typed else text

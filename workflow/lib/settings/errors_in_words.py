@@ -4,6 +4,7 @@ Pydantic reports one error per branch of a union and adds the branch to the path
 gets one line with all that it may be. Branches that are chosen by a tag have one in angle brackets;
 below `<source>` stand the keys of a section."""
 
+import datetime
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -36,8 +37,8 @@ REPLACED_VALUES = {
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 QUOTE = (
-    "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, and "
-    "1.5 as a number."
+    "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, 1.5 "
+    "as a number, and 2026-01-01 as a date."
 )
 SHOWN_CHARS = 2000
 MISSING = object()  # the value of a setting that is not given
@@ -78,6 +79,7 @@ def explain(
 ) -> list[str]:
     """Return one line `path = value: bound. Change.` per wrong setting."""
     bounds: dict[tuple[Any, ...], dict[str, None]] = {}  # the inner dict is an ordered set
+    changes: dict[tuple[Any, ...], str] = {}
     lines = []
     for detail in error.errors():
         if detail["type"] == "extra_forbidden":
@@ -96,11 +98,18 @@ def explain(
         else:
             path = _setting_path(model, detail["loc"])
             bounds.setdefault(path, {})[_bound(detail, path)] = None
+            if detail["type"] == "string_type" and _is_misread(detail["input"]):
+                changes[path] = QUOTE
     return lines + [
         f"{_given(document, path)}: "
-        + (_replaced(document, path) or f"{_either(list(broken))}. {CHANGE}")
+        + (_replaced(document, path) or f"{_either(list(broken))}. {changes.get(path, CHANGE)}")
         for path, broken in bounds.items()
     ]
+
+
+def _is_misread(value: object) -> bool:
+    """Whether YAML has made something else of a word without quotes."""
+    return isinstance(value, bool | int | float | datetime.date)
 
 
 def _replaced(document: Mapping[str, object], path: tuple[Any, ...]) -> str | None:
@@ -114,18 +123,18 @@ def _wrong_name(document: Mapping[str, object], detail: ErrorDetails) -> str:
     *section, name, _ = detail["loc"]
     runs = document.get("runs")
     names = runs if isinstance(runs, Mapping) else ()
-    # pydantic gives False as 0 and 1.5 as '1.5'
+    # pydantic gives False as 0, 1.5 as '1.5', and a date by its repr
     keys = [key for key in names if not isinstance(key, str)]
-    name = next((key for key in keys if key == name or str(key) == name), name)
+    name = next((key for key in keys if name in (key, str(key), repr(key))), name)
     bound = _bound(detail, detail["loc"])
     change = CHANGE if isinstance(name, str) else QUOTE
-    return f"{_spell(section)}: the name {name!r} {bound}. {change}"
+    return f"{_spell(section)}: the name {_shown(name)} {bound}. {change}"
 
 
 def _shown(value: Any) -> str:
     """Spell a value, cut where nobody reads on."""
     try:
-        text = repr(value)
+        text = value.isoformat() if isinstance(value, datetime.date) else repr(value)
     except (RecursionError, ValueError):  # nested too deep; an integer of thousands of digits
         return "..."
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
@@ -135,6 +144,8 @@ def _either(bounds: list[str]) -> str:
     """Join what the branches of a union ask for: `must be a whole number or 'auto'`."""
     if "must be a number" in bounds:
         bounds = [bound for bound in bounds if bound != "must be a whole number"]
+    if bounds[0].startswith("entry "):  # of a list the first that is wrong
+        return bounds[0]
     others = [bound.removeprefix("must be ") for bound in bounds[1:]]
     return " or ".join([bounds[0], *(other for other in others if not bounds[0].endswith(other))])
 

@@ -1,7 +1,8 @@
 """What every section of the settings shares: its model, and the types that several sections use."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +13,7 @@ from workflow.lib.system.redaction import holds_secret
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+UNIONS = (Union, UnionType)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -59,7 +61,7 @@ class Section(BaseModel):
         without a word."""
         assert info.field_name is not None, "a validator of fields runs for a field"
         annotation = cls.model_fields[info.field_name].annotation
-        branches = {annotation, *get_args(annotation)}
+        branches = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
         kinds = {get_args(b)[0] if get_origin(b) is Annotated else b for b in branches}
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise PydanticCustomError("true_for_number", "must be a number, not true or false")

@@ -14,6 +14,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
 
 MOST_NODES = 200_000  # a task file with thousands of examples written out has some 10,000
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class AliasError(yaml.YAMLError):
@@ -50,14 +51,15 @@ def _count(node: yaml.Node, counted: dict[int, int], open_nodes: set[int]) -> in
 
 
 def check_yaml(path: Path) -> None:
-    """Raise `UserError`, with the line, for a file of settings that is no YAML, or has a key twice.
+    """Raise `UserError`, with the line, for a file of settings that is no YAML, has a key twice, or
+    a number that YAML reads as another one.
 
-    YAML's own loaders take the second of two equal keys without a word."""
+    YAML's own loaders take the second of two equal keys, and 010 as 8, without a word."""
     try:
         loader = yaml.SafeLoader(_text(path))
         root = loader.get_single_node()
         check_aliases(root)
-        _check_keys(root, path)
+        _check_nodes(root, path)
         if root is not None:
             loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -81,8 +83,8 @@ def _text(path: Path) -> str:
     return text
 
 
-def _check_keys(root: yaml.Node | None, path: Path) -> None:
-    """Raise `UserError` for a key that stands twice in a section."""
+def _check_nodes(root: yaml.Node | None, path: Path) -> None:
+    """Raise `UserError` for a key that stands twice in a section, or a number that is misread."""
     waiting, seen = [(root, "")], set[int]()
     while waiting:
         node, prefix = waiting.pop()
@@ -91,6 +93,12 @@ def _check_keys(root: yaml.Node | None, path: Path) -> None:
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             waiting += [(entry, prefix) for entry in node.value]
+        if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS:
+            value = yaml.SafeLoader("").construct_document(node)
+            if (finding := misread_number(node.value, value)) is not None:
+                raise UserError(
+                    f"{path}, line {_line(node)}: {finding}, or put it in quotes if it is text."
+                )
         if isinstance(node, yaml.MappingNode):
             firsts: dict[str, yaml.Node] = {}
             for key, value in node.value:
@@ -103,6 +111,18 @@ def _check_keys(root: yaml.Node | None, path: Path) -> None:
                         "or remove one."
                     )
                 waiting.append((value, f"{name}."))
+
+
+def misread_number(text: str, value: object) -> str | None:
+    """Say so where YAML reads a plain text as another number than it looks like: `010` as 8 (base
+    8), `1:30` as 90 (base 60)."""
+    digits = text.lstrip("+-").replace("_", "")
+    is_other = isinstance(value, int | float) and (
+        ":" in digits or (digits.isdecimal() and len(digits) > 1 and digits[0] == "0")
+    )
+    if not is_other:
+        return None
+    return f"YAML reads {text} as {value}. Write {value}"
 
 
 def _line(node: yaml.Node) -> int:
