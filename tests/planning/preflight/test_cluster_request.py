@@ -97,7 +97,7 @@ def test_merged_model_asks_for_more_memory(files, manifest):
 
 
 def test_model_that_is_not_described_yet_is_named(files, manifest):
-    with pytest.raises(UserError, match=r"description.json is not there yet: describe_model"):
+    with pytest.raises(UserError, match=r"description.json does not exist yet: describe_model"):
         reading(
             run_config(),
             model=files["model"],

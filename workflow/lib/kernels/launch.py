@@ -1,4 +1,4 @@
-"""How a Triton kernel is started.
+"""The start of a Triton kernel.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
 Kernels compute in fp32 and round once."""
@@ -16,7 +16,7 @@ from workflow.lib.system.device_types import RECORDED
 
 @torch.library.custom_op("workflow::launched", mutates_args=())
 def launched(tensors: Sequence[torch.Tensor], kernel: str, flop: float) -> None:
-    """Nothing: what a recorded device runs in a kernel's place."""
+    """Do nothing: a recorded device runs this in a kernel's place."""
 
 
 LAUNCHED = torch.ops.workflow.launched.default
@@ -33,11 +33,9 @@ def launch(
     flop: float = 0.0,
     **options: Any,
 ) -> None:
-    """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to
-    other arguments. All have been allocated: kernels allocate nothing.
-
-    flop: of its matmuls; 0: what it takes, moving its tensors decides. A recorded device computes
-    nothing."""
+    """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to other
+    arguments. All are allocated before: kernels allocate nothing. A recorded device computes
+    nothing. flop: of its matmuls; 0 for a kernel whose memory traffic decides its time."""
     if out.device.type == RECORDED:
         tensors = [x for x in (out, *arguments) if isinstance(x, torch.Tensor)]
         LAUNCHED(tensors, kernel, flop)

@@ -1,8 +1,8 @@
-"""`Op`: a GPU kernel beside torch's operations that compute the same, and `OPS`, the table of all.
+"""`Op`: a GPU kernel and torch's operations that compute the same, and `OPS`, the table of all.
 
-Compilers make wrong programs of some kernels, so each is compared with its reference (`Op.case`) at
-its first use on a GPU. CPUs take the reference, a recorded device the kernel, which computes
-nothing there. What one process of a run cannot use none uses (`distributed.world`)."""
+Compilers break some kernels, so each is compared with its reference (`Op.case`) at its first use on
+a GPU. CPUs use the reference, a recorded device the kernel, which computes nothing there. If one
+process of a run cannot use a kernel, no process uses it (`distributed.world`)."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -20,14 +20,14 @@ logger = logging.getLogger("workflow")
 
 
 class Key(NamedTuple):
-    """What is tried: an op's name, and what its kernel is compiled for."""
+    """An op's name, and the variant that its kernel is compiled for."""
 
     name: str
     variant: tuple[Hashable, ...]
 
 
 class Decision:
-    """Of one process."""
+    """The usable kernels of one process."""
 
     def __init__(self) -> None:
         self._outcomes: dict[tuple[Key, torch.device], bool] = {}
@@ -35,7 +35,7 @@ class Decision:
         """Kernels that are not used, and why."""
 
     def allows(self, key: Key, device: torch.device, fault: Callable[[], str | None]) -> bool:
-        """Whether a kernel is used on a device. fault: tries it, and returns why not."""
+        """Whether a kernel is used on a device. fault: checks it and returns why not."""
         allowed = self._outcomes.get((key, device))
         if allowed is None:
             allowed = key not in self.faults and self._is_right(key, fault())
@@ -45,13 +45,13 @@ class Decision:
     def _is_right(self, key: Key, fault: str | None) -> bool:
         if fault is None:
             return True
-        if fault not in self.faults.values():  # what concerns all kernels is said once
+        if fault not in self.faults.values():  # a fault of all kernels is logged once
             logger.warning("The kernel for %s is not used: %s.", key.name, fault)
         self.faults[key] = fault
         return False
 
     def adopt(self, faults: dict[Key, str]) -> None:
-        """Do without these kernels, too. faults: of all processes."""
+        """Turn these kernels off, too. faults: of all processes."""
         for key in faults.keys() - self.faults.keys():
             reason = f"on another process: {faults[key]}"
             logger.warning("The kernel for %s is not used: %s.", key.name, reason)
@@ -76,9 +76,9 @@ WITHOUT = (
 
 @dataclass(frozen=True, eq=False)
 class Op(Generic[P, R]):
-    """The first argument of every op is a tensor, or a tuple that begins with one."""
+    """A kernel and its reference; the first argument is a tensor, or a tuple with one first."""
 
-    name: str  # as the log says it
+    name: str  # in the log
     reference: Callable[P, R]
     kernel: Callable[P, R]
     case: Callable[..., Case]
@@ -108,7 +108,7 @@ class Op(Generic[P, R]):
         return self.works_on(device, *self.variant(*args, **options))
 
     def works_on(self, device: torch.device, *variant: Hashable) -> bool:
-        """Whether the kernel is right on a device, in a variant; tried once."""
+        """Whether the kernel's variant is right on a device; checked once."""
         if device.type not in GPUS or device.type == RECORDED:
             return device.type == RECORDED
         key = Key(self.name, variant)
@@ -117,18 +117,18 @@ class Op(Generic[P, R]):
         return self.backward is None or self.backward.works_on(device, *variant)
 
     def fault(self, device: torch.device, *variant: Hashable) -> str | None:
-        """Try the kernel; return why it cannot be used, None if it can."""
+        """Check the kernel; return why it cannot be used, None if it can."""
         if not INSTALLED:
             return f"Triton is not installed; {WITHOUT}"
-        # A recomputed layer would take what a trial's backward saves for its own.
+        # A recomputed layer would take tensors of the check's backward for its own.
         with gradients_alone():
             return self._tried(device, *variant)
 
     def _tried(self, device: torch.device, *variant: Hashable) -> str | None:
         try:
             made = _results(self.kernel, self.case(device, *variant))
-        # Whatever it is: no compiler, no folder for the cache and an unknown GPU are errors of
-        # Triton's own classes, and a run does without the kernel.
+        # Any error: a missing compiler or cache folder and an unknown GPU raise Triton's own
+        # classes, and a run continues without the kernel.
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             return f"it cannot be built here ({reason}); {WITHOUT}"
@@ -156,8 +156,8 @@ def first_tensor(args: Iterable[Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def _results(function: Callable[..., Any], args: Case) -> list[torch.Tensor]:
-    """Return the tensors that a function returns, and the gradients of the arguments that require
-    them, for a drawn gradient of the first."""
+    """Return a function's tensors, and the gradients of the arguments that require them, for a
+    random gradient of the first."""
     leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
     if not leaves:
         return [*_tensors(function(*args))]
@@ -191,8 +191,8 @@ def _in_fp32(value: Any) -> Any:
 
 @contextmanager
 def gradients_alone() -> Iterator[None]:
-    """Within the forward of a model: gradients that its hooks of saved tensors do not see, which
-    count them, round them or move them."""
+    """Within a model's forward, compute gradients hidden from its hooks of saved tensors, which
+    count, round or move them."""
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         yield
 
@@ -204,8 +204,8 @@ Backward = Callable[..., Iterable[torch.Tensor]]
 def keeping_inputs(
     forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return forward(*tensors). backward: gradients of the first of them by the result's gradient
-    and the tensors; None: autograd's, computed again."""
+    """Return forward(*tensors). backward: gradients of the first tensors, from the result's
+    gradient and the tensors; None: autograd's, from a recomputation."""
     apply: Forward = _KeepingInputs.apply
     return apply(forward, backward, *tensors)
 
@@ -215,7 +215,7 @@ class _KeepingInputs(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        # With a backward of its own the forward goes: it may hold tensors.
+        # With a backward the forward is dropped: it may hold tensors.
         ctx.functions = None if backward else forward, backward
         ctx.save_for_backward(*tensors)
         output = forward(*tensors)

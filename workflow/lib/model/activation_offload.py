@@ -1,11 +1,11 @@
-"""Activations that backward needs, kept in host memory (ZeRO-Offload's idea, for activations).
+"""Offload of activations to host memory until backward (ZeRO-Offload's idea, for activations).
 
-Every tensor that autograd saves is copied to page-locked memory on a stream of its own, and fetched
-ahead of its use. At most `window_bytes` are on the device while they leave, and while they come.
-What several nodes save, in whatever shapes, travels once. Tensors come back in the reverse order,
-and never while others leave, so one stream orders all, and host buffers can be used again. A
-captured pass (CUDA graph) takes the buffers of an equal pass before it for good, so that each
-replay copies to the same places. CPUs do the same without streams, for tests."""
+Each tensor that autograd saves is copied to page-locked memory on a separate stream, and fetched
+ahead of its use. At most `window_bytes` of leaving tensors are on the device, and later of fetched
+ones. Tensors that share bytes are copied once. They are fetched in the reverse order and after all
+copies to the host, so one stream orders all copies and host buffers are reused. A captured pass
+(CUDA graph) takes over the buffers of an equal pass before it: each replay copies to the same
+addresses. CPU tensors are copied without streams, for tests."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from workflow.lib.system.device_types import GPUS
 
-# Smaller tensors (positions, statistics of rows) cost more to move than to keep. 1 / 128 of the
-# window is the least that is moved.
+# Smaller tensors (positions, row statistics) stay on the device: moving them costs more. The
+# smallest offloaded tensor has 1 / 128 of the window.
 WINDOW_TO_SMALLEST = 128
 
 
 @dataclass(eq=False)
 class _Saved:
-    """The bytes of a tensor that was handed over."""
+    """The bytes of one offloaded tensor."""
 
     number: int
-    host: torch.Tensor  # (num_bytes,) uint8, as are the values on the device
-    uses: int = 0  # how often autograd will still ask for it
-    values: torch.Tensor | None = None  # on the device, while they are there
+    host: torch.Tensor  # (num_bytes,) uint8, as `values`
+    uses: int = 0  # how many times autograd will still unpack it
+    values: torch.Tensor | None = None  # on the device; None before a fetch and after the last use
     version: int = 0  # of `values`, when they were saved or fetched
     sent: torch.Event | None = None
     fetched: torch.Event | None = None
@@ -67,10 +67,10 @@ Packed = View | torch.Tensor
 
 
 class ActivationOffload:
-    """Takes what a forward pass saves and gives it back to the backward pass that follows."""
+    """Packs the tensors that a forward pass saves and unpacks them in the next backward pass."""
 
     def __init__(self, device: torch.device, *, window_bytes: int) -> None:
-        """window_bytes: of what leaves, and later of what comes, on the device at a time."""
+        """window_bytes: bound of the leaving, and later of the fetched, bytes on the device."""
         self.device, self.host_bytes = device, 0
         self._window, self._least = window_bytes, window_bytes // WINDOW_TO_SMALLEST
         self._gpu = torch.get_device_module(device)
@@ -79,31 +79,31 @@ class ActivationOffload:
         self._saved: list[_Saved] = []
         self._known: dict[tuple[Any, ...], _Saved] = {}
         self._leaving: deque[_Saved] = deque()
-        self._next = -1  # the number to fetch next
+        self._next = -1  # the next index to fetch
         self._present = 0  # bytes on the device that backward has not used yet
-        # Whether what is saved is taken: at the beginning of a pass, and now.
+        # Whether saved tensors are offloaded: at the start of a pass, and now.
         self._takes_first = self._takes = True
 
     def follow_(self, layers: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-        """Take only what these layers save, which run one after the other; nothing outside them."""
+        """Offload only tensors saved by these layers, which run one after the other."""
         self._takes_first = 0 in numbers
         for number, layer in enumerate(layers):
             layer.register_forward_hook(partial(self._layer_ends, number + 1 in numbers))
 
     def _layer_ends(self, takes: bool, *_: Any) -> None:
-        """Set whether what follows is taken: recomputation saves inputs before a layer's hooks."""
+        """Switch offload of the next tensors: recomputation saves inputs before a layer's hooks."""
         self._takes = takes
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within the block take what autograd saves, but for parameters and what is small."""
+        """Within the block offload saved tensors, except parameters and small tensors."""
         self._begin()
         self._takes = self._takes_first
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
-        # Its keys hold addresses of storages, which others may get from now on.
+        # Its keys hold addresses of storages, which later tensors may reuse.
         self._known.clear()
-        # What has not left yet is on the device still, so it counts as if it were fetched.
+        # Tensors that have not left yet are still on the device, so they count as fetched.
         self._next = len(self._saved) - 1
         self._present = sum(saved.num_bytes for saved in self._leaving)
 
@@ -115,15 +115,15 @@ class ActivationOffload:
         self._leaving.clear()
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Take a tensor; return what stands for it, the tensor itself if it stays."""
+        """Return the `View` of an offloaded tensor, or the tensor itself if it stays."""
         num_bytes, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage()
-        expanded = storage.nbytes() < num_bytes  # it would be written out, and so grow
+        expanded = storage.nbytes() < num_bytes  # a copy would be larger
         if not self._takes or num_bytes < self._least or expanded or is_parameter(tensor):
             return tensor
         tensor = dense(tensor.detach())
         offset = tensor.storage_offset() * tensor.element_size()
-        # The same bytes in another shape or type are known by where they are. The version tells
-        # them from bytes that were written there since.
+        # Tensors of the same bytes in another shape or dtype have the same key. The version tells
+        # them from bytes written there later.
         key = (tensor.untyped_storage()._cdata, offset, num_bytes, tensor._version)
         saved = self._known.get(key)
         if saved is None:
@@ -133,8 +133,8 @@ class ActivationOffload:
         return View(saved, tensor.dtype, tensor.shape, tensor.stride())
 
     def _send(self, tensor: torch.Tensor) -> _Saved:
-        """Start the copy of a tensor without gaps to the host. `values` holds its memory until
-        `_make_room` has waited, which `record_stream` would return late."""
+        """Start the copy of a tensor without gaps to the host. `values` holds its device memory
+        until `_make_room` has waited; `record_stream` would return it late."""
         values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         saved = _Saved(
             len(self._saved), self._buffer(values.numel()), values=values, version=values._version
@@ -166,7 +166,7 @@ class ActivationOffload:
         assert saved.values is not None
         saved.check()
         tensor = packed.of(saved.values)
-        self._wait(saved.fetched)  # the device does; the host goes on
+        self._wait(saved.fetched)  # the device waits, not the host
         saved.uses -= 1
         if saved.uses == 0:
             saved.values = None
@@ -176,13 +176,13 @@ class ActivationOffload:
         return tensor
 
     def join(self) -> None:
-        """Have the computing stream wait for all copies, when backward has ended: for a capture."""
+        """Make the computing stream wait for all copies after backward, for a capture."""
         # Without copies the stream is in no capture, and a capture may not wait for it.
         if self._stream is not None and self._saved:
             self._gpu.current_stream(self.device).wait_stream(self._stream)
 
     def _fetch_ahead(self) -> None:
-        """Fetch what backward will want next, as far as the window allows."""
+        """Fetch the next tensors of backward, as far as the window allows."""
         while self._next >= 0:
             saved = self._saved[self._next]
             if saved.values is None and saved.uses > 0:
@@ -200,12 +200,12 @@ class ActivationOffload:
         self._present += saved.num_bytes
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Copy bytes behind all that is computed so far, beside what follows; return the event."""
+        """Copy bytes after the queued computation, beside later computation; return the event."""
         if self._stream is None:
             target.copy_(source)
             return None
-        # To the host: the values must have been computed. To the device: work that is queued may
-        # still use the memory that the target was given.
+        # To the host: the values must have been computed. To the device: queued work may still use
+        # the memory of the target.
         self._stream.wait_stream(self._gpu.current_stream(self.device))
         with self._gpu.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -217,8 +217,8 @@ class ActivationOffload:
             self._gpu.current_stream(self.device).wait_event(event)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory (num_bytes,) uint8, page-locked if there is a GPU: copies to and from
-        any other memory are not asynchronous. Page-locking takes long, so buffers are kept."""
+        """Return host memory (num_bytes,) uint8, page-locked if there is a GPU: only such copies
+        are asynchronous. Page-locking is slow, so buffers are reused."""
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
@@ -228,7 +228,7 @@ class ActivationOffload:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without gaps between its elements: a copy if it has some."""
-    if tensor.is_contiguous():  # most are, and the other way takes the host longer
+    if tensor.is_contiguous():  # most are, and the test below takes the host longer
         return tensor
     # `empty_like` keeps the strides of tensors that are dense, in whatever order of dimensions.
     gaps = torch.empty_like(tensor, device="meta").stride() != tensor.stride()

@@ -1,6 +1,6 @@
-"""Which device, data type and attention a model runs with, and why a faster one is left out.
+"""Device, dtype and attention of a model, and the reason why a faster one is not used.
 
-Preflight, training and evaluation ask here, so that they decide alike."""
+Preflight, training and evaluation call this module, so they decide alike."""
 
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from workflow.lib.system.files import read_json
 
 
 def read_attention_needs(folder: Path) -> AttentionNeeds:
-    """Return what the model in `folder` asks of its attention, defaults of its class included."""
+    """Return the attention needs of the model in `folder`, defaults of its class included."""
     config = read_json(folder / "config.json")
     if (kind := config.get("model_type")) in CONFIG_MAPPING:
         config = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True).to_dict()
@@ -40,7 +40,7 @@ def read_attention_needs(folder: Path) -> AttentionNeeds:
 def resolve_training_attention(
     name: str, device: torch.device, needs: AttentionNeeds, *, compute_dtype: torch.dtype
 ) -> AttentionChoice:
-    """Return what `model.attention` means for training, and why, or raise `UserError`."""
+    """Return training's attention by `model.attention`, with its reason; raises `UserError`."""
     if name == "auto":
         return _automatic(device, compute_dtype, needs, training=True)
     if name not in (VARLEN, FLEX):
@@ -79,7 +79,7 @@ def _lack(
 
 
 def _wide_heads(device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds) -> bool:
-    """Whether varlen serves heads of the model's width on this GPU, or one that is not there."""
+    """Whether varlen supports the model's head width on this GPU, or on an absent one."""
     if needs.head_dim <= WIDEST_HEAD or not torch.cuda.is_available():
         return True
     return wide_attention.usable(device, compute_dtype, needs.head_dim)
@@ -95,20 +95,20 @@ def choose_device() -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the type of `model.compute_dtype`; raises as `compute_choice.choose_dtype` does."""
+    """Return the dtype of `model.compute_dtype`; raises as `compute_choice.choose_dtype` does."""
     choice = choose_dtype(name, cuda=device.type == "cuda", bfloat16=has_bfloat16(device))
     dtype: torch.dtype = getattr(torch, choice)
     return dtype
 
 
 def resolve_matmul_dtype(name: str, device: torch.device, *, compute_dtype: torch.dtype) -> str:
-    """Return the type of `train.matmul_dtype` here; raises as `choose_matmul_dtype` does."""
+    """Return the dtype of `train.matmul_dtype` here; raises as `choose_matmul_dtype` does."""
     dtype = str(compute_dtype).removeprefix("torch.")
     return choose_matmul_dtype(name, matmul_hardware(device), compute_dtype=dtype)
 
 
 def matmul_hardware(device: torch.device) -> MatmulHardware:
-    """Return what this device computes in 8 bits."""
+    """Return the 8-bit matmuls of this device."""
     capability = (0, 0)
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
@@ -129,7 +129,7 @@ def resolve_attention(
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Return what `model.attention` means for a stock model; raises `UserError` if it cannot."""
+    """Return the attention of `model.attention` for a stock model; raises `UserError`."""
     if name in ("auto", VARLEN, FLEX):
         return _automatic(device, compute_dtype, needs, training=False).name
     lack = _lack(name, device, compute_dtype, needs)
@@ -141,7 +141,7 @@ def resolve_attention(
 def _automatic(
     device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds, *, training: bool
 ) -> AttentionChoice:
-    """What `auto` means on this device, with the packages that are installed."""
+    """Return the attention of `auto` on this device with the installed packages."""
     cuda = device.type == "cuda"
     return automatic_attention(
         needs,

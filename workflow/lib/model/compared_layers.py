@@ -1,8 +1,8 @@
 """Two passes over the same tokens, compared layer by layer.
 
-The second pass gets each layer's input from the first, so no rounding grows from layer to layer
-(of Gemma 4's large scores to half of the size in six layers). It takes the first one's choice of
-experts, too, which a rounding decides where scores are nearly equal."""
+The second pass gets each layer's input from the first, so rounding does not grow from layer to
+layer (Gemma 4's large scores: to half of the size in six layers). It also takes the first pass's
+choice of experts, which rounding decides where scores are nearly equal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,7 +15,7 @@ from workflow.lib.model.experts.fused_experts import FusedExperts
 
 
 class Arguments(NamedTuple):
-    """What `FusedExperts.forward` takes."""
+    """Arguments of `FusedExperts.forward`."""
 
     hidden_states: torch.Tensor
     top_k_index: torch.Tensor
@@ -28,7 +28,7 @@ Routes = dict[str, Arguments]
 
 @contextmanager
 def noted_routes(model: nn.Module) -> Iterator[Routes]:
-    """Yield what the experts of each layer are called with from now on, empty without experts."""
+    """Yield the arguments of each layer's experts in later passes; empty without experts."""
     routes: Routes = {}
 
     def note(path: str, given: Arguments) -> Arguments:
@@ -41,7 +41,7 @@ def noted_routes(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def fixed_routes(model: nn.Module, routes: Routes, tokens: slice) -> Iterator[None]:
-    """Send the tokens of each pass to the experts that had `tokens` of the noted one."""
+    """Send the tokens of each pass to the noted experts of `tokens`."""
 
     def choose(path: str, given: Arguments) -> Arguments:
         _, index, weights = routes[path]
@@ -55,7 +55,7 @@ def fixed_routes(model: nn.Module, routes: Routes, tokens: slice) -> Iterator[No
 def _before_experts(
     model: nn.Module, change: Callable[[str, Arguments], Arguments]
 ) -> Iterator[None]:
-    """Call experts with what `change` makes of their path and arguments."""
+    """Call experts with the arguments that `change` returns for their path and arguments."""
 
     def hook(path: str) -> Callable[..., Any]:
         def changed(_: nn.Module, args: Any, kwargs: Any) -> tuple[Arguments, dict[str, Any]]:
@@ -72,7 +72,7 @@ def _before_experts(
 
 
 class ComparedLayers:
-    """The decoder layers of a model, and how far a second pass's additions are from the first's."""
+    """Decoder layers of a model, and the differences between two passes in what each layer adds."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._model, self._layers = model, layers
@@ -83,8 +83,8 @@ class ComparedLayers:
 
     @contextmanager
     def noted(self, num_tokens: int) -> Iterator[None]:
-        """Note the first tokens of the pass within the block: what goes into each layer and comes
-        out, in host memory, and which experts take them."""
+        """Note the first tokens of the pass within the block: each layer's input and output, in
+        host memory, and their experts."""
 
         def before(_: int, given: torch.Tensor) -> torch.Tensor:
             self._inputs.append(given[:, :num_tokens].cpu())
@@ -98,7 +98,7 @@ class ComparedLayers:
 
     @contextmanager
     def compared(self, tokens: slice) -> Iterator[None]:
-        """Compare the pass within, of `tokens` of the noted ones, which gets the noted inputs."""
+        """Compare the pass within, of `tokens` of the noted ones; it gets the noted inputs."""
 
         def before(number: int, given: torch.Tensor) -> torch.Tensor:
             return self._inputs[number][:, tokens].to(given.device)
@@ -114,11 +114,11 @@ class ComparedLayers:
             yield
 
     def routed(self, tokens: slice) -> AbstractContextManager[None]:
-        """Within the block a pass of `tokens` of the noted ones sends them to the noted experts."""
+        """Within the block send a pass of `tokens` of the noted ones to the noted experts."""
         return fixed_routes(self._model, self._routes, tokens)
 
     def largest_difference(self) -> float:
-        """Return the largest difference of a layer, as a share of what it adds (RMS)."""
+        """Return the largest difference of a layer, as a share of its addition (RMS)."""
         differences, added = torch.stack(self._sums).T
         shares = torch.where(differences > 0, differences / added, 0.0)
         return float(shares.max().sqrt())

@@ -1,4 +1,4 @@
-"""The decoder layers of a model: how they are found, and what lies beside them."""
+"""The decoder layers of a model, and the parts beside them."""
 
 from torch import nn
 from transformers import PreTrainedModel

@@ -1,7 +1,7 @@
-"""The description of a model (`architecture.model_shape`): its Transformers class on meta, run
-once on tokens without values (`description`), and looked at.
+"""The description of a model (`architecture.model_shape`), from a run of its Transformers class on
+meta, with tokens without values (`description`).
 
-What is not covered is refused by name. Of a multimodal model the decoder is described alone."""
+Unsupported models are refused by name. Of a multimodal model only the decoder is described."""
 
 import logging
 from dataclasses import replace
@@ -50,7 +50,7 @@ from workflow.lib.model.published.loading import (
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
 
-# Sizes that a config.json must say itself: the class's own would be another model's.
+# Sizes that a config.json must say itself: defaults of the class belong to another model.
 WIDTH = "intermediate_size"
 NEEDED = (
     "hidden_size",
@@ -60,13 +60,13 @@ NEEDED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# What may say it in the place of such a size: a list, or a string, of layers; the width of experts.
+# Keys in place of such a size: a list, or a string, of layers; the width of experts.
 IN_PLACE_OF = {
     "num_hidden_layers": ("layers_block_type", "hybrid_override_pattern"),
     WIDTH: ("moe_intermediate_size",),
 }
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of classes' names
-# What Transformers raises for settings that no model can have.
+# Exceptions of Transformers for settings that no model can have.
 UNBUILDABLE = (
     ValueError,
     LookupError,
@@ -78,7 +78,7 @@ UNBUILDABLE = (
     ImportError,
     StrictDataclassError,
 )
-MOST_SAID = 300  # characters of what Transformers says
+MOST_SAID = 300  # characters of an error of Transformers
 STORED = {"float32": "F32", "float16": "F16"}
 
 logger = logging.getLogger("workflow")
@@ -92,7 +92,7 @@ def describe_file(path: Path) -> ModelShape:
 
 def describe_folder(folder: Path) -> ModelShape:
     """Describe the model in a folder, its checkpoint included, as Transformers loads it; raises
-    `UserError` as `describe_config` and `check_loading` do. What is not loaded is told."""
+    `UserError` as `describe_config` and `check_loading` do. Logs tensors that are not loaded."""
     loaded_files(folder)  # first: what is no model's folder has a message of its own
     path = folder / "config.json"
     config = read_bounded(path)
@@ -123,8 +123,8 @@ def describe_folder(folder: Path) -> ModelShape:
 
 def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
     """Describe the model of a config.json (bf16 unless it says otherwise), which `origin` names.
-    Raises `UserError` for what is no causal LM, cannot be built, or has unknown parts. This process
-    computes recurrent layers by torch code from then on."""
+    Raises `UserError` if it is no causal LM, cannot be built, or has unknown parts. This process
+    then computes recurrent layers by torch code."""
     compute_by_torch_code()
     config = without_quantization(config, origin)
     part = text_part(config)
@@ -162,7 +162,7 @@ def _unbuildable(error: Exception, origin: Path) -> UserError:
 
 
 def _check_class(config: dict[str, Any], origin: Path) -> None:
-    """Refuse what Transformers has no causal language model for."""
+    """Raise `UserError` for a model that is no causal language model of Transformers."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         if "auto_map" in config:
@@ -188,7 +188,7 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
 
 
 def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) -> PretrainedConfig:
-    """Return the model's configuration as Transformers completes it; part: the decoder's."""
+    """Return the configuration as Transformers completes it; part: the decoder's."""
     kind = CONFIG_MAPPING[config["model_type"]]
     inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
     aliases = getattr(inner, "attribute_map", {})
@@ -277,7 +277,7 @@ def _check_own_weights(model: PreTrainedModel, *, layers: str) -> None:
 
 
 def _check_names(model: PreTrainedModel) -> None:
-    """Raise `UserError` if an adapter would be lost on its way to stock PEFT."""
+    """Raise `UserError` if stock PEFT would not find an adapter under its name."""
     names = ModuleNames(model)
     for path, module in model.named_modules():
         name = f"{path}.weight"
@@ -307,8 +307,8 @@ def _paths(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _others(model: PreTrainedModel, paths: dict[str, str]) -> dict[str, Any]:
-    """Return what a decoder has besides its layers, embedding and head, as `ModelShape` has it;
-    raises `UserError` for what is neither a vector, a linear nor a table of tokens."""
+    """Return a decoder's parts besides layers, embedding and head, as fields of `ModelShape`;
+    raises `UserError` for one that is neither a vector, a linear nor a table of tokens."""
     linears = [
         Linear(path, module.out_features, module.in_features)
         for path, module in model.named_modules()

@@ -1,8 +1,8 @@
-"""What the decoder layers of a model on the meta device call in a forward: their linears, experts
-and attention function, in order; and their description by it (`described_layers`).
+"""The calls of a model's decoder layers in a forward on meta: linears, experts and attention, in
+order; and the description made from them (`described_layers`).
 
-Tokens have no values there, so a run takes a tenth of a second and no memory, whatever the model's
-size. The functions of attention and of experts are ours, which write down what they are given."""
+Tokens have no values on meta, so a run takes a tenth of a second and no memory at any model size.
+Functions of this module replace attention and experts, and record their arguments."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -38,7 +38,7 @@ class Attended:
 
 @dataclass
 class LayerCalls:
-    """A decoder layer and what it called; paths are within the layer."""
+    """A decoder layer and its calls; paths are within the layer."""
 
     layer: nn.Module
     chunked: bool = False  # whether its attention sees no further than a chunk of tokens
@@ -48,7 +48,7 @@ class LayerCalls:
     top_k: dict[str, int] = field(default_factory=dict)
     """Modules of experts, and how many of these a token takes."""
     hidden_size: int = 0
-    hidden_dims: int = 3  # of the hidden states that it takes: (rows, tokens, hidden)
+    hidden_dims: int = 3  # of its input, the hidden states: (rows, tokens, hidden)
 
     @property
     def attention(self) -> str:
@@ -70,7 +70,7 @@ def recorded_layers(model: PreTrainedModel) -> list[LayerCalls]:
     ]
     places = {}
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    # A mask of all pairs is taken as it is; for any other Transformers asks for values.
+    # A 4-D mask is used as it is; for any other Transformers reads values.
     mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=model.dtype, device="meta")
     with ExitStack() as stack:
         for calls in layers:
@@ -85,7 +85,7 @@ def recorded_layers(model: PreTrainedModel) -> list[LayerCalls]:
 
 
 def _watch(calls: LayerCalls, path: str, module: nn.Module, stack: ExitStack) -> None:
-    """Write down every call of a module, until the stack is closed."""
+    """Record every call of a module, until the stack is closed."""
     is_leaf = next(module.children(), None) is None
 
     def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def _watch(calls: LayerCalls, path: str, module: nn.Module, stack: ExitStack) ->
 
 
 def _prepare(model: PreTrainedModel, recorder: "_Recorder") -> None:
-    """Have attention and experts call us, and rotary tables not ask for positions' values."""
+    """Replace attention and experts by this module's; rotary tables then read no positions."""
     model.eval()
     model.config._attn_implementation = RECORDER
     model.config._experts_implementation = RECORDER
@@ -116,12 +116,12 @@ def _prepare(model: PreTrainedModel, recorder: "_Recorder") -> None:
 
 @dataclass(frozen=True)
 class _Recorder:
-    """What the functions of attention and experts write down."""
+    """Records the calls of attention and experts."""
 
     places: dict[nn.Module, tuple[LayerCalls, str]]
 
     def attended(
-        self, module: nn.Module, heads: Sequence[torch.Tensor], told: dict[str, Any]
+        self, module: nn.Module, heads: Sequence[torch.Tensor], arguments: dict[str, Any]
     ) -> None:
         calls, path = self.places[module]
         if getattr(module, "is_causal", True) is False:
@@ -130,7 +130,7 @@ class _Recorder:
                 "next token to learn. Choose another model.source."
             )
         query, key, value = ((x.shape[1], x.shape[-1]) for x in heads)
-        calls.attended.append(Attended(path, query, key, value, told))
+        calls.attended.append(Attended(path, query, key, value, arguments))
 
     def routed(self, module: nn.Module, top_k: int) -> None:
         calls, path = self.places[module]
@@ -139,12 +139,17 @@ class _Recorder:
 
 
 def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **told: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function whose output has the shape of any other's; heads are dim 1."""
-    module.workflow_recorder.attended(module, (query, key, value), told)
+    module.workflow_recorder.attended(module, (query, key, value), arguments)
     output = query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1])
-    return output.contiguous(), None  # of which some families ask for a view
+    return output.contiguous(), None  # some families take a view of it
 
 
 def _route(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -161,7 +166,7 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def linears_of(model: PreTrainedModel, calls: LayerCalls) -> list[Linear]:
-    """Return a layer's linears and stacks by order of calls; those only read come last."""
+    """Return a layer's linears and stacks in order of calls; those without a call come last."""
     choosing = routers(calls.layer)
     found = {
         path: Linear(path, module.out_features, module.in_features)
@@ -182,7 +187,7 @@ def linears_of(model: PreTrainedModel, calls: LayerCalls) -> list[Linear]:
 
 
 def others_of(calls: LayerCalls, linears: Sequence[Linear]) -> tuple[Vectors, Tensors]:
-    """Return name and elements of other 1-D parameters, name and shape of the rest; buffers too."""
+    """Return name and elements of other 1-D tensors, name and shape of the rest; buffers too."""
     params = dict(calls.layer.named_parameters())
     quantized = {x.path if x.path in params else f"{x.path}.weight" for x in linears}
     stored = [*params.items(), *stored_buffers(calls.layer)]
@@ -195,7 +200,7 @@ NOTHING = Attended("", query=(0, 0), key=(0, 0), value=(0, 0), arguments={})
 
 
 def described_layers(model: PreTrainedModel, layers: Sequence[LayerCalls]) -> list[DecoderLayer]:
-    """Describe every layer on meta by what it called; raises `UserError` for untrainable ones."""
+    """Describe every layer on meta from its calls; raises `UserError` for untrainable ones."""
     return [_described(calls, tuple(linears_of(model, calls))) for calls in layers]
 
 

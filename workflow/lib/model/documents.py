@@ -1,8 +1,8 @@
-"""Packed rows, taken apart into documents, and put together again.
+"""Packed rows, split into documents and joined again.
 
-Documents of similar length go together, filled up at their ends by the last token: causal layers do
-not see that, and its gradient is 0. Places are found on the host. Shapes are those of the lengths,
-or of a `Room` for any documents, the same for all micro-batches, as CUDA graphs need them."""
+Documents of similar length form a group, padded at their ends by the last token: causal layers do
+not see that, and its gradient is 0. Indices are computed on the host. Shapes follow the lengths, or
+a `Room` for any documents, which is the same for all micro-batches, as CUDA graphs need."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the tokens of packed rows are when each document is a row of its own. tokens: T, of all
-    rows. shapes: documents and filled length by group, P places in all. places: (P,) int64, the
+    """Places of the tokens of packed rows when each document is a row of its own. tokens: T, of all
+    rows. shapes: documents and padded length by group, P places in all. places: (P,) int64, the
     token at each; order: (T,) int64, each token's place; both None where documents are rows
     already."""
 
@@ -30,7 +30,7 @@ class Documents:
     order: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
-        """Return the same with changed tensors."""
+        """Return the same with `change` applied to its tensors."""
         if self.places is None or self.order is None:
             return self
         return Documents(self.tokens, self.shapes, change(self.places), change(self.order))
@@ -40,7 +40,7 @@ class Documents:
         return self.places is None and self.shapes == (tuple(shape[:2]),)
 
     def apart(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return packed rows (1 or rows, tokens, ...) by group: (documents, length, ...)."""
+        """Split packed rows (1 or rows, tokens, ...) by group: (documents, length, ...)."""
         rows = self.tokens // x.shape[1]
         flat = x.expand(rows, *x.shape[1:]).flatten(0, 1)
         if self.places is None:
@@ -50,7 +50,7 @@ class Documents:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def together(self, parts: Sequence[torch.Tensor], rows: torch.Size) -> torch.Tensor:
-        """Return what was made of each group as packed rows (*rows, ...)."""
+        """Join the outputs of all groups to packed rows (*rows, ...)."""
         whole = torch.cat([part.flatten(0, 1) for part in parts]) if len(parts) > 1 else parts[0]
         if self.order is not None:
             flat = whole if len(parts) > 1 else whole.flatten(0, 1)
@@ -91,7 +91,7 @@ class _Together(torch.autograd.Function):
 
 
 def room_of(lengths: Sequence[int], *, longest: int) -> Room:
-    """Return the room that documents of these lengths need; longest: that any document may have."""
+    """Return the room for documents of these lengths; longest: bound of a document's length."""
     sizes = np.asarray(lengths)
     return tuple(int((sizes >= 2**digit).sum()) for digit in range(longest.bit_length()))
 
@@ -105,7 +105,7 @@ def documents_of(
     lengths: Sequence[int], *, room: Room = (), longest: int | None = None
 ) -> Documents:
     """Return the documents of these lengths, one behind the other, on the host. room: its groups
-    alone, each document in the shortest that is left by longer ones; longest: that any may have."""
+    alone, each document in the shortest with space; longest: bound of a document's length."""
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = int(sizes.sum())
     if not room and (sizes == sizes[0]).all():
@@ -117,7 +117,7 @@ def documents_of(
 
 
 def _shapes_of(falling: Numbers) -> tuple[tuple[int, int], ...]:
-    """Return the groups of lengths by binary digits: under half of the places are filled up."""
+    """Return groups by the binary digits of lengths: padding is under half of the places."""
     digits = [int(length).bit_length() for length in falling]
     firsts = [digits.index(digit) for digit in sorted({*digits}, reverse=True)]
     return tuple((digits.count(digits[first]), int(falling[first])) for first in firsts)
@@ -136,7 +136,7 @@ def _places(
 ) -> tuple[Numbers, Numbers]:
     """Return `Documents.places` and `order`; the k-th longest document has the k-th row."""
     widths = np.concatenate([np.full(count, length) for count, length in shapes])
-    first, last = np.zeros_like(widths), np.zeros_like(widths)  # of a row that is left: token 0
+    first, last = np.zeros_like(widths), np.zeros_like(widths)  # of an empty row: token 0
     begins, own = np.cumsum(sizes) - sizes, slice(len(sizes))
     first[own] = begins[by_length]
     last[own] = first[own] + sizes[by_length] - 1

@@ -1,11 +1,11 @@
-"""A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)), perhaps with
-gate(x) and y multiplied by constants (Falcon H1).
+"""A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)).
 
-Backward keeps x, or what it was normed from, gate(x) and up(x), and makes the product anew: two
-wide tensors (T, f) less than one node per linear. By two nodes (`layers.split_autograd`)
-recomputation makes neither product nor `down` again; a third one rescales `down` (DoRA). One linear
-may make gate and up as halves of its value. On a GPU without DoRA, kernels add the adapters' parts
-where they read gate, up and the product's gradient (`kernels.rows.low_rank`)."""
+Falcon H1 also multiplies gate(x) and y by constants. Backward keeps x or its norm's input, gate(x)
+and up(x), and recomputes the product: two wide tensors (T, f) less than one node per linear. With
+two nodes (`layers.split_autograd`) recomputation skips the product and `down`; a third one rescales
+`down` (DoRA). One linear may compute gate and up as halves of its output. On a GPU without DoRA,
+kernels add the adapters' parts where they read gate, up and the product's gradient
+(`kernels.rows.low_rank`)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,14 +42,14 @@ Factors = Sequence[torch.Tensor | None]
 
 
 class Form(NamedTuple):
-    """What a gated feed-forward computes, with the names that its family gives its linears."""
+    """The formula of a gated feed-forward, and its family's names of the linears."""
 
     into: tuple[str, ...]
     """The linears of gate and up; or the one that makes both side by side, gate first."""
     down: str
     activation: str  # one of `kernels.rows.gating.ACTIVATIONS`
     gate_multiplier: float = 1.0  # of gate(x)
-    output_multiplier: float = 1.0  # of what `down` gives
+    output_multiplier: float = 1.0  # of the output of `down`
     dropout: float = 0.0  # share of the output that training drops
 
     @property
@@ -58,8 +58,8 @@ class Form(NamedTuple):
 
 
 class FusedFeedForward(nn.Module):
-    """Takes the place of a family's module; its linears keep their names, and compute one by one
-    where one node cannot (adapter off, DoRA with dropout or biases)."""
+    """Replaces a family's module; its linears keep their names. They compute one by one where one
+    node cannot (adapter off, DoRA with dropout or biases)."""
 
     def __init__(self, original: nn.Module, *, form: Form) -> None:
         """form: what `original` computes."""
@@ -116,13 +116,13 @@ def _fits_node(layer: nn.Module) -> bool:
 
 
 def _halves(tensors: Sequence[torch.Tensor]) -> Gates:
-    """Return what belongs to gate and to up: two tensors, or the halves of the only one."""
+    """Split tensors into those of gate and of up: two tensors, or the halves of the only one."""
     gate, up = tensors if len(tensors) == 2 else tensors[0].chunk(2, dim=-1)
     return gate, up
 
 
 def _part_halves(parts: Sequence[LowRank]) -> tuple[LowRank, LowRank]:
-    """The same of the adapters' parts, whose halves have their low-rank rows in common."""
+    """Split the adapters' parts likewise; halves share their low-rank rows."""
     if len(parts) == 2:
         return parts[0], parts[1]
     gate, up = parts[0].small.chunk(2, dim=-1)
@@ -130,12 +130,12 @@ def _part_halves(parts: Sequence[LowRank]) -> tuple[LowRank, LowRank]:
 
 
 def _joined(halves: Sequence[torch.Tensor], like: Sequence[object]) -> list[torch.Tensor]:
-    """Return tensors of gate and up as `like` has them: two, or one."""
+    """Join tensors of gate and up as in `like`: two, or one."""
     return [*halves] if len(like) == 2 else [torch.cat([*halves], dim=-1)]
 
 
 class _Kept(NamedTuple):
-    """What backward keeps besides the input."""
+    """Tensors kept for backward besides the input."""
 
     made: Sequence[torch.Tensor]
     """gate(x) and up(x), or both in one; on a GPU without DoRA without the adapters' parts."""
@@ -194,9 +194,9 @@ def _adapted(ctx: Any) -> tuple[list[Adapted], list[Adapted]]:
 def _through_product(
     linears: Sequence[Adapted], grad: torch.Tensor, of_low: torch.Tensor, kept: _Kept, form: Form
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
-    """Return the gradients of what was made for that of `down` (of_low: of `down`'s adapter), the
-    product, and the gradients of DoRA's factors. The product's gradient comes first, so that one
-    kernel makes all; they overwrite gate and up."""
+    """Return the gradients of gate and up, the product, and the gradients of DoRA's factors. grad:
+    gradient of `down`; of_low: of its adapter's A d(x). The product's gradient comes first, so that
+    one kernel computes all; they overwrite gate and up."""
     *into, down = linears
     gates = _halves(kept.made)
     if kept.factors:

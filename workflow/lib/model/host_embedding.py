@@ -21,7 +21,7 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def empty_table_(model: PreTrainedModel) -> None:
-    """Take the table from a meta embedding, unless it is the head: nothing allocates it then."""
+    """Remove the table of a meta embedding, unless it is the head: nothing allocates it then."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     if embedding.weight is not head.weight:
@@ -29,13 +29,13 @@ def empty_table_(model: PreTrainedModel) -> None:
 
 
 class LookedUp:
-    """Mixed into a table's class, whose rows (n, width) of ids (n,) come from elsewhere."""
+    """Mixin for a table's class that looks up rows (n, width) of ids (n,) outside the table."""
 
     family: nn.Embedding
     rows_of: Rows
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return what the family makes of the rows (*ids.shape, width)."""
+        """Return the family's output for the rows (*ids.shape, width)."""
         rows = self.rows_of(ids.flatten())
         indices = torch.arange(len(rows), device=rows.device).view(ids.shape)
         embedded: torch.Tensor = functional_call(self.family, {"weight": rows}, (indices,))
@@ -43,7 +43,7 @@ class LookedUp:
 
 
 def look_up_elsewhere_(table: nn.Embedding, rows_of: Rows) -> None:
-    """Let a table take its rows from a callable; the family's embedding runs on just these rows."""
+    """Make a table take its rows from a callable; the family's embedding runs on these rows."""
     family, kind = copy(table), type(table)  # buffers stay those of the table
     family._parameters = {"weight": nn.Parameter(torch.empty(0, 0), requires_grad=False)}
     family.padding_idx = None  # it matters to gradients of the table alone
@@ -59,8 +59,8 @@ def other_tables(model: PreTrainedModel) -> list[nn.Embedding]:
 
 
 def with_embeddings(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's inputs with all that its decoder would look up in several tables in place of
-    ids: what is around the decoder (Gemma 4's) would read the tables' weights itself."""
+    """Return inputs with embeddings in place of ids for a decoder with several tables: the code
+    around the decoder (Gemma 4's) would read the tables' weights itself."""
     decoder: Any = model.get_decoder()
     if not getattr(decoder, "hidden_size_per_layer_input", 0):
         return inputs

@@ -39,14 +39,13 @@ from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import short_hash
 
 PREFIX = "base_model.model."  # PEFT's, of every name
-IN_16_BITS = "llm_int8_skip_modules"  # so Transformers calls what is not quantized to 4 bits
+IN_16_BITS = "llm_int8_skip_modules"  # Transformers' name for modules that stay in 16 bits
 
 
 def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:
-    """Translate our settings to PEFT's, for a model whose quantized linears have the paths
-    `linears`. A regular expression becomes the paths that it means: PEFT would try it on every
-    module, and fail at an activation. Raises `UserError` if a name or pattern of the settings
-    matches no linear layer."""
+    """Return PEFT's config for a model with the quantized linears `linears` (paths). A regular
+    expression becomes the paths that it matches: PEFT would try it on every module, and fail at an
+    activation. Raises `UserError` if a name or pattern matches no linear layer."""
     targets = settings.target_modules
     paths = list(adapter_ranks(settings, linears=linears))
     if isinstance(targets, str) and targets != "all-linear":
@@ -66,10 +65,10 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
 
 
 def takes_adapter(model: PreTrainedModel, path: str) -> bool:
-    """Whether PEFT puts an adapter on the linear at `path`, and NF4 holds it. It does not on those
-    that a family's fused kernels read by themselves, past the layer's forward (Mamba's `out_proj`).
-    For the same reason they stay in 16 bits, and so do those that Transformers quantizes in no
-    model of the family (the weights of an indexer's heads)."""
+    """Whether PEFT puts an adapter on the linear at `path`, and NF4 holds it. Two kinds stay in 16
+    bits without one: linears that a family's fused kernels read past the layer's forward (Mamba's
+    `out_proj`), and linears that Transformers quantizes in no model of the family (the weights of
+    an indexer's heads)."""
     if path.endswith(tuple(model._keep_in_fp32_modules or ())):
         return False
     try:
@@ -80,16 +79,16 @@ def takes_adapter(model: PreTrainedModel, path: str) -> bool:
 
 
 def excluded_pattern(model: PreTrainedModel) -> str | None:
-    """Return PEFT's pattern for what stays in 16 bits in NF4; None for the head alone."""
+    """Return PEFT's pattern for linears that stay in 16 bits; None for the head alone."""
     quantization: Any = getattr(model.config, "quantization_config", None) or {}
     paths = [re.escape(path) for path in quantization.get(IN_16_BITS) or ()]
     return rf"(.*\.)?({'|'.join(paths)})(\..*)?" if paths else None
 
 
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """Wrap a meta-device NF4 model with LoRA; only adapters, `lora.modules_to_save` and the rows of
-    added tokens require gradients, in fp32. Raises `UserError` if a name or pattern of the settings
-    matches no linear layer, or no module that can be trained whole."""
+    """Wrap a meta-device NF4 model with LoRA. Only adapters, `lora.modules_to_save` and rows of
+    added tokens require gradients, in fp32. Raises `UserError` if a name or pattern matches no
+    linear layer, or no module that can be trained whole."""
     linears = dict(nf4_linears(model))
     stacks = [path for path, linear in linears.items() if isinstance(linear, NF4Stack)]
     ranks = adapter_ranks(settings, linears=linears, stacks=stacks)
@@ -98,7 +97,7 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
     peft_model = adapted(model, config)
     _check_ranks(model, ranks)
     unfreeze_(model, settings)
-    # Only now: PEFT itself would keep a frozen copy beside each.
+    # Set afterwards: PEFT itself would keep a frozen copy of each.
     config.modules_to_save = sorted({*settings.modules_to_save}) or None
     config.trainable_token_indices = train_rows_(model)
     for param in trainable_parameters(peft_model).values():
@@ -119,7 +118,7 @@ def adapter_config(peft_model: Any) -> dict[str, Any]:
 
 def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Wrap a meta NF4 model with the adapter of `config`, on `FusedLoraLinear` layers."""
-    # the first that fits is taken, and a stack is a linear
+    # the first match is taken, and a stack is a linear
     config._register_custom_module({NF4Stack: FusedLoraStack, NF4Linear: FusedLoraLinear})
     with torch.device("meta"), _of_no_family(model):
         peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
@@ -128,10 +127,9 @@ def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 @contextmanager
 def _of_no_family(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block a model has no `model_type`. Of a mixture of experts PEFT (0.21) takes the
-    names of targets for those that Transformers 4 had: `down_proj` would mean the experts'
-    parameter and no linear, `all-linear` the router too, and the rank of `gate_up_proj` would be
-    doubled."""
+    """Within the block a model has no `model_type`. For a mixture of experts PEFT (0.21) reads
+    target names as those of Transformers 4: `down_proj` would mean the experts' parameter and no
+    linear, `all-linear` the router too, and the rank of `gate_up_proj` would be doubled."""
     config: Any = model.config
     config.model_type = ""
     try:
@@ -141,7 +139,7 @@ def _of_no_family(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _check_ranks(model: PreTrainedModel, expected: Mapping[str, int]) -> None:
-    """Assert that PEFT has adapted what the settings mean, and nothing else."""
+    """Assert that PEFT has adapted exactly the linears of the settings."""
     layers: dict[str, Any] = {
         path: x for path, x in model.named_modules() if isinstance(x, BaseTunerLayer)
     }
@@ -154,8 +152,8 @@ def _check_ranks(model: PreTrainedModel, expected: Mapping[str, int]) -> None:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what is trained by the name in PEFT's exported file, in the model's order. Of a
-    sharded model they are its shards. What FSDP has gathered is another object without a gradient,
+    """Return trained parameters by the name in PEFT's exported file, in the model's order. For a
+    sharded model they are its shards: a gathered parameter is another object without a gradient,
     which no optimizer knows."""
     params = {
         peft_name(name): param for name, param in model.named_parameters() if param.requires_grad
@@ -167,8 +165,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def module_kind(name: str) -> str:
-    """Return the kind of module that holds a trained tensor: `self_attn` for the adapter of
-    `self_attn.q_proj`, `lm_head` for that of the head or a head that is trained whole."""
+    """Return the kind of module of a trained tensor: `self_attn` for the adapter of
+    `self_attn.q_proj`, `lm_head` for a head with an adapter or a trained head."""
     name = name.replace(f".{ROWS}.", ".")
     path, adapter, _ = name.partition(".lora_")
     *_, parent, own = path.split(".") if adapter else name.rpartition(".")[0].split(".")
@@ -180,17 +178,17 @@ def peft_name(name: str) -> str:
     start = name.index(PREFIX)
     short = without_cast(name[start:])
     short = short.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
-    short = short.removesuffix(f".{ADAPTER}")  # of trained rows, which are no module
+    short = short.removesuffix(f".{ADAPTER}")  # trained rows are no module
     # PEFT keeps the name that DoRA's magnitudes had when they were no module of their own.
     return short.removesuffix(".weight") if ".lora_magnitude_vector." in short else short
 
 
 @torch.no_grad()
 def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
-    """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number
-    of processes. Every A has its own generator, seeded by (seed, name); each process keeps its
-    slice of the full draw. DoRA's magnitudes are the row norms of the NF4 weights in the folder
-    `base`. Modules that are trained whole keep the base's values, and trained rows take them."""
+    """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), equal for any number of
+    processes. Every A has its own generator, seeded by (seed, name); each process keeps its slice.
+    DoRA's magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that are
+    trained whole and trained rows begin with the base's values."""
     _init_magnitudes_(model, base)
     _init_rows_(model, base)
     for name, param in trainable_parameters(model).items():

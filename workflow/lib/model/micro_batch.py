@@ -13,10 +13,9 @@ from workflow.lib.objectives.objective import TokensOfBatch
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(TokensOfBatch):
-    """Packed rows, and the tokens that are predicted in them. `positions` are places in the
-    flattened (rows * seq_len) hidden states. `bounds` are those of
-    `attention.packed.document_bounds(position_ids)`, found in host memory: on a device they would
-    have to be waited for."""
+    """Packed rows and their predicted tokens. `positions` index the flattened (rows * seq_len)
+    hidden states. `bounds` are `attention.packed.document_bounds(position_ids)`, computed in host
+    memory: for a device the host would wait."""
 
     input_ids: torch.Tensor  # (rows, seq_len)
     position_ids: torch.Tensor
@@ -41,7 +40,7 @@ class MicroBatch(TokensOfBatch):
         return self.each(torch.Tensor.pin_memory)
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        """Return the same of changed tensors."""
+        """Return the same with `change` applied to its tensors."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):

@@ -5,9 +5,9 @@ The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> 
 (`fsdp.shard_`, or none) -> `materialize_` -> `load_weights_`. No process ever holds more than its
 own slices and one tensor.
 
-Which of Transformers' auto classes builds a model is read from Transformers' own tables. A
-multimodal model is built whole, with all that its text never passes, so that its modules have the
-names of the published checkpoint and an adapter fits the model that anyone loads."""
+Transformers' own tables decide which auto class builds a model. A multimodal model is built whole,
+with parts that text never passes: so its modules have the names of the published checkpoint, and an
+adapter fits the model that anyone loads."""
 
 import math
 import re
@@ -48,7 +48,7 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
 
-# In the order in which they are asked: some multimodal models have a text class of their own.
+# In order of precedence: some multimodal models have a text class of their own.
 TABLES: dict[type[Any], dict[str, Any]] = {
     AutoModelForCausalLM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForImageTextToText: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -62,27 +62,26 @@ def is_built(config: PretrainedConfig) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> type[Any]:
-    """Return the auto class of a configuration; without one, that of causal LMs, which says so."""
+    """Return the auto class of a configuration; without one that of causal LMs, which raises."""
     found = (one for one, table in TABLES.items() if config.model_type in table)
     return next(found, AutoModelForCausalLM)
 
 
-# Transformers' mark of a tensor that its initialization passes over. Checkpoints fill all
-# parameters, and a sharded one could not be initialized as families do it.
+# Transformers' mark of tensors that initialization skips. Checkpoints fill all parameters, and
+# families cannot initialize a sharded one.
 HAS_ITS_VALUE = "_is_hf_initialized"
 
 
 def build_on_meta(
     folder: Path, *, dtype: torch.dtype, attention: str = "eager", attention_dropout: bool = True
 ) -> PreTrainedModel:
-    """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`:
-    embedding and head are tied as it ties them, and its configuration speaks of quantization only
-    where weights are packed. A config.json alone will do.
+    """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`.
 
-    attention: `eager`, which every family has, will do unless the model is to compute.
-    attention_dropout: whether training drops attention weights as the family does.
-    Raises `UserError` if Transformers knows no such model, it would need code from the folder, or
-    the family has no such attention."""
+    Embedding and head are tied as it ties them; its configuration has quantization settings only
+    where weights are packed. A config.json alone is enough. attention: `eager`, which every family
+    has, unless the model is to compute. attention_dropout: whether training drops attention weights
+    as the family does. Raises `UserError` if Transformers knows no such model, it needs code from
+    the folder, or the family lacks the attention."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         path = folder / "config.json"
@@ -112,7 +111,7 @@ def build_on_meta(
 
 
 def drop_no_attention_(config: PretrainedConfig) -> None:
-    """Have no attention weight dropped in training."""
+    """Turn off dropout of attention weights in training."""
     for part in (config, config.get_text_config()):
         for name in {*ATTENTION_DROPOUT} & {*part.to_dict()}:
             setattr(part, name, 0.0)
@@ -133,8 +132,8 @@ def build_nf4_on_meta(
     folder: Path, *, compute_dtype: torch.dtype, attention: str, attention_dropout: bool = True
 ) -> PreTrainedModel:
     """Build an NF4 checkpoint's model on meta (as `build_on_meta`): `NF4Linear`s, everything
-    frozen. Raises `UserError` if quantized tensors and linears do not correspond, or packages lack
-    what is used."""
+    frozen. Raises `UserError` if quantized tensors and linears do not correspond, or if an
+    installed package lacks an interface."""
     check_interfaces(*OF_MODELS)
     model = build_on_meta(
         folder, dtype=compute_dtype, attention=attention, attention_dropout=attention_dropout
@@ -147,8 +146,8 @@ def build_nf4_on_meta(
 
 
 def keep_in_float32_(model: PreTrainedModel) -> None:
-    """Give a meta-device model's tensors float32 where its family has them so in any model: the
-    corrections by which routers choose experts, say. Transformers does it when it loads weights."""
+    """Cast a meta-device model's tensors to float32 where its family always has them so: routers'
+    corrections, say. Transformers does it when it loads weights."""
     names = [re.escape(name) for name in model._keep_in_fp32_modules_strict or ()]
     pattern = re.compile(rf"(.*\.)?({'|'.join(names)})(\..*)?")
     for path, module in model.named_modules() if names else ():
@@ -160,9 +159,8 @@ def keep_in_float32_(model: PreTrainedModel) -> None:
 def replace_linears_(
     model: PreTrainedModel, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Put an `NF4Linear` in the place of every linear of a meta model with a spec, by path, and
-    `FusedExperts` in that of experts; freeze all. Raises `UserError` for other shapes or
-    unsupported experts."""
+    """Replace every linear of a meta model with a spec, by path, by an `NF4Linear`, and experts by
+    `FusedExperts`; freeze all. Raises `UserError` for other shapes or unsupported experts."""
     experts: dict[str, dict[str, NF4Spec]] = {}
     for path, spec in specs.items():
         if spec.experts > 1:
@@ -182,7 +180,7 @@ def replace_linears_(
 
 
 def say_quantized_(model: PreTrainedModel) -> None:
-    """Tell a family's code that weights are read by modules alone, as quantized ones (Jamba)."""
+    """Mark the model as quantized: then a family's code reads weights by modules alone (Jamba)."""
     for config in (model.config, model.config.get_text_config()):
         config._is_quantized = True
 
@@ -230,8 +228,8 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> None:
-    """Let the family compute non-persistent buffers, twice: one that it leaves out keeps what was
-    there. It does so with the module that has them or one around it (Falcon-H1's decoder); the
+    """Let the family compute non-persistent buffers, twice: a buffer that it leaves out keeps its
+    old values. The module of the buffer initializes it, or one around it (Falcon-H1's decoder); the
     family is that of the innermost model (PaliGemma's text part)."""
     for module in part.modules():
         missing = {
@@ -251,7 +249,7 @@ def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> No
 
 
 def _around(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module of a model and all that hold it, the innermost first."""
+    """Yield a module of a model and all modules around it, the innermost first."""
     yield module
     for other in reversed([*model.modules()]):
         if other is not module and any(inner is module for inner in other.modules()):
@@ -261,7 +259,7 @@ def _around(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
 def _not_computed(
     transformers_model: PreTrainedModel, owner: nn.Module, buffers: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Let the family initialize `owner` twice; return those of the buffers that it leaves alone."""
+    """Let the family initialize `owner` twice; return the buffers that it does not change."""
     around = _around(transformers_model, owner)
     family: Any = next(module for module in around if isinstance(module, PreTrainedModel))
     for param in owner.parameters():
@@ -277,12 +275,12 @@ def _not_computed(
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that this process holds (all of it if it is not sharded)."""
+    """Return this process's part of a parameter (all of it if it is not sharded)."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
 def cut_of(param: torch.Tensor) -> tuple[int, int]:
-    """Return into how many shards a parameter is cut, and which one is this process's."""
+    """Return the number of a parameter's shards, and the index of this process's."""
     if not isinstance(param, DTensor):
         return 1, 0
     mesh = param.device_mesh
@@ -306,8 +304,8 @@ def load_weights_(
     moved: Callable[[], None] = lambda: None,
     reader: CheckpointReader | None = None,
 ) -> int:
-    """Fill every frozen parameter's slice, and every stored buffer, from the NF4 checkpoint;
-    `moved` after each. Return the bytes read. Raises `UserError` for a missing tensor. `model`:
+    """Fill every frozen parameter's slice and every stored buffer from the NF4 checkpoint, and call
+    `moved` after each. Return the bytes read. Raises `UserError` for a missing tensor. model:
     inside any PEFT wrapper. reader: if names are not the model's."""
     read = 0
     with reader or CheckpointReader(folder) as reader:
@@ -327,7 +325,7 @@ def load_weights_(
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and parameter of all but adapters and packed NF4 data; masters too."""
+    """Return name and parameter of all but adapters and packed NF4 data, masters included."""
     packed = {id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"}
     return [
         (name, param)
@@ -342,7 +340,7 @@ def is_adapter(name: str) -> bool:
 
 
 def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and buffer of all that a checkpoint stores (`layer_scalar`), NF4 tables apart."""
+    """Return name and buffer of all stored buffers (`layer_scalar`), without NF4 tables."""
     return [
         (f"{path}.{name}" if path else name, buffer)
         for path, module in model.named_modules()
@@ -353,7 +351,7 @@ def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Strip the levels of PEFT's wrappers and of casts from a name in the model."""
+    """Return a name in the model without the levels of PEFT's wrappers and of casts."""
     return without_cast(name.replace(".base_layer", "").replace(".original_module", ""))
 
 
@@ -385,7 +383,7 @@ def read_row_norms(
     if start == stop:
         return torch.empty(0)
     spec, width = linear.spec, linear.in_features
-    unit = spec.block_size * NESTED_BLOCK_SIZE  # scales and their scales start anew here
+    unit = spec.block_size * NESTED_BLOCK_SIZE  # scales and nested scales begin anew here
     first = start * width // unit * unit
     last = min(-(-stop * width // unit) * unit, math.prod(spec.shape))
     parts = {}

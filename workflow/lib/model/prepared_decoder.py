@@ -1,10 +1,10 @@
-"""A family's decoder, prepared for packed documents: the one way in which training, its checks,
-calibration and streamed evaluation run decoder layers.
+"""A family's decoder, prepared for packed documents. Training, its checks, calibration and streamed
+evaluation all run decoder layers by it.
 
-Documents are kept apart by positions or bounds for attention (`inputs`), rotary frequencies by
-length (`RotaryByDocument`), and recurrent layers that take documents one by one. A module with a
-convolution over tokens is such a layer: it gets a subclass of its class whose forward calls the
-family's code with one document a row (`documents`), after `fuse_layers`."""
+Positions or bounds separate documents for attention (`inputs`). Rotary frequencies follow each
+document's length (`RotaryByDocument`). Recurrent layers take documents one by one: a module with a
+convolution over tokens gets a subclass of its class whose forward calls the family's code with one
+document a row (`documents`), after `fuse_layers`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,20 +26,20 @@ from workflow.lib.model.layers.rotary_by_document import RotaryByDocument, rotat
 from workflow.lib.system.compute_choice import FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.system.errors import UserError
 
-SHARING = (VARLEN, "sdpa", "eager")  # attention by which documents can share a prompt
+SHARING = (VARLEN, "sdpa", "eager")  # attention with which documents can share a prompt
 
-# The bounds of documents for attention, which sees the rows as they are packed.
+# Arguments with the bounds of documents, for attention on packed rows.
 OF_PACKED_ROWS = {*flash_arguments(torch.empty(0), 0), *flex_arguments(torch.zeros(1, 1))}
 
 
 class OneByOne:
-    """Mixed into a recurrent layer's class; `documents` is set before each forward."""
+    """Mixin for a recurrent layer's class; `documents` is set before each forward."""
 
     documents: Documents | None = None
     adapters = AdapterState()
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **others: Any) -> Any:
-        """Call the family's forward with documents as rows; return what it does in packed rows."""
+        """Call the family's forward with documents as rows; return its result in packed rows."""
         family: Callable[..., Any] = super().forward  # type: ignore[misc]
         documents = self.documents
         rows = hidden_states.shape[:2]
@@ -60,7 +60,7 @@ class OneByOne:
 def _joined(
     documents: Documents, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], rows: torch.Size
 ) -> Any:
-    """Return in packed rows what a layer made by group; of a cache and the like the first."""
+    """Join a layer's outputs by group to packed rows; of caches and the like keep the first."""
     if isinstance(outputs[0], tuple):
         parts = zip(*outputs, strict=True)
         return tuple(_joined(documents, part, inputs, rows) for part in parts)
@@ -71,7 +71,7 @@ def _joined(
 
 
 def _divided(documents: Documents, layer: str, tokens: int, value: Any, number: int) -> Any:
-    """Return what a layer is given for packed rows of these tokens as for group `number`."""
+    """Return an argument for packed rows of these tokens as that of group `number`."""
     if isinstance(value, tuple):
         return tuple(_divided(documents, layer, tokens, part, number) for part in value)
     if not isinstance(value, torch.Tensor):
@@ -86,7 +86,7 @@ def _divided(documents: Documents, layer: str, tokens: int, value: Any, number: 
 
 
 def separate_documents_(model: PreTrainedModel, adapters: AdapterState) -> list[Any]:
-    """Let recurrent layers take packed documents singly; return them. adapters: in them."""
+    """Make recurrent layers take documents one by one; return them. adapters: in them."""
     layers = [
         module
         for layer in decoder_layers(model)
@@ -103,14 +103,14 @@ class PreparedDecoder:
     """The decoder of a causal LM, changed in place once its layers are final."""
 
     def __init__(self, causal_lm: PreTrainedModel, adapters: AdapterState) -> None:
-        """adapters: what the adapters of the model share."""
+        """adapters: the shared state of the model's adapters."""
         rotate_by_document_(causal_lm)
         self._causal_lm = causal_lm
         self._recurrent = separate_documents_(causal_lm, adapters)
 
     @property
     def recurrent_layers(self) -> int:
-        """How many there are, which take packed documents one by one."""
+        """Number of layers that take packed documents one by one."""
         return len(self._recurrent)
 
     def inputs(
@@ -122,9 +122,9 @@ class PreparedDecoder:
         documents: Documents | None = None,
         shared: SharedPrompts | None = None,
     ) -> dict[str, Any]:
-        """Return what decoder or causal LM is called with next, for ids and positions (rows,
-        seq_len) int64, 0 at documents' starts; recurrent layers are told. bounds, documents,
-        shared: as in `MicroBatch`; None: found, for which the host waits."""
+        """Return the arguments of the next call of decoder or causal LM, for ids and positions
+        (rows, seq_len) int64, 0 at documents' starts; recurrent layers get the documents. bounds,
+        documents, shared: as in `MicroBatch`; None: computed, for which the host waits."""
         if self._recurrent:
             documents = documents or documents_in(position_ids)
             for layer in self._recurrent:  # of this forward and its backward
@@ -135,7 +135,7 @@ class PreparedDecoder:
         return inputs | {"position_ids": self._by_axis(inputs["position_ids"])}
 
     def sharing_obstacle(self) -> str | None:
-        """Return why documents cannot share a prompt here, in words; None if they can."""
+        """Return why documents cannot share a prompt here; None if they can."""
         needs = attention_needs(self._causal_lm.get_decoder().config.to_dict())
         obstacles = {
             f"attention is {self.attention}": self.attention not in SHARING,
@@ -149,8 +149,7 @@ class PreparedDecoder:
         return next((words for words, holds in obstacles.items() if holds), None)
 
     def _of_shared(self, shared: SharedPrompts, position_ids: torch.Tensor) -> dict[str, Any]:
-        """Return the arguments that say which keys are shared: gathered ones, or masks by kind of
-        layer."""
+        """Return the arguments for shared keys: gathered keys, or masks by kind of layer."""
         if self.attention == VARLEN:
             return {"shared_prompts": shared}
         config: Any = self._causal_lm.get_decoder().config
@@ -169,7 +168,7 @@ class PreparedDecoder:
         return {"attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
 
     def _mask(self, seen: torch.Tensor) -> torch.Tensor:
-        """Return a mask in the form that the attention takes."""
+        """Return a mask in the form of the attention."""
         if self.attention == "sdpa":
             return seen
         dtype = self._causal_lm.dtype
@@ -178,7 +177,7 @@ class PreparedDecoder:
 
     def _by_axis(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return positions (rows, seq_len) for several rotary axes (M-RoPE, arXiv 2409.12191): (1 +
-        axes, rows, seq_len), all alike. By Transformers' own axes masks of some families ignore
+        axes, rows, seq_len), all alike. With Transformers' own axes, masks of some families ignore
         documents (Qwen2.5-VL)."""
         rope: Any = getattr(self._causal_lm.get_decoder().config, "rope_parameters", None) or {}
         masked = self.attention not in (FLEX, *FLATTENED)
@@ -187,13 +186,13 @@ class PreparedDecoder:
 
     @property
     def attention(self) -> str:
-        """The implementation by which the layers attend."""
+        """The attention implementation of the layers."""
         name: str = self._causal_lm.get_decoder().config._attn_implementation
         return name
 
 
 def documents_in(position_ids: torch.Tensor) -> Documents:
-    """Return the documents of rows (rows, seq_len) on their device, which the host waits for."""
+    """Return the documents of rows (rows, seq_len) on their device; the host waits for it."""
     bounds, _ = document_bounds(position_ids)
     return documents_of(bounds.diff().tolist()).each(lambda x: x.to(position_ids.device))
 
@@ -204,7 +203,7 @@ def decoder_inputs(
     position_ids: torch.Tensor,
     bounds: tuple[torch.Tensor, int] | None,
 ) -> dict[str, Any]:
-    """Return the decoder's arguments. No mask: one of ones would switch off document boundaries."""
+    """Return the decoder's arguments. No mask: one of ones would switch off document bounds."""
     documents: dict[str, Any] = {}
     if attention == FLEX:
         documents = flex_arguments(position_ids, longest=bounds[1] if bounds else None)

@@ -1,7 +1,7 @@
-"""Decoder layers that are computed again in backward and must draw the same random numbers then.
+"""Decoder layers that are recomputed in backward with the same random numbers.
 
-Their state is kept for a layer until one of its forwards in training was seen to draw nothing: it
-costs the host 0.1 ms a layer, and no CUDA graph can hold it (torch 2.11 to 2.13)."""
+The random state is kept for a layer until one of its forwards in training draws nothing: it costs
+the host 0.1 ms a layer, and no CUDA graph can hold it (torch 2.11 to 2.13)."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from workflow.lib.model.decoder_layers import decoder_layers
 
 
 class Recomputed:
-    """What a layer calls in place of torch's `checkpoint`, with its forward and its inputs."""
+    """Replaces torch's `checkpoint` in one layer."""
 
     def __init__(self) -> None:
         self.draws: bool | None = None
@@ -33,7 +33,7 @@ class Recomputed:
 
 
 def _random_states(devices: Collection[torch.device]) -> list[torch.Tensor]:
-    """Return the states of the CPU's random numbers and of these devices'."""
+    """Return the random states of the CPU and of these devices."""
     others = [device for device in devices if device.type != "cpu"]
     modules = (torch.get_device_module(device) for device in others)
     on_device = [x.get_rng_state(device) for x, device in zip(modules, others, strict=True)]
@@ -52,7 +52,7 @@ def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) ->
 
 
 def recompute_without_draws_(model: PreTrainedModel) -> None:
-    """Assume that layers draw no random numbers, as their state would lie on the host."""
+    """Assume that layers draw no random numbers: their state would be on the host."""
     for layer in decoder_layers(model):
         keeping: Any = getattr(layer, "_gradient_checkpointing_func", None)
         if isinstance(keeping, Recomputed):
@@ -74,5 +74,5 @@ def nothing_recomputed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def recomputes(layer: Any) -> bool:
-    """Whether a decoder layer is computed again in backward."""
+    """Whether backward recomputes a decoder layer."""
     return bool(getattr(layer, "gradient_checkpointing", False))

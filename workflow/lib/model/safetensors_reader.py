@@ -14,7 +14,7 @@ from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE, r
 from workflow.lib.system.checksums import RecordedFile, check_files
 from workflow.lib.system.errors import UserError
 
-QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
+QUANTIZATION = "quantization.json"  # in a base from quantize_base
 
 
 def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
@@ -41,8 +41,8 @@ def check_whole(folder: Path, *, single: str = SINGLE) -> None:
 
 
 def open_whole(path: Path, *, made_here: bool = False) -> Any:
-    """Return an open safetensors file; raises `UserError` if it is shorter or longer than its
-    header says. made_here: a stage has made it, as it has a folder with `quantization.json`."""
+    """Return an open safetensors file; raises `UserError` if its length differs from its header.
+    made_here: a stage wrote it, and a folder with `quantization.json`."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -109,7 +109,7 @@ class CheckpointReader:
             yield self.rows(name, number, number + 1)[0]
 
     def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return what a weight is stored as that is read decoded from NF4; None for another."""
+        """Return the stored parts of a weight that is decoded from NF4; None for another."""
         return None
 
     def _file(self, name: str) -> Any:
@@ -124,7 +124,7 @@ class CheckpointReader:
         return self._files[shard]
 
     def _open_whole(self, shard: str) -> Any:
-        """Open a shard, after a look whether it is as recorded, and holds what the index says."""
+        """Open a shard after a check that it matches its record and holds the index's tensors."""
         if shard in self._recorded:
             check_files([self._recorded[shard]])
         file = open_whole(self.folder / shard)

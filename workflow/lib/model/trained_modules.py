@@ -3,9 +3,9 @@ of head and embedding (PEFT's `trainable_token_indices`).
 
 Weights trained whole are fp32 masters under the family's names; they compute in the type of their
 input, with gradients in fp32. Head and embedding are sliced by rows over processes (`vocabulary`),
-and `sum_copies_` adds up the gradients of copies; routers are sharded with their layers. Trained
-rows are a parameter beside the frozen table, with the rest of the model in FSDP's root; every
-forward begins with writing them to the table (`TrainedRows`)."""
+and `sum_copies_` adds the gradients of copies; routers are sharded with their layers. Trained rows
+are a parameter beside the frozen table, in FSDP's root; every forward first writes them to the
+table (`TrainedRows`)."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from workflow.lib.model.nf4_model import local, local_range, without_cast
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings
 
-TRAINED_ROWS = "trained_rows"  # in a base's config.json: first and last + 1 of the rows
+TRAINED_ROWS = "trained_rows"  # key of a base's config.json: first and last + 1 of the rows
 ROWS = "token_adapter"  # PEFT's names: of a module in the table's, and of its parameter
 ROWS_TENSOR = f"{ROWS}.trainable_tokens_delta"
 
@@ -39,7 +39,7 @@ class MasterLinear(nn.Linear):
 
 
 class MasterRows:
-    """Rows of a trained embedding here, in `dtype`; padding gets no gradient, as in torch."""
+    """Local rows of a trained embedding in `dtype`; padding gets no gradient, as in torch."""
 
     def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
         self._embedding, self._dtype = embedding, dtype
@@ -68,7 +68,7 @@ class _Cast(nn.Module):
 class TrainedRows(nn.Module, BaseTunerLayer):
     """Rows of a frozen table as fp32 masters (n, hidden), by PEFT's names; PEFT turns them off."""
 
-    adapter_layer_names = ("trainable_tokens_delta",)  # not a difference, but the rows
+    adapter_layer_names = ("trainable_tokens_delta",)  # the rows themselves, not a difference
 
     def __init__(self, table: nn.Module, rows: range) -> None:
         super().__init__()
@@ -77,16 +77,16 @@ class TrainedRows(nn.Module, BaseTunerLayer):
         masters = _master(weight.new_empty(len(rows), weight.shape[1]))
         self.trainable_tokens_delta = nn.ParameterDict({"default": masters})
         self._rows = rows
-        self._frozen: torch.Tensor | None = None  # the base's, of this process
+        self._frozen: torch.Tensor | None = None  # rows of the base, of this process
 
     def values(self) -> torch.Tensor:
-        """Return the masters whole. Collective where they are not gathered."""
+        """Return the whole masters. Collective where they are not gathered."""
         masters = self.trainable_tokens_delta["default"]
         return masters.full_tensor() if isinstance(masters, DTensor) else masters
 
     def within(self, weight: torch.Tensor) -> tuple[slice, slice]:
-        """Return which rows of this process's slice of a table are trained, and which of the
-        masters they are."""
+        """Return the trained rows of this process's slice of a table, and their places in the
+        masters."""
         start, stop = local_range(weight)
         first = max(start, self._rows.start)
         last = max(first, min(stop, self._rows.stop))
@@ -100,7 +100,7 @@ class TrainedRows(nn.Module, BaseTunerLayer):
 
     @torch.no_grad()
     def write_(self, weight: torch.Tensor, *, base: bool = False) -> None:
-        """Give a table its rows: the masters in its type, or, turned off or for `base`, its own."""
+        """Write its rows to a table: the masters, cast, or, turned off or for `base`, its own."""
         own, part = self.within(weight)
         rows = local(weight).data[own]  # .data, since no gradient needs what it was before
         if self._frozen is None:
@@ -108,7 +108,7 @@ class TrainedRows(nn.Module, BaseTunerLayer):
         rows.copy_(self._frozen if base or self.disable_adapters else self.values()[part])
 
     def over(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return embedding rows (n, hidden) of ids (n,) with the masters in the place of theirs."""
+        """Return embedding rows (n, hidden) of ids (n,), with masters for trained ids."""
         masters = self.values()
         places = ids - self._rows.start
         inside = (places >= 0) & (places < len(masters))
@@ -119,15 +119,15 @@ class TrainedRows(nn.Module, BaseTunerLayer):
 
 
 def write_rows_(model: PreTrainedModel, *, base: bool = False) -> None:
-    """Give embedding and head their rows, as `TrainedRows.write_`; every forward begins so."""
+    """Write the trained rows to embedding and head; every forward begins with this."""
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         if hasattr(table, ROWS):
             getattr(table, ROWS).write_(table.weight, base=base)
 
 
 def train_rows_(model: PreTrainedModel) -> dict[str, list[int]] | None:
-    """Make those rows of a frozen meta model trainable that its config.json names, in tables that
-    are not trained whole; return PEFT's `trainable_token_indices`, None without any."""
+    """Make the rows that a frozen meta model's config.json names trainable, in tables that are not
+    trained whole; return PEFT's `trainable_token_indices`, None without any."""
     rows = range(*getattr(model.config, TRAINED_ROWS, (0,)))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     paths = {module: path for path, module in model.named_modules()}
@@ -193,8 +193,8 @@ def _master(tensor: Any) -> nn.Parameter:
 
 
 def trained_parts(module: nn.Module) -> list[torch.Tensor]:
-    """Return the trained slices of a head's weight and bias, with gradients to the masters; of one
-    with trained rows these alone, whole."""
+    """Return the trained slices of a head's weight and bias, with gradients to the masters; with
+    trained rows these alone, whole."""
     if hasattr(module, ROWS):
         return [getattr(module, ROWS).values()]
     params = dict(module.named_parameters(recurse=False))
@@ -204,8 +204,8 @@ def trained_parts(module: nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def sum_copies_(training: Any) -> None:
-    """Add up the gradients of trained slices of which other processes have copies, in fp32.
-    Collective. training: the module that is trained (`training_module.CausalLMForTraining`)."""
+    """Add up the fp32 gradients of trained slices that other processes hold too. Collective.
+    training: `training_module.CausalLMForTraining`."""
     model: PreTrainedModel = training.peft_model.get_base_model()
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     for param in (p for x in tables for p in x.parameters(recurse=False) if p.requires_grad):

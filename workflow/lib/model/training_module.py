@@ -43,25 +43,25 @@ WAYS = ("forward", "backward")
 
 
 class GatheredWeights(Protocol):
-    """Weights that are gathered for the use of one layer after the other (`packed_layers`)."""
+    """Weights that are gathered layer by layer (`packed_layers`)."""
 
     def free(self) -> None:
-        """Leave this process its slices alone."""
+        """Free all but this process's slices."""
 
     def abandon(self) -> None:
-        """Do so after a capture that failed."""
+        """Free them after a failed capture."""
 
 
 def loss_in(result: torch.Tensor) -> torch.Tensor:
-    """Return the loss () in what `CausalLMForTraining.forward` returns."""
+    """Return the loss () from the result of `CausalLMForTraining.forward`."""
     return result if result.dim() == 0 else result[0]
 
 
 class CausalLMForTraining(nn.Module):
-    """The module that is trained and sharded: a PEFT model and its objective. Forward runs the
-    decoder, picks the hidden states that predict a trained token, and returns the objective's loss
-    of them. The other methods return logits or hidden states, for checks. Sharding wraps all of
-    them: they gather weights, so they are collective."""
+    """The trained and sharded module: a PEFT model and its objective. Forward runs the decoder,
+    selects the hidden states that predict a trained token, and returns the objective's loss. The
+    other methods return logits or hidden states, for checks. All gather weights, so all are
+    collective."""
 
     def __init__(
         self, peft_model: nn.Module, *, fused_head: bool = True, objective: Objective = NEXT_TOKEN
@@ -99,11 +99,11 @@ class CausalLMForTraining(nn.Module):
 
     @property
     def recurrent_layers(self) -> int:
-        """How many there are, which take packed documents one by one."""
+        """Number of layers that take packed documents one by one."""
         return self._prepared.recurrent_layers
 
     def share_prompts_(self) -> str | None:
-        """Have examples of two documents share their prompt; return why they cannot, in words."""
+        """Make examples of two documents share their prompt; return why they cannot, or None."""
         obstacle = self._prepared.sharing_obstacle()
         if self.router_balance is not None:
             obstacle = "the balance of routers is that of whole rows"
@@ -111,8 +111,8 @@ class CausalLMForTraining(nn.Module):
         return obstacle
 
     def multiply_in_(self, dtype: str, passes: str) -> None:
-        """Have `train.matmul_dtype` hold in `train.matmul_passes`; raises `UserError` for a linear
-        that float8 cannot multiply."""
+        """Apply `train.matmul_dtype` to `train.matmul_passes`; raises `UserError` for a linear that
+        float8 cannot multiply."""
         kind = None if dtype == COMPUTE_DTYPE else dtype
         forward, backward = (kind if passes in ("both", way) else None for way in WAYS)
         self.matmul_precision = MatmulPrecision(forward, backward)
@@ -125,8 +125,8 @@ class CausalLMForTraining(nn.Module):
             linear.matmul_precision = self.matmul_precision
 
     def balance_routers_(self, asked: float | None) -> None:
-        """Have the loss balance the load of experts as `train.router_aux_loss_coef` asks. Raises
-        `UserError` if the family has no such loss, or another one than is known."""
+        """Add the load-balancing loss of `train.router_aux_loss_coef`. Raises `UserError` if the
+        family has no such loss, or an unknown one."""
         model = self.peft_model.get_base_model()  # type: ignore[operator]
         routers = routers_of(model)
         masters = [p for path in routers.values() for p in model.get_submodule(path).parameters()]
@@ -140,9 +140,9 @@ class CausalLMForTraining(nn.Module):
             self.router_balance = router_balance(model, coefficient, routers)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the objective's loss () fp32 of a micro-batch; of one with figures (1 + figures,),
-        the loss before them. In training its gradient has the router's load-balancing loss in it,
-        its value has not."""
+        """Return the objective's loss () fp32 of a micro-batch; with figures (1 + figures,), the
+        loss first. In training its gradient, not its value, includes the routers' load-balancing
+        loss."""
         self.adapters.row_keys = batch.row_keys
         balance = self.router_balance if self.training else None
         counting: AbstractContextManager[None] = nullcontext()
@@ -179,8 +179,8 @@ class CausalLMForTraining(nn.Module):
     def _hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: MicroBatch | None = None
     ) -> torch.Tensor:
-        """Return the decoder's last hidden states (rows * seq_len, hidden). batch: has these rows;
-        None: what else it would say of them is not known yet."""
+        """Return the decoder's last hidden states (rows * seq_len, hidden). batch: with these rows;
+        None: its other fields are unknown."""
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
         inputs = self._prepared.inputs(
             input_ids,
@@ -213,7 +213,7 @@ class CausalLMForTraining(nn.Module):
     def family_hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return the same by the family's own eager attention; raises `UserError` as
+        """Return the same with the family's own eager attention; raises `UserError` as
         `attending_by_reference` does."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         with attending_by_reference(causal_lm.get_decoder().config):
@@ -221,8 +221,8 @@ class CausalLMForTraining(nn.Module):
 
     @contextmanager
     def _embedding(self, rows: torch.Tensor | None) -> Iterator[None]:
-        """Within the block the embedding takes its rows from where they are, if that is outside of
-        the model; rows: those of the tokens, if they are known."""
+        """Within the block the embedding reads its rows from outside of the model, if they are
+        there; rows: those of the tokens, if known."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         embedding = causal_lm.get_input_embeddings()
         write_rows_(causal_lm)

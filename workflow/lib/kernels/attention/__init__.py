@@ -1,3 +1,2 @@
-"""Attention over packed documents: `packed` (FlashAttention, cuDNN), `wide` (heads wider than
-theirs), `flex` (caps, sinks and chunks of scores), and `reference`, a family's
-own, to compare with."""
+"""Attention over packed documents: `packed` (FlashAttention, cuDNN), `wide` (wider heads), `flex`
+(caps, sinks and chunks of scores), and `reference`, a family's own, for comparison."""

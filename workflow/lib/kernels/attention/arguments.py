@@ -1,7 +1,7 @@
-"""What a family's attention layer tells its attention function, beside queries, keys and values.
+"""Arguments of a family's attention layer to its attention function, beside q, k and v.
 
-Each function follows what it knows and refuses the rest: an argument that is passed over would be
-another model, without a word."""
+Each function follows the arguments that it knows and refuses all others: an ignored argument would
+silently be another model."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -12,8 +12,8 @@ from torch import nn
 from workflow.lib.kernels.attention.flex_masks import MaskKind
 from workflow.lib.system.errors import setting_error
 
-# What Transformers' layers hand on that says nothing beyond the documents' bounds, or is about
-# caches and outputs.
+# Arguments of Transformers' layers that add nothing to the documents' bounds, or concern caches and
+# outputs.
 WITHOUT_EFFECT = frozenset(
     {
         "cu_seq_lens_k",
@@ -30,8 +30,8 @@ CHUNKED = "chunked_attention"
 def refuse_others(
     module: nn.Module, arguments: Mapping[str, object], *, implementation: str, instead: str
 ) -> None:
-    """Raise `UserError` if one of the arguments is given that the implementation has no way to
-    follow. instead: the value of `model.attention` that may do it."""
+    """Raise `UserError` if an argument is given that the implementation cannot follow. instead: a
+    value of `model.attention` that may follow it."""
     given = {name for name, value in arguments.items() if value is not None}
     unknown = given - WITHOUT_EFFECT
     if unknown:
@@ -45,7 +45,7 @@ def refuse_others(
 
 
 def refuse_dropout(module: nn.Module, dropout: float, *, implementation: str) -> None:
-    """Raise `UserError` if a layer is to drop attention weights, which cannot be done."""
+    """Raise `UserError` if a layer drops attention weights, which the implementation cannot do."""
     if dropout:
         raise setting_error(
             "model.attention",
@@ -57,7 +57,7 @@ def refuse_dropout(module: nn.Module, dropout: float, *, implementation: str) ->
 
 
 def refuse_without_documents(module: nn.Module, *, implementation: str) -> NoReturn:
-    """Raise `UserError`: a layer was told where documents begin, and does not hand it on."""
+    """Raise `UserError`: a layer does not pass the bounds of documents to its attention."""
     raise setting_error(
         "model.attention",
         implementation,
@@ -67,13 +67,13 @@ def refuse_without_documents(module: nn.Module, *, implementation: str) -> NoRet
 
 
 def attention_flop(query: torch.Tensor, value: torch.Tensor, *, keys: float) -> float:
-    """Return the FLOP of attention where a query (..., head_dim) sees so many keys on average."""
+    """Return the FLOP of attention; keys: how many a query (..., head_dim) sees on average."""
     return 2.0 * query.numel() * (1 + value.shape[-1] / query.shape[-1]) * keys
 
 
 def mask_kind(module: nn.Module, sliding_window: int | None) -> MaskKind:
-    """Return what limits the attention of a layer besides order and documents. A window is told by
-    the layer, a chunk (Llama 4) by the config alone: stock implementations get it in their mask."""
+    """Return the limits of a layer's attention besides order and documents. Layers pass windows,
+    but chunks (Llama 4) are in the config alone: stock attention has them in its mask."""
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None)
     chunked = kinds and kinds[module.layer_idx] == CHUNKED

@@ -1,14 +1,14 @@
 """Attention over packed rows by torch's `flex_attention` (arXiv 2412.05496): soft caps, sinks,
-chunks, and values narrower than keys, which torch's FlashAttention cannot do.
+chunks, and values narrower than keys, which torch's FlashAttention lacks.
 
-On a GPU the kernel is compiled at its first use for each shape of rows (about 5 s), and nothing of
-S x S elements is made. Which keys a query sees is data (`flex_masks`). CPUs make all scores of a
-layer, as torch's kernel has no backward there.
+On a GPU the kernel is compiled at its first use for each shape of rows (about 5 s); it makes no
+tensor of S x S elements. The mask is data (`flex_masks`). CPUs compute all scores of a layer, as
+torch's kernel has no backward there.
 
 Gemma 2 27B, 2 rows of 3,072 tokens, forward and backward on an H100: 1.9 ms, eager 20.3, varlen
-without the cap 1.5 (torch 2.11, November 2026). Within 0.5% of fp32 (eager in bf16: 4.5%), the same
-bits in each run. Other tiles and TMA are not faster; ROWS_GUARANTEED_SAFE makes NaN of rows whose
-first block is not theirs."""
+without the cap 1.5 (torch 2.11, November 2026). Within 0.5% of fp32 (eager in bf16: 4.5%), bit for
+bit the same in each run. Other tiles and TMA are not faster; ROWS_GUARANTEED_SAFE gives NaN in rows
+whose first block is not theirs."""
 
 import functools
 import os
@@ -41,7 +41,7 @@ MOST_KERNELS = 64
 def flex_arguments(
     position_ids: torch.Tensor, longest: int | None = None
 ) -> dict[str, PackedMasks]:
-    """Return what Transformers' attention layers pass on to `flex_attention`, for a micro-batch.
+    """Return the arguments that Transformers' layers pass to `flex_attention`, for a micro-batch.
     position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one. longest:
     tokens of the longest document, for recordings."""
     return {"packed_masks": PackedMasks(position_ids, longest)}
@@ -94,9 +94,9 @@ def flex_attention(
 
 @functools.cache
 def _compiled() -> Attend:
-    """Return `blockwise`, compiled, or an error, never a slow way (the stages' variable that
-    switches compilers off is read here). A kernel serves one shape of rows and heads; torch gives
-    up at 8 kernels, and held-out rows may need more."""
+    """Return `blockwise`, compiled; raises where compilation is off, never slower eager code (the
+    stages' variable that switches compilers off is read here). A kernel serves one shape of rows
+    and heads; torch stops at 8 kernels, and held-out rows may need more."""
     compiler.recompile_limit = MOST_KERNELS
     switched_off = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     try:
@@ -182,14 +182,13 @@ def allocate_like_kernel(
     sinks: torch.Tensor | None,
     keys: float,
 ) -> torch.Tensor:
-    """Ask the allocator for what the compiled kernel asks for, without computing: for recordings,
-    whose device cannot compile. Arguments and result as in `flex_attention`; keys: that a query
-    sees, on average.
+    """Allocate the memory of the compiled kernel without computing, for recordings, whose device
+    cannot compile. Arguments and result as in `flex_attention`; keys: seen by a query, on average.
 
     As torch 2.11 compiles it, measured on an H200: two numbers a query in forward, of which one is
-    kept; in backward one more, and gradients of as many heads as there are. The results lie in
-    memory as the queries do. With sinks the weights' sum is put right behind the kernel: one more
-    output in forward and one more gradient in backward, which no GPU has measured."""
+    kept; in backward one more, and gradients of as many heads as there are. Results have the
+    strides of the queries. With sinks their factor follows the kernel: one more output in forward
+    and one more gradient in backward, not measured on a GPU."""
     output: torch.Tensor = _Kernel.apply(query, key, value, keys)  # type: ignore[no-untyped-call]
     if sinks is not None:
         output = _Sinks.apply(output, sinks)  # type: ignore[no-untyped-call]
@@ -233,7 +232,7 @@ class _Sinks(torch.autograd.Function):
 
 
 def _of_queries(query: torch.Tensor) -> torch.Tensor:
-    """One number in fp32 for each query and head."""
+    """Return one fp32 number for each query and head."""
     return query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 

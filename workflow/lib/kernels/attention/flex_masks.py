@@ -1,4 +1,4 @@
-"""Which keys a query sees in packed rows, as one number a query: the first of them.
+"""The mask of packed rows as one number a query: the first key that it sees.
 
 A query sees the keys from `first[query]` to itself. Documents, sliding windows and chunks differ in
 that number alone, so one compiled kernel serves all of them, and nothing grows with S x S elements:
@@ -16,21 +16,21 @@ from workflow.lib.system.compute_choice import FLEX_BLOCK
 
 
 class MaskKind(NamedTuple):
-    """What limits attention within a document, besides the order of tokens."""
+    """Limits of attention within a document, besides the order of tokens."""
 
     window: int | None = None  # tokens that a query sees, itself included
     chunk: int | None = None
     """Tokens of a chunk, counted from the document's start; a query sees its own chunk alone."""
 
 
-# Of a recording's documents, on average. Their bounds have no values there, and kernels of a graph
-# are told of the longest document that any micro-batch may have.
+# Average tokens of a recording's documents. Their bounds have no values there, and kernels of a
+# graph get the longest document of any micro-batch.
 DOCUMENT_TOKENS: ContextVar[float] = ContextVar("document_tokens", default=math.inf)
 
 
 def computed_keys(length: float, window: int | None) -> float:
-    """Return how many keys kernels compute on average for a query of a document of `length` tokens:
-    those that it sees, and on each edge half a block; window: that it sees at most, with itself."""
+    """Return the keys that kernels compute on average for a query of a document of `length` tokens:
+    the seen ones, and half a block on each edge. window: most seen keys, itself included."""
     length = min(length, DOCUMENT_TOKENS.get())
     if window is None or window <= 0 or window >= length:
         return (length + FLEX_BLOCK) / 2
@@ -38,7 +38,7 @@ def computed_keys(length: float, window: int | None) -> float:
 
 
 class PackedMasks:
-    """The masks of a micro-batch, each made once for all layers that ask for its kind."""
+    """The masks of a micro-batch, each made once for all layers of its kind."""
 
     def __init__(self, position_ids: torch.Tensor, longest: int | None = None) -> None:
         """position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
@@ -54,8 +54,7 @@ class PackedMasks:
         return self._first[kind]
 
     def seen_keys(self, kind: MaskKind) -> float:
-        """Return how many keys a query sees on average, if all documents are as long as the
-        longest."""
+        """Return the average keys of a query, if all documents are as long as the longest."""
         length = min(self._longest, kind.chunk or self._longest)
         return computed_keys(length, kind.window)
 
@@ -66,7 +65,7 @@ class PackedMasks:
 
 
 def first_keys(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
-    """Return the first key (rows, seq_len) int32, by its place in the row, that each query sees.
+    """Return the first key (rows, seq_len) int32, as its place in the row, that each query sees.
     position_ids: (rows, seq_len), from 0 in each document. The result never falls along a row."""
     places = torch.arange(position_ids.shape[1], device=position_ids.device)
     first = places - position_ids
@@ -78,20 +77,20 @@ def first_keys(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
 
 
 def block_mask(first: torch.Tensor) -> BlockMask:
-    """Return what torch's flex_attention wants to know about `first` (rows, seq_len). A block of
-    queries sees blocks of keys in one range that ends with itself. Those that all of its queries
-    see whole are listed apart: the kernel does not look at `first` there."""
+    """Return `first` (rows, seq_len) as a block mask of torch's flex_attention. A block of queries
+    sees blocks of keys in one range that ends with itself. Blocks that all of its queries see whole
+    are listed apart: the kernel does not read `first` there."""
     rows, length = first.shape
     count = -(-length // FLEX_BLOCK)
-    # Queries beyond the end see what the last one sees; the kernels drop what they compute.
+    # Queries beyond the end see the keys of the last one; the kernels drop their results.
     padded = torch.cat([first, first[:, -1:].expand(-1, count * FLEX_BLOCK - length)], dim=1)
     blocks = padded.view(rows, 1, count, FLEX_BLOCK)
     own = torch.arange(count, device=first.device, dtype=torch.int32)
     lowest = blocks[..., 0] // FLEX_BLOCK
-    whole = (-(-blocks[..., -1] // FLEX_BLOCK)).minimum(own)  # of the diagonal's, half is hidden
-    if length % FLEX_BLOCK:  # in a block of queries that is not all there the kernels look at each
+    whole = (-(-blocks[..., -1] // FLEX_BLOCK)).minimum(own)  # of the diagonal's half is hidden
+    if length % FLEX_BLOCK:  # kernels check each key of an incomplete block
         whole[..., -1] = count - 1
-    before = whole - lowest  # seen in part, besides the diagonal's
+    before = whole - lowest  # partly seen blocks, besides the diagonal's
     columns = own.expand(rows, 1, count, count)
     partial = torch.where(columns < before[..., None], columns + lowest[..., None], own[:, None])
 

@@ -1,8 +1,8 @@
-"""Attention over packed rows: no mask, and no way from one document to another.
+"""Attention over packed rows, without a mask, and never from one document to another.
 
-Flash implementations get all rows as one, with the documents' boundaries (`cu_seq_lens`), which
-Transformers would find in batches of one row alone (`_is_packed_sequence`, 5.23). Documents of one
-length go to cuDNN where that is faster, wide heads to kernels of ours. `varlen` is torch's own
+Flash implementations get all rows as one, with the documents' bounds (`cu_seq_lens`), which
+Transformers finds in batches of one row alone (`_is_packed_sequence`, 5.23). Documents of one
+length go to cuDNN where it is faster, wide heads to kernels of ours. `varlen` is torch's own
 FlashAttention (torch.nn.attention.varlen)."""
 
 import inspect
@@ -26,7 +26,7 @@ from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
 
-# torch 2.11 takes fewer key than query heads as they come, newer releases want to be told.
+# torch 2.11 accepts fewer key than query heads by itself, newer releases need this option.
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -34,14 +34,14 @@ GROUPED_HEADS: dict[str, Any] = (
 
 def document_bounds(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return `cu_seq_lens` (documents + 1,) int32 and the longest document's tokens. position_ids:
-    (rows, seq_len), one more from token to token of a document; every row starts with one."""
+    (rows, seq_len), rising by 1 within a document; every row starts a document."""
     starts = document_starts(position_ids).flatten().nonzero().flatten()
     bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
     return bounds.to(torch.int32), int(bounds.diff().max())
 
 
 def flash_arguments(bounds: torch.Tensor, longest: int) -> dict[str, torch.Tensor | int]:
-    """Return the boundaries under the names that Transformers' attention layers pass on."""
+    """Return the bounds under the names that Transformers' attention layers pass on."""
     return {
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
@@ -68,8 +68,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, in the form of Transformers' attention functions. query:
     (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns (1,
-    tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do anything
-    else."""
+    tokens, heads, head_dim) and no weights. Raises `UserError` for arguments that it cannot
+    follow."""
     refuse_dropout(module, dropout, implementation=VARLEN)
     bidirectional = True if is_causal is False else None
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
@@ -77,7 +77,7 @@ def varlen_attention(
     refuse_others(module, others, implementation=VARLEN, instead=FLEX)
     if cu_seq_lens_q is None or max_length_q is None:
         refuse_without_documents(module, implementation=VARLEN)
-    # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
+    # squeezed, not indexed: an index's backward fills a tensor with zeros and copies into it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     bounds, longest = cu_seq_lens_q, max_length_q  # of keys
     if shared_prompts is not None:
@@ -112,7 +112,7 @@ def _equal_lengths_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, length: int, scaling: float | None
 ) -> torch.Tensor | None:
     """Return causal attention (tokens, heads, head_dim) within documents of `length` tokens each by
-    cuDNN; None where it does not serve."""
+    cuDNN; None where cuDNN cannot be used."""
     queries, keys, values = (  # (documents, heads, length, head_dim)
         x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
     )
@@ -127,7 +127,7 @@ def _equal_lengths_attention(
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim),
-    faster than FlashAttention 2: from Hopper on 0.6 times as long (4,096 tokens, 64 heads, 8 of
+    faster than FlashAttention 2: from Hopper on in 0.6 of its time (4,096 tokens, 64 heads, 8 of
     keys, H200). Its packed form plans for 40 ms at every call (torch 2.11, cuDNN 9.19, November
     2026). Not in deterministic runs."""
     if torch.are_deterministic_algorithms_enabled():

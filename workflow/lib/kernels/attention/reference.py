@@ -1,6 +1,7 @@
-"""The family's own eager attention and masks: what a training's attention is compared with before
-the first step, and whether a layer tells what its mask does (a window), as some implementations get
-no mask. A window may be longer than the documents that are tried."""
+"""The family's own eager attention and masks, for comparison before the first step.
+
+A layer must also pass its mask's window (perhaps longer than the compared documents) to its
+attention, as some implementations get no mask."""
 
 import sys
 from collections.abc import Iterator
@@ -17,15 +18,14 @@ from workflow.lib.system.compute_choice import FLEX, VARLEN
 from workflow.lib.system.errors import UserError
 
 REFERENCE = "workflow_reference"
-REACH = "workflow_reach"  # of a mask: the tokens of its window or chunk; None for neither
+REACH = "workflow_reach"  # of a mask: tokens of its window or chunk; None without one
 WITHOUT_MASK = frozenset({VARLEN, FLEX, "flash_attention_2", "flash_attention_3"})
 
 
 @contextmanager
 def attending_by_reference(config: PreTrainedConfig) -> Iterator[None]:
-    """Within the block the layers of this config attend as their family does it by default. Raises
-    `UserError` if a layer does not tell the window of its mask to an attention that gets no
-    mask."""
+    """Within the block the layers of this config use their family's eager attention. Raises
+    `UserError` if a layer does not pass its mask's window to an attention that gets no mask."""
     usual = config._attn_implementation
     assert usual is not None, "models are built with an attention"
     config._attn_implementation = REFERENCE
@@ -40,7 +40,7 @@ def attending_by_reference(config: PreTrainedConfig) -> Iterator[None]:
 def reference_mask(
     *positional: Any, local_size: int | None = None, **named: Any
 ) -> torch.Tensor | None:
-    """Return the mask that eager attention gets, which knows its reach."""
+    """Return eager attention's mask, with the attribute `REACH`."""
     mask: torch.Tensor | None = eager_mask(*positional, **named)
     if mask is not None:
         setattr(mask, REACH, local_size)
@@ -57,7 +57,7 @@ def reference_attention(
     sliding_window: int | None = None,
     **told: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the family's eager attention; raises `UserError` if masks are not told by the module."""
+    """Call the family's eager attention; raises `UserError` if the mask has another window."""
     config: Any = module.config
     kind = mask_kind(module, sliding_window)
     reach = getattr(attention_mask, REACH, kind.window or kind.chunk)

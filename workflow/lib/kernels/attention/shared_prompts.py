@@ -1,8 +1,8 @@
 """Prompts that are computed once for both documents of a pair.
 
 A row holds [prompt chosen | last token of the prompt, rejected]. The positions of the second
-document go on in the prompt: a document whose first position is p > 0 sees the first p tokens of
-the document before it, besides its own. Every token left has the hidden state that it has in whole
+document continue the prompt's: a document whose first position is p > 0 sees the first p tokens of
+the document before it, besides its own. Every token has the same hidden state as in whole
 documents. FlashAttention gets the keys of [prompt chosen | prompt rejected], gathered, and aligns
 queries and keys at the ends of documents; other implementations get a mask."""
 
@@ -22,9 +22,9 @@ Numbers = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class SharedPrompts:
     """The keys of T tokens in flattened rows. keys: (K,), the token of each; own: (T,), each
-    token's key in its own document; prompt: (S,), tokens that a second document sees too, and
-    copies: (S,), their keys there; all int64. bounds: (documents + 1,) int32 of keys; longest: of
-    these in a document."""
+    token's key in its own document; prompt: (S,), tokens that a second document sees too; copies:
+    (S,), their keys there; all int64. bounds: (documents + 1,) int32 of keys; longest: most keys of
+    a document."""
 
     keys: torch.Tensor
     own: torch.Tensor
@@ -35,7 +35,7 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, position_ids: Numbers) -> Self | None:
-        """Return the keys of rows (rows, tokens) in host memory; None where nothing is shared."""
+        """Return the keys of rows (rows, tokens) in host memory; None without a shared prompt."""
         flat, starts = position_ids.reshape(-1), np.flatnonzero(document_starts(position_ids))
         seen = flat[starts]  # tokens of the document before
         if not seen.any():
@@ -55,19 +55,19 @@ class SharedPrompts:
         return cls(k, o, p, c, b, int((sizes + seen).max()))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SharedPrompts":
-        """Return the same with changed tensors."""
+        """Return the same with `change` applied to its tensors."""
         named = {n: x for n, x in vars(self).items() if isinstance(x, torch.Tensor)}
         changed = {name: change(tensor) for name, tensor in named.items()}
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the keys or values (K, heads, width) of those of tokens (T, heads, width)."""
+        """Return the keys or values (K, heads, width) for those of tokens (T, heads, width)."""
         keys: torch.Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
         return keys
 
 
 class _Gathered(torch.autograd.Function):
-    """Backward adds at most two numbers, so their order is all the same."""
+    """Backward adds at most two numbers, so their order does not matter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shared: SharedPrompts) -> torch.Tensor:
@@ -92,8 +92,8 @@ def document_starts(position_ids: Any) -> Any:
 def kept_tokens(
     input_ids: npt.NDArray[Any], position_ids: npt.NDArray[Any], loss_mask: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Return which tokens of rows (rows, seq_len) are left where the two documents of every example
-    share what they have in common before a trained token. Padding is not."""
+    """Return which tokens of rows (rows, seq_len) are kept when the two documents of every example
+    share their common tokens before a trained one. Padding is not kept."""
     kept = np.ones(position_ids.shape, dtype=np.bool_)
     for ids, places, trained, left in zip(input_ids, position_ids, loss_mask, kept, strict=True):
         starts = [*np.flatnonzero(places == 0).tolist(), len(places)]
@@ -107,7 +107,7 @@ def kept_tokens(
 
 
 def _common(one: npt.NDArray[Any], other: npt.NDArray[Any], *trained: npt.NDArray[np.bool_]) -> int:
-    """Return the tokens that two documents begin with, up to the first trained one."""
+    """Return how many first tokens two documents have in common, before a trained one."""
     length = min(len(one), len(other))
     ends = [one[:length] != other[:length], *(mask[:length] for mask in trained)]
     return min((int(end.argmax()) for end in ends if end.any()), default=length)

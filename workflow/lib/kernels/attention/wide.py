@@ -1,10 +1,10 @@
 """Causal attention within documents by GPU kernels of ours, for heads wider than FlashAttention's
-(256): Gemma 4 has some of 512, for which torch has one kernel alone, slow and without documents.
+(256): Gemma 4 has some of 512, for which torch has only a slow kernel without documents.
 
-Scores are never stored (as in FlashAttention 2, arXiv 2307.08691); softmax is computed in fp32,
-matmuls in the type of the queries with sums in fp32. Backward computes the scores twice: for the
-gradients of queries, and for those of keys and values. So no two programs add to the same sum, and
-every run gives the same bits."""
+Scores are never stored (as in FlashAttention 2, arXiv 2307.08691). Softmax is computed in fp32,
+matmuls in the queries' dtype with fp32 sums. Backward computes the scores twice: for the gradients
+of queries, and of keys and values. So no two programs add to the same sum, and every run gives the
+same bits."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ LOG2_E = math.log2(math.e)  # the kernels take powers of two
 
 
 class Tile(NamedTuple):
-    """How a program is cut: tokens that it has, and those that it goes through at a time."""
+    """The size of a program: its tokens, and the tokens of one pass of its loop."""
 
     rows: int
     columns: int
@@ -58,16 +58,16 @@ PRODUCT_ROWS, PRODUCT_WARPS = 16, 4  # of a program of `attention_products`
 
 
 class Seen(NamedTuple):
-    """What documents and windows let queries see: keys from `first` (tokens,) of a query to itself,
-    so that a key is seen by queries before its `last` (tokens,); int32."""
+    """Keys that queries see with documents and windows: a query those from its `first` (tokens,) to
+    itself, so queries before its `last` (tokens,) see a key; int32."""
 
     first: torch.Tensor
     last: torch.Tensor
 
     @classmethod
     def of(cls, bounds: torch.Tensor, tokens: int, window: int | None) -> "Seen":
-        """bounds: of documents (documents + 1,), repeated at will at the end; window: keys that a
-        query sees at most, itself among them."""
+        """bounds: of documents (documents + 1,), the last may repeat; window: most keys of a query,
+        itself included."""
         places = torch.arange(tokens, dtype=torch.int32, device=bounds.device)
         after = torch.bucketize(places, bounds, right=True)
         first, last = bounds[after - 1], bounds[after]
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
 ) -> torch.Tensor:
-    """Return what `wide_attention` does, by all scores."""
+    """Return the result of `wide_attention` from all scores."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -100,11 +100,10 @@ def wide_attention(
     window: int | None,
     longest: int | None = None,
 ) -> torch.Tensor:
-    """Return causal attention (tokens, heads, width) within documents, by the kernels: callers ask
-    `usable` first. query: (tokens, heads, width); key, value: (tokens, key heads, width), each
-    serving neighbouring heads of queries. bounds, window: as in `Seen.of`; longest: tokens of the
-    longest document, for recordings. scale: of scores,
-    width^-0.5 if it is None."""
+    """Return causal attention (tokens, heads, width) within documents by the kernels, if they are
+    `usable`. query: (tokens, heads, width); key, value: (tokens, key heads, width), each serving
+    neighbouring heads of queries. bounds, window: as in `Seen.of`; longest: tokens of the longest
+    document, for recordings. scale: of scores, by default width^-0.5."""
     tokens, _, width = query.shape
     seen = Seen.of(bounds, tokens, window)
     scale = width**-0.5 if scale is None else scale
@@ -120,7 +119,7 @@ def _by_kernel(
     scale: float,
     keys: float = 0.0,
 ) -> torch.Tensor:
-    """keys: that are computed for a query on average, for recordings."""
+    """keys: computed for a query on average, for recordings."""
     output: torch.Tensor = _WideAttention.apply(query, key, value, *seen, scale, keys)  # type: ignore[no-untyped-call]
     return output
 
@@ -157,7 +156,7 @@ def forward(
     scale: float,
     keys: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and each query's logarithm (to 2) of its sum (heads, tokens) fp32."""
+    """Return the output and the base-2 logarithm of each query's sum (heads, tokens) fp32."""
     call = _Call.of((query, key, value), seen, scale, keys)
     output = query.new_empty(query.shape)
     log_sums = query.new_empty(call.heads, call.tokens, dtype=torch.float32)
@@ -176,7 +175,7 @@ def backward(
     scale: float,
     keys: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, contiguous, for that of the output, `grad`."""
+    """Return the gradients of query, key and value, contiguous, for `grad` of the output."""
     call = _Call.of((query, key, value), seen, scale, keys)
     grad, output = grad.contiguous(), output.contiguous()
     sums = torch.empty_like(log_sums)
@@ -192,7 +191,7 @@ def backward(
 
 
 class _Call(NamedTuple):
-    """The inputs of one call, and how they lie."""
+    """The inputs of one call, and their strides."""
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     scale: float
@@ -244,7 +243,7 @@ class _Call(NamedTuple):
         )  # fmt: skip
 
     def sum_products(self, sums: torch.Tensor, grad: torch.Tensor, output: torch.Tensor) -> None:
-        """Fill sums (heads, tokens) with output times gradient of each head, summed."""
+        """Fill sums (heads, tokens) with the sum over each head of output times gradient."""
         launch(
             "wide_attention.attention_products", (-(-self.tokens // PRODUCT_ROWS), self.heads),
             sums, grad, output, self.tokens, self.heads, **self._widths,

@@ -1,13 +1,13 @@
-"""Matmuls of frozen NF4 weights in float8: how weights and activations are rounded, and the matmul.
+"""Matmuls of frozen NF4 weights in float8: rounding of weights and activations, and the matmul.
 
 A weight row n has a scale s_n = max_b |absmax_(n,b)| / L, for the format's largest value L: no code
 is above 1. The forward matmul is y_tn = s_n a_t sum_k W'_nk x'_tk, with W' = W / s and x' = x / a
 in float8, and a scale a for each token. Backward sums over the rows n, so s is folded into the
 gradient before that is rounded: g'_tn a_t = g_tn s_n.
 
-A GPU has kernels, whose programs have the fastest of the sizes tried on an H200 for weights of
-28,672 x 8,192 and 4,096 x 14,336. A CPU computes the same values and multiplies them in fp32, which
-is slow: it is for tests and trials."""
+On a GPU kernels do this; their sizes were the fastest of those tried on an H200 for weights of
+28,672 x 8,192 and 4,096 x 14,336. A CPU computes the same values and multiplies them in fp32,
+slowly, for tests and checks."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from workflow.lib.kernels.op import Case, Op
 from workflow.lib.system.device_types import GPUS
 from workflow.lib.system.errors import UserError
 
-# What cuBLAS wants of a matrix in float8.
+# What cuBLAS requires of a matrix in float8.
 ALIGNED = 16
 DECODED_BLOCKS = 64  # of a program
 TRANSPOSED_ROWS = 128  # of a program
@@ -100,7 +100,7 @@ class PackedStack(NamedTuple):
 
     @property
     def by_expert(self) -> tuple[int, int]:
-        """The shape with a row for each expert."""
+        """The shape with one row per expert."""
         return self.experts, self.rows * self.width
 
     def decode_by_kernel(
@@ -230,8 +230,8 @@ def eight_bit_matmul(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype)
 
 
 def _scaled_mm(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """By torch's matmul with a scale for each row and each column. Fast accumulation: partial sums
-    are rounded to 14 bits now and then, below the rounding of the operands."""
+    """The same by torch's matmul with a scale for each row and column. Fast accumulation: partial
+    sums are rounded to 14 bits at intervals, finer than the rounding of the operands."""
     columns = right.scales
     if columns is None:
         columns = torch.ones(len(right.values), dtype=torch.float32, device=right.values.device)

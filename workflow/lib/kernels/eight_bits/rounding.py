@@ -1,5 +1,5 @@
-"""Rounding of activations and gradients to float8: values with a scale for each token. A GPU has
-kernels, which give the same bits as torch's operations."""
+"""Rounding of activations and gradients to float8, with a scale for each token. A GPU's kernels
+give the same bits as torch's operations."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from workflow.lib.kernels.op import Case, Op, first_tensor
 from workflow.lib.system.device_types import GPUS
 from workflow.lib.system.errors import UserError
 
-SMALLEST_SCALE = 1e-30  # of a row of zeros, in place of 0
-# Of a row that a program has at a time; up to WHOLE_ROW elements it has the row in registers.
+SMALLEST_SCALE = 1e-30  # of a row of zeros
+# Elements of a row in a program at a time; up to WHOLE_ROW all of them are in registers.
 ROW_ELEMENTS, ROW_WARPS, WHOLE_ROW = 2048, 8, 32768
 THREAD_ELEMENTS = 32  # of such a row
 
@@ -37,15 +37,15 @@ class Rounded(NamedTuple):
 
 
 def unfilled(size: Sequence[int], form: Format, device: torch.device) -> Rounded:
-    """Return a copy of rows of this size (T, width), whose values and scales are to be written."""
+    """Return unfilled values and scales of rows of this size (T, width)."""
     values = torch.empty(size, dtype=form.dtype, device=device)
     scales = torch.empty((size[0], 1), dtype=torch.float32, device=device)
     return Rounded(values, scales, form)
 
 
 def by_kernel_on_gpus(op: Op[Any, Any], *given: Any) -> Any:
-    """Compute by torch's operations on CPUs alone: on a GPU they take more memory than is planned.
-    Raises `UserError` on a GPU that cannot use the kernel."""
+    """Compute by torch's operations on CPUs alone: on a GPU they exceed the planned memory. Raises
+    `UserError` on a GPU that cannot use the kernel."""
     if not op.takes_kernel(*given) and first_tensor(given).device.type in GPUS:
         raise UserError(
             f"train.matmul_dtype: float8 on a GPU needs the kernel for {op.name}, which cannot be "
@@ -91,7 +91,7 @@ def _round_by_torch(
 
 
 def _row_program(width: int) -> dict[str, Any]:
-    """Return how a program of one row has its elements."""
+    """Return the sizes of a program for one row."""
     size = power_of_two(width)
     if size > WHOLE_ROW:
         return {"whole": False, "size": ROW_ELEMENTS, "num_warps": ROW_WARPS}

@@ -1,2 +1,2 @@
-"""Grouped matmuls of a mixture: each row with the weights of the expert that it goes to. Begin with
-`routing`, then `grouped_matmul`."""
+"""Grouped matmuls of a mixture: each row with the weights of its expert. Begin with `routing`, then
+`grouped_matmul`."""

@@ -1,6 +1,5 @@
-"""What experts compute between their two matmuls, by kernels that read and write each value once:
-act(gate) * up of gate and up side by side, which most families have, and the clamped gate of
-gpt-oss."""
+"""The gate between an expert's two matmuls, by kernels that read and write each value once:
+act(gate) * up of gate and up side by side, which most families have, and gpt-oss's clamped gate."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ CLAMPED = "clamped"
 
 
 class GateForm(NamedTuple):
-    """What the kernels compute of gate and up."""
+    """The function of gate and up that the kernels compute."""
 
     kind: str
     """One of `ACTIVATIONS`: act(gate) * up, side by side. `clamped`: g sigmoid(alpha g) (u + 1) of
@@ -36,7 +35,7 @@ class GateForm(NamedTuple):
 
 
 def by_torch(up: torch.Tensor, form: GateForm) -> torch.Tensor:
-    """Return what `form` makes (R, f) of gate and up (R, 2 f)."""
+    """Return the function `form` (R, f) of gate and up (R, 2 f)."""
     if form.kind != CLAMPED:
         gate, other = up.chunk(2, dim=-1)
         return ACTIVATIONS[form.kind](gate) * other

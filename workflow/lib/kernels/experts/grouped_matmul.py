@@ -1,9 +1,9 @@
-"""Matmuls of rows with the weights of the expert that each goes to.
+"""Matmuls of rows with the weights of each row's expert.
 
-Rows are sorted by expert, and where the ranges end stays on the device: no GPU waits for the host.
-Kernels of ours make all matmuls at once, reading each row where it lies and adding what belongs to
-it: torch's grouped matmul wants rows copied into the order of the experts, and knows no bias and no
-term to begin with. It serves GPUs without our kernels; CPUs loop over experts."""
+Rows are sorted by expert, and the ends of the ranges stay on the device: no GPU waits for the host.
+Our kernels compute all matmuls at once, read each row in place, and add its bias and its adapter's
+part. torch's grouped matmul needs rows copied into the order of the experts, and knows neither bias
+nor initial term. It serves GPUs without our kernels; CPUs loop over experts."""
 
 from typing import NamedTuple
 
@@ -16,21 +16,21 @@ from workflow.lib.kernels.op import Case, Op
 from workflow.lib.system.device_types import GPUS
 
 TILE_ROWS = 128  # of a program
-HALVES = True  # of tiles are computed where an expert has no more rows
+HALVES = True  # half tiles are computed where an expert has no more rows
 SUM_TILE = {"columns": 128, "depth": 64}
 SUM_WARPS, SUM_STAGES = 4, 3
-TABLE_TILES = 32  # of a program that looks for their experts
+TABLE_TILES = 32  # of a program that finds the experts of tiles
 MOST_RANKS = 64  # of an adapter that a program has at a time
 
 
 class Tile(NamedTuple):
-    """How a program of a grouped matmul is cut."""
+    """The size of a program of a grouped matmul."""
 
     columns: int
-    depth: int  # of the width that is summed over, at a time
+    depth: int  # of the summed width, at a time
     warps: int
     stages: int
-    parts: int = 1  # of the `TILE_ROWS`, for as many programs
+    parts: int = 1  # of the `TILE_ROWS`, one program each
 
 
 WIDE, NARROW = Tile(256, 64, 8, 4), Tile(128, 32, 4, 3)
@@ -42,8 +42,8 @@ FEW = {columns: Tile(columns, 64, 4, 4, parts=2) for columns in (16, 32, 64)}
 
 
 def row_tiles(ends: torch.Tensor, *, num_rows: int) -> torch.Tensor:
-    """Return expert and first row (2, tiles) int32 of each tile of `TILE_ROWS` rows of one expert,
-    where `ends` (experts,) int32 says how `num_rows` rows are shared; expert -1: no tile."""
+    """Return expert and first row (2, tiles) int32 of each tile of `TILE_ROWS` rows of one expert.
+    ends: (experts,) int32, the last row + 1 of each, of `num_rows`; expert -1: no tile."""
     num_experts = len(ends)
     # Each expert may have one tile that is not full.
     most = num_rows // TILE_ROWS + min(num_experts, num_rows)
@@ -63,12 +63,12 @@ def _rows_by_kernel(
     update: Update | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fill `out` (R, out), whose columns are contiguous, with x W^T of each row x and its expert's
-    W, and + the update, and + the bias (experts, out); return it."""
+    """Fill `out` (R, out), with contiguous columns, with x W^T of each row x and its expert's W, +
+    the update, + the bias (experts, out); return it."""
     assert routing.tiles is not None
     values, num_columns = rows.values.contiguous(), out.shape[1]
     width, num_tiles = values.shape[1], routing.tiles.shape[1]
-    low, small, scale = update or (values, weights.values, 1.0)  # pointers that are not read, else
+    low, small, scale = update or (values, weights.values, 1.0)  # unread, without update
     rank = low.shape[1] if update else 0
     tile = _tile(num_columns, values)
     added = values if bias is None else bias
@@ -176,7 +176,7 @@ def summed_by_token(
     rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the sum (T, width) of each token's rows (T * k, width), times `weights` (T, k) if any,
-    in fp32, rounded once, in the order of choices: no copy of all rows."""
+    in fp32, rounded once, in the order of choices, without a copy of the rows."""
     return sum_by_token(rows, routing.places, weights)
 
 
@@ -189,7 +189,7 @@ def _sum_by_kernel(
     launch(
         "elementwise.sum_by_token", (num_tokens, -(-width // PROGRAM_ELEMENTS)), out,
         rows.contiguous(), places.contiguous(),
-        places if weights is None else weights.contiguous(),  # a pointer that is not read, or
+        places if weights is None else weights.contiguous(),  # an unread pointer without weights
         width, top_k, weighted=weights is not None, size=PROGRAM_ELEMENTS, num_warps=WARPS,
     )  # fmt: skip
     return out
@@ -230,7 +230,7 @@ def rows_matmul(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x W^T (R, out) of each row x (in,) with its expert's W, + update, + bias (experts,
-    out). out: where it is written, columns contiguous, or a new tensor."""
+    out). out: destination with contiguous columns, by default a new tensor."""
     if out is None:
         out = rows.values.new_empty(len(routing.order), weights.values.shape[1])
     return _rows_matmul(out, rows, weights, routing, update, bias)
@@ -268,8 +268,8 @@ def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Ten
 def weights_matmul(
     left: torch.Tensor, right: Rows, routing: Routing, *, scale: float, out: torch.Tensor
 ) -> torch.Tensor:
-    """Fill `out` (experts, m, n) fp32 with the sum over the rows of each expert of their outer
-    matmuls, of left (R, m or more) and right (R, n), times `scale`: of an expert without rows 0."""
+    """Fill `out` (experts, m, n) fp32 with the sums over each expert's rows of the outer products
+    of left (R, m or more) and right (R, n), times `scale`; 0 for an expert without rows."""
     return _weights_matmul(out, left, right, routing, scale)
 
 
@@ -279,7 +279,7 @@ def _weights_by_torch(
     there = _sorted(right, routing)
     if _torch_groups(left):
         sums = nn.functional.grouped_mm(left.t(), there, offs=routing.ends)
-        # A sum over nothing is left to the kernel otherwise.
+        # Otherwise the kernel leaves a sum over no rows undefined.
         empty = (routing.counts == 0)[:, None, None]
         sums = sums.float().masked_fill_(empty, 0.0)
     else:
@@ -314,7 +314,7 @@ def _scaled_grouped_mm(out: torch.Tensor, rows: Rows, weights: Weights, routing:
 
 
 def _torch_groups(rows: torch.Tensor) -> bool:
-    """Whether torch multiplies all groups at once, without waiting for the device."""
+    """Whether torch multiplies all groups at once without waiting for the device."""
     return rows.device.type in GPUS and rows.itemsize == 2
 
 
@@ -324,7 +324,7 @@ def _sorted(rows: Rows, routing: Routing) -> torch.Tensor:
 
 
 def _ranges(routing: Routing) -> list[tuple[int, int]]:
-    """Return where the rows of each expert begin and end; on a GPU it would wait for the device."""
+    """Return the ranges of each expert's rows; a GPU would wait for the device."""
     ends = routing.ends.tolist()
     return list(zip([0, *ends], ends, strict=False))
 

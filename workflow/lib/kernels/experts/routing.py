@@ -1,4 +1,4 @@
-"""Which rows a layer's experts compute, and how they are named in matmuls."""
+"""The rows that a layer's experts compute, and their names in matmuls."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ import torch
 
 
 class Routing(NamedTuple):
-    """Which expert computes which row. A token has one row for each of its k experts."""
+    """The expert of each row. A token has one row for each of its k experts."""
 
     order: torch.Tensor  # (T * k,) int64: place (token * k + choice) of each row, sorted by expert
-    places: torch.Tensor  # (T, k) int64: the other way round, the row of each place
+    places: torch.Tensor  # (T, k) int64: the inverse, the row of each place
     ends: torch.Tensor  # (experts,) int32: where the rows of each expert end
-    tiles: torch.Tensor | None  # how the kernels cut the rows; None without them
+    tiles: torch.Tensor | None  # the kernels' tiles of rows; None without kernels
     top_k: int
 
     @property
@@ -32,16 +32,16 @@ class Routing(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the experts take: a row for each row of the routing, or each its token's, which need not
-    be copied into the order of the experts."""
+    """Inputs of the experts: a row for each row of the routing, or for each token, without a copy
+    into the order of the experts."""
 
     values: torch.Tensor  # (R, width), or (T, width) if `by_token`
     by_token: bool = False
-    scales: torch.Tensor | None = None  # of values in 8 bits: what each row is multiplied by, fp32
+    scales: torch.Tensor | None = None  # of values in 8 bits: factor of each row, fp32
 
 
 class Weights(NamedTuple):
-    """The weights of all experts, as one matmul uses them."""
+    """The weights of all experts for one matmul."""
 
     values: torch.Tensor  # (experts, out, in), of any strides
     scales: torch.Tensor | None = None
@@ -49,7 +49,7 @@ class Weights(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an adapter adds to a matmul: scale * B l."""
+    """An adapter's part of a matmul: scale * B l."""
 
     low: torch.Tensor  # l (R, r)
     small: torch.Tensor  # b (experts, out, r)

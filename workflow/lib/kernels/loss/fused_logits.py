@@ -1,5 +1,5 @@
 """The logits of a chunk of the loss on a GPU: one kernel reads the head's matmul for log-sum-exp,
-another puts the gradient in its place. So no logit is stored, and 6 bytes move for each in 16 bits;
+another overwrites it with the gradient. No logit is stored: for each, 6 bytes move and 2 are kept;
 torch's operations keep up to 12, in fp32, and move 36."""
 
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ import torch
 from workflow.lib.kernels.launch import launch
 from workflow.lib.kernels.op import Case, Op
 
-IGNORED = -100  # the target of a row that is only padding; torch's cross_entropy leaves it out
-ELSEWHERE = -1  # the column of a target that another process's slice of the vocabulary has
+IGNORED = -100  # the target of a padding row; torch's cross_entropy leaves it out
+ELSEWHERE = -1  # the column of a target in another process's slice of the vocabulary
 ELEMENTS = 4096  # of a row that a program has at a time
 WARPS = 8
 CASE = (3, 5000)  # rows and vocabulary
@@ -39,8 +39,8 @@ def _by_torch(
 
 
 class FusedLogits:
-    """What the matmul (rows, vocab) of hidden states and head, in a 16-bit type, means for the
-    loss; it is overwritten by its gradient."""
+    """Loss and gradient from the 16-bit matmul (rows, vocab) of hidden states and head, which is
+    overwritten by its gradient."""
 
     def __init__(self, raw_logits: torch.Tensor, form: LogitForm) -> None:
         assert raw_logits.stride(1) == 1

@@ -1,8 +1,8 @@
-"""Matmuls with an output head of any number of rows, at the speed of one of a round number.
+"""Matmuls with an output head of any number of rows, as fast as for a round number.
 
-cuBLAS has fast kernels only where the sizes of a matmul are multiples of 8 and the rows of its
-matrices begin at whole 16 bytes; for the head of Hunyuan (128,167 rows) its others take 7 times as
-long. So logits lie in aligned rows, and what is beyond a multiple of 64 is a matmul of its own."""
+cuBLAS is fast only where a matmul's sizes are multiples of 8 and matrix rows begin at whole 16
+bytes; for the head of Hunyuan (128,167 rows) its other kernels take 7 times as long. So logits lie
+in aligned rows, and the rest beyond a multiple of 64 is a matmul of its own."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def states_gradient(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(vocab: int) -> list[slice]:
-    """Return the columns of the matmuls that one over a vocabulary is divided into."""
+    """Return the columns of the matmuls of one over a vocabulary."""
     whole = vocab // ROUND * ROUND
     parts = [slice(0, whole), slice(whole, vocab)]
     return [part for part in parts if part.stop > part.start] or [slice(0, 0)]
@@ -72,8 +72,8 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class _Float32(torch.autograd.Function):
-    """A matrix of a half type in fp32, whose gradient has aligned rows. A node of its own, so that
-    autograd lets go of the fp32 gradient before the matmul."""
+    """A 16-bit matrix in fp32, whose gradient has aligned rows. As a node of its own, it lets
+    autograd free the fp32 gradient before the matmul."""
 
     @staticmethod
     def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def frozen_logits(
 
 
 def with_aligned_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix as it is if its rows are aligned, else a copy with aligned rows."""
+    """Return a matrix itself if its rows are aligned, else a copy with aligned rows."""
     if matrix.stride(0) * matrix.element_size() % ALIGNED_BYTES == 0:
         return matrix
     return aligned(len(matrix), matrix.shape[1], matrix).copy_(matrix)

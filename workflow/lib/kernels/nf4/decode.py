@@ -14,7 +14,7 @@ from workflow.lib.kernels.op import Case, Op
 # bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
 NESTED_BLOCK_SIZE = 256
 PROGRAM_WEIGHTS = 4096  # that one program decodes; with two warps 3.2 of an H200's 4.8 TB/s
-REFERENCE_WEIGHTS = 2**22  # decoded at a time where strides are taken of them
+REFERENCE_WEIGHTS = 2**22  # decoded at a time where strides select some
 CASE_WEIGHTS = (96, 1024)  # more than one nested block
 
 
@@ -32,7 +32,7 @@ class NF4Data(NamedTuple):
 
     @classmethod
     def of(cls, packed: torch.Tensor, state: QuantState) -> "NF4Data":
-        """What bitsandbytes' `quantize_4bit` returns."""
+        """Return the result of bitsandbytes' `quantize_4bit`."""
         nested: Any = state.state2
         if nested is None:
             absmax: Any = state.absmax
@@ -48,7 +48,7 @@ class NF4Data(NamedTuple):
 
     @property
     def scale_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What kernels make scales of; without double quantization they do not read the second."""
+        """Tensors of the scales for kernels; they read the second only with double quantization."""
         nested = self.nested_absmax
         return self.absmax, self.absmax if nested is None else nested
 
@@ -105,8 +105,8 @@ def _by_bitsandbytes(
 
 
 def _range(data: NF4Data, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return weights `start` to `stop`, whole blocks. bitsandbytes counts nested blocks from the
-    first weight, so decoding begins at one."""
+    """Return weights `start` to `stop`, whole blocks. Decoding begins at a nested block, as
+    bitsandbytes counts these from the first weight."""
     size = data.block_size
     first = start - start % (size * NESTED_BLOCK_SIZE)
     nested = data.nested_absmax

@@ -1,4 +1,4 @@
-"""Rows of tokens as chunks, in float32, and what decays between tokens of a chunk."""
+"""Rows of tokens as chunks, in float32, and the decay between tokens of a chunk."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ def _copied(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decays(cumulated: torch.Tensor) -> torch.Tensor:
-    """Return what is left of a token at each later one of its chunk, and 0 at earlier ones.
+    """Return each token's decay until each later one of its chunk, and 0 at earlier ones.
     cumulated: sums of the logarithms of decays from the chunk's beginning, (..., chunk). The result
     is (..., chunk, chunk): rows are the later tokens."""
     between = cumulated[..., :, None] - cumulated[..., None, :]
@@ -51,7 +51,7 @@ def spaced(x: torch.Tensor) -> torch.Tensor:
 
 
 def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
-    """Return the distances of tokens and of heads under the names that kernels have for them."""
+    """Return the strides of tokens and of heads under their names in kernels."""
     return {
         f"{name}_{of}": x.stride(dim)
         for name, x in tensors.items()
@@ -64,5 +64,5 @@ def parts_of(whole: int, size: int) -> int:
 
 
 def padded(width: int, dtype: torch.dtype) -> int:
-    """Return how many columns a program needs for so many."""
+    """Return a program's columns for this width."""
     return max(LEAST_COLUMNS[dtype.itemsize], power_of_two(width))

@@ -1,11 +1,10 @@
-"""The gated delta rule over rows of tokens and its gradients, by GPU kernels: what
-`gated_delta_rule` computes of queries that are scaled already, and of queries and keys that have
-their length.
+"""The gated delta rule over rows of tokens and its gradients, by GPU kernels: the results of
+`gated_delta_rule` for scaled queries, and queries and keys of their final length.
 
-All chunks are prepared at once, then programs go through the chunks of a head with its state in
-registers, then the outputs of all chunks are made at once. Backward makes u, w and the states
-again, and goes the other way. `triton_code.delta_rule` has the formulas. Nothing here waits
-for the device."""
+First all chunks are prepared at once. Then programs loop over the chunks of a head with its state
+in registers, and last all chunks' outputs are computed at once. Backward recomputes u, w and the
+states, and runs in the other direction. `triton_code.delta_rule` has the formulas. Nothing here
+waits for the device."""
 
 from typing import Any, NamedTuple
 
@@ -20,13 +19,13 @@ from workflow.lib.kernels.recurrences.chunks import (
     strides_of,
 )
 
-# Columns of keys, all of which a program that goes through the chunks has; matmuls of so many more
-# in fp32 take minutes to compile.
+# Columns of keys, all held by a program that loops over chunks; fp32 matmuls of this many more take
+# minutes to compile.
 MOST_KEYS = {2: 256, 4: 128}
 
 
 class Tile(NamedTuple):
-    """How a program of a kernel is cut."""
+    """The size of a kernel's program."""
 
     keys: int  # most columns of queries and keys at a time
     values: int  # most columns of values at a time
@@ -62,7 +61,7 @@ def forward(
     """Return (rows, tokens, value heads, value width) in q's type; states begin at zero with each
     row. q, k: (rows, tokens, key heads, key width), q scaled, each serving neighbouring value
     heads. v: (rows, tokens, value heads, value width). g, logarithms of decays, and beta, learning
-    rates: (rows, tokens, value heads). What lies between the kernels has the type of v."""
+    rates: (rows, tokens, value heads). Tensors between kernels have v's type."""
     q, k, v, g, beta = spaced(q), spaced(k), spaced(v), g.contiguous(), beta.contiguous()
     rule = _Rule.of(k, v)
     u, w, _, sums = _prepared(rule, k, v, g, beta, keeps=False)
@@ -138,7 +137,7 @@ class _Rule(NamedTuple):
         return (TILES_FP32 if self.dtype == torch.float32 else TILES)[name]
 
     def columns(self, name: str) -> dict[str, int]:
-        """Return how many columns of keys and of values a kernel has at a time."""
+        """Return a kernel's columns of keys and of values at a time."""
         tile = self.tile(name)
         return {
             "keys": min(tile.keys, padded(self.key_width, self.dtype)),
@@ -170,8 +169,8 @@ def _prepared(
     *,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return u (tiles, 64, value width), w (tiles, 64, key width), T (tiles, 64, 64) fp32, which is
-    empty unless it `keeps` it, and the sums (tiles, 64) fp32."""
+    """Return u (tiles, 64, value width), w (tiles, 64, key width), T (tiles, 64, 64) fp32 (empty
+    unless `keeps`), and the sums (tiles, 64) fp32."""
     u = v.new_empty(rule.tiles, CHUNK, rule.value_width)
     w = v.new_empty(rule.tiles, CHUNK, rule.key_width)
     sums = v.new_empty(rule.tiles, CHUNK, dtype=torch.float32)
@@ -222,7 +221,7 @@ def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _summed(by_value_head: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the value heads that share a head of x, in x's shape and type."""
+    """Return the sum over the value heads of each head of x, in x's shape and type."""
     if by_value_head.shape == x.shape:
         return by_value_head.to(x.dtype)
     rows, tokens, groups, width = x.shape

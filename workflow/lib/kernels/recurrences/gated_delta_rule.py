@@ -5,9 +5,9 @@ learning rate b, and its query q:
 
     S <- exp(g) (S - b k (k^T S)) + b k v^T,   output S^T q
 
-Within a chunk of tokens all corrections are one triangular system, so that a chunk maps the state
-that it gets to the one it leaves by one matrix: S' = M S + N. What runs from chunk to chunk is one
-matmul each; all else is matmuls of all chunks at once. On a GPU kernels do so (`delta_kernels`)."""
+Within a chunk of tokens all corrections are one triangular system, so one matrix maps the state
+before a chunk to the state after it: S' = M S + N. Only one matmul per chunk is sequential; all
+others take all chunks at once. On a GPU kernels do so (`delta_kernels`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -56,7 +56,7 @@ def _by_torch(*given: Any) -> torch.Tensor:
 def by_kernels(
     query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, normalize: bool
 ) -> torch.Tensor:
-    """Return what `gated_delta_rule` does, by kernels."""
+    """Return the result of `gated_delta_rule`, by kernels."""
     if normalize:
         of_queries, of_keys = _unit_norms(query)
         return delta_kernels.forward(
@@ -72,7 +72,7 @@ def gradients(
     *others: torch.Tensor,
     normalize: bool,
 ) -> list[torch.Tensor]:
-    """Return those of the rule's inputs, by kernels, for that of its output."""
+    """Return the gradients of the rule's inputs for that of its output, by kernels."""
     if normalize:
         of_queries, of_keys = _unit_norms(query)
         taken = norm.forward(query, of_queries), norm.forward(key, of_keys)
@@ -96,7 +96,7 @@ class _UnitNorm:
 
 
 def _unit_norms(x: torch.Tensor) -> tuple[_UnitNorm, _UnitNorm]:
-    """Return those of queries like x, which are scaled too, and of keys."""
+    """Return the norms of queries like x, which are scaled too, and of keys."""
     return _UnitNorm(x, x.shape[-1] ** -0.5), _UnitNorm(x, 1.0)
 
 
@@ -115,7 +115,7 @@ def by_torch(
     *,
     normalize: bool,
 ) -> torch.Tensor:
-    """Return what `gated_delta_rule` does, by torch's operations and with their memory."""
+    """Return the result of `gated_delta_rule`, by torch's operations and with their memory."""
     tokens, groups = key.shape[1:3]
     of_values = (groups, value.shape[2] // groups)
     q, k = (chunked(x, CHUNK, (groups, 1)) for x in (query, key))
@@ -137,9 +137,9 @@ def by_torch(
 
 
 def states_before(matrices: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Return the state before each chunk, where it becomes matrix @ state + added in each.
-    matrices: (chunks, ..., width, width); added: (chunks, ..., width, other width). The first state
-    is zero."""
+    """Return the state before each chunk, where each makes it matrix @ state + added. matrices:
+    (chunks, ..., width, width); added: (chunks, ..., width, other width). The first state is
+    zero."""
     apply: Callable[..., torch.Tensor] = _Chain.apply
     return apply(matrices, added)
 
@@ -162,7 +162,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         by, states = ctx.saved_tensors
         of_states = grads[0].reshape(states.shape)
-        after = torch.empty_like(states)  # the gradient of the state that each chunk leaves
+        after = torch.empty_like(states)  # the gradient of the state after each chunk
         after[-1].zero_()
         for i in range(len(states) - 1, 0, -1):
             torch.baddbmm(of_states[i], by[i].mT, after[i], out=after[i - 1])

@@ -1,10 +1,10 @@
-"""The selective state space of Mamba 2 over rows of tokens and its gradients, by GPU kernels: what
-`state_space` computes of steps that are final.
+"""The selective state space of Mamba 2 over rows of tokens and its gradients, by GPU kernels: the
+result of `state_space` for final steps.
 
-What each chunk adds to the state of a head is made of all chunks at once, then programs go through
-the chunks with a part of the state each, then the outputs of all chunks are made at once. Backward
-makes the states again, the gradients of the states in the same way from the end, and then all
-others at once. `triton_code.state_space` has the formulas. Nothing here waits for the device."""
+First all chunks' additions to a head's state are computed at once. Then programs loop over the
+chunks with a part of the state each, and last all chunks' outputs are computed at once. Backward
+recomputes the states, then the states' gradients in the same way from the end, then all others at
+once. `triton_code.state_space` has the formulas. Nothing here waits for the device."""
 
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ from workflow.lib.kernels.recurrences.chunks import (
 )
 
 MOST_STATES = 256  # columns of B and C that the kernels are checked with
-STATE_ELEMENTS = 1024  # of a state, that a program takes through the chunks
-PORTION = 8  # heads, at most, whose gradients of B and C a program sums
+STATE_ELEMENTS = 1024  # of a state, in one program
+PORTION = 8  # most heads whose gradients of B and C a program sums
 
 
 class Tile(NamedTuple):
-    """How a program of a kernel is cut."""
+    """The size of a kernel's program."""
 
     state_columns: int  # most columns of B and C at a time
     columns: int  # most columns of inputs at a time
@@ -67,7 +67,7 @@ def forward(
     out = _like(x)
     space.launch(
         "output", space.tiles * space.parts("output"), out, x, step, into, out_of,
-        decay if skip is None else skip,  # a pointer that is not read, or
+        decay if skip is None else skip,  # an unread pointer without D
         states, sums, **strides_of(x=x, into=into, out_of=out_of), skips=skip is not None,
     )  # fmt: skip
     return out
@@ -94,7 +94,7 @@ def backward(
     of_x, of_step = _like(x), _like(step)
     space.launch(
         "inputs_backward", space.tiles, of_x, of_step, grad, x, step, decay, into, out_of,
-        decay if skip is None else skip,  # a pointer that is not read, or
+        decay if skip is None else skip,  # an unread pointer without D
         states, of_states, sums, **distances, skips=skip is not None,
     )  # fmt: skip
     portions = parts_of(space.share, PORTION)
@@ -146,7 +146,7 @@ class _Space(NamedTuple):
         return (TILES_FP32 if self.dtype == torch.float32 else TILES)[name]
 
     def columns(self, name: str) -> dict[str, int]:
-        """Return how many columns of inputs, and of B and C, a kernel has at a time."""
+        """Return a kernel's columns of inputs, and of B and C, at a time."""
         tile = self.tile(name)
         return {
             "columns": min(tile.columns, padded(self.width, self.dtype)),
@@ -214,8 +214,8 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _by_portion(x: torch.Tensor, portions: int) -> torch.Tensor:
-    """Return a tensor for what portions of a group's heads give to the gradient of x (rows, tokens,
-    groups, state width): fp32 if they are added afterwards."""
+    """Return a tensor for the gradients of portions of a group's heads for x (rows, tokens, groups,
+    state width): fp32 if they are added afterwards."""
     dtype = x.dtype if portions == 1 else torch.float32
     return x.new_empty(*x.shape[:3], portions, x.shape[3], dtype=dtype)
 

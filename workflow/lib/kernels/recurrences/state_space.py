@@ -37,14 +37,13 @@ def state_space(
     """Return (rows, tokens, heads, width) in the type of x; states begin at zero with each row. x:
     (rows, tokens, heads, width). dt: (rows, tokens, heads). decay (A), skip (D), dt_bias: (heads,).
     into (B), out_of (C): (rows, tokens, groups, state width), each group serving neighbouring
-    heads. softplus: of dt, once the bias is added; limits: what the step is clamped to after
-    that."""
+    heads. softplus: of dt + bias; limits: bounds of the step after that."""
     steps = Steps(softplus, limits)
     return _state_space(x, dt, into, out_of, decay, skip, dt_bias, steps)
 
 
 class Steps(NamedTuple):
-    """How steps are made of what a linear gives."""
+    """The computation of steps from a linear's output."""
 
     softplus: bool
     limits: tuple[float, float]
@@ -113,7 +112,7 @@ def by_torch(
     *,
     steps: Steps,
 ) -> torch.Tensor:
-    """Return what `state_space` does, by torch's operations and with their memory."""
+    """Return the result of `state_space`, by torch's operations and with their memory."""
     tokens, groups = into.shape[1:3]
     heads = (groups, x.shape[2] // groups)
     step = chunked(steps.made(dt, dt_bias), CHUNK, heads)
@@ -122,7 +121,7 @@ def by_torch(
     sums = (step * decay.float().view(*heads, 1)).cumsum(dim=-1)
     given = inputs * step[..., None]
     output = ((out_of @ into.mT)[:, :, :, None] * decays(sums)) @ given
-    # The heads of a group have their states side by side: B and C are not repeated for them.
+    # A group's heads have their states side by side: B and C are not repeated for them.
     until = (sums[..., -1:] - sums).exp()
     left = (given * until[..., None]).mT.flatten(3, 4) @ into
     states = _states_before(left.unflatten(3, (heads[1], -1)), sums[..., -1])
@@ -134,12 +133,12 @@ def by_torch(
 
 
 def _states_before(left: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-    """Return the state before each chunk. left: what each chunk adds to the state that it leaves,
-    (chunks, rows, groups, heads, width, state width). log_decay: of a chunk, without the last two.
-    """
+    """Return the state before each chunk. left: each chunk's addition to the state after it,
+    (chunks, rows, groups, heads, width, state width). log_decay: of a chunk, without the last
+    two."""
     sums = log_decay.movedim(0, -1).cumsum(dim=-1)
     before = nn.functional.pad(sums, (1, -1))
-    # Of a state that an earlier chunk left, so much is there before a later one.
+    # The share of an earlier chunk's state that remains before a later one.
     between = before[..., :, None] - sums[..., None, :]
     chunks = between.shape[-1]
     not_yet = torch.ones(chunks, chunks, dtype=torch.bool, device=left.device).triu()
@@ -160,7 +159,7 @@ def _case(
 
 
 def _supports(*given: Any) -> bool:
-    """The kernels make no gradients of decay, skip and bias."""
+    """The kernels compute no gradients of decay, skip and bias."""
     _, _, into, _, *of_heads, _ = given
     trained = any(y is not None and y.requires_grad for y in of_heads)
     return not trained and into.shape[3] <= space_kernels.MOST_STATES

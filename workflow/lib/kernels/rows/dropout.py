@@ -1,11 +1,11 @@
-"""Dropout whose masks are drawn again wherever they are needed and never kept.
+"""Dropout whose masks are drawn again at each use and never stored.
 
 A mask is a function of seed and step, row of the tokens, position in the row, linear and feature.
-So backward and recomputation draw what forward has drawn, and neither the number of processes nor
-the size of a micro-batch changes it. The generator is Philox4x32 with 7 rounds, which has no state
-and passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 4):
-a row's 64 bits are its key, the counter is (group of 8 features, position, linear, 0), and each of
-the four words gives two draws of 16 bits. What is kept is not scaled here."""
+So backward and recomputation draw the mask of forward, and neither the number of processes nor the
+size of a micro-batch changes it. The generator is Philox4x32 with 7 rounds, which has no state and
+passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 4): a
+row's 64 bits are its key, the counter is (group of 8 features, position, linear, 0), and each of
+the four words gives two draws of 16 bits. Kept features are not scaled here."""
 
 from typing import NamedTuple
 
@@ -18,22 +18,22 @@ from workflow.lib.kernels.op import Case, Op
 DRAWS = 2**16  # values of a draw
 WORD = 0xFFFFFFFF
 ROUNDS = 7
-CHUNK_ELEMENTS = 2**19  # whose masks are drawn at once without the kernel, in about 16 bytes each
+CHUNK_ELEMENTS = 2**19  # without the kernel, drawn at once in about 16 bytes each
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 PROGRAM_GROUPS = 512  # of 8 features
 
 
 class Draw(NamedTuple):
-    """What decides the mask of a linear's input."""
+    """The parameters of the mask of a linear's input."""
 
     row_keys: torch.Tensor  # (rows,) int64 on the input's device
     linear: int  # number of the linear among those of the model
-    threshold: int  # of 65,536 draws as many are dropped
+    threshold: int  # dropped draws of 65,536
 
     @property
     def scale(self) -> float:
-        """What keeps the expectation: 1 / (1 - p)."""
+        """The factor that keeps the expectation: 1 / (1 - p)."""
         return DRAWS / (DRAWS - self.threshold)
 
 
@@ -67,7 +67,7 @@ def _by_torch(out: torch.Tensor, rows: torch.Tensor, draw: Draw, add: bool = Fal
 
 
 def _check_tokens(rows: torch.Tensor, draw: Draw) -> None:
-    """Where tokens are not of whole rows a kernel would read past the keys."""
+    """Raise if tokens are not of whole rows: a kernel would read past the keys."""
     count = len(draw.row_keys)
     assert len(rows) % count == 0, f"{len(rows)} tokens are not {count} rows of one length"
 
@@ -94,12 +94,12 @@ def _drops(draw: Draw, tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def philox(
     key: torch.Tensor, counter: tuple[torch.Tensor, ...], *, rounds: int = ROUNDS
 ) -> tuple[torch.Tensor, ...]:
-    """Return four words for each counter of four words, all int64 and below 2^32. key: int64, of
-    which all 64 bits count. Shapes are broadcast."""
+    """Return four words for each counter of four words, all int64 and below 2^32. key: int64, all
+    64 bits are used. Shapes are broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, (key >> 32) & WORD
     for _ in range(rounds):
-        # Products of 64 bits wrap around; their bits are those without a sign.
+        # Products of 64 bits wrap around; as unsigned numbers their bits are right.
         one, other = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = ((other >> 32) & WORD) ^ c1 ^ k0, other & WORD
         c2, c3 = ((one >> 32) & WORD) ^ c3 ^ k1, one & WORD
@@ -120,7 +120,7 @@ drop = Op("dropout", reference=_by_torch, kernel=_by_kernel, case=_case, exact=T
 
 
 def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """Return rows (T, features), of all rows of the micro-batch, with some features 0."""
+    """Return rows (T, features), of all rows of the micro-batch, with dropped features 0."""
     return drop(torch.empty_like(rows), rows, draw)
 
 

@@ -1,6 +1,6 @@
-"""RMS norms with a gate, as recurrent layers have them behind their recurrence: one kernel forth
-and one back, which keep their inputs alone. torch's operations take a dozen passes over memory in
-fp32."""
+"""RMS norms with a gate, which follow a layer's recurrence: one kernel each for forward and
+backward, which keep their inputs alone. torch's operations pass over memory in fp32 a dozen
+times."""
 
 from functools import partial
 
@@ -17,9 +17,9 @@ class GatedNorm(nn.Module):
     """w * n(x) * silu(gate), or w * n(x * silu(gate)); n: by each group's root mean square."""
 
     def __init__(self, weight: nn.Parameter, *, eps: float, groups: int, gate_first: bool) -> None:
-        """weight: (width,), frozen. gate_first: whether x is gated before it is divided."""
+        """weight: (width,), frozen. gate_first: whether x is gated before its norm."""
         super().__init__()
-        self.weight, self.variance_epsilon = weight, eps  # names that families' layers ask for
+        self.weight, self.variance_epsilon = weight, eps  # names that families' layers read
         self.groups, self.gate_first = groups, gate_first
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class GatedNorm(nn.Module):
         return gated_norm(x, gate, self)
 
 
-# The norm is asked again for its weight in backward: FSDP has gathered it by then.
+# Backward reads the norm's weight again: FSDP has gathered it by then.
 def _by_kernel(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
     return keeping_inputs(partial(forward, norm=norm), partial(backward, norm=norm), x, gate)
 
@@ -37,7 +37,7 @@ def _by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Ten
 
 
 def by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
-    """Return what the norm is, by torch's operations."""
+    """Return the norm by torch's operations."""
     opened = nn.functional.silu(gate.float())
     value: torch.Tensor = x.float() * opened if norm.gate_first else x.float()
     grouped = value.unflatten(-1, (norm.groups, -1))
@@ -56,7 +56,7 @@ def forward(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tenso
 def backward(
     grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and of the gate for that of the norm, `grad`, by a kernel."""
+    """Return the gradients of x and of the gate for `grad`, that of the norm, by a kernel."""
     made = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, gate)]
     _launch("gated_norm.gated_norm_backward", (*made, grad.contiguous()), x, gate, norm)
     return made[0], made[1]
@@ -82,7 +82,7 @@ def _launch(
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x (..., width) as rows at equal distances, whose columns lie side by side."""
+    """Return x (..., width) as rows at equal distances, with contiguous columns."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -1,5 +1,5 @@
-"""The gate of a feed-forward, act(gate) * up, and its gradients: kernels add the adapters' parts to
-gate and up where they read them (`low_rank`)."""
+"""The gate of a feed-forward, act(gate) * up, and its gradients: kernels add the adapters' parts
+when they read gate and up (`low_rank`)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -57,14 +57,14 @@ class Gating(NamedTuple):
     def gradients(
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the product, and gradients of gate and up for its own, which is overwritten."""
+        """Return the product, and the gradients of gate and up for `grad`, which is overwritten."""
         product = self.activated(gate).mul_(up)
         of_gate, of_up = ACTIVATIONS[self.activation][1](grad, self.multiplied(gate), up)
         return product, self.multiplied(of_gate), of_up
 
 
 def row_distance(gate: torch.Tensor, up: torch.Tensor) -> int:
-    """Return how many elements lie between the starts of two rows."""
+    """Return the elements between the starts of two rows."""
     assert gate.stride() == up.stride(), "the kernel knows one distance of rows for both"
     assert gate.stride(1) == 1, "the kernel reads columns one after the other"
     return gate.stride(0)
@@ -115,7 +115,7 @@ def _gradients_by_kernel_(
         parts=[*parts],
         gate_rank=of_gate.rank, up_rank=of_up.rank, grad_rank=of_grad.rank, kind=gating.activation,
     )  # fmt: skip
-    # Autograd does not see what Triton writes. With a new version it refuses a second backward,
+    # Autograd does not see Triton's writes. With a new version it refuses a second backward,
     # which would take the gradients in `gate` and `up` for what forward saved.
     increment_version((grad, gate, up))
     return grad, gate, up

@@ -1,5 +1,5 @@
-"""Rows of a weight that have lengths of their own (DoRA, arXiv 2402.09353): gradients of values
-that are directions times `factor` (width,) fp32, and of the factors."""
+"""Gradients of a weight's rows with their own lengths (DoRA, arXiv 2402.09353): of values, which
+are directions times `factor` (width,) fp32, and of the factors."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from workflow.lib.kernels.op import Case, Op
 from workflow.lib.kernels.rows.gating import Gating, row_distance
 
 COLUMNS, ROWS = 256, 64  # of a program that sums over rows
-GRADIENT_CHUNKS = 8  # of rows, for the matmuls in fp32 of which a factor's gradient is the sum
+GRADIENT_CHUNKS = 8  # of rows, one fp32 matmul each, summed for a factor's gradient
 
 
 def summed_products(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _by_torch(
 
 
 def _drawn(count: int, device: torch.device, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return as many tensors of values, and two factors."""
+    """Return `count` tensors of values, and two factors."""
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(count, 5, 40, generator=draw).to(device, dtype)
     factors = torch.rand(2, 40, generator=draw).to(device) + 0.5

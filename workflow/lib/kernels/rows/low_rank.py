@@ -1,8 +1,8 @@
-"""Matmuls of low rank, the adapters' parts, added by the kernel that reads what they are added to.
+"""Matmuls of low rank, the adapters' parts, added by the kernel that reads the values.
 
-A matmul with a frozen weight in 8 bits cannot add to what is there, so an adapter's part needs a
-pass of its own over the value: for the wide values of a feed-forward as much memory as all that
-follows."""
+A matmul with a frozen weight in 8 bits cannot accumulate, so an adapter's part would need a pass of
+its own over the value: for a feed-forward's wide values as much memory traffic as all later
+operations."""
 
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ def launch_with_parts(
     parts: list[LowRank],
     **options: Any,
 ) -> None:
-    """Start a kernel on tiles of `out` (T, width), contiguous; others: more, and numbers."""
+    """Start a kernel on tiles of `out` (T, width), contiguous; others: more such, and numbers."""
     num_rows, width = out.shape
     arguments: list[Any] = []
     for low, small, scale in parts:

@@ -1,9 +1,9 @@
 """Norms in one pass over memory: RMS norms and LayerNorms, with and without a bias, times w, or
-times 1 + w as those of Gemma, Qwen3.5 and Nemotron.
+times 1 + w as in Gemma, Qwen3.5 and Nemotron.
 
 torch's own operations multiply by w alone, and 1 + w in 16 bits would lose digits of w. Backward
-keeps x alone, and makes mean and root again. As an RMS norm, on an H100, 4,096 rows of 8,192 take
-0.051 ms forth and 0.085 back, torch's operation 0.075 and 0.121."""
+keeps x alone, and recomputes mean and root. As an RMS norm, on an H100, 4,096 rows of 8,192 take
+0.051 ms forward and 0.085 backward, torch's operation 0.075 and 0.121."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ THREAD_ELEMENTS = 16
 
 
 class Norm(Protocol):
-    """Weight and bias are asked for again in backward: FSDP has gathered them by then."""
+    """A norm's parameters; backward reads them again, when FSDP has gathered them."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Norm(Protocol):
         """(width,), frozen."""
 
     eps: float
-    offset: float  # what is added to the weight: 0 or 1
+    offset: float  # added to the weight: 0 or 1
     subtracts_mean: bool  # whether it is a LayerNorm
 
 
@@ -73,14 +73,14 @@ def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Return the norm of x (..., width) by a kernel."""
     x = _readable(x)
     out = torch.empty_like(x)
-    bias = norm.weight if norm.bias is None else norm.bias  # a pointer that is not read, or
+    bias = norm.weight if norm.bias is None else norm.bias  # an unread pointer without bias
     given = (x, norm.weight, bias, *_places(out, x))
     _launch("norm.norm", out, *given, norm=norm, biased=norm.bias is not None)
     return out
 
 
 def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Return the gradient of x (..., width) for that of the norm, `grad`, by a kernel."""
+    """Return the gradient of x (..., width) for `grad`, that of the norm, by a kernel."""
     x, grad = _readable(x), _readable(grad)
     of_x = torch.empty_like(x)
     _launch("norm.norm_backward", of_x, grad, x, norm.weight, *_places(of_x, grad, x), norm=norm)
@@ -88,8 +88,8 @@ def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """Return x (..., width) itself where its rows are heads of tokens at equal distances, as in a
-    part of a wider tensor; else a copy."""
+    """Return x (..., width) itself if its rows are heads of tokens at equal distances, as in a part
+    of a wider tensor; else a copy."""
     if x.dim() > 2 and x.stride(-1) == 1:
         leading = [(size, x.stride(i)) for i, size in enumerate(x.shape[:-2]) if size > 1]
         if all(far == size * near for (_, far), (size, near) in pairwise(leading)):
@@ -98,8 +98,8 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _places(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return how many heads a token has, and the distances of tokens and heads in each tensor; of
-    contiguous ones, whatever they are, one."""
+    """Return the heads of a token, and the distances of tokens and heads in each tensor; of
+    contiguous tensors one head."""
     if all(x.is_contiguous() for x in tensors):
         return 1, *(y for x in tensors for y in (x.shape[-1], 0))
     tokens = max((i for i, size in enumerate(tensors[0].shape[:-2]) if size > 1), default=0)

@@ -1,10 +1,10 @@
 """Rotary positions (RoPE, arXiv 2104.09864) of queries and keys by one operation, where families
-take ten.
+use ten.
 
-A pair of dimensions (a, b) of a head becomes (a cos - b sin, b cos + a sin). cos and sin here:
-(1 or rows, seq_len, pairs), the angle of each pair once; perhaps a part of a family's table. The
-dimensions after the pairs' stay as they are. neighbours: dimensions 2 i and 2 i + 1 are a pair,
-else i and i + the number of pairs."""
+A pair of dimensions (a, b) of a head becomes (a cos - b sin, b cos + a sin). cos and sin here: (1
+or rows, seq_len, pairs), the angle of each pair once, possibly a part of a family's table.
+Dimensions after the pairs' do not change. neighbours: dimensions 2 i and 2 i + 1 are a pair, else i
+and i + the number of pairs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def apply_rotary(
 
 
 class _Rotary(torch.autograd.Function):
-    """Backward turns the other way; nothing is kept but cos and sin, which all layers share."""
+    """Backward rotates the other way; only cos and sin, which all layers share, are kept."""
 
     @staticmethod
     def forward(
@@ -76,8 +76,8 @@ def _with_one_distance(angles: torch.Tensor) -> torch.Tensor:
 
 
 def _token_distance(x: torch.Tensor) -> int | None:
-    """Return the elements between two tokens' starts of x (rows, seq_len, heads, head_dim), if that
-    is one number and heads lie side by side; else None."""
+    """Return the elements between the starts of two tokens of x (rows, seq_len, heads, head_dim),
+    if they are equal and heads are contiguous; else None."""
     rows, seq_len, heads, head_dim = x.shape
     of_row, of_token, of_head, of_dim = x.stride()
     distance = of_token if seq_len > 1 else of_row

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""What GPU kernels of recurrences share, in Triton: where a program's chunk lies, the sums of its
-log decays, and matmuls. How they read rows is each kernel's own: compilers make other programs of
-other forms, and those that were tried on a GPU stay as they are."""
+"""Shared code of recurrences' GPU kernels, in Triton: the place of a program's chunk, the sums of
+its log decays, and matmuls. Each kernel reads rows by its own code: compilers make other programs
+of other forms, and those that were tried on a GPU stay as they are."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ CHUNK = tl.constexpr(64)
 
 @triton.jit
 def chunk_place(number, tokens, chunks, heads):
-    """Return the program's first token, how many its row has left, its head and its tile."""
+    """Return the program's first token, the remaining tokens of its row, its head and its tile."""
     chunk, row = number // heads % chunks, (number // heads // chunks).to(tl.int64)
     head = number % heads
     tile = (row * heads + head) * chunks + chunk
@@ -20,7 +20,7 @@ def chunk_place(number, tokens, chunks, heads):
 
 @triton.jit
 def load_sums(sums, tile):
-    """Return the sums of log decays of a tile, and that of its last token."""
+    """Return the sums of log decays of a tile, and the last token's."""
     token = tl.arange(0, CHUNK)
     return tl.load(sums + tile * CHUNK + token), tl.load(sums + tile * CHUNK + CHUNK - 1)
 

@@ -1,8 +1,7 @@
-"""GPU kernels of short convolutions, in Triton; `short_convolution` calls them and says what they
-compute.
+"""GPU kernels of short convolutions, in Triton; `short_convolution` calls and describes them.
 
-A program has a block of tokens and channels in registers, and reads as many shifted blocks as there
-are taps, which lie in the cache. Offsets are int64, as in `elementwise`."""
+A program has a block of tokens and channels in registers, and reads one shifted block per tap, from
+the cache. Offsets are int64, as in `elementwise`."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,8 @@
-"""GPU kernels of matmuls in 8 bits, in Triton; `eight_bits.matmul` calls them and says what they
-compute.
+"""GPU kernels of matmuls in 8 bits, in Triton; `eight_bits.matmul` calls and describes them.
 
 Divisions are those of IEEE 754 (`div_rn`), so that the CPU's emulation gives the same bits. Offsets
-are int64, as in `elementwise`. Activations are multiplied by the inverse of their scale: a
-division of each would take as long as memory."""
+are int64, as in `elementwise`. Activations are multiplied by the inverse of their scale: a division
+of each would take as long as memory."""
 
 import triton
 import triton.language as tl

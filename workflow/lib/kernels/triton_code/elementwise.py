@@ -1,7 +1,7 @@
-"""The GPU kernels themselves, in Triton; `rows`, `nf4` and `experts` say what they compute.
+"""The elementwise GPU kernels, in Triton; `rows`, `nf4` and `experts` describe them.
 
 Offsets are int64: Triton's own are int32, which overflow in tensors of 2^31 elements. A program
-reads and writes elements of its own alone, so a kernel may write over what it reads."""
+reads and writes elements of its own alone, so a kernel may overwrite its inputs."""
 
 import triton
 import triton.language as tl

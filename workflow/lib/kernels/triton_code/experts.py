@@ -1,8 +1,7 @@
-"""GPU kernels of a mixture's experts, in Triton; `grouped_matmul` calls them and says what they
-compute.
+"""GPU kernels of a mixture's experts, in Triton; `grouped_matmul` calls and describes them.
 
-Rows are sorted by expert. Where the rows of an expert end is known to the device alone, so grids
-are as large as the worst routing needs, and programs without work end at once."""
+Rows are sorted by expert. Only the device knows where an expert's rows end, so grids are as large
+as the worst routing needs, and programs without work end at once."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""GPU kernels of gated RMS norms, in Triton; `gated_norm` calls them and says what they compute.
+"""GPU kernels of gated RMS norms, in Triton; `gated_norm` calls and describes them.
 
 A program has whole groups in registers. Offsets are int64, as in `elementwise`."""
 

@@ -1,7 +1,7 @@
-"""GPU kernels of the loss, in Triton; `fused_logits` calls them and says what they compute.
+"""GPU kernels of the loss, in Triton; `fused_logits` calls and describes them.
 
-A logit is computed in fp32 from the head's matmul whenever it is needed, and never stored. Offsets
-are int64, as in `elementwise`."""
+A logit is computed in fp32 from the head's matmul at each use, and never stored. Offsets are int64,
+as in `elementwise`."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,9 @@
-"""GPU kernels that add matmuls of low rank to what they read, in Triton; `low_rank` calls them and
-says what they compute.
+"""GPU kernels that add matmuls of low rank to their inputs, in Triton; `low_rank` calls and
+describes them.
 
-A program has a tile of rows and columns. Offsets are int64, as in `elementwise`, and tiles are
-written over by the program that has read them. Rows of gate and up begin `gate_distance` elements
-apart: they may be halves of one value."""
+A program has a tile of rows and columns. Offsets are int64, as in `elementwise`, and a program
+overwrites the tiles that it has read. Rows of gate and up begin `gate_distance` elements apart:
+they may be halves of one value."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""GPU kernels of norms, in Triton; `norm` calls them and says what they compute.
+"""GPU kernels of norms, in Triton; `norm` calls and describes them.
 
 A program has whole rows in registers. Offsets are int64, as in `elementwise`."""
 

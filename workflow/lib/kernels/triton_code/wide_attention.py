@@ -1,7 +1,7 @@
-"""GPU kernels of attention whose heads are wider than FlashAttention's, in Triton; `wide_attention`
-calls them and says what they compute.
+"""GPU kernels of attention with heads wider than FlashAttention's, in Triton; `wide_attention`
+calls and describes them.
 
-Each program has a tile of tokens with all columns of their heads, and goes through the other tokens
+Each program has a tile of tokens with all columns of their heads, and loops over the other tokens
 in smaller tiles. Scores are scaled for powers of two, and never stored. Offsets are int64, as in
 `elementwise`."""
 

@@ -1,9 +1,8 @@
-"""What PEFT's `adapter_config.json` means as settings: the adapter that a run continues.
+"""PEFT's `adapter_config.json` as settings, for a run that continues an adapter.
 
-Every key is used, without effect on the adapter (`FREE`), or says nothing; any other is refused by
-name, also one of a newer PEFT. Rules read from PEFT 0.21, `LoraConfig` and
-`check_target_module_exists`. Imports no torch, so settings are held to an adapter before its base
-is quantized."""
+A key is a setting, has no effect on the adapter (`FREE`), or is empty; any other key is an error,
+also one of a newer PEFT. Rules read from PEFT 0.21, `LoraConfig` and `check_target_module_exists`.
+Imports no torch, so settings are compared with an adapter before its base is quantized."""
 
 import json
 import re
@@ -27,16 +26,16 @@ CONVERT = (
     "Save it once more with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion), "
     "which makes it an adapter of the original weights"
 )
-# Values with which an adapter is LoRA on the weights of its base.
+# Values of plain LoRA on the weights of the base.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-# What says how the adapter was made, where its base lies, what has no meaning for linears of
-# Transformers (`fan_in_fan_out`, which PEFT resets on them), or is compared with the model when it
-# is loaded (`trainable_token_indices`, in `start_adapter`).
+# Keys on how the adapter was made and where its base lies, without meaning for linears of
+# Transformers (`fan_in_fan_out`, which PEFT resets on them), or compared with the model when it is
+# loaded (`trainable_token_indices`, in `start_adapter`).
 FREE = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -71,7 +70,7 @@ UNORDERED = ("target_modules", "modules_to_save")
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `adapter_config.json`; raises `UserError` if it is none."""
+    """Return a folder's `adapter_config.json`; raises `UserError` if it describes no adapter."""
     path = folder / ADAPTER
     try:
         config = json.loads(read_input(path, most_bytes=MAX_CONFIG_BYTES))
@@ -87,7 +86,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
-    """Return an adapter's `lora` settings but dropout, or raise `UserError` naming `source`."""
+    """Return an adapter's `lora` settings without dropout; raises `UserError` naming `source`."""
     for key, value in config.items():
         if key in PLAIN:
             refused = value not in PLAIN[key]
@@ -134,7 +133,7 @@ def _targets(config: Mapping[str, Any]) -> list[str] | str:
 
 
 def _expression(targets: list[str] | str) -> str:
-    """Return an expression for the whole paths that PEFT's names or its own expression mean."""
+    """Return a regular expression of whole paths for PEFT's names or its own expression."""
     if targets == "all-linear":
         return ".*"
     if isinstance(targets, str):
@@ -151,9 +150,9 @@ def continued(
     follow: bool,
     beside: Mapping[str, tuple[object, object]],
 ) -> LoraSettings:
-    """Return a run's `lora` settings as those of the adapter that it starts from, with its own
-    dropout. follow: its defaults follow. beside: other settings, by name: both values. Raises
-    `UserError` with all that differ."""
+    """Return a run's `lora` settings: those of the adapter that it starts from, with its own
+    dropout. follow: whether default values follow the adapter. beside: other settings, by name:
+    (the run's value, the adapter's). Raises `UserError` with all that differ."""
     default, differing = LoraSettings(), dict(beside)
     for key in COMPARED:
         own, its = getattr(lora, key), getattr(adapter, key)

@@ -1,4 +1,4 @@
-"""Which linears of a model get an adapter, and of which rank: PEFT's rules, applied to names alone.
+"""Which linears of a model get an adapter, and its rank: PEFT's rules, applied to names alone.
 
 PEFT warns or says nothing where a pattern matches nothing; here that is an error. Imports no torch,
 so preflight and training decide alike. Rules read from PEFT 0.21, `check_target_module_exists` and
@@ -13,7 +13,7 @@ from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.limits import BoundedWork, ExcessError
 
-# What checkpoints call the weights of one expert, whose stacks have other names in the model.
+# Names in checkpoints of the weights of one expert; stacks in the model have other names.
 OF_AN_EXPERT = frozenset({"experts", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 NEGATIVE_LOOKAROUND = re.compile(r"\(\?<?!(?:[^()]|\([^()]*\))*\)")
 
@@ -21,9 +21,9 @@ NEGATIVE_LOOKAROUND = re.compile(r"\(\?<?!(?:[^()]|\([^()]*\))*\)")
 def adapter_ranks(
     lora: LoraSettings, *, linears: Iterable[str], stacks: Collection[str] = ()
 ) -> dict[str, int]:
-    """Return the rank of every adapted linear by its path, in the order of `linears`. stacks:
-    weights of experts, each with such an adapter. Raises `UserError` if a name or pattern matches
-    none or takes too long, or asks for what experts cannot have."""
+    """Return the rank of every adapted linear by path, in the order of `linears`. stacks: weights
+    of experts that get an adapter. Raises `UserError` if a name or pattern matches none, takes too
+    long, or sets an option that experts cannot have."""
     try:
         with BoundedWork():
             ranks = _adapter_ranks(lora, list(linears), [*stacks])
@@ -38,7 +38,7 @@ def adapter_ranks(
 
 
 def _check_experts(lora: LoraSettings, stacks: list[str]) -> None:
-    """Raise `UserError` for experts' adapters unlike PEFT's, or on a part of them by mistake."""
+    """Raise `UserError` for adapters of experts that PEFT lacks, or of half an expert."""
     if not stacks:
         return
     experts, _, name = stacks[0].rpartition(".")
@@ -53,7 +53,7 @@ def _check_experts(lora: LoraSettings, stacks: list[str]) -> None:
             )
     targets = lora.target_modules
     if {"gate_up_proj", "up_proj"} & {path.rpartition(".")[2] for path in stacks}:
-        return  # the one of gated experts, the other of Nemotron H
+        return  # gate_up_proj of gated experts, up_proj of Nemotron H
     parts = _words(targets) if isinstance(targets, str) else targets
     if {"gate_proj", "up_proj"} & {part.rpartition(".")[2] for part in parts}:
         raise setting_error(
@@ -78,7 +78,7 @@ def _adapter_ranks(lora: LoraSettings, paths: list[str], stacks: list[str]) -> d
 
 
 def _naming_of_experts(stacks: list[str]) -> str:
-    """Return how experts are named, for a message; nothing of a dense model."""
+    """Return the names of expert weights for a message; empty for a dense model."""
     if not stacks:
         return ""
     names = " and ".join(dict.fromkeys(".".join(path.split(".")[-2:]) for path in stacks))
@@ -112,7 +112,7 @@ class WholeModules:
 
     @property
     def names(self) -> list[str]:
-        """What they are called, the last two parts of a router's path, each once."""
+        """Their names (of a router the last two parts of its path), each once."""
         tables = [path.rpartition(".")[2] for path in (self.head, self.embedding)]
         routers = [".".join(path.split(".")[-2:]) for path in self.routers]
         return list(dict.fromkeys(tables + routers))
@@ -122,7 +122,7 @@ def modules_to_save(
     lora: LoraSettings, offered: WholeModules, *, others: Iterable[str] = ()
 ) -> set[str]:
     """Return the paths of the modules that are trained whole. Raises `UserError` for one that is
-    not offered, a name that PEFT would take for one of `others`, or a tied table."""
+    not offered, a name that PEFT would match with one of `others`, or a tied table."""
     chosen = set()
     for name in lora.modules_to_save:
         matches = [path for path in offered.paths if _is_target((name,), path)]
@@ -154,7 +154,7 @@ def _not_offered(name: str, offered: WholeModules) -> UserError:
 
 
 def _refuse_namesakes(names: Iterable[str], chosen: set[str], paths: Iterable[str]) -> None:
-    """PEFT would train every module whose path ends so, when the adapter is loaded."""
+    """Raise `UserError` for a name with which PEFT would train other modules too."""
     for name in names:
         others = [path for path in paths if path.endswith(name) and path not in chosen]
         if others:
@@ -176,7 +176,7 @@ def _is_target(targets: tuple[str, ...] | str, path: str) -> bool:
 
 
 def by_pattern(patterns: Mapping[str, float], path: str) -> float | None:
-    """Return the value of the first pattern that matches the end of `path`, if one does."""
+    """Return the value of the first pattern that matches the end of `path`; None without one."""
     return next((value for key, value in patterns.items() if _ends_with(key, path)), None)
 
 
@@ -214,8 +214,8 @@ def _check_targets(targets: tuple[str, ...] | str, *, paths: list[str], chosen: 
 def _check_expression(
     targets: tuple[str, ...] | str, *, chosen: list[str], stacks: list[str]
 ) -> None:
-    """Raise `UserError` if a regular expression has a name that only experts have, and matches no
-    expert. One that names other linears alone is right: no expert is trained then."""
+    """Raise `UserError` if a regular expression names a weight of experts but matches no expert.
+    One of other linears alone is right: it trains no expert."""
     if not isinstance(targets, str) or not stacks or {*stacks} & {*chosen}:
         return
     matched = {name for path in chosen for name in path.split(".")}

@@ -1,35 +1,35 @@
-"""What a model asks of its attention, by its config.json as Transformers completes it."""
+"""A model's needs of its attention, from its config.json as Transformers completes it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from workflow.lib.system.compute_choice import AttentionNeeds
 
-# Families whose layers hand their attention function sinks (`s_aux` in Transformers 5.23). Of a
+# Families whose layers pass sinks to their attention function (`s_aux` in Transformers 5.23). For a
 # family that is missing here, varlen and flex say so when it does.
 WITH_SINKS = frozenset(
     {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter"}
 )
-# Families whose layers hand none of a forward's arguments on to their attention (5.23). varlen and
-# flex say so of any other that does not.
+# Families whose layers pass none of a forward's arguments to their attention (5.23). varlen and
+# flex say so of any other.
 MASKED = frozenset({"nemotron", "stablelm"})
-# Families that make the masks of sdpa and eager without positions (5.23): in packed rows they leave
-# out where documents begin. The check before the first step refuses any other that does.
+# Families whose masks of sdpa and eager ignore positions (5.23): in packed rows they miss the
+# starts of documents. The check before the first step refuses any other such family.
 MASKS_OF_ROWS = frozenset({"afmoe", "gpt_oss", "granitemoehybrid"})
-# Families whose layers compute all scores themselves, whatever function is asked for (5.24; codegen
-# and gptj up to 5.23).
+# Families whose layers compute all scores themselves, with any attention setting (5.24; codegen and
+# gptj up to 5.23).
 EAGER_ALONE = frozenset(
     {
         *("bloom", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "xglm"),
         *("inkling2_loop_text", "inkling2_text"),
     }
 )
-# Those, and others whose class rules sdpa out, besides those with sinks or soft caps: some have no
-# attention at all.
+# Those, and families whose class excludes sdpa for another reason than sinks or soft caps: some
+# have no attention.
 WITHOUT_SDPA = EAGER_ALONE | {
     *("deepseek_v4", "falcon_mamba", "flint", "hy_v4", "mamba", "mamba2", "rwkv", "xlstm")
 }
-# How configurations of Transformers (5.23) name the share of attention weights that training drops.
+# Names in configurations of Transformers (5.23) of the share of dropped attention weights.
 ATTENTION_DROPOUT = (
     "attention_dropout",
     "attn_dropout",
@@ -39,7 +39,7 @@ ATTENTION_DROPOUT = (
 
 
 def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
-    """Return what the model of a config.json, or of its text part, asks of its attention."""
+    """Return the attention needs of the model of a config.json or of its text part."""
     config = config.get("text_config") or config
     kinds = config.get("layer_types") or ()
     head_dim, value_dim = _widths(config)
@@ -56,12 +56,12 @@ def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
 
 
 def attention_dropout(config: Mapping[str, Any]) -> float:
-    """Return the share of attention weights that training drops, by whatever name."""
+    """Return the share of attention weights that training drops, under any of its names."""
     return max(float(config.get(name) or 0.0) for name in ATTENTION_DROPOUT)
 
 
 def of_family(family: str | None) -> dict[str, bool]:
-    """Return the needs that neither a config.json nor the layers of a description tell."""
+    """Return the needs that neither a config.json nor the layers of a description show."""
     return {
         "masks_of_rows": family in MASKS_OF_ROWS,
         "eager_alone": family in EAGER_ALONE,
@@ -70,7 +70,7 @@ def of_family(family: str | None) -> dict[str, bool]:
 
 
 def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the widest of queries and keys, and the width of values; latent attention's keys have
+    """Return the widest of queries and keys, and the width of values. Keys of latent attention have
     two parts (DeepSeek-V2, arXiv 2405.04434, sec. 2.1)."""
     if config.get("kv_lora_rank") is not None:
         keys = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)

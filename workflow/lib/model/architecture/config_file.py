@@ -1,7 +1,7 @@
-"""A model's config.json, read within bounds: what it may say before a library builds from it.
+"""A model's config.json, checked before a library builds from it.
 
-A file from anywhere may say anything, so sizes are compared with bounds before Transformers makes
-lists of as many entries, and what is no model of ours is refused by name."""
+A config.json may hold any value. So sizes are compared with bounds before Transformers makes lists
+of that length, and unsupported models are refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from workflow.lib.model.architecture.quantization_settings import TEXT_PART, wit
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
 
-# Far above any model, and far below what would take hours or all memory.
+# Far above any model, and far below sizes that take hours or all memory.
 LAYERS = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 10_000)
 LARGEST_SIZES = LAYERS | {
     "hidden_size": 2**20,
@@ -25,19 +25,18 @@ LARGEST_SIZES = LAYERS | {
 }
 MAX_CONFIG_BYTES = 2**24
 SHOWN_DIGITS = 20
-INFINITE = "__float__"  # as Transformers 5 writes what JSON has no number for
+INFINITE = "__float__"  # Transformers 5 writes infinities and NaN with this key
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json; raises `UserError` as `read_bounded` and `without_quantization` do. Of a
-    model in a format that is decoded when it is read, it is that of the decoded model."""
+    """Read a config.json; raises `UserError` as `read_bounded` and `without_quantization` do. For a
+    model in a format that is decoded, return the decoded model's config."""
     return without_quantization(read_bounded(path), path)
 
 
 def read_bounded(path: Path) -> dict[str, Any]:
-    """Read any config.json before a library builds as many entries as it says; `Infinity` and `NaN`
-    become Transformers' (`with_infinities`). Raises `UserError` if it is no JSON object, or beyond
-    `LARGEST_SIZES`."""
+    """Read any config.json, with sizes in bounds and floats as in `with_infinities`. Raises
+    `UserError` if it is no JSON object, or a size is beyond `LARGEST_SIZES`."""
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
         check_bounds(content, path)
@@ -56,7 +55,7 @@ def read_bounded(path: Path) -> dict[str, Any]:
 
 
 def with_infinities(content: Any) -> Any:
-    """Return a config.json with the numbers that Transformers writes as `{"__float__": ...}`."""
+    """Return a config.json with floats in place of Transformers' `{"__float__": ...}`."""
     if isinstance(content, dict):
         if content.keys() == {INFINITE}:
             return float(content[INFINITE])

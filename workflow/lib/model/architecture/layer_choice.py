@@ -1,4 +1,4 @@
-"""Which decoder layers an option of memory takes when it takes some of them."""
+"""Decoder layers of a memory option that takes only some of them."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ Recomputation = bool | int | float
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The decoder layers, by number, that the options of a plan take."""
+    """The decoder layers, by number, of a plan's memory options."""
 
     recomputed: Sequence[int]
     activations_on_host: Sequence[int]
     weights_on_host: Sequence[int]
 
     def among(self, numbers: Sequence[int]) -> "LayerChoice":
-        """Return the choice for a model of these layers alone, numbered anew."""
+        """Return the choice for a model of these layers alone, renumbered."""
         places = {number: place for place, number in enumerate(numbers)}
         taken = (self.recomputed, self.activations_on_host, self.weights_on_host)
         return LayerChoice(*([places[x] for x in layers if x in places] for layers in taken))
@@ -51,8 +51,8 @@ def spread(count: int, total: int) -> list[int]:
 def activation_offload_layers(
     wanted: bool | int, *, recomputation: Recomputation, num_layers: int
 ) -> list[int]:
-    """Return the decoder layers whose activations are offloaded: all (True), none, or up to
-    `wanted`; first those not recomputed, spread evenly and the last one last."""
+    """Return the decoder layers with offloaded activations: all (True), or up to `wanted`, spread
+    evenly. Layers that are not recomputed come first."""
     if wanted is True:
         return [*range(num_layers)]
     recomputed = recomputed_layers(recomputation, num_layers)

@@ -1,4 +1,4 @@
-"""Which files of a folder belong to the model, and which to its tokenizer; what a folder lacks."""
+"""Files of a model and of its tokenizer in a folder, and files that are missing."""
 
 from collections.abc import Collection
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE, i
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.number_formats import some_of
 
-# Files of a local folder whose change makes what was made from them stale.
+# Files of a local folder whose change makes derived artifacts stale.
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -20,7 +20,7 @@ TOKENIZER_PATTERNS = (
     "*.model",
     "chat_template*",
 )
-# How a multimodal model's images and sounds become its inputs: the merged model needs it.
+# Preprocessing of a multimodal model's images and sounds: the merged model needs it.
 PROCESSOR_PATTERN = "*processor_config.json"
 MODEL_PATTERNS = (
     "config.json",
@@ -34,7 +34,7 @@ CONFIG = "config.json"
 WEIGHTS = "transformers_weights"
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ON_ORIGINAL = "on_original"  # folder in an adapter's: the adapter without its base's recovery
+ON_ORIGINAL = "on_original"  # subfolder of an adapter: the adapter without its base's recovery
 TEKKEN = "tekken.json"
 TOKENIZERS = (
     "tokenizer.json",
@@ -45,8 +45,8 @@ TOKENIZERS = (
     "sentencepiece.bpe.model",
     "*.tiktoken",
 )
-# Of what Transformers passes over: weights of formats that can run code when they are read, weights
-# in other precisions, Mistral's own format, shards without an index.
+# Weights that Transformers ignores: formats that can run code when they are read, other precisions,
+# Mistral's own format, shards without an index.
 OTHER_WEIGHTS = {
     "*.bin": "pickles, which can run code when they are read",
     "*.pt": "pickles, which can run code when they are read",
@@ -62,22 +62,21 @@ OTHER_WEIGHTS = {
 
 
 class Fault(NamedTuple):
-    """Why files are no model that can be trained, and what to change."""
+    """Why files are no trainable model, and what to change."""
 
     bound: str
     change: str
 
 
 def without_recovery(adapter: Path) -> Path:
-    """Return the adapter that belongs on the original: without its base's recovery, if it has
-    one."""
+    """Return the adapter for the original model: without its base's recovery, if it has one."""
     folder = adapter / ON_ORIGINAL
     return folder if folder.is_dir() else adapter
 
 
 def fault_of_files(names: Collection[str], *, named_weights: str | None = None) -> Fault | None:
-    """Return what is wrong with a model's files, by their names, or None. named_weights: the file
-    that config.json names (`transformers_weights`)."""
+    """Return the fault of a model's files by their names, or None. named_weights: the file that
+    config.json names (`transformers_weights`)."""
     if ADAPTER in names:
         return _adapter_fault(names)
     if CONFIG not in names:
@@ -90,7 +89,7 @@ def fault_of_files(names: Collection[str], *, named_weights: str | None = None) 
 
 
 def fault_of_tokenizer(names: Collection[str]) -> Fault | None:
-    """Return what is wrong with the files of a tokenizer by their names; None if nothing is."""
+    """Return the fault of a tokenizer's files by their names, or None."""
     if any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
         return None
     if TEKKEN in names:
@@ -119,7 +118,7 @@ def named_weights(folder: Path) -> str | None:
 
 
 def fault_of_adapter(names: Collection[str]) -> Fault | None:
-    """Return what is wrong with the files of an adapter's folder or repository by their names."""
+    """Return the fault of the files of an adapter's folder or repository by their names."""
     if {ADAPTER, ADAPTER_WEIGHTS} <= {*names}:
         return None
     if ADAPTER not in names:

@@ -1,7 +1,7 @@
-"""What planning knows of a model: its decoder layers by kind, its tables and its limits, as JSON.
+"""The shape of a model for planning: decoder layers by kind, tables and limits, as JSON.
 
-Made by building the model's own class (`model.describe_model`), and read without torch. Layers of a
-kind have the same tensors and do the same. Nothing here knows bytes (`memory` does)."""
+`model.describe_model` builds the model's own class for it; reading it needs no torch. Layers of a
+kind have the same tensors and operations. It knows no bytes (`planning.memory` does)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -23,10 +23,10 @@ FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to 
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a decoder layer, or a stack of experts; `path`: in the layer."""
+    """A linear of a decoder layer, or a stack of experts; `path`: in the layer."""
 
     path: str
-    out_features: int  # of a stack those of all its experts together
+    out_features: int  # of a stack: of all its experts together
     in_features: int
     experts: int = 1
 
@@ -41,7 +41,7 @@ class Linear:
 
     @property
     def adapter_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of A and B at rank 1; dimensions that count experts are multiplied by the rank."""
+        """Shapes of A and B at rank 1; dims that count experts are multiplied by the rank."""
         return (self.experts, self.in_features), (self.out_features // self.experts, self.experts)
 
 
@@ -61,7 +61,7 @@ class DecoderLayer:
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of other tensors that stay in 16 bits (routers, convolutions), sorted."""
     value_dim: int | None = None  # width of a head's values; None: as wide as its keys
-    sinks: bool = False  # a learned score of each head takes its share of attention (gpt-oss)
+    sinks: bool = False  # a learned score per head takes its share of attention (gpt-oss)
     recurrent: bool = False
     """It keeps a state along the tokens (a convolution, Mamba, linear attention)."""
     top_k: int = 0  # experts that a token takes; 0 without experts
@@ -81,24 +81,24 @@ class DecoderLayer:
         return self.num_heads * self.value_head
 
     def rows(self, linear: Linear) -> int:
-        """How many rows a linear of it multiplies for each token."""
+        """Rows that a linear of the layer multiplies for each token."""
         return self.top_k if linear.experts > 1 else 1
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Paths of the modules that choose its experts."""
+        """Paths of the routers of its experts."""
         stacks = {x.path.rpartition(".")[0]: x.experts for x in self.linears if x.experts > 1}
         return tuple(router_paths(stacks, dict(self.tensors)).values())
 
     @property
     def used_weights(self) -> int:
-        """Elements of its linears that a token is multiplied with."""
+        """Elements of its linears that multiply one token."""
         return sum(x.num_weights // x.experts * self.rows(x) for x in self.linears)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape facts of a decoder-only model."""
+    """The shapes of a decoder-only model."""
 
     family: str  # `model_type` of its config.json (of the text part)
     kinds: tuple[DecoderLayer, ...]
@@ -117,7 +117,7 @@ class ModelShape:
     """Name and elements of what is neither in a decoder layer nor a table: the final norm."""
     source_dtype: str  # type of the linears in the checkpoint, as safetensors calls it
     attention_dropout: float = 0.0  # share of attention weights that training drops
-    masked: bool = False  # its layers tell their attention nothing of documents but the mask
+    masked: bool = False  # its attention separates documents by the mask alone
     other_linears: tuple[Linear, ...] = ()
     """Linears of the decoder outside of its layers, with their paths in the model."""
     other_tables: tuple[tuple[str, tuple[int, int]], ...] = ()
@@ -126,7 +126,7 @@ class ModelShape:
     """Coefficient of the family's load-balancing loss, by config.json; None: it has none."""
     left_tensors: int = 0
     """Tensors that no part loads (multi-token prediction): only copied into a merged model."""
-    config_sha256: str = field(default="", compare=False)  # of the config.json that this describes
+    config_sha256: str = field(default="", compare=False)  # of the described config.json
 
     @property
     def num_layers(self) -> int:
@@ -134,7 +134,7 @@ class ModelShape:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """How many layers are of each kind."""
+        """Number of layers of each kind."""
         return dict(Counter(self.order))
 
     def layer(self, number: int) -> DecoderLayer:
@@ -184,7 +184,7 @@ class ModelShape:
 
     @cached_property
     def plain_weights(self) -> int:
-        """Elements of embedding, head, norms and all else that stays in the compute dtype."""
+        """Elements of embedding, head, norms and all other tensors in the compute dtype."""
         tables = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
         tables += sum(prod(table) for _, table in self.other_tables)
         vectors = self.total(lambda layer: sum(length for _, length in layer.vectors))
@@ -197,7 +197,7 @@ class ModelShape:
         return FLOAT_BYTES[self.source_dtype]
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON; `shape_of_document` reads it."""
+        """Return it as JSON for `shape_of_document`."""
         kinds = [
             asdict(kind)
             | {
@@ -221,7 +221,7 @@ def _sizes(linear: Linear) -> list[int]:
 
 
 def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
-    """Return what `ModelShape.document` wrote, or raise `KeyError` or its like."""
+    """Read the result of `ModelShape.document`; raises `KeyError` or its like."""
     known = {entry.name for entry in fields(DecoderLayer)}
     kinds = tuple(
         DecoderLayer(
@@ -255,7 +255,7 @@ def read_shape(path: Path) -> ModelShape:
     """Read a description that `describe_model` has written; raises `UserError` for another file."""
     if not path.exists():
         raise UserError(
-            f"{path} is not there yet: describe_model writes it. Run the target tokenize first."
+            f"{path} does not exist yet: describe_model writes it. Run the target tokenize first."
         )
     document = read_artifact(path)
     try:

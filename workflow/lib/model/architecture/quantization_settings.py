@@ -1,7 +1,7 @@
-"""What a config.json says of quantization, compared with the tensors that lie beside it.
+"""Quantization settings of a config.json, compared with the tensors beside it.
 
-A file may say null, or still say how weights were packed that are in 16 bits again: then nothing is
-packed, and the settings count as absent."""
+A file may say null, or still describe packing of weights that are in 16 bits again: then the
+settings count as absent."""
 
 import logging
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from workflow.lib.system.errors import UserError
 QUANTIZATION = "quantization_config"
 TEXT_PART = "text_config"  # of a multimodal model
 METHOD = "quant_method"
-# As Transformers calls them; read by `published.decoded_reader`.
+# Transformers' names; `published.decoded_reader` reads these formats.
 DECODED_FORMATS = ("fp8", "mxfp4", "bitsandbytes", "gptq", "awq", "compressed-tensors")
 GPTQ_BITS = (2, 4, 8)
 COMPRESSED_FORMATS = (
@@ -25,8 +25,8 @@ COMPRESSED_FORMATS = (
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
 )
-# What is decoded of some of these: a setting by its names, the first of which counts, its value if
-# it is absent, and all values.
+# Decoded kinds of some formats: the names of a setting (the first present one counts), its default,
+# and all values.
 FORMAT_NAMES = {"gptq": ("checkpoint_format", "format"), "awq": ("version", "format")}
 DECODED_VALUES: dict[str, dict[tuple[str, ...], tuple[Any, tuple[Any, ...]]]] = {
     "gptq": {("bits",): (None, GPTQ_BITS), FORMAT_NAMES["gptq"]: ("gptq", ("gptq", "gptq_v2"))},
@@ -36,7 +36,7 @@ DECODED_VALUES: dict[str, dict[tuple[str, ...], tuple[Any, tuple[Any, ...]]]] = 
         ("transform_config",): ({}, ({},)),
     },
 }
-# What packed weights look like, by type or by the end of a name, and what lies beside them alone.
+# Dtypes and suffixes of packed weights, and of tensors that lie beside packed weights alone.
 PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 PACKED_NAMES = (".qweight", "weight_packed", "_blocks", "__nf4", "__fp4", ".SCB", "_qdata")
 SCALE_NAMES = ("_scale_inv", "weight_scale", ".scales", ".qzeros", ".g_idx", ".absmax", "_scales")
@@ -45,8 +45,8 @@ logger = logging.getLogger("workflow")
 
 
 def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a config.json without what it says of quantization; raises `UserError` for a format
-    that is not decoded, and as `quantization_of`."""
+    """Return a config.json without its quantization settings; raises `UserError` for a format that
+    is not decoded, and as `quantization_of`."""
     settings = quantization_of(config, path)
     if settings is not None and settings.get(METHOD) not in DECODED_FORMATS:
         raise UserError(
@@ -65,9 +65,9 @@ def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
-    """Return how weights are quantized; None if they are not, whatever config.json says (believed
-    without weights beside it). Raises `UserError` if it is unclear, or scales have nothing to
-    scale."""
+    """Return the quantization settings; None if weights are not packed, whatever config.json says
+    (it is believed if there are no weights beside it). Raises `UserError` if the settings are no
+    object, or there are scales without packed weights."""
     settings = said_of_quantization(config)
     if settings is None:
         return None
@@ -94,7 +94,7 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] 
 
 
 def _check_nf4(settings: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` for weights by bitsandbytes that are not in NF4."""
+    """Raise `UserError` for bitsandbytes weights in another format than NF4."""
     if settings.get(METHOD) != "bitsandbytes":
         return
     kind = settings.get("bnb_4bit_quant_type", "fp4") if settings.get("load_in_4bit") else "int8"
@@ -127,14 +127,14 @@ def _check_values(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def said_value(settings: Mapping[str, Any], names: tuple[str, ...], default: Any) -> Any:
-    """Return a setting of quantization by the first of its names that says something."""
+    """Return a quantization setting under the first of its names that is set."""
     said = [settings[name] for name in names if settings.get(name) is not None]
     value = said[0] if said else default
     return value.lower() if isinstance(value, str) else value
 
 
 def said_of_quantization(config: Mapping[str, Any]) -> Any:
-    """Return what a config.json says of quantization; None if nothing, or nothing but null."""
+    """Return the quantization settings of a config.json; None if absent or null."""
     part = config.get(TEXT_PART)
     inner = part.get(QUANTIZATION) if isinstance(part, Mapping) else None
     return config.get(QUANTIZATION) or inner or None

@@ -1,7 +1,7 @@
-"""Where a mixture's routers are, and whether their load is balanced.
+"""Paths of a mixture's routers, and the coefficient of their load balance.
 
-A router is the module beside the experts of a layer that has one matrix, with a row for each
-expert. No family is named here. Imports no torch, so preflight and training find the same."""
+A router is the module beside the experts of a layer that has one matrix, with a row per expert. No
+family is named here. Imports no torch, so preflight and training find the same."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,8 +14,8 @@ CORRECTION = "correction_bias"
 def router_paths(
     experts: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """Return the path of the router of each module of experts that has one. experts: their number,
-    by path; shapes: of all unpacked parameters."""
+    """Return the path of each router by the path of its experts. experts: their number, by path;
+    shapes: of all unpacked parameters."""
     found = {}
     for path, count in experts.items():
         for beside, rows in _rows_of_matrices(path, shapes):
@@ -27,7 +27,7 @@ def router_paths(
 def _rows_of_matrices(
     experts: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, list[int]]]:
-    """Yield path and rows of the matrices of each module beside the experts at `experts`."""
+    """Yield path and row counts of the matrices of each module beside `experts`."""
     parent, _, own = experts.rpartition(".")
     before = f"{parent}." if parent else ""
     rows: dict[str, list[int]] = {}
@@ -43,9 +43,9 @@ def _rows_of_matrices(
 def balance_coefficient(
     asked: float | None, family: float | None, *, routers_trained: bool, name: str
 ) -> float:
-    """Return what a model's load-balancing loss is multiplied by; 0: it is not computed. asked:
-    `train.router_aux_loss_coef`; family: what config.json says, None for a family without such a
-    loss, whose `name` is for messages. Raises `UserError` if that is asked for it."""
+    """Return the coefficient of the load-balancing loss; 0: it is not computed. asked:
+    `train.router_aux_loss_coef`; family: config.json's value, None for a family without such a
+    loss; name: of the family, for messages. Raises `UserError` if such a family is asked for it."""
     if asked and family is None:
         raise setting_error(
             "train.router_aux_loss_coef",

@@ -16,7 +16,7 @@ from workflow.lib.system.errors import UserError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit (safetensors, `MAX_HEADER_SIZE`)
-MAX_DIMS = 8  # of a tensor; the product of millions of dimensions takes hours
+MAX_DIMS = 8  # of a tensor; multiplying millions of dimensions takes hours
 ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -28,7 +28,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor: type as safetensors calls it (`BF16`, ...), shape, and the file it is in."""
+    """A stored tensor: dtype as safetensors names it (`BF16`, ...), shape, and its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,13 +40,13 @@ class TensorInfo:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
-    """Return every tensor of safetensors files by name (of several, the last). Raises `UserError`
-    if a file is another thing, or shorter than its header says."""
+    """Return every tensor of safetensors files by name; a later file wins. Raises `UserError` if a
+    file is no safetensors file, or shorter than its header says."""
     return {name: tensor for path in files for name, tensor in _read_file(path).items()}
 
 
 def is_beside(folder: Path, name: str) -> bool:
-    """Tell whether the folder has such a file: an index may name anything."""
+    """Tell whether the folder has this file: an index may name any path."""
     try:
         return Path(name).name == name and (folder / name).is_file()
     except (OSError, ValueError):  # a name that no file can have

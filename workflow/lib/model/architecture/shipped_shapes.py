@@ -1,7 +1,7 @@
 """Public models that ship with the workflow, so that a prediction needs no download.
 
-`workflow/resources/models/shapes.json`: by hub id sizes, published parameters and ids of the same
-shape. `descriptions.json.gz`: made of these by `workflow.scripts.write_model_descriptions`."""
+`workflow/resources/models/shapes.json` holds sizes, published parameters and ids of the same shape
+by hub id. `workflow.scripts.write_model_descriptions` makes `descriptions.json.gz` of it."""
 
 import difflib
 import gzip
@@ -19,7 +19,7 @@ DESCRIPTIONS = SHAPES.with_name("descriptions.json.gz")
 
 @cache
 def known_models() -> dict[str, str]:
-    """Return the entry of every shipped model by hub id, those of the same shape included."""
+    """Return the entry of every shipped model by hub id, including ids of the same shape."""
     return {
         name: hub_id
         for hub_id, entry in read_json(SHAPES).items()
@@ -35,7 +35,7 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """Return the description of a shipped model, which is found as `known_config` finds it."""
+    """Return the description of a shipped model, found as by `known_config`."""
     entry = _entry(name)
     return None if entry is None else shape_of_document(_descriptions()[entry])
 

@@ -2,9 +2,9 @@
 
 In training a stack is a module, so its adapter has the stack's own path
 (`model.layers.0.mlp.experts.gate_up_proj.lora_A.weight`). PEFT (0.21, `ParamWrapper`) wraps the
-module of the experts once for each of its adapted parameters, in the module's order. A parameter is
-known by the depth of its wrapper alone: the last one has the outermost, `...mlp.experts`, the one
-before it `...mlp.experts.base_layer`."""
+module of the experts once for each adapted parameter, in the module's order. Only the depth of its
+wrapper identifies a parameter: the last one has the outermost, `...mlp.experts`, the one before it
+`...mlp.experts.base_layer`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,7 +12,7 @@ PREFIX = "base_model.model."  # PEFT's, of every name
 
 
 class StackNames:
-    """The names of an adapter's tensors in training and PEFT; stacks: adapted, in order."""
+    """Names of an adapter's tensors in training and in PEFT; stacks: the adapted ones, in order."""
 
     def __init__(self, stacks: Iterable[str]) -> None:
         wrappers = _wrappers(stacks)

@@ -1,5 +1,4 @@
-"""Mixtures of experts in training: the matmuls of tokens with the experts that they go to.
+"""Mixtures of experts in training: the matmuls of tokens with their experts.
 
-Begin with `fused_experts`, which takes the place of a family's module;
-`expert_matmul` multiplies, and has PEFT's adapter layer, `layers.nf4_stack` holds weights.
-"""
+Begin with `fused_experts`, which replaces a family's module. `expert_matmul` has the matmuls and
+PEFT's adapter layer, `layers.nf4_stack` the weights."""

@@ -56,7 +56,7 @@ class FusedLoraStack(FusedLoraLinear):
 
 
 def operand(rows: Rows, form: Format | None) -> Rows:
-    """Return rows as a matmul in `form` takes them."""
+    """Return rows as operands of a matmul in `form`."""
     if form is None:
         return rows
     made = rounded(rows.values, form)
@@ -84,7 +84,7 @@ def column_weights(
 
 
 def _packed(base: NF4Stack, form: Format) -> tuple[PackedStack, torch.Tensor]:
-    """Return what is stored, and each expert's scale (experts,) fp32, made at its first use."""
+    """Return the stored weights, and each expert's scale (experts,) fp32, computed at first use."""
     stack = PackedStack(base.nf4_data(), base.num_experts, base.expert_rows, base.in_features)
     scales = base.row_scales.get(form.name)
     if scales is None:
@@ -96,10 +96,10 @@ def _packed(base: NF4Stack, form: Format) -> tuple[PackedStack, torch.Tensor]:
 class Adapter(NamedTuple):
     """The adapters of all experts in the compute dtype, as one pass uses them."""
 
-    a: torch.Tensor  # (experts, r, in), on GPUs with r filled up by zeros to whole `ROW_UNIT`s
+    a: torch.Tensor  # (experts, r, in), on GPUs with r padded by zeros to whole `ROW_UNIT`s
     b: torch.Tensor  # (experts, out, r)
     scale: float  # of B A
-    rank: int  # without what is filled up
+    rank: int  # without padding
 
 
 class Stack(NamedTuple):
@@ -124,7 +124,7 @@ def stack_of(layer: nn.Module, *, bias: torch.Tensor | None, dtype: torch.dtype)
 
 
 def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> torch.Tensor:
-    """Return a master by expert in the compute dtype; from the layer's casts, if it keeps them."""
+    """Return masters by expert in the compute dtype; from the layer's casts, if it keeps them."""
     casts, key = layer.shared.casts(), (dtype, id(weight))
     if casts is not None and key in casts:
         return casts[key]

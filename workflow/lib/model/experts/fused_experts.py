@@ -1,12 +1,11 @@
 """The experts of a layer in one node: y = sum over a token's experts of p_e down_e(act(up_e(x))).
 
 It replaces a family's module of 3-D parameters (Transformers 5). Backward keeps x (T, hidden), the
-routing and up(x) (T * k, 2 * intermediate), and no decoded weight; by two nodes (`split_autograd`)
-recomputation does not make `down` again. The router's weights p get their gradient, frozen or not.
-Gates that `kernels.experts.gates` does not know are left to autograd.
+routing and up(x) (T * k, 2 * intermediate), and no decoded weight. With two nodes
+(`split_autograd`) recomputation skips `down`. The router's weights p get their gradient, frozen or
+not. Gates that `kernels.experts.gates` lacks are left to autograd.
 
-A family's class is tried on random values of all magnitudes: one whose experts compute something
-else is refused."""
+A family's class is compared on random values of all magnitudes, and refused if it differs."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -63,8 +62,8 @@ class Gate:
         self, up: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the function's value p (R, f), the gradient of up(x), and that of the router's
-        weights (T, k) fp32, for `grad`, the gradient of p before a row's weight is multiplied. `up`
-        and `grad` may be written over."""
+        weights (T, k) fp32. grad: the gradient of p before it is multiplied by a row's weight. `up`
+        and `grad` may be overwritten."""
         given = (grad, up, weights, routing.order)
         if self.form is not None and gated_backward_.takes_kernel(*given, self.form):
             return gated_backward_(*given, self.form)
@@ -72,7 +71,7 @@ class Gate:
 
 
 def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
-    """Return what kernels compute for the function, by trying, or None; with a gate's constants."""
+    """Return the gate form that kernels compute for the function, by comparison, or None."""
     forms = [GateForm(name) for name in ACTIVATIONS]
     module = getattr(function, "__self__", None)
     alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
@@ -93,7 +92,7 @@ def _agree(function: Callable[[torch.Tensor], torch.Tensor], form: GateForm) -> 
 
 
 class FusedExperts(nn.Module):
-    """Experts on two stacks, which keep the family's names, as biases do."""
+    """Experts on two stacks, under the family's names of parameters."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class FusedExperts(nn.Module):
         )
 
     def stack(self, number: int, dtype: torch.dtype) -> Stack:
-        """Return what the first (0) or second (1) stack computes with, in `dtype`."""
+        """Return the first (0) or second (1) stack for matmuls in `dtype`."""
         name = self._names[number]
         bias = self._parameters.get(f"{name}_bias")
         return stack_of(self.get_submodule(name), bias=bias, dtype=dtype)
@@ -201,15 +200,15 @@ def _down_gradients(
     return of_up, of_weights.to(top_k_weights.dtype), of_adapter
 
 
-# Of the values that a class is tried on: every expert has whole blocks of weights.
+# Sizes of compared classes: every expert has whole blocks of weights.
 EXPERTS, WIDTH, INTERMEDIATE, TOKENS, TOP_K, BLOCK_SIZE = 3, 16, 8, 7, 2, 64
 
 
 def replace_experts_(
     model: nn.Module, path: str, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
 ) -> None:
-    """Put `FusedExperts` in the place of the experts at `path` of a meta model, packed as `specs`.
-    Raises `UserError` if there are none, or they compute something else."""
+    """Replace the experts at `path` of a meta model by `FusedExperts`, packed as `specs`. Raises
+    `UserError` if there are none, or their forward computes another function."""
     shapes = {
         name.removeprefix(f"{path}."): stack.shape
         for name, stack in expert_stacks(model).items()
@@ -242,7 +241,7 @@ def _fused(original: nn.Module, stacks: Mapping[str, NF4Stack]) -> FusedExperts:
 
 
 def _check_family(original: nn.Module, path: str) -> None:
-    """Raise `UserError` unless the forward of the module's class is what `FusedExperts` makes."""
+    """Raise `UserError` unless `FusedExperts` computes the forward of the module's class."""
     try:
         same = _computes_the_same(original)
     except (AttributeError, TypeError, RuntimeError):

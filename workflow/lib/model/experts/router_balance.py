@@ -4,9 +4,9 @@ As Transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.0396
 6): E sum_e f_e p_e. f_e is how often a token has expert e among its k most probable ones (without
 gradient), p_e its mean probability; means over tokens, without padding, and layers.
 
-Both are sums over all processes and the micro-batches of a step so far (arXiv 2501.11873): exact
-for the step's loss, and in the gradient for the last micro-batch. The gradient of p is made in the
-backward of the router's weights, from its logits: nothing else is kept, nothing waits."""
+Both are sums over all processes and the micro-batches of a step so far (arXiv 2501.11873): the
+step's loss is exact, and so is the last micro-batch's gradient. The backward of the router's
+weights computes the gradient of p from its logits: nothing else is kept, nothing waits."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -23,11 +23,11 @@ from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.system.errors import UserError
 
-TOKENS = 7  # on which a family's own function is tried
+TOKENS = 7  # for comparison with a family's own function
 
 
 class Sums(NamedTuple):
-    """What the loss is made of, sums over tokens and layers, float64."""
+    """The parts of the loss, sums over tokens and layers, float64."""
 
     chosen: torch.Tensor  # (experts,): how often each was among the k most probable
     probabilities: torch.Tensor  # (experts,)
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class BalanceSettings:
-    """What a family's loss depends on besides the logits."""
+    """A family's settings of the loss."""
 
     coefficient: float
     num_experts: int
@@ -45,20 +45,20 @@ class BalanceSettings:
 
 @dataclass
 class _Tensors:
-    """What a device knows of the step, always in the same memory: a graph may read it."""
+    """Tensors of the step on one device, at fixed addresses: a CUDA graph may read them."""
 
     own: torch.Tensor  # of this process's micro-batch, as `_sums` reads it
     step: torch.Tensor  # of the step so far, over all processes
     slopes: torch.Tensor  # (experts,) fp32: the loss's gradient by a token's probabilities
     factor: torch.Tensor  # () float64: what f_e is multiplied by for it
-    real: torch.Tensor  # (T,) fp32, of each micro-batch anew: 1 of a token, 0 of padding
+    real: torch.Tensor  # (T,) fp32, of each micro-batch: 1 for a token, 0 for padding
 
 
 class RouterBalance:
-    """The load-balancing loss of a model's routers in training; evaluation does not know it."""
+    """The load-balancing loss of a model's routers in training; evaluation does not compute it."""
 
     def __init__(self, settings: BalanceSettings, *, layers: int) -> None:
-        """layers: how many have a router."""
+        """layers: number of layers with a router."""
         self._settings, self._layers = settings, layers
         self._group: dist.ProcessGroup | None = None
         self._counting = False
@@ -121,7 +121,7 @@ class RouterBalance:
     @torch.no_grad()
     def count(self, logits: torch.Tensor) -> None:
         """Add a layer's tokens to those of the micro-batch, given their logits (T, experts)."""
-        if not self._counting:  # a layer that is recomputed
+        if not self._counting:  # recomputation of a layer
             return
         probabilities = logits.float().softmax(dim=-1)
         best = probabilities.topk(self._settings.top_k, dim=-1).indices
@@ -136,7 +136,7 @@ class RouterBalance:
         return joined
 
     def scale_slopes_(self, slope: torch.Tensor) -> None:
-        """Multiply the gradient of this micro-batch by that of its loss."""
+        """Multiply the balance's gradient by the slope of this micro-batch's loss."""
         self._tensors.slopes.mul_(slope)
 
     def gradient(self, logits: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ class RouterBalance:
 
 
 def accumulated(micro_batches: int) -> str:
-    """Return what must be known of the loss's gradient in steps of several micro-batches."""
+    """Return the notice on the loss's gradient in steps of several micro-batches."""
     return (
         "routers are balanced by the choices of the micro-batches until then, of "
         f"{micro_batches} a step: with another number of them (train.micro_batch_size, the number "
@@ -164,21 +164,21 @@ def accumulated(micro_batches: int) -> str:
 
 
 def _sums(flat: torch.Tensor) -> Sums:
-    """Return the parts of (2 * experts + 1,) numbers."""
+    """Split (2 * experts + 1,) numbers into the parts of the loss."""
     experts = len(flat) // 2
     return Sums(flat[:experts], flat[experts:-1], flat[-1])
 
 
 class _BalancedLayer:
-    """The hooks of a layer: its router's logits meet the weights that it gives the experts."""
+    """Hooks of one layer, from the router's logits to the weights of its experts."""
 
     def __init__(self, balance: RouterBalance, *, experts: int) -> None:
         self._balance, self._experts = balance, experts
         self._logits: torch.Tensor | None = None
 
     def note(self, router: nn.Module, _: Any, output: Any) -> None:
-        """Keep the logits that a router returns: alone, or beside weights and choice the tensor
-        with a column for each expert, wherever it stands (Granite's in Transformers 5.17 last)."""
+        """Keep a router's logits: its output, or of a tuple the tensor with a column per expert, at
+        any position (Granite's in Transformers 5.17 is last)."""
         if router.training:
             outputs = (output,) if isinstance(output, torch.Tensor) else output
             wide = [x for x in outputs if x.is_floating_point() and x.shape[-1] == self._experts]
@@ -186,7 +186,7 @@ class _BalancedLayer:
             self._logits = wide[0]
 
     def weigh(self, experts: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Count the layer's tokens, and hang the gradient on the weights of its experts."""
+        """Count the layer's tokens, and attach the gradient to the weights of its experts."""
         if self._logits is None:
             return None
         assert isinstance(experts, FusedExperts)
@@ -205,7 +205,7 @@ def _in_order(
 
 
 class _Balanced(torch.autograd.Function):
-    """A router's weights as they are; its logits get the balance's gradient."""
+    """Returns a router's weights; its backward gives the logits the balance's gradient."""
 
     @staticmethod
     def forward(
@@ -222,7 +222,7 @@ class _Balanced(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """A loss as it is. Its backward comes before that of all layers, which need its slope."""
+    """Returns a loss unchanged. Its backward precedes that of all layers, which need its slope."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, balance: RouterBalance) -> torch.Tensor:
@@ -244,8 +244,8 @@ def family_coefficient(model: PreTrainedModel) -> float | None:
 def router_balance(
     model: PreTrainedModel, coefficient: float, routers: Mapping[str, str]
 ) -> RouterBalance:
-    """Return what balances the routers of a model, given by the path of their experts. Raises
-    `UserError` if its family's loss is another one, or not of these routers."""
+    """Return the load-balancing loss of a model's routers, given by the path of their experts.
+    Raises `UserError` if its family's loss is another one, or not of these routers."""
     family: Any = model
     settings = BalanceSettings(coefficient, family.num_experts, family.num_experts_per_tok)
     balance = RouterBalance(settings, layers=len(routers))

@@ -1,10 +1,10 @@
-"""Parts of a decoder layer that are replaced by fused operations, found by what they compute.
+"""Replacement of parts of a decoder layer by fused operations.
 
-A module is replaced only if its class, tried on random values of all magnitudes (`tried_classes`),
-gives what the fused one gives. A norm keeps its input in the compute dtype, a gated feed-forward
-two wide tensors less. Attention runs by the family's code with one node for queries, keys and
-values (`share_input_`) and one operation to rotate (`rotary_functions`); recurrences are matmuls of
-chunks (`recurrence_functions`). Parameters keep their names; only rounding differs."""
+A module is replaced only if its class gives the fused result on random values of all magnitudes
+(`tried_classes`). A fused norm keeps its input in the compute dtype, a gated feed-forward two wide
+tensors less. Attention runs the family's code with one node for queries, keys and values
+(`share_input_`) and one rotation (`rotary_functions`); recurrences are matmuls of chunks
+(`recurrence_functions`). Parameters keep their names; only rounding differs."""
 
 import inspect
 from collections import Counter
@@ -27,13 +27,13 @@ from workflow.lib.model.tried_classes.magnitudes import agree, alike, magnitudes
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # a module that has several gives them one input
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # a module with several of these gives them one input
 NORM_PARAMETERS = (["weight"], ["weight", "bias"])
 NORM_TOLERANCE = 1e-4
-GATED_ROWS = 3  # that a gated norm is tried on
-# Factor and shift of the rows that a norm is tried on: means matter, and beside the last one eps.
+GATED_ROWS = 3  # of the comparison of a gated norm
+# Factor and shift of the compared rows: the mean matters, and in the last one eps.
 TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
-HIDDEN, WIDE, ROWS = 8, 6, 4  # of what a class is tried on
+HIDDEN, WIDE, ROWS = 8, 6, 4  # of the comparison of a class
 # Of the largest element of the output. The two formulas of the GELU are 2e-4 apart.
 TOLERANCE = 1e-5
 
@@ -50,7 +50,7 @@ def feed_forward_form(module: nn.Module) -> Form | None:
 
 
 def _children(module: nn.Module) -> tuple[dict[str, Any], dict[str, nn.Module]]:
-    """Return the linears, quantized or adapted as they may be, and the other children."""
+    """Return the linears (also quantized or adapted) and the other children."""
     linears: dict[str, Any] = {}
     others: dict[str, nn.Module] = {}
     for name, child in module.named_children():
@@ -60,7 +60,7 @@ def _children(module: nn.Module) -> tuple[dict[str, Any], dict[str, nn.Module]]:
 
 
 def _orders(linears: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the names of gate and up, or of one for both, and of down, by their sizes."""
+    """Yield the names of gate and up (or of one for both) and of down, by their sizes."""
     for *into, down in permutations(linears):
         width = linears[down].in_features * (3 - len(into))
         sizes = {(linears[name].in_features, linears[name].out_features) for name in into}
@@ -105,7 +105,7 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
 
 
 def _numbers(*modules: nn.Module) -> list[float]:
-    """Return the numbers among modules' attributes: factors, or a share to drop."""
+    """Return the numbers among modules' attributes: factors, or a share of dropout."""
     found = {x for module in modules for x in vars(module).values() if isinstance(x, float)}
     return sorted(found - {1.0})
 
@@ -165,15 +165,14 @@ def as_gated_norm(module: nn.Module) -> GatedNorm | None:
 
 
 def _counts(module: nn.Module, width: int) -> list[int]:
-    """Return how many groups a row may have: numbers among the attributes are groups or columns."""
+    """Return possible numbers of groups in a row: attributes count groups or columns."""
     numbers = [x for x in vars(module).values() if type(x) is int and x > 0 and width % x == 0]
     return sorted({1, *numbers, *(width // x for x in numbers)})
 
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
-    """Replace what can be fused in every decoder layer; return how many modules of each kind
-    (`norms`, `gated_norms`, `projections`, `rotations`, `recurrences`,
-    `feed_forwards`)."""
+    """Fuse every decoder layer; return how many modules of each kind were replaced (`norms`,
+    `gated_norms`, `projections`, `rotations`, `recurrences`, `feed_forwards`)."""
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
         replaced += fuse_layer_(layer)
@@ -224,7 +223,7 @@ def _as_fused_norm(module: nn.Module) -> FusedNorm | None:
     stand_in, at = stand_in_for(module), magnitudes(module)
 
     def times(magnitude: float) -> dict[str, Any]:
-        """Return parameters as large: else values would be small however large x is."""
+        """Return parameters of this magnitude: others would keep values small for any x."""
         return {name: nn.Parameter(magnitude * value) for name, value in drawn.items()}
 
     def theirs(magnitude: float) -> torch.Tensor | None:
@@ -260,7 +259,7 @@ def takes_one_tensor(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def tried(stand_in: nn.Module, *given: torch.Tensor) -> torch.Tensor | None:
-    """Return what a stand-in's forward gives; None: no tensor, other attributes or shapes."""
+    """Return a stand-in's output; None if it is no tensor, or attributes or shapes are missing."""
     try:
         output = type(stand_in).forward(stand_in, *given)
     except (AttributeError, TypeError, RuntimeError):

@@ -1,8 +1,8 @@
-"""What all adapters of a model share while it is trained (`AdapterState`), and dropout of an
-adapter's input; its scale 1 / (1 - p) is a part of the adapter's.
+"""State shared by a model's adapters in training (`AdapterState`), and dropout of their inputs.
 
-Within a step adapters do not change. What is made of them then is made at its first use: the casts
-to the compute dtype, where no gathered weights come and go, and the row norms of DoRA."""
+The factor 1 / (1 - p) is part of an adapter's scale. Adapters do not change within a step, so
+derived tensors are computed once: casts to the compute dtype, unless weights are regathered, and
+the row norms of DoRA."""
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -17,7 +17,7 @@ Casts = dict[Hashable, torch.Tensor]
 
 
 class AdapterState:
-    """Of one model on one process."""
+    """Shared state of the adapters of one model on one process."""
 
     def __init__(self) -> None:
         self.row_keys: torch.Tensor | None = None
@@ -29,7 +29,7 @@ class AdapterState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within the block nobody changes an adapter, so what is made of adapters is kept."""
+        """Within the block no adapter changes, so derived tensors are cached."""
         assert self._norms is None, "the adapters are already taken as unchanged"
         self._norms, self._casts = {}, None if self.sharded else {}
         try:
@@ -39,8 +39,8 @@ class AdapterState:
 
     @contextmanager
     def afresh(self) -> Iterator[None]:
-        """Within the block nothing is taken that was kept before, and what is kept there goes with
-        it: a CUDA graph may read no memory but its own."""
+        """Within the block the cache begins empty, and is dropped at the end: a CUDA graph may read
+        no memory but its own."""
         kept = self._casts, self._norms
         self._norms, self._casts = {}, None if self.sharded else {}
         try:
@@ -61,11 +61,11 @@ class AdapterState:
             self.row_keys = row_keys
 
     def casts(self) -> Casts | None:
-        """Return the casts that are kept; None where none are."""
+        """Return the cached casts; None where casts are not cached."""
         return self._casts
 
     def norms(self, linear: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the row norms (out,) of a linear, made by `make` unless they are kept."""
+        """Return the cached row norms (out,) of a linear; `make` computes them at first use."""
         if self._norms is None:
             return make()
         if linear not in self._norms:
@@ -74,7 +74,7 @@ class AdapterState:
 
 
 class AdapterDropout(nn.Module):
-    """Takes the place of PEFT's dropout of one linear's adapter."""
+    """Replaces PEFT's dropout of one linear's adapter."""
 
     def __init__(self, p: float) -> None:
         """p: the probability, which is rounded to a multiple of 1 / 65,536."""
@@ -87,7 +87,7 @@ class AdapterDropout(nn.Module):
         self._state, self._linear = state, linear
 
     def draw(self) -> Draw | None:
-        """Return what decides the mask of this pass; None in evaluation, which drops nothing."""
+        """Return the draw of this pass's mask; None in evaluation, which drops nothing."""
         if not self.training or not self._threshold:
             return None
         row_keys = self._state.row_keys
@@ -119,7 +119,7 @@ def _scaled(x: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def row_keys(seed: int, *, step: int, rows: Iterable[int]) -> list[int]:
-    """Return the keys of a step's rows, which are named by their numbers in the tokens folder."""
+    """Return the keys of a step's rows; rows: their numbers in the tokens folder."""
     names = (f"dropout {seed} {step} {row}".encode() for row in rows)
     digests = (hashlib.sha256(name).digest()[:8] for name in names)
     return [int.from_bytes(digest, "little", signed=True) for digest in digests]

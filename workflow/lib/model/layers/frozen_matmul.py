@@ -1,8 +1,9 @@
-"""The one door for matmuls of frozen NF4 weights: decoding, dtype, the adapter's part, the bias.
+"""Matmuls of frozen NF4 weights: decoding, dtype, the adapter's part, the bias.
 
-y = x W^T and the gradient g W of x are made in the compute dtype or in 8 bits, as the model's
-`MatmulPrecision` say. In the compute dtype the matmul is added to the adapter's part, in 8 bits the
-other way round, as row scales cannot add; feed-forwards add both where they read the values."""
+y = x W^T and the gradient g W of x are computed in the compute dtype or in 8 bits, as the model's
+`MatmulPrecision` says. In the compute dtype the matmul accumulates on the adapter's part; in 8 bits
+that is added afterwards, as row scales cannot add. Feed-forwards add both where they read
+values."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 
 
 class MatmulPrecision:
-    """The dtype of matmuls with frozen weights: compute dtype, or in `in_eight_bits` the run's."""
+    """Dtype of matmuls with frozen weights: the compute dtype, or the run's in `in_eight_bits`."""
 
     def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
         """forward, backward: names of `eight_bits.FORMATS`; None: the compute dtype."""
@@ -36,7 +37,7 @@ class MatmulPrecision:
 
     @contextmanager
     def in_eight_bits(self) -> Iterator[None]:
-        """Within the block multiply as the run asks; what is measured or exported stays outside."""
+        """Within the block multiply in the run's dtypes; checks and exports stay outside."""
         self.forward, self.backward = self.asked
         try:
             yield
@@ -45,7 +46,7 @@ class MatmulPrecision:
 
 
 class FrozenWeight(Protocol):
-    """What a matmul asks of a linear (out, in)."""
+    """A linear (out, in) as its matmuls read it."""
 
     bias: Any
     matmul_precision: MatmulPrecision
@@ -60,14 +61,14 @@ class FrozenWeight(Protocol):
         """Return W in `dtype`."""
 
     def nf4_data(self) -> NF4Data:
-        """Return W as it is stored."""
+        """Return W as stored."""
 
 
 Operand = torch.Tensor | Rounded
 
 
 def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
-    """Return x (..., in) as rows (T, in) that forward multiplies: one for all that share x."""
+    """Return x (..., in) as rows (T, in) for forward: one operand for all linears of x."""
     form, rows = linear.matmul_precision.forward, x.reshape(-1, x.shape[-1])
     return rows if form is None else rounded(rows, form)
 
@@ -129,8 +130,8 @@ def scaled_matmul(
 def _backward_operands(
     grad: torch.Tensor, linear: FrozenWeight, form: Format
 ) -> tuple[Rounded, RoundedWeight]:
-    """Return what g W is the matmul of: the gradient with the rows' scales in it, and W / s,
-    transposed, since both have to be contiguous along what is summed over."""
+    """Return the operands of g W: the gradient times the rows' scales, and W / s transposed, since
+    both must be contiguous along the summed dim."""
     scales = _row_scales(linear, form)
     left = rounded(grad, form, factors=scales)
     shape = linear.matrix_shape
@@ -153,8 +154,8 @@ def frozen_linear(x: torch.Tensor, linear: FrozenWeight, *, bias: bool) -> torch
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
-    by then). Autograd's own linear would save the decoded weight: 16 bits where 4 are stored."""
+    """x W^T + b. Saves nothing: backward reads the weight from the module again (FSDP has gathered
+    it by then). Autograd's own linear would save the decoded weight: 16 bits in place of 4."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: FrozenWeight, bias: bool) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """PEFT's LoRA layer on an `NF4Linear`, computed by fused nodes where possible.
 
-It takes a fused node when one adapter without bias is active and not merged, and PEFT's own forward
+It uses a fused node when one adapter without bias is active and not merged, and PEFT's own forward
 otherwise.
 
-Linears of one module that take the same input have one node, whoever calls them (`share_input_`).
-The first that is called computes all, and leaves the others' values on the input until they are
-called with it. So the input is read once for all their adapters, in backward it is made again once
-where it came from a norm, and its gradients are added by the matmuls themselves."""
+Linears of one module with the same input share a node (`share_input_`). The first call computes all
+values and attaches the others' to the input until their own calls. So forward reads the input once
+for all adapters, backward recomputes it once where it came from a norm, and the matmuls accumulate
+its gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class FusedLoraLinear(PeftLoraLinear):
                 self.lora_dropout[name] = AdapterDropout(dropout.p)
 
     def share(self, state: AdapterState, *, number: int) -> None:
-        """Have the state in common with the other linears, among which this one is `number`."""
+        """Share the state with the other linears; number: of this one among them."""
         self.shared = state
         for dropout in self.lora_dropout.values():
             if isinstance(dropout, AdapterDropout):
@@ -66,7 +66,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """The variants that this layer can be, by PEFT's names of their settings."""
+        """Variants of this layer, by PEFT's names of their settings."""
         return {(): None, ("use_dora",): NF4Dora}
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -86,7 +86,7 @@ class FusedLoraLinear(PeftLoraLinear):
         return y + frozen_linear(x - kept, base, bias=False)
 
     def get_base_layer(self) -> nn.Module:
-        """Return the linear below; PEFT's way through all levels takes longer than all else."""
+        """Return the base linear; PEFT's way through all levels is slower than everything else."""
         base: nn.Module | None = self._modules["base_layer"]
         assert base is not None
         return base
@@ -97,7 +97,7 @@ class FusedLoraLinear(PeftLoraLinear):
         return scale
 
     def fused_draw(self) -> Draw | None:
-        """Return what decides which features the adapter's input loses; None if it loses none."""
+        """Return the draw of the dropout of the adapter's input; None without dropout."""
         dropout = self._modules["lora_dropout"]._modules[ADAPTER]  # type: ignore[union-attr]
         return dropout.draw() if isinstance(dropout, AdapterDropout) else None
 
@@ -108,7 +108,7 @@ class FusedLoraLinear(PeftLoraLinear):
         return magnitude
 
     def has_dora(self) -> bool:
-        """Whether the rows' lengths are trained apart from their directions."""
+        """Whether DoRA trains the magnitudes of rows."""
         return bool(self.lora_variant)
 
     def fused_factor(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -120,15 +120,15 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the masters A (r, in_features) and B (out_features, r), gathered by FSDP."""
-        parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
+        parts: dict[str, Any] = self._modules  # attribute access would search for each anew
         a_weight, b_weight = (
             parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
         )
         return a_weight, b_weight
 
     def can_share_node(self) -> bool:
-        """Whether a node of several linears can compute this one now. DoRA with dropout is computed
-        linear by linear: PEFT drops the input of W, too."""
+        """Whether a shared node can compute this linear now. DoRA with dropout runs linear by
+        linear: PEFT drops the input of W, too."""
         return self._is_plain() and not (self.has_dora() and self.fused_draw() is not None)
 
     def _is_plain(self) -> bool:
@@ -142,7 +142,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
 
 def share_state(model: nn.Module) -> AdapterState:
-    """Have all adapters of a model share one state; return it. Linears are numbered in order."""
+    """Make all adapters of a model share one state; return it. Linears are numbered in order."""
     state = AdapterState()
     layers = [layer for layer in model.modules() if isinstance(layer, FusedLoraLinear)]
     for number, layer in enumerate(layers):
@@ -150,7 +150,7 @@ def share_state(model: nn.Module) -> AdapterState:
     return state
 
 
-# attribute of an input: the values that wait on it by layer, and the input's version then
+# attribute of an input: the other layers' values, and the input's version then
 VALUES = "workflow_values"
 
 
@@ -161,7 +161,7 @@ class SharedInput:
         self._layers = tuple(layers)
 
     def value(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of a layer for x (..., in_features); None where one node cannot."""
+        """Return a layer's value for x (..., in_features); None if the node cannot compute it."""
         waiting, version = getattr(x, VALUES, ({}, None))
         if layer in waiting and version == x._version:
             value: torch.Tensor = waiting.pop(layer)
@@ -175,7 +175,7 @@ class SharedInput:
 
 
 def share_input_(layers: Sequence[Any]) -> None:
-    """Have layers compute their values together; one alone has nothing to share."""
+    """Make layers compute their values together; does nothing for a single layer."""
     shared = SharedInput(layers) if len(layers) > 1 else None
     for layer in layers:
         layer.beside = shared

@@ -1,8 +1,8 @@
-"""Matmuls of frozen NF4 weights with LoRA adapters, of linears that share their input; gradients.
+"""Matmuls of frozen NF4 weights with LoRA adapters, for linears that share their input; gradients.
 
 y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i with dropout d_i (`adapter_dropout`) and DoRA's factor
 f_i (`dora`, else 1). Without dropout the A of all linears are one matrix. A and B are fp32 masters,
-cast to the compute dtype; gradients are fp32, and those of y / f (`dora.lengthen_backward`)."""
+cast to the compute dtype. Gradients are fp32, of y / f (`dora.lengthen_backward`)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -33,16 +33,16 @@ class Adapted(NamedTuple):
     base: Any  # the `NF4Linear`
     a: torch.Tensor  # (r, in) fp32
     b: torch.Tensor  # (out, r) fp32
-    scale: float  # of B A, with what dropout asks for
-    draw: Draw | None = None  # what decides which features the adapter's input loses
-    casts: Casts | None = None  # where casts of A and B are kept; None: nowhere
+    scale: float  # of B A, with dropout's 1 / (1 - p)
+    draw: Draw | None = None  # of the dropout of the adapter's input
+    casts: Casts | None = None  # cache of casts of A and B; None: no cache
 
 
 Draws = Sequence[Draw | None]
 
 
 def draws_of(layers: Iterable[Any]) -> list[Draw | None]:
-    """Return what decides the masks of PEFT layers in this pass; backward wants the same."""
+    """Return the dropout draws of PEFT layers in this pass; backward needs the same ones."""
     return [layer.fused_draw() for layer in layers]
 
 
@@ -136,7 +136,7 @@ def input_gradient(
 def _matmuls_first(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
-    """The same by matmuls that cannot add: the last is added with the adapters' part at once."""
+    """The same by matmuls that cannot accumulate: the last is added with the adapters' part."""
     small = _cast([linear.a for linear in linears], linears[0], of_low.dtype)
     (first, grad), *others = zip(linears, grads, strict=True)
     of_rows = frozen_input_gradient(grad, first.base)
@@ -152,7 +152,7 @@ def _matmuls_first(
 def split_input_gradient(
     linear: Adapted, grad: torch.Tensor, of_low: torch.Tensor
 ) -> tuple[torch.Tensor, LowRank]:
-    """Return the gradient of one linear's rows (T, in), and what is still to be added to it."""
+    """Return the gradient of one linear's rows (T, in), and the part still to be added to it."""
     if linear.draw is not None:
         of_rows = input_gradient([linear], [grad], of_low)
         return of_rows, no_part(of_rows)
@@ -198,12 +198,12 @@ def adapter_gradients(
 
 
 def _drops(linears: Sequence[Adapted]) -> bool:
-    """Whether the adapters have inputs of their own; dropout is a setting of all or of none."""
+    """Whether adapters have inputs of their own; dropout is set for all linears or for none."""
     return linears[0].draw is not None
 
 
 def _input(linear: Adapted, rows: torch.Tensor) -> torch.Tensor:
-    """Return the adapter's input d(x) (T, in), not scaled."""
+    """Return the adapter's input d(x) (T, in), not rescaled."""
     return rows if linear.draw is None else dropped(rows, linear.draw)
 
 
@@ -214,7 +214,7 @@ def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch.Tensor:
-    """Return masters, stacked, in the compute dtype; from the casts that `of` keeps, if any."""
+    """Return stacked masters in the compute dtype; from the casts that `of` keeps, if any."""
     key = (dtype, *map(id, weights))
     if of.casts is not None and key in of.casts:
         return of.casts[key]

@@ -25,7 +25,7 @@ STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 @dataclasses.dataclass(frozen=True)
 class NF4Spec:
     """A packed weight: shape (out_features, in_features), weights per scale, double quantization.
-    Experts are one below the other, `out_features` that of all."""
+    Experts are stacked in rows: `out_features` counts those of all."""
 
     shape: tuple[int, int]
     block_size: int
@@ -110,8 +110,8 @@ class NF4Linear(nn.Linear):
         return self.spec.shape
 
     def nf4_data(self) -> NF4Data:
-        """Return the weight as stored, gathered; no views of bytes, which cost the host time."""
-        # by attribute each would be looked for anew
+        """Return the stored weight, gathered; without byte views, which cost the host time."""
+        # attribute access would search for each anew
         stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():
             assert 4 * stored[name].numel() >= size, f"{name} is not on the device"
@@ -133,7 +133,7 @@ class NF4Linear(nn.Linear):
     def dequantize_parts(
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the weights, of `shape`, encoded by bytes (uint8) from a whole block on."""
+        """Return weights of `shape`, decoded from bytes (uint8) that begin at a block."""
         double = self.spec.double_quant
         nested = parts["nested_absmax"].view(torch.float32) if double else None
         data = self._data(parts["weight"], parts["absmax"], nested)

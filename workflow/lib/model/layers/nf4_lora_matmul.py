@@ -1,8 +1,8 @@
 """Matmuls with frozen NF4 weights and trained adapters, as autograd nodes.
 
-A node keeps its input and the packed weight; it decodes the weight again in backward, and gives
-gradients to the input and to the adapter alone. With DoRA it keeps its value too, of which the
-magnitude's gradient is made."""
+A node keeps its input and the packed weight, decodes the weight again in backward, and gives
+gradients to the input and to the adapter alone. With DoRA it also keeps its value, for the gradient
+of the magnitude."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,8 +83,8 @@ def _apart(y: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> torch.Tens
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):
-    """Saves x, or what it was normed from, A d(x) of all layers, and DoRA's values. One node:
-    query, key and value are needed to recompute what follows anyway."""
+    """Saves x or its norm's input, A d(x) of all layers, and DoRA's values. One node is enough:
+    recomputation needs query, key and value anyway."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class _NF4LoraMatMuls(torch.autograd.Function):
         low = low_rank(linears, rows)
         ctx.norm, source = keepable(x)
         made = values(linears, x, low, factors)
-        # A node's output that is a view may not be changed in place, as some families do (OLMo).
+        # Some families change a node's output in place (OLMo), which autograd forbids for views.
         outputs = tuple(y.view(*x.shape[:-1], -1).detach() for y in made)
         kept = () if factors[0] is None else (*factors, *outputs)
         ctx.save_for_backward(source, low, *kept)
@@ -121,8 +121,7 @@ def _gradients(
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     linears = adapted(ctx.layers, ctx.draws)
     of_low = low_gradient(linears, flat)
-    # Before the gradient of x: what is restored of a norm's output is freed before a weight is
-    # decoded.
+    # Before the gradient of x: the restored output of a norm is freed before a weight is decoded.
     of_adapters = adapter_gradients(linears, flat, restored(ctx.norm, source), low, of_low)
     # The first layer's x comes from a frozen embedding: its gradient would cost a matmul for
     # nothing.

@@ -79,7 +79,7 @@ class NF4Stack(NF4Linear):
         return next(rows for rows in range(1, block + 1) if rows * width % block == 0)
 
     def _most(self, dtype: torch.dtype) -> float:
-        """Return the part of the stack that may be decoded at a time."""
+        """Return the share of the stack that may be decoded at a time."""
         return DECODED_BYTES / (self.out_features * self.in_features * dtype.itemsize)
 
     def _decode(self, first: int, length: int, stride: int, dtype: torch.dtype) -> torch.Tensor:

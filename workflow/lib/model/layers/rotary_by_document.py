@@ -1,10 +1,10 @@
-"""Rotary embeddings whose frequencies depend on lengths: of each document, not of its batch.
+"""Rotary embeddings whose frequencies depend on each document's length, not on the batch's.
 
-Transformers' module asks the device for the batch's largest position (`dynamic_rope_update`, 5.17),
-which no CUDA graph can hold, and LongRoPE (arXiv 2402.13753) then takes its long factors for all.
-Here copies of the family's module have fixed frequencies: one for long documents, one for others.
-Dynamic NTK scaling has frequencies for every length beyond max_position_embeddings, which training
-rows never are; for held-out documents a copy is called with each token's own frequencies."""
+Transformers' module reads the batch's largest position from the device (`dynamic_rope_update`,
+5.17), which no CUDA graph can hold, and LongRoPE (arXiv 2402.13753) then takes its long factors for
+all documents. Here copies of the family's module have fixed frequencies: one for long documents,
+one for others. Dynamic NTK scaling has frequencies for every length beyond max_position_embeddings.
+Training rows are never longer; for held-out documents a copy takes each token's own frequencies."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -20,7 +20,7 @@ LONGROPE, DYNAMIC, FIXED = "longrope", "dynamic", "default"
 
 
 class RotaryByDocument(nn.Module):
-    """Takes the place of a family's rotary embedding, and calls copies of it."""
+    """Replaces a family's rotary embedding, and calls copies of it."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class RotaryByDocument(nn.Module):
         return cos.unflatten(0, position_ids.shape), sin.unflatten(0, position_ids.shape)
 
     def copies(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
-        """Return the family's module with the frequencies of short documents, and with those of
-        long ones; made once. A device that only records takes no numbers at a call: ask before."""
+        """Return the family's module with the frequencies of short, and of long documents; made
+        once. Call it before a recording, whose device has no numbers."""
         if device not in self._copies:
             short, long = (self._fixed(device, long=long) for long in (False, True))
             self._copies[device] = short, long
@@ -98,7 +98,7 @@ class RotaryByDocument(nn.Module):
 
 
 def rotate_by_document_(model: PreTrainedModel) -> None:
-    """Put a `RotaryByDocument` in the place of every rotary embedding that asks for lengths."""
+    """Put a `RotaryByDocument` in the place of every rotary embedding that depends on lengths."""
     for path, module in list(model.named_modules()):
         kinds: Any = getattr(module, "rope_type", None)
         several = kinds.values() if isinstance(kinds, dict) else [kinds]
@@ -108,8 +108,8 @@ def rotate_by_document_(model: PreTrainedModel) -> None:
 
 
 def changes_beyond(rotary: Any, layer_type: str | None = None) -> tuple[str, int | None]:
-    """Return the kind of a rotary embedding for layers of this type, and up to which length of a
-    document its frequencies are those of the beginning; None: of any."""
+    """Return the kind of a rotary embedding for layers of this type, and the document length up to
+    which its frequencies are constant; None: any length."""
     kind, parameters = rotary.rope_type, rotary.config.rope_parameters
     if layer_type is not None:
         kind, parameters = kind[layer_type], parameters[layer_type]
@@ -117,7 +117,7 @@ def changes_beyond(rotary: Any, layer_type: str | None = None) -> tuple[str, int
 
 
 def length_limit(kind: str, parameters: Mapping[str, Any], config: Any) -> int | None:
-    """Return the length up to which frequencies of this kind do not change; None: they never do."""
+    """Return the length up to which frequencies of this kind are constant; None: any length."""
     if kind == LONGROPE:
         return int(parameters["original_max_position_embeddings"])
     return int(config.max_position_embeddings) if kind == DYNAMIC else None
@@ -128,7 +128,7 @@ def _frequencies_of(layer_type: str | None) -> str:
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the tokens (rows, seq_len) of each one's document; a position 0 starts one."""
+    """Return each token's document length (rows, seq_len); a position 0 starts a document."""
     length = position_ids.shape[1]
     places = torch.arange(length, device=position_ids.device)
     starts = torch.where(position_ids == 0, places, length)

@@ -1,8 +1,7 @@
-"""Which documents a stock model takes together as it takes each alone.
+"""Documents that a stock model can batch without a change to their rotary frequencies.
 
-Transformers (5.23) rotates a batch by its longest row: LongRoPE by one of two sets, dynamic NTK
-scaling by one for each length beyond max_position_embeddings, which it keeps for rows that follow.
-"""
+Transformers (5.23) rotates a batch by its longest row. LongRoPE uses one of two sets, dynamic NTK
+scaling one for each length beyond max_position_embeddings, and keeps it for later rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,9 +16,9 @@ Result = TypeVar("Result")
 
 
 def rotated_alike(config: PretrainedConfig, tokens: int, *, new_tokens: int = 0) -> tuple[int, ...]:
-    """Return what is the same for documents that may share a batch, beside padding. tokens: of the
-    document; new_tokens: generated behind it at most. Where frequencies change with each token only
-    equal lengths do."""
+    """Return a key that documents of one batch must share, beside padding. tokens: of the document;
+    new_tokens: bound of generated tokens. Where frequencies change with each token, only equal
+    lengths have equal keys."""
     config = config.get_text_config()
     alike = []
     for kind, limit in _limits(config):
@@ -44,7 +43,7 @@ def in_groups(
     alike: Callable[[Item], object],
     compute: Callable[[list[Item]], list[Result]],
 ) -> list[Result]:
-    """Return what `compute` makes of the items, in order, with those together that are alike."""
+    """Return the results of `compute` in the order of items; it gets items with equal `alike`."""
     groups: dict[object, list[int]] = {}
     for number, item in enumerate(items):
         groups.setdefault(alike(item), []).append(number)
@@ -56,7 +55,7 @@ def in_groups(
 
 
 def rotate_by_call_alone_(model: nn.Module) -> None:
-    """Give each call of a stock model its own length's frequencies: dynamic NTK keeps longer."""
+    """Give each call of a stock model its own length's frequencies: dynamic NTK keeps others."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_type = kinds if isinstance(kinds, dict) else {"": kinds}
@@ -67,7 +66,7 @@ def rotate_by_call_alone_(model: nn.Module) -> None:
 
 
 class _Forgotten:
-    """Puts back what a rotary embedding has before its first call."""
+    """Restores the state of a rotary embedding before its first call."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

@@ -1,9 +1,9 @@
-"""One value as two autograd nodes: the first has all that its gradient needs, the second computes
+"""One value as two autograd nodes: the first saves all that its gradient needs, the second computes
 the value and saves nothing.
 
-Recomputation of a layer (non-reentrant `checkpoint`) ends when all that backward needs is there: if
-the first node of the last linear saves the last of it, its matmul is not made again. One node saves
-after its forward, too late. A placeholder of the value's shape, without memory, links the two."""
+Recomputation of a layer (non-reentrant `checkpoint`) ends with the last saved tensor: if the first
+node of the last linear saves it, that linear's matmul is skipped. A single node would save after
+its forward, too late. A placeholder of the value's shape, without memory, links the two."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +15,8 @@ import torch
 def apply_split(
     gradient: type[torch.autograd.Function], *args: Any, value: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Return a value whose gradient is that of the node `gradient`, applied to `args`. Its forward
-    returns what `first_outputs` does; `value` makes the value of its intermediates."""
+    """Return a value with the gradient of the node `gradient`, applied to `args`. The node's
+    forward returns `first_outputs`; `value` computes the value from its intermediates."""
     placeholder, *intermediates = gradient.apply(*args)
     make: Callable[..., torch.Tensor] = _Value.apply
     return make(placeholder, partial(value, *intermediates))
@@ -35,7 +35,7 @@ def first_outputs(
 
 
 class _Value(torch.autograd.Function):
-    """The second node: `compute`'s sources are no inputs, so autograd goes by the placeholder."""
+    """The second node: autograd sees only the placeholder as its input, not `compute`'s tensors."""
 
     @staticmethod
     def forward(

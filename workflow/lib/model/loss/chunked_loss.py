@@ -1,11 +1,10 @@
 """Cross-entropy of the output head over trained positions only, in chunks: the logits of a whole
 batch never exist.
 
-The gradient with respect to the hidden states is computed chunk by chunk in the forward, and that
-of a head which is trained (`trained_modules`) is summed there, so backward needs no logits.
-Only where a trained head's gradient has slopes that are not known before (`log_probs`), backward
-computes the chunks once more. The idea is that of fused linear cross-entropy (Liger, arXiv
-2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
+The forward computes the gradient of the hidden states chunk by chunk, and sums that of a trained
+head (`trained_modules`), so backward needs no logits. Only a trained head's gradient with unknown
+slopes (`log_probs`) makes backward compute the chunks again. The idea is fused linear cross-entropy
+(Liger, arXiv 2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,11 +35,11 @@ class OutputHead:
     module: nn.Module
     scale: float
     softcap: float | None
-    fused: bool = True  # its loss is computed by kernels where they can be used
+    fused: bool = True  # whether kernels compute its loss where they can
 
     @property
     def form(self) -> LogitForm:
-        """What it makes of its matmul."""
+        """Its scale and cap after the matmul."""
         return LogitForm(self.scale, self.softcap)
 
     @property
@@ -53,7 +52,7 @@ class OutputHead:
         return self.finished(self.module(hidden))
 
     def finished(self, raw_logits: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 logits that the head's matmul means, element by element."""
+        """Return the fp32 logits of the head's matmul, element by element."""
         logits = raw_logits.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -64,7 +63,7 @@ class OutputHead:
 
 def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = True) -> OutputHead:
     """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps
-    it. A family that does something else is found out by `startup_checks.startup_checks`."""
+    it. `startup_checks.startup_checks` finds a family with another head."""
     scale = _number(config, "logit_scale") / _number(config, "logits_scaling")
     # Gemma 4 caps by the text part of a multimodal config.
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
@@ -79,8 +78,7 @@ def _number(config: PretrainedConfig, key: str) -> float:
 
 class LinearCrossEntropy(nn.Module):
     """-log softmax(logits)[target] of rows, by the model's own head (`objectives.objective.Head`).
-    `chunks`, `weight_and_bias` and `chunk_losses` are what a head that is divided among processes
-    does in another way."""
+    A head divided among processes overrides `chunks`, `weight_and_bias` and `chunk_losses`."""
 
     def __init__(self, head: OutputHead) -> None:
         super().__init__()
@@ -133,8 +131,8 @@ class LinearCrossEntropy(nn.Module):
         masters: Sequence[torch.Tensor] | None,
         teacher: Teacher | None = None,
     ) -> "Computed":
-        """Return what all chunks give, each row times its weight. masters: of a trained head, whose
-        gradients are wanted too; None: no gradients are wanted. teacher: of `distilled_loss`."""
+        """Return the results of all chunks, each row times its weight. masters: of a trained head,
+        for their gradients; None: no gradients. teacher: of `distilled_loss`."""
         wants_grad = masters is not None
         trained = self._trained(masters, hidden.dtype) if masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
@@ -198,8 +196,8 @@ class LinearCrossEntropy(nn.Module):
         weights: torch.Tensor | None,
         trained: "TrainedHead | None",
     ) -> torch.Tensor:
-        """Return the gradient of hidden states for that of the head's matmul, `slopes`; a trained
-        head's is added to it, of rows times their weights."""
+        """Return the gradient of hidden states for `slopes`, the gradient of the head's matmul; add
+        a trained head's to `trained`, of rows times their weights."""
         if trained is None:
             return states_gradient(slopes, self.weight_and_bias()[0])
         return trained.backward(hidden, slopes, weights)
@@ -207,9 +205,9 @@ class LinearCrossEntropy(nn.Module):
     def leaf_and_logits(
         self, hidden: torch.Tensor, trained: "TrainedHead | None"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensor with respect to which a chunk's loss is differentiated, and the fp32
-        logits that are computed from it. It is the hidden states if the head is frozen. If the head
-        is trained, it is the head's matmul: `TrainedHead.backward` goes on from there."""
+        """Return the tensor that a chunk's loss is differentiated by, and the fp32 logits computed
+        from it. For a frozen head it is the hidden states. For a trained head it is the head's
+        matmul: `TrainedHead.backward` continues from there."""
         if trained is None:
             leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
             return leaf, self.head.finished(frozen_logits(leaf, *self.weight_and_bias()))
@@ -225,10 +223,10 @@ class LinearCrossEntropy(nn.Module):
         trained: "TrainedHead | None",
         teacher: Teacher | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the losses of a chunk's rows and the gradient of their sum with respect to
-        `hidden[rows]`, None where gradients are off. Rows have no weights here, but with a trained
-        head the gradient has them, as has the head's, which is added to `trained`. With a teacher
-        the losses are KL and -log p (rows, 2), and the gradient is that of `distilled_loss`."""
+        """Return the losses of a chunk's rows and the gradient of their sum by `hidden[rows]`, None
+        where gradients are off. Rows have no weights here. Only with a trained head both gradients
+        have them, and the head's is added to `trained`. With a teacher the losses are KL and -log p
+        (rows, 2), and the gradient is that of `distilled_loss`."""
         states, targets = hidden[rows], targets[rows]
         weights = None if weights is None else weights[rows]
         if teacher is not None:
@@ -251,7 +249,7 @@ class LinearCrossEntropy(nn.Module):
             return losses, self.states_gradient(slopes, states, weights, trained)
         leaf, logits = self.leaf_and_logits(states, trained)
         losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-        del logits  # else they lie there in backward, which needs their log-softmax alone
+        del logits  # else they stay in memory in backward, which needs their log-softmax alone
         if not torch.is_grad_enabled():
             return losses, None
         (grad,) = torch.autograd.grad(losses.sum(), leaf)
@@ -261,7 +259,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 class Computed(NamedTuple):
-    """Of a micro-batch: losses (rows,), and gradients of their sum: states, and trained head."""
+    """Results of a micro-batch: losses (rows,), gradients of their sum: states, trained head."""
 
     losses: torch.Tensor
     grad: torch.Tensor | None
@@ -269,8 +267,8 @@ class Computed(NamedTuple):
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of all rows' losses, with a teacher that of their parts too; gradients are computed
-    in forward."""
+    """The sum of all rows' losses, with a teacher also of their parts; forward computes
+    gradients."""
 
     @staticmethod
     def forward(
@@ -284,7 +282,7 @@ class _SummedLoss(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         wanted = masters if ctx.needs_input_grad[0] else None
         computed = cross_entropy.computed(hidden, targets, weights, wanted, teacher)
-        # Not by `save_for_backward`: they are results, which backward scales in place and lets go.
+        # Not by `save_for_backward`: backward scales these results in place and frees them.
         ctx.grad, ctx.head_grads = computed.grad, computed.head_grads
         if teacher is None:
             return computed.losses.sum()
@@ -294,7 +292,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The loss keeps this node alive: only what is taken from it is freed when it was used.
+        # The loss keeps this node alive, so only what the node drops is freed after its use.
         grad, ctx.grad = ctx.grad, None
         head_grads, ctx.head_grads = ctx.head_grads, []
         scaled = (g.mul_(grads[0]) for g in head_grads)
@@ -302,8 +300,8 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _RowLosses(torch.autograd.Function):
-    """The losses of all rows. Gradients of a frozen head are computed in forward; those of a
-    trained one, which sums over rows, in backward, by the rows' slopes."""
+    """The losses of all rows. Forward computes gradients of a frozen head; backward those of a
+    trained head, whose sum over rows needs the rows' slopes."""
 
     @staticmethod
     def forward(
@@ -331,9 +329,9 @@ class _RowLosses(torch.autograd.Function):
 
 
 class TrainedHead:
-    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute dtype, and the
-    gradients of its masters in fp32, summed over chunks of rows. places: which rows of the weight
-    the first master has, and which of the master's these are; without, it has all."""
+    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute dtype, and its
+    masters' gradients in fp32, summed over chunks of rows. places: the weight's rows in the first
+    master, and these rows of the master; by default all."""
 
     def __init__(
         self,
@@ -352,15 +350,15 @@ class TrainedHead:
     def backward(
         self, hidden: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add what the slope (rows, vocab) of a matmul, times the rows' weights (rows,), means for
-        weight and bias; return the gradient of the hidden states."""
+        """Add the gradients of weight and bias for the slope (rows, vocab) of a matmul times the
+        rows' weights (rows,); return the gradient of the hidden states."""
         weight, *bias = self.gradients
         if weights is not None:
             slope = slope.mul_(weights[:, None])
         slope = with_aligned_rows(slope)
         columns, rows = self._places
-        # By pieces of the vocabulary: one matmul for the whole weight would be as large as the
-        # head, for every chunk, before it is added in fp32.
+        # By pieces of the vocabulary: a matmul for the whole weight would be as large as the head,
+        # for every chunk, before it is added in fp32.
         for start in range(0, len(weight[rows]), GRADIENT_ROWS):
             part = slice(start, start + GRADIENT_ROWS)
             weight[rows][part] += slope[:, columns][:, part].T @ hidden

@@ -1,10 +1,9 @@
 """A factor on the loss so that gradients in float16 neither vanish nor overflow (arXiv 1710.03740,
 section 3.2).
 
-A step whose gradients overflow is made once more with half the factor, so no step and no row is
-lost, and what is trained does not depend on the factor. All processes see the same gradient norm
-and so decide alike. The factor is a power of two: where nothing overflows or vanishes, it changes
-no bit."""
+A step whose gradients overflow is repeated with half the factor. So no step or row is lost, and
+training does not depend on the factor. All processes see the same gradient norm and decide alike.
+The factor is a power of two: without overflow or underflow it changes no bit."""
 
 import math
 
@@ -16,7 +15,7 @@ from workflow.lib.model.nf4_model import local
 
 INITIAL = 2.0**16  # as torch.amp.GradScaler has it, and so the next one
 STEPS_UNTIL_DOUBLED = 2000
-SMALLEST = 1.0  # gradients that overflow without any factor are no matter of scaling
+SMALLEST = 1.0  # a smaller factor would not help against an overflow
 LARGEST = 2.0**24
 
 
@@ -32,7 +31,7 @@ class LossScale:
 
     @property
     def repeats(self) -> int:
-        """How often a step of this run was made once more, since the beginning."""
+        """Number of steps that this run has repeated."""
         return int(self.values[2])
 
     def unscale_(self, training: nn.Module) -> None:

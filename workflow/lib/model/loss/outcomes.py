@@ -1,10 +1,8 @@
-"""What a teacher's likeliest tokens, and all others together, have of a student's logits: the loss
-of `objectives.objective.Teacher` and its slopes, for a slice of the vocabulary.
+"""Loss and slopes of `objectives.objective.Teacher` for a slice of the vocabulary.
 
-z: logits; A: log-sum-exp of all, R: of the tokens that are not among the teacher's likeliest i. The
-student's outcomes are softmax([z_i, R] / T) = r, the teacher's q. T^2 KL has the slopes T (r_i -
-q_i) by z_i and T (r_R - q_R) exp(z_j - R) by the others; -log p has exp(z - A), and 1 less by the
-target's."""
+z: logits; A: log-sum-exp of all; R: of the tokens outside the teacher's likeliest i. The student's
+outcomes are softmax([z_i, R] / T) = r, the teacher's q. T^2 KL has the slopes T (r_i - q_i) by z_i
+and T (r_R - q_R) exp(z_j - R) by the others; -log p has exp(z - A), and 1 less by the target's."""
 
 import torch
 from torch.nn.functional import pad
@@ -12,7 +10,7 @@ from torch.nn.functional import pad
 from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.objectives.objective import Teacher
 
-SUMS = 2  # of the numbers of a row, those that are log-sum-exp: A and R
+SUMS = 2  # how many numbers of a row are log-sum-exp: A and R
 
 
 class Outcomes:
@@ -27,7 +25,7 @@ class Outcomes:
         self._target = self._columns(targets[:, None], first)
 
     def _columns(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the columns of tokens; one behind the last where another slice has them."""
+        """Return the columns of tokens; a token of another slice gets the one behind the last."""
         width = self._logits.shape[1]
         columns = ids - first
         return columns.where((columns >= 0) & (columns < width), width)
@@ -37,8 +35,8 @@ class Outcomes:
         return pad(self._logits, (0, 1))
 
     def numbers(self) -> torch.Tensor:
-        """Return of each row A, R, z of its target and z_i (3 + k, rows) fp32, as far as they are
-        in this slice: else -inf, and 0 for the logits."""
+        """Return A, R, z of the target and z_i of each row (3 + k, rows) fp32. Values outside this
+        slice are -inf in A and R, and 0 in the logits."""
         logits = self._padded()
         target, likeliest = logits.gather(1, self._target), logits.gather(1, self._ids)
         logits[:, -1] = -torch.inf
@@ -59,8 +57,8 @@ class Outcomes:
         return losses.masked_fill(self._ignored[:, None], 0.0)
 
     def slopes(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the slopes (rows, columns) of the loss of each row by this slice's logits; a token
-        that is not among the likeliest has its share exp(z_j - R) of those of all others."""
+        """Return the slopes (rows, columns) of each row's loss by this slice's logits. A token
+        outside the likeliest has the share exp(z_j - R) of the slope of all others."""
         t, sft = self._teacher.temperature, self._teacher.sft_weight
         of_outcomes = t * (self._log_r(numbers).exp() - self._teacher_log_q().exp())
         of_outcomes += sft * (_outcomes(numbers) - numbers[0][:, None]).exp()
@@ -84,5 +82,5 @@ def _outcomes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def over_slices(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the numbers (3 + k, rows) over slices with their own (slices, 3 + k, rows)."""
+    """Combine the numbers (slices, 3 + k, rows) of all slices to (3 + k, rows)."""
     return torch.cat([numbers[:, :SUMS].logsumexp(dim=0), numbers[:, SUMS:].sum(dim=0)])

@@ -1,7 +1,7 @@
-"""Checkpoints as they are published, read as the weights that a model's modules have.
+"""Published checkpoints, read as the weights of a model's modules.
 
-Transformers decides which files are read (`loaded_files`), and what of them becomes which tensor
-(`loading`); the bytes are read here. `decoded_reader` unpacks FP8 and MXFP4. On
-it stands `converted_reader`, which gives tensors the names and shapes of Transformers' modules.
+Transformers decides which files are read (`loaded_files`), and which tensors they become
+(`loading`); this package reads the bytes. `decoded_reader` unpacks quantized formats;
+`converted_reader`, on top of it, gives tensors the names and shapes of Transformers' modules.
 
 It imports `architecture`, `decoder_layers`, `safetensors_reader` and `system`."""

@@ -1,7 +1,7 @@
 """A checkpoint read under the names that the modules of its model have in Transformers.
 
-Published files have other names, and one tensor a projection or expert where a module has a stack;
-Transformers' own table of conversions is asked here for one tensor, or one expert, at a time."""
+Published files have other names, and one tensor a projection or expert where a module has a stack.
+Transformers' own conversions are applied to one tensor, or one expert, at a time."""
 
 import copy
 import re
@@ -44,7 +44,7 @@ class ModuleNames:
         self.converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
     def of(self, stored: str) -> str:
-        """Return the model's name for a stored tensor or its whole; else its own name."""
+        """Return the model's name for a stored tensor, or for a part's whole; else its own name."""
         return self.named(stored)[0]
 
     def has_place(self, name: str) -> bool:
@@ -52,7 +52,7 @@ class ModuleNames:
         return name in self._places
 
     def owner(self, name: str) -> str:
-        """Return the name under which a tied tensor is counted among a model's parameters."""
+        """Return the name of a tied tensor among a model's parameters."""
         return self._tied.get(name, name)
 
     def loaded_as(self, name: str) -> str:
@@ -60,7 +60,7 @@ class ModuleNames:
         return str(rename_source_key(name, self._renamings, [], self._prefix, self._places)[0])
 
     def named(self, stored: str) -> tuple[str, str | None]:
-        """Return the same, and the pattern of the converter if the tensor is a part."""
+        """Return `of` a stored name, and the converter's pattern if the tensor is a part."""
         for renamings, converters in ((self._renamings, self.converters), ([], [])):
             name, pattern = rename_source_key(
                 stored, renamings, converters, self._prefix, self._places
@@ -75,8 +75,8 @@ class ModuleNames:
 
 
 class ConvertedReader(DecodedReader):
-    """`DecodedReader` whose names are those of a model's parameters and buffers. left: the stored
-    names of what no part of the model is loaded from. A tied tensor is there once."""
+    """`DecodedReader` with the names of a model's parameters and buffers. left: stored names that
+    no part of the model loads. A tied tensor appears once."""
 
     def __init__(
         self,
@@ -164,15 +164,15 @@ class ConvertedReader(DecodedReader):
         return None if only is None else super().nf4_state(only)
 
     def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return what a weight in NF4 is stored as; None for another, or a part of one."""
+        """Return the stored parts of a weight in NF4; None for another, or a part of one."""
         only = self._only_stored(name)
         return None if only is None else super().nf4_parts(only)
 
     def published(
         self, name: str, experts: Iterable[torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield stored name and tensor of all that a stack's tensor is made of, given the parts of
-        its experts in the model: the way back from `experts`."""
+        """Yield stored name and tensor of all parts of a stack's tensor, given its experts' parts
+        in the model: the inverse of `experts`."""
         if (only := self._only_stored(name)) is not None:
             yield only, torch.stack([*experts])
             return
@@ -190,7 +190,7 @@ class ConvertedReader(DecodedReader):
         yield only, whole
 
     def owner(self, name: str) -> str:
-        """Return the name that has a tied tensor, or the tensor's own."""
+        """Return the name of a tied tensor's owner, or the tensor's own."""
         return self._names.owner(name)
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -225,14 +225,14 @@ class ConvertedReader(DecodedReader):
         return parts
 
     def _only_stored(self, name: str) -> str | None:
-        """Return the stored name of a tensor loaded as it is, or absent; None: made of others."""
+        """Return the stored name of a tensor loaded unchanged, or absent; None: converted."""
         if name not in self._stored:
             return name
         ((stored, pattern), *others) = self._stored[name]
         return stored if pattern is None and not others else None
 
     def _converted(self, name: str, sources: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return what Transformers makes of the stored tensors of a name."""
+        """Return Transformers' conversion of the stored tensors of a name."""
         patterns = dict(self._stored[name])
         fresh: Any = copy.deepcopy(self._converter(name))
         for stored, tensor in sources.items():
@@ -242,7 +242,7 @@ class ConvertedReader(DecodedReader):
         return whole
 
     def _converter(self, name: str) -> WeightConverter:
-        """The converter of a name that is made of stored tensors."""
+        """The converter of a converted name."""
         patterns = {pattern for _, pattern in self._stored[name]}
         (converter,) = (
             rule for rule in self._names.converters if patterns & {*rule.source_patterns}
@@ -256,7 +256,7 @@ def natural_order(name: str) -> str:
 
 
 def is_by_expert(converter: WeightConverter) -> bool:
-    """Tell whether a conversion stacks tensors of experts, and does nothing across them."""
+    """Tell whether a conversion stacks tensors of experts without mixing them."""
     first, *others = converter.operations
     return (
         isinstance(first, MergeModulelist)
@@ -266,7 +266,7 @@ def is_by_expert(converter: WeightConverter) -> bool:
 
 
 def _separated(expert: torch.Tensor, converter: WeightConverter) -> list[torch.Tensor]:
-    """Return the stored tensors, in the patterns' order, that make an expert's part."""
+    """Return an expert's stored tensors in the patterns' order."""
     pieces = [expert]
     for operation in reversed(converter.operations[1:]):
         if isinstance(operation, Concatenate):

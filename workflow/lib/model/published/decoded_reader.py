@@ -1,9 +1,9 @@
 """A checkpoint of which some weights are packed, read as if all were in 16 bits.
 
-Packed names are not seen: a weight has the name, shape and type that it has unpacked. Only what is
-asked for is decoded.
+Packed names are hidden: a weight has its unpacked name, shape and type. Only requested tensors
+are decoded.
 
-What published checkpoints have in place of 16-bit weights, decoded to bf16:
+Formats in place of 16-bit weights, decoded to bf16:
 
 * FP8 (DeepSeek, Qwen): `X` in E4M3 and `X_scale_inv`, a factor for each block of rows and columns
   (`weight_block_size`), or one for the tensor. The last blocks may be cut.
@@ -11,7 +11,7 @@ What published checkpoints have in place of 16-bit weights, decoded to bf16:
   and `X_scales`, a power of two for each, with a bias of 127 (OCP Microscaling, v1.0). They lie as
   (experts, out, in / 32, 16), the model's parameter as (experts, in, out).
 * GPTQ: `qweight` int32 (in * bits / 32, out), `qzeros` (groups, out * bits / 32), `scales` (groups,
-  out), `g_idx` (in,), the group of each input. Zeros are stored less 1, but in `gptq_v2`.
+  out), `g_idx` (in,), the group of each input. Zeros are stored minus 1, except in `gptq_v2`.
 * AWQ (`gemm`): `qweight` int32 (in, out / 8), `qzeros` (groups, out / 8), `scales` (groups, out);
   the eight codes of an int32 belong to the columns 0, 2, 4, 6, 1, 3, 5, 7.
 * compressed-tensors: as its own package decodes it, by the scheme that config.json has for the
@@ -42,14 +42,14 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in an int32, of the codes of eight columns
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions in an int32 of the codes of eight columns
 WEIGHT = ".weight"
 Read = Callable[[str], torch.Tensor]
 Tensors = Mapping[str, TensorInfo]
 
 
 class _GPTQ:
-    """Linears without a 16-bit weight; `X.weight` (out, in) is decoded of `X.*`, to bf16."""
+    """Linears without a 16-bit weight; `X.weight` (out, in) is decoded from `X.*` to bf16."""
 
     PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
@@ -59,7 +59,7 @@ class _GPTQ:
         linears = [name.removesuffix(ends) for name in tensors if name.endswith(ends)]
         self.codes = {f"{linear}{WEIGHT}": f"{linear}{ends}" for linear in linears}
         self.hidden = {f"{linear}{part}" for linear in linears for part in self.PARTS}
-        _check_there(tensors, linears, self.PARTS[1:3])
+        _check_complete(tensors, linears, self.PARTS[1:3])
 
     def shape(self, name: str, read: Read) -> tuple[int, ...]:
         linear = name.removesuffix(WEIGHT)
@@ -75,7 +75,7 @@ class _GPTQ:
         linear = name.removesuffix(WEIGHT)
         packed, scales = read(f"{linear}.qweight"), read(f"{linear}.scales").float()
         inputs = self._inputs(linear)
-        bits = packed.shape[0] * 32 // inputs  # a module may have others than config.json says
+        bits = packed.shape[0] * 32 // inputs  # a module's bits may differ from config.json's
         if bits not in GPTQ_BITS or len(packed) != -(-inputs * bits // 32):
             raise UserError(
                 f"{linear}.qweight has {len(packed) * 32 / inputs:.3g} bits a weight; "
@@ -121,7 +121,7 @@ class _CompressedTensors:
                 self.codes[f"{linear}{WEIGHT}"] = stored
                 self.hidden |= {stored, *self._parts(linear)} - {f"{linear}{WEIGHT}"}
         linears = [name.removesuffix(WEIGHT) for name in self.codes]
-        _check_there(tensors, linears, (".weight_scale",))
+        _check_complete(tensors, linears, (".weight_scale",))
 
     def _parts(self, linear: str) -> list[str]:
         ends = ("scale", "zero_point", "shape", "g_idx", "global_scale")
@@ -178,12 +178,12 @@ def packed_linears(
     return None if kind is None else kind(tensors, settings)
 
 
-def _check_there(tensors: Tensors, linears: list[str], parts: tuple[str, ...]) -> None:
-    """Raise `UserError` for a packed linear without what its codes are decoded by."""
+def _check_complete(tensors: Tensors, linears: list[str], parts: tuple[str, ...]) -> None:
+    """Raise `UserError` for a packed linear without all tensors that decoding needs."""
     missing = [f"{x}{part}" for x in linears for part in parts if f"{x}{part}" not in tensors]
     if missing:
         raise UserError(
-            f"{missing[0]} is not there, without which packed weights cannot be decoded. Complete "
+            f"{missing[0]} is missing: packed weights cannot be decoded without it. Complete "
             "the download, or set model.source to the original bf16, fp16 or fp32 checkpoint."
         )
 
@@ -243,7 +243,7 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values that a
 
 
 class DecodedReader(CheckpointReader):
-    """`CheckpointReader` that decodes packed weights; finite: `UserError` for other values."""
+    """`CheckpointReader` that decodes packed weights; finite: `UserError` for infinity and NaN."""
 
     def __init__(
         self, folder: Path, *, recorded: Iterable[RecordedFile] = (), finite: bool = False
@@ -321,7 +321,7 @@ class DecodedReader(CheckpointReader):
         return self._checked(name, self._rows(name, start, stop), first_row=start)
 
     def _checked(self, name: str, tensor: torch.Tensor, *, first_row: int = 0) -> torch.Tensor:
-        """Return a tensor, or rows of it, as it was read."""
+        """Return a tensor, or rows of it; raises `UserError` for a value that is not finite."""
         if not self._finite or not tensor.is_floating_point() or tensor.isfinite().all():
             return tensor
         wrong = (~tensor.isfinite()).nonzero()
@@ -355,7 +355,7 @@ class DecodedReader(CheckpointReader):
         return decode_fp8(weight, scale, self._block_size, first_row=start)
 
     def nf4_state(self, name: str) -> dict[str, Any] | None:
-        """Return bitsandbytes' JSON on a weight in NF4, as it is stored; None for another."""
+        """Return bitsandbytes' JSON on a weight in NF4, as stored; None for another."""
         if name not in self._nf4:
             return None
         state: dict[str, Any] = unpack_tensor_to_dict(super().tensor(f"{name}{NF4_STATE}"))
@@ -384,7 +384,7 @@ class DecodedReader(CheckpointReader):
 
 
 def _said(folder: Path) -> dict[str, Any]:
-    """Return what config.json says of quantization."""
+    """Return the quantization settings of config.json."""
     path = folder / "config.json"
     config: dict[str, Any] = read_bounded(path) if path.is_file() else {}
     said: dict[str, Any] = said_of_quantization(config) or {}
@@ -392,6 +392,6 @@ def _said(folder: Path) -> dict[str, Any]:
 
 
 def _block_size(said: dict[str, Any]) -> tuple[int, int] | None:
-    """Return rows and columns that share a scale; None for a whole tensor."""
+    """Return rows and columns of one scale; None for a whole tensor."""
     size = said.get("weight_block_size")
     return None if size is None else (int(size[0]), int(size[1]))

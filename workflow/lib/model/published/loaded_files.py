@@ -1,5 +1,5 @@
-"""The files from which the installed Transformers loads a model, asked of Transformers itself: a
-folder may hold a single file beside shards, other sets of shards, variants and pickles."""
+"""The files from which the installed Transformers loads a model, by its own choice: a folder may
+hold a single file beside shards, other sets of shards, variants and pickles."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def loaded_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
-    """Raise `UserError` unless each tensor is read from the file for which the index claims it."""
+    """Raise `UserError` unless each tensor is read from its file in the index."""
     for name, file in read_index(index).items():
         if name not in tensors:
             held = "but it does not"
@@ -45,8 +45,8 @@ def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
 
 
 def loaded_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that Transformers reads of a model's folder, in its order: of a
-    tensor in several files the last one's counts. Raises `UserError` as `loaded_tensors`."""
+    """Return the safetensors files that Transformers reads of a model's folder, in its order: the
+    last file with a tensor counts. Raises `UserError` as `loaded_tensors`."""
     check_interfaces("transformers")
     named = named_weights(folder)
     fault = fault_of_files({path.name for path in folder.glob("*")}, named_weights=named)

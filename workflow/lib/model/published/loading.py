@@ -1,7 +1,7 @@
 """A checkpoint compared with Transformers' own loading of it.
 
-The family's `from_pretrained` gets tensors without values and reports what is missing, of another
-shape, or left over. Ties it compares by value, which is done here (`differing_ties`)."""
+The family's `from_pretrained` gets meta tensors and reports missing, misshapen and unused ones.
+Transformers compares tied tensors by value; `differing_ties` does it here."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ from workflow.lib.model.published.converted_reader import ConvertedReader, Modul
 from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.system.errors import UserError
 
-ROWS = 4096  # of two tables that are compared at once
+ROWS = 4096  # of two tables, compared at a time
 SHOWN = 200  # characters of an error of Transformers
 # Keys of config.json for the layers of multi-token prediction behind the decoder layers.
 EXTRA_LAYERS = (
@@ -39,7 +39,7 @@ NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True)
 class LeftOver:
-    """What Transformers loads nothing from."""
+    """Tensors that Transformers does not load."""
 
     stored: tuple[str, ...]  # names of all such tensors in the checkpoint
     told: tuple[str, ...]
@@ -48,7 +48,7 @@ class LeftOver:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep its progress and its advice on published settings from the user."""
+    """Hide Transformers' progress bars and its advice on published settings."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -69,7 +69,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def differing_ties(model: PreTrainedModel, folder: Path) -> bool:
-    """Tell whether a folder stores two tied tensors with other values: they are not tied then."""
+    """Tell whether two tied tensors of a folder differ in value: they are not tied then."""
     if not model.all_tied_weights_keys or not any(folder.glob("*.safetensors")):
         return False
     names = ModuleNames(model)
@@ -92,8 +92,8 @@ def _equal(reader: DecodedReader, first: str, second: str) -> bool:
 
 
 def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
-    """Return what Transformers leaves of a checkpoint; raise `UserError` unless it loads every
-    tensor of the model (on meta) in its shape and a quantizable type. Looks at headers alone."""
+    """Return the tensors that Transformers does not load; raise `UserError` unless it loads every
+    tensor of the model (on meta) in its shape and a quantizable type. Reads headers alone."""
     reader.check_parts()
     if reader.packed and not said_of_quantization(read_bounded(reader.folder / "config.json")):
         raise UserError(
@@ -129,7 +129,7 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
 
 
 def _report(model: PreTrainedModel, reader: ConvertedReader) -> dict[str, Any]:
-    """Return what Transformers reports of loading tensors of these names and shapes."""
+    """Return Transformers' report on loading tensors of these names and shapes."""
     config = copy.deepcopy(model.config)
     for part in (config, config.get_text_config()):
         part.__dict__.pop(QUANTIZATION, None)  # they have the names that they are decoded to
@@ -166,12 +166,12 @@ def first_weight(model: PreTrainedModel) -> str:
     return next(f"{path}.{name}" for name, x in first.named_parameters() if x.dim() > 1)
 
 
-def _check_no_more_layers(model: PreTrainedModel, told: Iterable[str], folder: Path) -> None:
+def _check_no_more_layers(model: PreTrainedModel, reported: Iterable[str], folder: Path) -> None:
     """Raise `UserError` for extra decoder layers that family and config.json do not know."""
     layers = decoder_layers(model)
     first = next(path for path, module in model.named_modules() if module is layers[0])
     start = first.rpartition(".")[0] + "."
-    rests = (name.removeprefix(start).split(".")[0] for name in told if name.startswith(start))
+    rests = (name.removeprefix(start).split(".")[0] for name in reported if name.startswith(start))
     numbers = [int(number) for number in rests if NUMBER.fullmatch(number)]
     config: Any = model.config.get_text_config()
     extra = max(int(getattr(config, key, None) or 0) for key in EXTRA_LAYERS)

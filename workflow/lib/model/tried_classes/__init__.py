@@ -1,2 +1,2 @@
-"""Classes of families, tried on random values: `magnitudes` says how large the values are and when
-two results are alike, `rotary_functions` which function rotates heads."""
+"""Comparison of families' classes on random values: `magnitudes` has the values and when results
+are alike, `rotary_functions` finds the function that rotates heads."""

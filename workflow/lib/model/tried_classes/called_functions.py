@@ -1,5 +1,5 @@
-"""Functions of a family's file that a module's forward calls by their names, and ours in their
-place: the module gets a subclass whose forward is a copy for which those names mean ours."""
+"""Replacement of functions that a module's forward calls by name: the module gets a subclass whose
+forward is a copy with our functions under those names."""
 
 import functools
 import inspect
@@ -13,8 +13,8 @@ Ours = Callable[[FunctionType], Callable[..., Any] | None]
 
 
 def call_ours_(module: nn.Module, ours: Ours) -> bool:
-    """Have a module's forward call what `ours` returns for each function of its file, None of one
-    that stays; return whether there is another than None. `ours` is a function of a module."""
+    """Make a module's forward call `ours(function)` for each function of its file, unless that is
+    None; return whether one is not. `ours` is a function of a module."""
     kind: Any = type(module)
     calling = _calling_class(kind, ours)
     if calling is not None:
@@ -33,20 +33,20 @@ def _calling_class(kind: Any, ours: Ours) -> type[nn.Module] | None:
     names = {name: x for name, x in found.items() if x is not None}
     if not names:
         return None
-    # Whoever looks for the family's own class looks in the file of the class.
+    # A search for the family's own class searches the file of the class.
     members = {"forward": _with_names(kind.forward, names), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
 
 def _held(function: Any) -> Any:
-    """Return the function that a decorator's function calls, None of any other."""
+    """Return the function inside a decorator's function, None of any other."""
     inner = getattr(function, "__wrapped__", None)
     cells = function.__closure__ or ()
     return inner if any(cell.cell_contents is inner for cell in cells) else None
 
 
 def _with_names(function: Any, names: dict[str, Any]) -> FunctionType:
-    """Return a copy of a function (also decorated) for which these globals mean another thing."""
+    """Return a copy of a function (also decorated) with other values for these globals."""
     inner, closure = _held(function), function.__closure__
     copied = None if inner is None else _with_names(inner, names)
     if copied is not None:

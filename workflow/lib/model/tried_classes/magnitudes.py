@@ -1,13 +1,13 @@
-"""At which magnitudes what a family computes is compared with what is to take its place.
+"""Magnitudes at which a family's computation is compared with its replacement.
 
-Small random values alone do not see a clamp: a feed-forward whose gate is cut at 10 looks like any
-other. So each trial is repeated with its values multiplied: over six powers of ten, and by every
-number that the module, its config or its code has, so that values fall on both sides of it.
+Small random values alone do not show a clamp: a feed-forward whose gate is cut at 10 looks like any
+other. So each comparison is repeated with multiplied values: over six powers of ten, and by every
+number of the module, its config or its code, so that values fall on both sides of it.
 
-The code also tells which linears' values a family changes in place: `query_states.clamp_(...)`,
+The code also shows which linears' values a family changes in place: `query_states.clamp_(...)`,
 `hidden_states *= 2`. A value may be changed after its node, unless the node keeps it for backward,
-as with DoRA: such a linear then gives a copy. That costs a copy too many where something else is
-changed; at run time it would be found too late."""
+as with DoRA: such a linear then gives a copy. The copy is useless where something else is changed;
+at run time a change would be found too late."""
 
 import dis
 import functools
@@ -41,7 +41,7 @@ def _codes(function: Any, owner: Any, seen: set[Any]) -> Iterator[CodeType]:
 
 
 def note_changes_in_place_(layer: nn.Module) -> None:
-    """Tell adapted linears of a layer whether a module around them changes tensors in place."""
+    """Mark adapted linears of a layer if a module around them changes tensors in place."""
     for path, linear in layer.named_modules():
         if isinstance(linear, FusedLoraLinear):
             names = path.split(".")
@@ -64,11 +64,11 @@ def _changes(code: Any) -> bool:
 
 
 POWERS = (2.0**-7, 2.0**-3, 1.0, 2.0**3, 2.0**7, 2.0**13)
-MOST = POWERS[-1]  # beyond, squares and cubes of values end what float32 can tell apart
+MOST = POWERS[-1]  # beyond it float32 cannot tell squares and cubes apart
 
 
 def magnitudes(*owners: Any) -> list[float]:
-    """Return factors of values: 1, then what numbers of the modules ask for, and powers."""
+    """Return factors of values: 1, then those from numbers of the modules, and powers of ten."""
     numbers = {abs(x) for owner in owners for x in _numbers_of(owner)}
     asked = {x for x in numbers if POWERS[0] < x < MOST}
     return [1.0, *sorted({*asked, *POWERS} - {1.0})]
@@ -94,7 +94,7 @@ def agree(
     at: Iterable[float],
     tolerance: float,
 ) -> bool:
-    """Whether two computations of values of a magnitude are `alike` at all of these."""
+    """Whether two computations are `alike` at all of these magnitudes."""
     with torch.no_grad():
         return all(alike(theirs(x), ours(x), tolerance=tolerance) for x in at)
 

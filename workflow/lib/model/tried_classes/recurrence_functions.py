@@ -1,9 +1,8 @@
-"""Recurrent layers that run by their family's code, but compute recurrence and short convolution by
-our operations (`kernels.recurrences`).
+"""Recurrent layers with their family's code, but our recurrence and short convolution
+(`kernels.recurrences`).
 
-A function of the family's file is found by what its torch code does with random values, and
-replaced (`called_functions`), unless a call asks for more: a state to begin with, or the last one.
-"""
+A function of the family's file is identified by its results on random values and replaced
+(`called_functions`), except in calls with more arguments: an initial state, or the last one."""
 
 import functools
 import inspect
@@ -21,9 +20,9 @@ from workflow.lib.kernels.recurrences.state_space import state_space
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
-ROWS, TOKENS = 2, 11  # of what a function is tried on
+ROWS, TOKENS = 2, 11  # of a compared function
 TOLERANCE = 1e-5
-# Arguments that ask for what ours does not do: states before and after, packed rows, a gate.
+# Arguments for what ours lacks: states before and after, packed rows, a gate.
 MORE = (
     "initial_state", "initial_states", "output_final_state", "return_final_states", "cu_seqlens",
     "seq_idx", "z",
@@ -33,13 +32,13 @@ NO_LIMITS = (0.0, float("inf"))
 DELTA_RULE = ("query", "key", "value", "g", "beta")
 STATE_SPACE = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias")
 CONVOLUTION = ("hidden_states", "weight", "bias")
-# All of a layer, its last linear included: which has an adapter and a packed weight here.
+# All of a layer with its last linear, which has an adapter and a packed weight here.
 WHOLE_LAYER = ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "chunk_size")
 Arguments = dict[str, Any]
 
 
 class Known(NamedTuple):
-    """A function that we compute, too."""
+    """A function with an equivalent of ours."""
 
     parameters: tuple[str, ...]  # by name; it may have more
     ours: Callable[[Arguments], Any]
@@ -58,8 +57,8 @@ def recur_by_ours_(module: nn.Module) -> bool:
 
 @functools.cache
 def _ours_of(function: FunctionType) -> Callable[..., Any] | None:
-    """Return ours with the arguments and the result of `function`, which gets the calls that ask
-    for more; None if we do not know what `function` computes."""
+    """Return ours with the arguments and the result of `function`, which gets calls with more
+    arguments; None if `function` is unknown."""
     code = inspect.unwrap(function)
     signature = inspect.signature(code)
     for known in KNOWN:
@@ -85,7 +84,7 @@ def _calling(
 
 
 def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> Arguments:
-    """Return a call's arguments by name, those that were left out and others included."""
+    """Return a call's arguments by name, including defaults."""
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
     given = dict(bound.arguments)
@@ -191,8 +190,8 @@ def _is_frozen_convolution(given: Arguments) -> bool:
 
 
 def _no_layer(given: Arguments) -> None:
-    """Families' torch code gives nothing here, and the layer goes on step by step; the function of
-    a package of kernels would compute with the last linear's weight alone, whatever its adapter."""
+    """Families' torch code returns nothing here, and the layer goes on step by step. A kernel
+    package's function would use the last linear's weight alone, whatever its adapter."""
 
 
 def _tried_layers() -> Iterator[Arguments]:

@@ -1,6 +1,5 @@
-"""A family's attention that runs by its own code, but rotates heads by our operation
-(`kernels.rows.rotary`): the function of its file that does so is found by random values, and ours
-is called in its place (`called_functions`)."""
+"""A family's attention with heads rotated by our kernel (`kernels.rows.rotary`): the rotating
+function of its file is identified on random values and replaced (`called_functions`)."""
 
 import functools
 import inspect
@@ -16,20 +15,20 @@ from workflow.lib.kernels.rows.rotary import apply_rotary
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
-ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of what a function is tried on
+ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of a compared function
 TOLERANCE = 1e-5
 AXIS = "unsqueeze_dim"  # a parameter: the dimension of the heads, 1 or 2
 Heads = tuple[torch.Tensor, ...]
 
 
 class Form(NamedTuple):
-    """How a function rotates."""
+    """The arguments and layout of a function that rotates heads."""
 
     tensors: int  # of heads, its first parameters; `cos` and `sin` follow
     axis: int  # of the heads, unless a call names another
     neighbours: bool  # as in `kernels.rows.rotary`
     table: str  # how `cos` and `sin` hold the angle of each pair: `TABLES`
-    parts: bool = False  # whether it takes tables of fewer dimensions than heads have
+    parts: bool = False  # whether it takes tables with fewer dims than the heads
 
 
 class Table(NamedTuple):
@@ -47,7 +46,7 @@ TABLES = {
 
 
 def rotate_by_kernel_(module: nn.Module) -> bool:
-    """Call ours for each function that rotates heads in a module's forward; return if any."""
+    """Replace each function that rotates heads in a module's forward; return whether one is."""
     return call_ours_(module, _rotating_of)
 
 
