@@ -139,7 +139,7 @@ def test_gptq_of_the_second_version_is_known_by_either_name(tmp_path):
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
-        ("qzeros", None, "down_proj.qzeros is not there"),
+        ("qzeros", None, "down_proj.qzeros is missing"),
         ("qweight", lambda x: x[: len(x) * 3 // 4], "down_proj.qweight has 2.91 bits a weight"),
     ],
 )
