@@ -1,8 +1,8 @@
-"""Chat messages as people write them, made into the one form that chat templates expect.
+"""Chat messages of several spellings, in the one form that chat templates expect.
 
 OpenAI's keys (role, content, tool_calls, weight) and ShareGPT's (from, value) mean the same, and so
 do pairs of a question and its answer. All other keys of a message (name, reasoning_content, ...) go
-to the template as they are. What does not fit raises `RowError`."""
+to the template as they are. Any other form raises `RowError`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from workflow.lib.data.encoding.row_values import (
 from workflow.lib.data.encoding.tool_calls import Tool, read_calls
 from workflow.lib.data.reading.chunks import Values
 
-# A message as the template gets it: `role`, `content`, perhaps `tool_calls`, and any keys more.
+# A message for the template: `role`, `content`, perhaps `tool_calls`, and any other keys.
 Message = dict[str, Any]
 
 ROLES = {
@@ -75,9 +75,9 @@ PART = Place("part", frozenset({"type", "text"}))
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the template gets them, with tools and arguments (`template_kwargs`, which come
-    before `data.template_kwargs`). weights: of each message in the loss, 0: not trained; None: all
-    are 1."""
+    """Messages for the template, with tools and arguments (`template_kwargs`, which override
+    `data.template_kwargs`). weights: of each message in the loss, 0: not trained; None: all are
+    1."""
 
     messages: list[Message]
     trained: list[bool]
@@ -87,8 +87,8 @@ class Conversation:
 
 
 def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[float]]:
-    """Return the messages of a list, or of its JSON text, and the weight of each in the loss. It is
-    0 but for the assistant's, for which it is 1 unless a flag of theirs says otherwise."""
+    """Return the messages of a list, or of its JSON text, and each one's weight in the loss: 0, but
+    for the assistant's 1 unless one of its flags says otherwise."""
     value = json_value(raw, what) if isinstance(raw, str) else raw
     items = _by_message(value) if isinstance(value, dict) else value
     if not isinstance(items, list):
@@ -103,7 +103,7 @@ def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Messag
 
 
 def _by_message(value: dict[str, Any]) -> object:
-    """Return the objects of an object of lists, as `datasets` stored lists of objects once."""
+    """Return a list of objects from an object of lists, as `datasets` once stored them."""
     columns = list(value.values())
     are_lists = bool(columns) and all(isinstance(column, list) for column in columns)
     if are_lists and len({len(column) for column in columns}) == 1:
@@ -159,7 +159,7 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
 
 
 def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:
-    """Take the value under whichever of its names; a table may have all, null for the others."""
+    """Take the value under any of its names; a table may have all, null for the others."""
     found = None
     for name in names:
         value = item.get(name)

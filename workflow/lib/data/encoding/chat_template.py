@@ -1,7 +1,7 @@
 """Conversations to text through a chat template.
 
-The template is code of others: Transformers runs it in Jinja's immutable sandbox. What it does not
-write would silently not be trained; `rendered_texts` looks for that."""
+The template is code of others: Transformers runs it in Jinja's immutable sandbox. A text that it
+leaves out would silently not be trained; `rendered_texts` looks for such texts."""
 
 import difflib
 import json
@@ -26,9 +26,8 @@ from workflow.lib.system.limits import BoundedWork, ExcessError
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 SEARCHES = {"split", "rsplit", "partition", "rpartition", "find", "startswith", "endswith"}
-# Templates such as Llama 3's write today's date. The same data must give the same tokens tomorrow,
-# so they are given this day (the default in Llama 3.2's template): the macro shadows Transformers'
-# function.
+# Templates such as Llama 3's write today's date. Equal data must give equal tokens tomorrow, so
+# templates get this day (the default in Llama 3.2's): the macro shadows Transformers' function.
 FIXED_DATE = "2024-07-26"
 DATE_MACRO = (
     "{% macro strftime_now(format) %}{{ format | replace('%Y', '2024') | replace('%y', '24')"
@@ -39,7 +38,7 @@ DATE_MACRO = (
 # Templates write a text once, and a little around it. A tokenizer takes 150 bytes of memory for a
 # byte of text.
 MAX_RENDERED_CHARS = 2 * MAX_ROW_BYTES
-# What a template raises at data that it was not written for.
+# Errors of a template for data that it was not written for.
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -61,7 +60,7 @@ OWN_NAMES = {
 }
 
 Spans = list[tuple[int, int]]
-# A call with an id as OpenAI makes them, by which a template shows what it refuses.
+# A call with an id in OpenAI's form, to see what a template refuses.
 _CALL: ToolCall = {
     "id": "call_0123456789",
     "type": "function",
@@ -74,7 +73,7 @@ _CALLED: list[Message] = [
 
 
 def with_fixed_date(template: str) -> str:
-    """Return a template that writes `FIXED_DATE` in place of the day on which it is rendered."""
+    """Return a template that writes `FIXED_DATE` in place of today."""
     return DATE_MACRO + template if "strftime_now" in template else template
 
 
@@ -91,7 +90,7 @@ def without_generation_tags(template: str) -> str:
 
 class ChatTemplate:
     """A chat template with its variables. special_tokens: the tokenizer's, by their names.
-    template_kwargs: arguments for every conversation that does not give others."""
+    template_kwargs: arguments for conversations that do not set them."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class ChatTemplate:
 
     @cached_property
     def searched_texts(self) -> set[str]:
-        """Texts that the template searches for in a message, reasoning's end among them."""
+        """Texts that the template searches for in a message, the end of reasoning among them."""
         searched: list[nodes.Node] = []
         for comparison in self._tree.find_all(nodes.Compare):
             if any(operand.op in ("in", "notin") for operand in comparison.ops):
@@ -131,7 +130,7 @@ class ChatTemplate:
         return meta.find_undeclared_variables(self._tree) - OWN_NAMES - set(self._special_tokens)
 
     def unknown_argument(self, names: Collection[str]) -> str | None:
-        """Return what is wrong with the first name that the template does not read, or None."""
+        """Return the fault of the first name that the template does not read, or None."""
         unknown = [n for n in names if n not in self.arguments and n not in self._special_tokens]
         if not unknown:
             return None
@@ -160,7 +159,7 @@ class ChatTemplate:
         return False
 
     def adapted(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with its calls' arguments and ids as the template takes them."""
+        """Return the conversation with its calls' arguments and ids in the template's form."""
         messages = conversation.messages
         if not any("tool_calls" in message for message in messages):
             return conversation
@@ -183,8 +182,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> tuple[str, Spans]:
         """Return the text, and the character spans of its generation blocks. Raises `RowError` if
-        the template refuses or writes too much, `UserError` if it takes too much time or memory:
-        how much a machine has of them must not decide which rows are trained."""
+        the template refuses or writes too much, `UserError` if it takes too much time or memory: a
+        machine's limits must not decide which rows are trained."""
         try:
             with BoundedWork():
                 rendered: Any = render_jinja_template(  # annotated as str, it returns two lists
@@ -240,7 +239,7 @@ def keys_in_template(text: str) -> frozenset[str]:
 
 
 def with_arguments(template: str, arguments: Mapping[str, object]) -> str:
-    """Return a template with these for arguments that it is not given (Python's literals)."""
+    """Return a template with default values for these arguments (Python's literals)."""
     defaults = [
         f"{{% if {name} is not defined %}}{{% set {name} = {value!a} %}}{{% endif %}}"
         for name, value in arguments.items()

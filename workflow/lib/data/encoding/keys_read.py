@@ -1,12 +1,12 @@
-"""Every key of a row, and of what is in it, is read, or refused, or counted as not read.
+"""Every key of a row, and inside of it, is read, refused, or counted as not read.
 
-Readers declare which keys they take at a place: the columns of a row, the keys of a message, of a
-part of its content, of a call, of a tool. The rest follows, once for each set of keys that occurs:
+Readers declare their keys of a place: the columns of a row, the keys of a message, of a part of its
+content, of a call, of a tool. The other keys are judged once for each set of keys that occurs:
 nearly all rows of a source have one of few.
 
-Some keys are flags: they say whether, and with which weight, a turn or a row is trained. All that a
-turn has must say yes, and its weights are multiplied. What cannot be read for certain is refused:
-weights inside of objects, and `mask`, which for some means trained and for others hidden."""
+Some keys are flags: they say whether, and with which weight, a turn or a row is trained. All flags
+of a turn must say yes, and its weights are multiplied. Ambiguous flags are refused: weights inside
+of objects, and `mask`, which for some means trained and for others hidden."""
 
 import math
 import re
@@ -27,7 +27,7 @@ SMALLEST, LARGEST = 1e-15, 1e15
 HIDES = {"masked", "is_masked", "no_loss", "ignore_loss"}
 UNCLEAR = {"mask"}
 FLAGS = TRAINS | WEIGHTS | HIDES | UNCLEAR
-# Of an answer that was judged (KTO): true or false; classes, which are numbers or words, are none.
+# Of a rated answer (KTO): true or false; classes, which are numbers or words, are no label.
 LABEL = "label"
 MASKS = {"mask", "masks", "masked"}
 SCALES = {"weight", "weights"}
@@ -35,14 +35,14 @@ WORDS = {
     *("train", "training", "trainable", "trained", "untrained", "loss", *MASKS, *SCALES),
     *("learn", "learnable", "learned", "supervised", "ignore", "ignored", "exclude", "excluded"),
 }
-# Columns may be about anything, so two words must say that one is about training.
+# Columns may be about anything, so only two such words make one about training.
 SCALED = {"loss", "sample", "example", "turn", "turns", "message", "token", "train", "training"}
 NO_LOSS_MASKS = {"attention_mask"}
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 class Flag(NamedTuple):
-    """A key that says what is trained, and its value; inside: in an object of anything."""
+    """A key that says what is trained, and its value; inside: within an object of any content."""
 
     key: str
     value: Any
@@ -51,7 +51,7 @@ class Flag(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def is_like_flag(key: str, *, of_row: bool) -> bool:
-    """Tell whether a column, or a key of a message, is named as if it said what is trained."""
+    """Tell whether a column, or a key of a message, has the name of a flag."""
     words = {word.lower() for word in WORD.findall(key)}
     if not of_row:
         return not WORDS.isdisjoint(words)
@@ -70,8 +70,8 @@ def check_unknown_flag(key: str, value: Any, where: str) -> None:
 
 
 def flags_of(item: Values, flags: Iterable[str], others: Iterable[str]) -> list[Flag]:
-    """Return the flags of an item and what they say, with those inside of objects. flags, others:
-    its keys that are flags, and keys whose objects may hold some."""
+    """Return the flags of an item and their values, including flags inside of objects. flags,
+    others: its keys that are flags, and keys whose objects may hold some."""
     own = [flag for key in flags for flag in _values(key, item[key])]
     objects = [value for key in others if isinstance(value := item.get(key), dict | list)]
     return own + [flag._replace(inside=True) for value in objects for flag in _inside(value)]
@@ -94,14 +94,14 @@ def _inside(value: dict[str, Any] | list[Any]) -> Iterator[Flag]:
 
 
 def weight_of(flags: Iterable[Flag], where: str) -> float:
-    """Return the weight of what has these flags, 0 if it is not trained. Raises `RowError`."""
-    return math.prod(weight_said(flag, where) for flag in flags)
+    """Return the weight of an item with these flags, 0 if it is not trained. Raises `RowError`."""
+    return math.prod(flag_weight(flag, where) for flag in flags)
 
 
 def check_not_trained_by_role(flags: Iterable[Flag], where: str) -> None:
     for flag in flags:
         key = flag.key
-        if weight_said(flag, where) and key not in WEIGHTS:
+        if flag_weight(flag, where) and key not in WEIGHTS:
             raise _error(
                 f"not an assistant's: {where} is marked to be trained ({key}), and only assistant "
                 "turns are",
@@ -109,7 +109,7 @@ def check_not_trained_by_role(flags: Iterable[Flag], where: str) -> None:
             )
 
 
-def weight_said(flag: Flag, where: str, *, weights: Collection[str] = WEIGHTS) -> float:
+def flag_weight(flag: Flag, where: str, *, weights: Collection[str] = WEIGHTS) -> float:
     """Return the weight of one flag, 0: not trained; weights: keys of more than 0 and 1."""
     key, value, inside = flag
     has = f"{where} has {key} = {repr(value)[:PREVIEW_CHARS]}"
@@ -134,7 +134,7 @@ def _error(reason: str, key: str) -> RowError:
     return RowError(f"{reason}; or leave it out (data.leave_out: [{key}])")
 
 
-# Of a message; whether the template writes it is checked for every row.
+# Of a message; every row is checked for whether the template writes it.
 REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
 TOOLS_KEYS = {"tools", "functions"}
 MAX_SHAPES = 4096
@@ -151,7 +151,7 @@ MEDIA = {
 @dataclass(frozen=True)
 class Place:
     """Where keys stand, and which are read there. name: in listings, "" for columns; optional: keys
-    that few items have; passed: others go to the chat template; flags: those of training."""
+    of few items; passed: others go to the chat template; flags: those of training."""
 
     name: str
     read: frozenset[str]
@@ -161,8 +161,8 @@ class Place:
 
 
 class Shape(NamedTuple):
-    """What becomes of a set of keys: which are not read, which are flags, which are passed on.
-    has_optional: whether any of the optional ones is among them."""
+    """The use of a set of keys: which are not read, which are flags, which are passed on.
+    has_optional: whether an optional one is among them."""
 
     unread: tuple[str, ...]
     flags: tuple[str, ...]
@@ -172,7 +172,7 @@ class Shape(NamedTuple):
 
 class KeyAccount:
     """Counts the keys of a source that are not read. template_keys: of a message, read by the
-    template; leave_out: by the user's wish; omit_media: pictures and sounds, too; group_by: is
+    template; leave_out: by the user's setting; omit_media: also pictures and sounds; group_by: is
     read."""
 
     def __init__(
@@ -192,8 +192,8 @@ class KeyAccount:
         self._columns: dict[str, None] = {}
 
     def take(self, place: Place, item: Values, where: str) -> tuple[Values, Shape]:
-        """Account for the keys of an item; return it without those to be left out, and its shape.
-        Raises `RowError` at a key that is not read, and changes what should be trained."""
+        """Account for the keys of an item; return it without keys to be left out, and its shape.
+        Raises `RowError` at a key that is not read but changes what should be trained."""
         shape = self._shapes.get((place.name, *item)) or self._learn(place, item)
         for key in shape.unread:
             value = item[key]
@@ -242,7 +242,7 @@ class KeyAccount:
         self._counts[counted] = self._counts.get(counted, 0) + 1
 
     def report(self) -> tuple[list[str], dict[str, int]]:
-        """Return the columns that were read, and what was not with its counts, since the last."""
+        """Return the columns that were read, and unread keys with counts, since the last call."""
         counted, self._counts = self._counts, {}
         counts = {_label(*place_and_key): count for place_and_key, count in counted.items()}
         return [c for c in self._columns if ("", c) not in counted], counts
@@ -264,7 +264,7 @@ def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = 
     flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f.value, bool)]
     product = 1.0
     for flag in flags:
-        product *= weight_said(flag, "the row", weights={*WEIGHTS, column})
+        product *= flag_weight(flag, "the row", weights={*WEIGHTS, column})
         if not product:
             raise UnwantedRowError(f"not trained: column {flag.key!r} is {flag.value!r}")
     return product

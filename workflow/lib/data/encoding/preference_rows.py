@@ -1,9 +1,9 @@
-"""Rows of preferences: two answers to one prompt, or an answer that was judged.
+"""Rows of preferences: two answers to one prompt, or a rated answer.
 
-Of a pair, prompt and answer are put together to two conversations. What they share from the first
-message on is the prompt, whether it stands in a column of its own or in both; behind it the answers
-of the assistant are trained. Transcripts as those of HH-RLHF are divided into turns first. Two
-texts without a prompt are refused: where one would end, nothing in them says."""
+Prompt and answers of a pair become two conversations. Their common first messages are the prompt,
+whether it has a column of its own or stands in both; the assistant's answers after it are trained.
+Transcripts as those of HH-RLHF are divided into turns first. Two texts without a prompt are
+refused: nothing in them says where one would end."""
 
 import math
 import re
@@ -40,14 +40,14 @@ from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
 from workflow.lib.data.reading.chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
-# A transcript, its turns, and what divides them.
+# A transcript, its turns, and their separator.
 TRANSCRIPT = re.compile(r"\s*Human:.*\n\nAssistant:", re.DOTALL)
 SPEAKER = re.compile(r"(?:^\s*|\n\n)(Human|Assistant):")
 ROLE_OF = {"Human": "user", "Assistant": "assistant"}
-# A prompt that holds its tools too, as OpenAI's preference format has it.
+# A prompt with its tools, as in OpenAI's preference format.
 PROMPT = Place("prompt", frozenset({"messages", "tools"}))
 ANSWER_KEYS = ("response", "answer", "completion", "text", "content", "messages")
-# Of an answer's score, tried in this order; a rank is the better the lower.
+# Keys of an answer's score, tried in this order; a lower rank is better.
 SCORE_KEYS = ("score", "rating", "fine-grained_score", "overall_score")
 RANK = "rank"
 TRUE_AND_FALSE = {
@@ -62,7 +62,7 @@ Turns = tuple[list[Message], list[float]]
 @dataclass(frozen=True)
 class Judged:
     """Conversations that end with an answer each: of a pair the chosen one and the rejected one.
-    desirable: of rated answers, whether each is a good one; None = they are a pair."""
+    desirable: of rated answers, whether each is good; None: they are a pair."""
 
     answers: list[Conversation]
     desirable: list[bool] | None = None
@@ -81,7 +81,7 @@ def to_judged(
     value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount, rated: bool
 ) -> Judged:
     """Return a row's pair of answers, or its rated answer; a pair as two if `rated`. Raises
-    `RowError` as `to_sample`, and where there is nothing to prefer."""
+    `RowError` as `to_sample`, and for answers without a preference."""
     value, shape = keys.take(judged_place(format, columns), value, "the row")
     weight = row_weight(shape, value, column=columns.weight)
     row = RowParts(value, value if shape.has_optional else NOTHING, columns, keys)
@@ -100,8 +100,8 @@ def to_judged(
 
 
 def _judged_answer(row: RowParts, format: Format) -> Conversation:
-    """Return a conversation of which what the assistant says behind the last user's turn is
-    trained; of a prompt and its completion, the whole completion."""
+    """Return a conversation of which the assistant's turns after the user's last one are trained;
+    of a prompt and its completion, the whole completion."""
     conversation = READ[format](row)
     assert isinstance(conversation, Conversation), "rated rows are conversations"
     if format == "prompt_completion":
@@ -216,7 +216,7 @@ def _transcript(text: str, what: str) -> Turns:
 
 
 def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
-    """Return the messages of the prompt's column, if any; and the row with its tools."""
+    """Return the messages of the prompt's column, if any, and the row with its tools."""
     columns, keys = row.columns, row.keys
     given, what = row.value.get(columns.prompt), f"column {columns.prompt!r}"
     if given in EMPTY:
@@ -237,7 +237,7 @@ def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
 
 
 def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
-    """Return both conversations, of which what follows the prompt that they share is trained."""
+    """Return both conversations; the messages after their common prompt are trained."""
     given, row = _prompt(row)
     history, _ = read_history(row)
     prompt = [*history, *given]
@@ -254,7 +254,7 @@ def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
 
 
 def _with_prompt(prompt: list[Message], side: Turns) -> Turns:
-    """Return an answer behind its prompt, or a whole conversation as it is."""
+    """Return an answer after its prompt, or a whole conversation as it is."""
     messages, weights = side
     is_whole = messages[0]["role"] != "assistant" or (
         not prompt and any(message["role"] == "user" for message in messages)
@@ -271,7 +271,7 @@ def _with_prompt(prompt: list[Message], side: Turns) -> Turns:
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Return how many messages both begin with; raises `RowError` unless answers follow."""
+    """Return the number of common first messages; raises `RowError` unless answers follow."""
     if chosen == rejected:
         raise RowError("equal answers: chosen and rejected are the same")
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -288,8 +288,8 @@ def _shared(chosen: list[Message], rejected: list[Message]) -> int:
 
 
 def begin_judged(encoder: SampleEncoder, judged: Judged) -> Callable[[], list[Encoded]]:
-    """Return what encodes a row's answers, a document each (`SampleEncoder.begin`). It raises
-    `RowError` too if answers are equal, or have unlike prompts, as the template writes them."""
+    """Return the encoder of a row's answers, a document each (`SampleEncoder.begin`). It raises
+    `RowError` too if the template writes equal answers, or unlike prompts."""
     return partial(_encoded, [encoder.begin(answer) for answer in judged.answers], judged.desirable)
 
 

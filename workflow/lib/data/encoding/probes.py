@@ -1,4 +1,4 @@
-"""Probes: conversations and a text whose token ids the manifest holds, as they are trained.
+"""Probes: conversations and a text, with the token ids of training in the manifest.
 
 An export encodes them again by the written files alone, and must get the same ids."""
 
@@ -29,7 +29,7 @@ _ANSWERED: list[Message] = [
     {"role": "tool", "name": "ping", "content": "12 ms"},
     {"role": "assistant", "content": "It answered in 12 ms."},
 ]
-# A turn of the assistant and the one behind it, by whether the turn calls a tool.
+# Turns that follow a turn of the assistant, by whether it calls a tool.
 NEXT_TURNS = {
     False: Conversation([*PROBE.messages, PROBE.messages[0]], [False, True, False]),
     True: Conversation([*_ASKED, _ANSWERED[0]], [False, True, False], [_TOOL]),

@@ -1,9 +1,8 @@
-"""Whether the chat template wrote every text of a conversation.
+"""A check that the chat template writes every text of a conversation.
 
-That a template writes conversations of one shape (roles, keys, what is empty) is proved once, with
-a conversation in which every text is marked. Each row's texts are then searched in what was
-rendered of it. What is not found so, for a template may rewrite it, is decided by a marked copy of
-that row."""
+One conversation with marked texts proves that a template writes all conversations of its shape
+(roles, keys, empty texts). Each row's texts are then searched in its rendered text. A template may
+rewrite a text; if the search misses one, a marked copy of the row decides."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ MAX_SHAPES = 4096
 
 @dataclass(frozen=True)
 class Turn:
-    """A trained turn of a text. index: number of its message. start: where it begins, and its
-    prompt ends. stop: where it ends, its end-of-turn token included."""
+    """A trained turn of a text. index: number of its message. start: its first character, where its
+    prompt ends. stop: its end, after its end-of-turn token."""
 
     index: int
     start: int
@@ -34,7 +33,7 @@ class Turn:
 
 @dataclass
 class TurnText:
-    """A conversation as the template writes it, with its trained turns; messages: shown."""
+    """A rendered conversation with its trained turns; messages: shown."""
 
     text: str
     messages: int
@@ -53,8 +52,8 @@ class RenderedTexts:
         self._lost_by_shape: dict[Hashable, frozenset[TextKind]] = {}
 
     def check(self, conversation: Conversation, documents: Sequence[TurnText]) -> set[TextKind]:
-        """Return what the template leaves out and may. documents: what was rendered of the
-        conversation. Raises `RowError` that names the text if it must not."""
+        """Return the allowed kinds of text that the template leaves out. documents: the rendered
+        conversation. Raises `RowError` with the name of a text that must not be left out."""
         known = self._lost_in_shape(conversation)
         missing = _missing(texts_of_conversation(conversation), documents)
         lost = {text.place.kind for text in missing}
@@ -93,8 +92,8 @@ class RenderedTexts:
 def _missing(
     texts: Sequence[Text], documents: Sequence[TurnText], *, trained_only: bool = False
 ) -> Iterator[Text]:
-    """Yield the texts that a document should hold and does not. A trained turn matters where it is
-    trained (`trained_only`): templates leave reasoning and answers out of later prompts."""
+    """Yield the texts that a document lacks. A trained turn must be complete where it is trained
+    (`trained_only`): templates leave reasoning and answers out of later prompts."""
     trained = {turn.index for document in documents for turn in document.turns}
     for document in documents:
         own = {turn.index: document.text for turn in document.turns}

@@ -1,7 +1,7 @@
-"""Which format the columns of a source mean, of those that a run can use, and what each holds.
+"""The format of a source, from its columns, and the meaning of each column.
 
-The names that a dataset uses are taken from `data.columns`; where that says nothing, from a table
-of the names that public datasets use."""
+Names of columns come from `data.columns`; without them, from a table of the names in public
+datasets."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -13,8 +13,8 @@ from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError, setting_error
 
 DEFAULTS = DataColumns()
-# Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first
-# that fits.
+# Columns that a format needs, by their keys of `data.columns`; `auto` takes the first format that
+# fits.
 REQUIRED: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
@@ -31,11 +31,11 @@ FORMATS: dict[Examples, tuple[Format, ...]] = {
     "pairs": PAIRS,
     "rated": ("messages", "prompt_completion", "alpaca", *PAIRS),
 }
-# `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the
-# text beside them.
+# `auto` takes token ids only with labels or a mask: many tokenized datasets keep the text beside
+# them.
 TARGETS = ("labels", "loss_mask")
 WITHOUT_TEMPLATE: frozenset[Format] = frozenset({"tokens", "text"})
-# Other names of columns, tried in this order where those of `data.columns` are not there.
+# Other names of columns, tried in this order if those of `data.columns` are missing.
 OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
     ("messages", {"messages": "conversations"}),
     ("messages", {"messages": "conversation"}),
@@ -48,7 +48,7 @@ OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
     ("alpaca", {"instruction": "question", "input": "context", "output": "response"}),
     ("alpaca", {"instruction": "problem", "input": "context", "output": "solution"}),
 )
-# Other names of columns that a format of preferences reads, each tuple as a whole.
+# Other names of columns of preference formats, each tuple as a whole.
 PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     ("prompt",): tuple(
         (name,)
@@ -69,11 +69,10 @@ PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     ("answers",): (("completions",),),
 }
 LABEL_NAMES = {("label",): (("desirable",), ("is_desirable",))}
-# Columns that several publishers name otherwise; the first that is there, unless the user names
-# one.
+# Columns with several names among publishers; the first present one, unless the user names one.
 SYSTEM_NAMES = ("system", "system_prompt", "system_message")
 TOOLS_NAMES = ("tools", "functions")
-# Columns of which a row is one message of many.
+# Columns of datasets whose rows are single messages.
 TREE_COLUMNS = {"parent_id", "parent_message_id", "message_tree_id", "replies"}
 ROLE_COLUMN = "role"
 
@@ -175,7 +174,7 @@ def tools_columns(columns: DataColumns) -> tuple[str, ...]:
 
 
 def _listed(names: Collection[str]) -> str:
-    """Return names in quotes, as a blank at an end would else be overlooked."""
+    """Return names in quotes, which show a blank at an end."""
     return ", ".join(printable(f"'{name}'") for name in names)
 
 

@@ -1,9 +1,9 @@
-"""What a row means: columns to a conversation, a text or token ids, by one of five formats.
+"""From a row's columns to a conversation, a text or token ids, by one of five formats.
 
 `messages` is a conversation, `prompt_completion` one whose completion alone is trained (both texts,
 or lists of messages), `alpaca` a question and its answer, `tokens` ids with labels or a mask,
-`text` stays text. A row that does not fit raises `RowError`; its message is the reason in
-`rejects.jsonl`, and what stands before the colon is counted."""
+`text` plain text. Any other row raises `RowError`; its message is the reason in `rejects.jsonl`,
+and the part before the colon is counted."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,12 +35,12 @@ from workflow.lib.data.encoding.tool_calls import read_calls, read_tools
 from workflow.lib.data.reading.chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
-# The row's arguments of the chat template: an object of them, and columns named as one of them.
+# The row's arguments of the chat template: an object of them, and columns with their names.
 ARGUMENTS_COLUMN = "chat_template_kwargs"
 SWITCHES = {"enable_thinking": bool, "reasoning_effort": str}
-THINKING = "thinking"  # such an argument if it is true or false, and a reasoning if it is text
+THINKING = "thinking"  # an argument if it is true or false, a reasoning if it is text
 NOTHING: Values = {}
-SWITCHED = {"on", "off"}  # what a column `reasoning` may hold instead of a reasoning
+SWITCHED = {"on", "off"}  # values of a column `reasoning` that are no reasoning
 # Columns that each format reads, by their keys of `data.columns`.
 READ_COLUMNS: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -51,14 +51,14 @@ READ_COLUMNS: dict[Format, tuple[str, ...]] = {
     "pairs": ("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
     "ranked": ("prompt", "answers"),
 }
-WITHOUT_REASONING: tuple[Format, ...] = ("text", "pairs", "ranked")  # whose it is, nothing says
+WITHOUT_REASONING: tuple[Format, ...] = ("text", "pairs", "ranked")  # without a message for it
 
 
 Unweighted = Conversation | TokenRow | str
 
 
 class Weighted(NamedTuple):
-    """What a row means, and its weight in the loss, which is not 1."""
+    """A row's sample, with a weight in the loss other than 1."""
 
     sample: Unweighted
     weight: float
@@ -68,8 +68,8 @@ Sample = Unweighted | Weighted
 
 
 class RowParts(NamedTuple):
-    """What a format reads a row from. value: its columns. optional: the same, empty where no
-    optional one is there. keys: takes account of what is read."""
+    """The parts of a row for a format. value: its columns. optional: the same, empty without any
+    optional one. keys: the account of keys."""
 
     value: Values
     optional: Values
@@ -87,7 +87,7 @@ def row_place(format: Format, columns: DataColumns) -> Place:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
         optional |= {ARGUMENTS_COLUMN, *SWITCHES}
         optional |= set() if format in WITHOUT_REASONING else REASONING_KEYS
-    names |= {columns.label} - {LABEL}  # which is not read where it is no judgement
+    names |= {columns.label} - {LABEL}  # not read as a label without ratings
     flags = frozenset({*FLAGS, columns.weight})
     return Place("", frozenset(names | optional), frozenset(optional), flags=flags)
 
@@ -95,9 +95,9 @@ def row_place(format: Format, columns: DataColumns) -> Place:
 def to_sample(
     value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount | None = None
 ) -> Sample:
-    """Return a row's conversation, token ids, or text, with its weight where that is not 1. keys:
-    takes account of what is read. Raises `RowError` if a column is missing, empty, or of the wrong
-    type, or a key that is not read changes what should be trained."""
+    """Return a row's conversation, token ids, or text, with its weight if that is not 1. keys: the
+    account of keys. Raises `RowError` if a column is missing, empty, or of the wrong type, or a key
+    that is not read changes what should be trained."""
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
     weight = row_weight(shape, value, column=columns.weight, label=columns.label)
@@ -156,7 +156,7 @@ def check_has_answer(messages: list[Message], weights: list[float]) -> None:
 def whole_conversation(
     messages: list[Message], weights: list[float], row: RowParts
 ) -> Conversation:
-    """Return messages with what the row has of a system text, tools and template arguments."""
+    """Return messages with the row's system text, tools and template arguments."""
     if not row.optional:
         return _weighted_conversation(messages, weights)
     system = _one_column(row, system_columns(row.columns), "system text")

@@ -16,7 +16,7 @@ class RowError(ValueError):
 
 
 class UnwantedRowError(RowError):
-    """A usable row that is not wanted: it says so itself, or is longer than the settings allow."""
+    """A usable row that is not wanted: by its own flags, or longer than the settings allow."""
 
 
 def kind(value: Any) -> str:
@@ -70,7 +70,7 @@ def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of objects, which a table gives to every struct, as exported JSON Lines
+    """Drop the null fields of objects: a table gives them to every struct, as exported JSON Lines
     do. JSON text in a row keeps its nulls."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -90,7 +90,7 @@ def json_value(text: str, what: str) -> Any:
 
 
 def objects_in(text: str) -> list[dict[str, Any]] | None:
-    """Return the objects of a JSON text that holds one or a list of them; None for other texts."""
+    """Return the objects of a JSON text: one or a list of them; None for other texts."""
     if not text.startswith(("[", "{", " ", "\n", "\t")) or text.lstrip()[:1] not in ("[", "{"):
         return None
     try:

@@ -3,7 +3,7 @@
 Special tokens in a user's text are *guarded* before rendering: each character becomes one of the
 private-use plane. After rendering both spellings are swapped, and a second tokenizer, whose special
 tokens are spelled guarded, reads the result. Lengths and positions do not change. Text without
-them, nearly all, takes the first tokenizer as it is."""
+special tokens, nearly all, takes the first tokenizer as it is."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-SHORT_TAIL = 64  # characters of a prompt's end that is looked up, as nearly all rows have the same
+SHORT_TAIL = 64  # of a prompt's cached end; nearly all rows have the same
 MAX_TAILS = 1024
 PRIVATE_USE = 0xF0000  # first code point of plane 15, which has no assigned characters
 
@@ -31,7 +31,7 @@ class SafeEncoder:
         specials = {number: token.content for number, token in added.items() if token.special}
         self.special_ids = set(specials)
         self._ids = {text: number for number, text in specials.items()}
-        # each character that any special token has becomes a private-use one of its own
+        # each character of any special token gets a private-use one of its own
         characters = sorted(set("".join(specials.values())))
         self._guard = {ord(char): PRIVATE_USE + n for n, char in enumerate(characters)}
         self._swap = self._guard | {new: old for old, new in self._guard.items()}
@@ -61,7 +61,7 @@ class SafeEncoder:
 
     def guard(self, text: str, *, but: Collection[str] = ()) -> str:
         """Return `text` with the spellings of special tokens replaced, for the chat template. Those
-        in `but` stay as they are, and become special tokens if the template writes them."""
+        in `but` stay, and become special tokens if the template writes them."""
         return self.special_pattern.sub(
             lambda match: match[0] if match[0] in but else match[0].translate(self._guard), text
         )
@@ -71,7 +71,7 @@ class SafeEncoder:
         return ends[-1] if ends else None
 
     def without_repeated_end(self, text: str, stop: int) -> int:
-        """Return where the first of equal special tokens ends that stand before `stop`."""
+        """Return the end of the first of equal special tokens before `stop`."""
         start = self.start_of_last_special(text[:stop])
         if start is None:
             return stop
@@ -81,7 +81,7 @@ class SafeEncoder:
         return start + len(token)
 
     def special_text(self, text: str, start: int) -> str:
-        """Return the special token at `start` of a rendered text; empty if there is none."""
+        """Return the special token at `start` of a rendered text; empty without one."""
         match = self.special_pattern.match(text, start)
         return match[0] if match else ""
 
@@ -90,7 +90,7 @@ class SafeEncoder:
         return starts[-1] if starts else None
 
     def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
-        """Encode what the template rendered. guarded: its messages went through `guard`."""
+        """Encode a rendered text. guarded: its messages went through `guard`."""
         if not guarded:
             return self._plain.encode(text, add_special_tokens=False)
         swapped = self._either.sub(lambda match: match.group().translate(self._swap), text)
@@ -99,8 +99,8 @@ class SafeEncoder:
     def is_prompt(
         self, encoding: Encoding, ids: list[int], text: str, end: int, *, guarded: bool
     ) -> bool:
-        """Tell whether the prompt `text[:end]` has the tokens that the whole text (encoding, ids)
-        has there; compared behind the last special token, as these stand alone."""
+        """Tell whether the prompt `text[:end]` has the same tokens alone and in the whole text
+        (encoding, ids); compared after the last special token, as these stand alone."""
         stop = _first_from(encoding, end)
         first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
         span = encoding.token_to_chars(first)
@@ -116,7 +116,7 @@ class SafeEncoder:
         return known
 
     def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
-        """Encode rendered text behind a prompt, without a blank; raises `ValueError` for one."""
+        """Encode rendered text after a prompt, without a blank; raises `ValueError` for one."""
         for anchor in (self._anchor, self._anchor + "\n"):
             encoding = self.encode_rendered(anchor + text, guarded=guarded)
             first = _first_from(encoding, len(anchor))
@@ -156,7 +156,7 @@ def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
 
 
 def _any_of(strings: list[str]) -> re.Pattern[str]:
-    """Match any of the strings, the longest first as the tokenizer does; with none, nothing."""
+    """Match any of the strings, the longest first as the tokenizer does; nothing without one."""
     ordered = sorted(filter(None, strings), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 

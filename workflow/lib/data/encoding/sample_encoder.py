@@ -1,9 +1,9 @@
 """Conversations, texts and ready token ids to documents: token ids and loss masks.
 
-What an assistant says is trained, its end-of-turn token included; `trained_turns` finds where it
-stands in the rendered text. A turn whose prompt has other tokens there than inference gives it
-becomes an example of its own: the prompt and the turn as inference has them. Masks say which token
-is a prediction target, so the first token of a document is never one."""
+The assistant's turns are trained, end-of-turn tokens included; `trained_turns` finds them in the
+rendered text. If inference gives a turn another prompt than the conversation, the turn becomes an
+example of its own: its prompt and itself as in inference. Masks mark prediction targets, so the
+first token of a document is never one."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class Encoded:
     """Of the tokens in the loss, (length,), 0 where the mask is False; None = the mask itself."""
     begins_untrained: bool = False
     """The conversation begins with a turn to be trained, which has no prompt."""
-    desirable: bool = True  # whether the answer is a good one, where it is rated
+    desirable: bool = True  # of a rated answer: whether it is good
 
     def weighted(self, weight: float) -> "Encoded":
         weights = self.mask.astype(np.float32) if self.weights is None else self.weights
@@ -48,9 +48,9 @@ class Encoded:
 
 
 class SampleEncoder:
-    """Encodes samples; `chat_template`: None without conversations; tool_template: of rows with
-    tools, None = the same; template_kwargs: defaults; allow_unrendered: what may be left out;
-    special_tokens: what spelled ones are."""
+    """Encodes samples. chat_template: None without conversations; tool_template: of rows with
+    tools, None: the same; template_kwargs: defaults; allow_unrendered: kinds of text that may be
+    left out; special_tokens: meaning of spelled ones."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SampleEncoder:
         self._reads_tokens = special_tokens == "tokens"
         bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
-        self._bos = [bos] if adds_bos else list[int]()  # put before a text by the tokenizer itself
+        self._bos = [bos] if adds_bos else list[int]()  # the tokenizer itself puts it before a text
         self._unk: str | None = tokenizer.special_tokens_map.get("unk_token")
         texts = {False: chat_template, True: tool_template}
         templates = {
@@ -92,14 +92,14 @@ class SampleEncoder:
             self._check_template(prober, OFFERING_PROBE if for_tools else PROBE)
 
     def encode(self, sample: Sample) -> list[Encoded]:
-        """Return the sample's tokens and masks. These are one example, or several where turns need
-        prompts of their own. Raises `RowError` if the template or the mask fails."""
+        """Return the sample's tokens and masks: one example, or several if turns need prompts of
+        their own. Raises `RowError` if the template or the mask fails."""
         return self.begin(sample)()
 
     def begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
-        """Return what encodes the sample; a conversation is rendered now. Both raise `RowError` as
-        `encode`. Beginning many before ending them takes four fifths of the time, by the
-        processor's caches."""
+        """Return the encoder of the sample; a conversation is rendered now. Both raise `RowError`
+        as `encode`. A block of rows rendered before it is encoded takes four fifths of the time, by
+        the processor's caches."""
         if isinstance(sample, Weighted):
             return partial(_weighted, self.begin(sample.sample), sample.weight)
         if isinstance(sample, Conversation):
@@ -122,8 +122,8 @@ class SampleEncoder:
         return partial(self._encode_text, sample)
 
     def encoded_probes(self) -> list[dict[str, Any]]:
-        """Return a text, and those of `PROBES` that the template takes, with ids as trained (the
-        JSON of `manifest_record.Probe`)."""
+        """Return a text, and the `PROBES` that the template takes, with ids as trained (the JSON of
+        `manifest_record.Probe`)."""
         text = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}
         chats = [
             {"messages": probe.messages, "tools": probe.tools, "ids": ids}
@@ -155,14 +155,14 @@ class SampleEncoder:
 
     @cached_property
     def _template_tokens(self) -> frozenset[str]:
-        """Special tokens that a template writes, as far as probes tell."""
+        """Special tokens that the template writes in probes."""
         written = {self._eos}
         for _, ids, ends in self._answered_probes():
             written |= {*ids, *ends}
         return self._encoder.spellings(written)
 
     def _encode_text(self, text: str) -> list[Encoded]:
-        """Encode a text, all of it trained: bos before it if the tokenizer adds one, eos behind."""
+        """Encode a text, all of it trained: bos first if the tokenizer adds one, eos last."""
         held = self._encoder.specials_in(text) - {self._unk}
         if self._reads_tokens:
             ids = self._encoder.encode_rendered(text, guarded=False).ids
@@ -174,7 +174,7 @@ class SampleEncoder:
         return [_encoded(ids, [(0, len(ids))], held_special_text=bool(held))]
 
     def _encode_tokens(self, row: TokenRow) -> list[Encoded]:
-        """Take the ids as they are: nothing is put before or behind them."""
+        """Take the ids unchanged: no token is put before or after them."""
         if min(row.ids) < 0 or max(row.ids) >= self._vocab_size:
             wrong = next(token for token in row.ids if not 0 <= token < self._vocab_size)
             raise RowError(
@@ -218,10 +218,10 @@ class SampleEncoder:
     def _examples(
         self, text: TurnText, guarded: bool, weights: list[float] | None
     ) -> list[Encoded]:
-        """Return the text's example; `weights`: by message. A turn whose prompt has other tokens in
-        it has one of its own before."""
+        """Return the text's example; `weights`: by message. Turns whose prompt has other tokens in
+        the text come first, as examples of their own."""
         encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
-        ids = encoding.ids  # a list made anew at each look
+        ids = encoding.ids  # computed anew at each access
         examples, spans, of_spans = [], [], []
         for turn in text.turns:
             weight = None if weights is None else weights[turn.index]
@@ -236,7 +236,7 @@ class SampleEncoder:
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:
-        """Return the prompt's tokens and behind them the turn's, which is encoded by itself."""
+        """Return the tokens of the prompt and of the turn, which is encoded by itself."""
         prompt = self._encoder.encode_rendered(text[: turn.start], guarded=guarded).ids
         try:
             answer = self._encoder.encode_answer(text[turn.start : turn.stop], guarded=guarded)
@@ -259,8 +259,8 @@ class SampleEncoder:
 
 
 def _chosen(renderers: Mapping[bool, TurnRenderer], conversation: Conversation) -> TurnRenderer:
-    """Return what renders a conversation: the renderer for tools where it offers some. Transformers
-    takes the template `tool_use` in the same way."""
+    """Return the renderer of a conversation: that for tools if it offers some. Transformers chooses
+    the template `tool_use` in the same way."""
     assert False in renderers, "conversations need a chat template"
     return renderers[bool(conversation.tools) and True in renderers]
 
@@ -287,10 +287,10 @@ def _encoded(
     *,
     held_special_text: bool = False,
 ) -> Encoded:
-    """Return a document of which these spans are trained, each of weight 1 if none is given."""
+    """Return a document with these trained spans, each of weight 1 by default."""
     weights = np.zeros(len(ids), dtype=np.float32)
     for (first, stop), weight in zip(trained, span_weights or [1.0] * len(trained), strict=True):
         weights[first:stop] = weight
-    weights[:1] = 0.0  # nothing stands before the first token to predict it from
+    weights[:1] = 0.0  # no token before the first one can predict it
     encoded = Encoded(np.array(ids, dtype=np.uint32), weights > 0, held_special_text)
     return replace(encoded, weights=weights) if any(w != 1 for w in span_weights) else encoded

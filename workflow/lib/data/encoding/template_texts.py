@@ -1,8 +1,8 @@
-"""The texts of a conversation, which the chat template has to write: found again, or marked.
+"""Texts of a conversation that the chat template has to write: searched, or marked.
 
-A text is searched in the rendered document as it is, or as JSON escapes it. Where that finds
-nothing, for the template may trim or rewrite it, a copy of the conversation decides in which each
-text has marks at both of its ends."""
+A text is searched in the rendered document as it is, or as JSON escapes it. The template may trim
+or rewrite it: if the search fails, a copy of the conversation decides, in which each text has marks
+at both of its ends."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ NAMES: dict[TextKind, str] = {
 
 
 class Place(NamedTuple):
-    """Where a text stands; message: its number, -1 for a tool; what: role, or function."""
+    """The place of a text; message: its number, -1 for a tool; what: role, or function."""
 
     kind: TextKind
     message: int
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text that a document must hold; parts: texts that may serve in its place."""
+    """A text that a document must hold; parts: texts that may replace it."""
 
     place: Place
     value: str
@@ -98,7 +98,7 @@ class Collector:
 
 
 class Marker:
-    """Puts marks into every text, and collects them as the texts to be found."""
+    """Puts marks into every text, and collects them as texts to be searched."""
 
     def __init__(self) -> None:
         self.texts: list[Text] = []
@@ -251,7 +251,7 @@ def _map_leaves(
 
 
 def reasoning_of(message: Message) -> str:
-    """Return an assistant's reasoning: of a key of its own, or what stands before its end."""
+    """Return an assistant's reasoning: of its own key, or the content before its end."""
     for key in REASONING_KEYS:
         if isinstance(message.get(key), str):
             return str(message[key]).strip("\n")

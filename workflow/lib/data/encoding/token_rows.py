@@ -1,4 +1,4 @@
-"""Rows of ready token ids, with labels or a mask of what is trained. Raises `RowError`."""
+"""Rows of ready token ids, with labels or a loss mask. Raises `RowError`."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Ready token ids, and whether each is trained; None = the row does not say."""
+    """Ready token ids, and whether each is trained; None: the row does not say."""
 
     ids: list[int]
     trained: list[bool] | None
 
 
 def read_tokens(value: Values, columns: DataColumns) -> TokenRow:
-    """Take the ids that `attention_mask` does not call padding, and what is trained of them."""
+    """Return the ids without those that `attention_mask` marks as padding, and their loss mask."""
     ids = _integers(value, columns.input_ids)
     trained = _targets(value, ids, columns)
     if value.get("attention_mask") is not None:

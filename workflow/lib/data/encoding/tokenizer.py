@@ -11,8 +11,8 @@ from workflow.lib.system.files import file_sha256
 from workflow.lib.system.input_files import read_input
 
 DEFAULT_TEMPLATE = "default"
-TOOL_TEMPLATE = "tool_use"  # the named template that Transformers takes where tools are on offer
-# Files that can change what a tokenizer does, by the names Transformers saves and reads.
+TOOL_TEMPLATE = "tool_use"  # the template that Transformers uses for conversations with tools
+# Files that can change a tokenizer, by the names that Transformers saves and reads.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -37,7 +37,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # Transformers raises whatever the files provoke
+    except Exception as error:  # Transformers raises any error for broken files
         if "trust_remote_code" in str(error):
             reason = "its tokenizer is code of the model's repository, which is never run"
             change = "Name a model whose tokenizer Transformers knows"
@@ -57,7 +57,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
     """Return the text of the template file `path`, or for None the tokenizer's own template. Raises
-    `UserError` if the file cannot be read, or there is neither."""
+    `UserError` if the file cannot be read, or if there is neither."""
     if path is not None:
         try:
             return read_input(Path(path))
@@ -81,7 +81,7 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
 
 def read_tool_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str | None:
     """Return the tokenizer's own template for conversations with tools, if it has one. A template
-    file of the user's own is for all conversations."""
+    file of the user's own serves all conversations."""
     template = tokenizer.chat_template
     if path is not None or not isinstance(template, dict):
         return None
@@ -98,9 +98,9 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def trained_templates(
     tokenizer: PreTrainedTokenizerBase, trained: str | None
 ) -> str | dict[str, str] | None:
-    """Return the templates to export: `trained`, and beside it the tokenizer's own other ones.
-    Those stay only if `trained` is the tokenizer's own default, perhaps with arguments set at its
-    beginning, which they get too. A template of the user's own is for all conversations."""
+    """Return the templates to export: `trained`, and the tokenizer's other ones. Those stay only if
+    `trained` is the tokenizer's own default, perhaps with arguments set at its beginning, which
+    they get too. A template of the user's own serves all conversations."""
     own, default = tokenizer.chat_template, default_template(tokenizer)
     if isinstance(own, dict) and trained is not None and default and trained.endswith(default):
         head = trained.removesuffix(default)

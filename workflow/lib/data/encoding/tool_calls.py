@@ -1,7 +1,6 @@
-"""Calls of tools, and tools on offer, as people write them, made into OpenAI's form.
+"""Tool calls and tools on offer, of several spellings, in OpenAI's form.
 
-Arguments of calls become objects, for templates write them as JSON and would quote a string again.
-"""
+Arguments of calls become objects: templates write them as JSON and would quote a string again."""
 
 import re
 from typing import Any, Literal, NotRequired, TypedDict
@@ -48,7 +47,7 @@ class Tool(TypedDict):
 
 
 def read_calls(raw: Any, where: str, keys: KeyAccount) -> list[ToolCall]:
-    """Return the calls of a list, of its JSON text, or of a single one of them."""
+    """Return the calls of a list, of its JSON text, or of a single call."""
     calls = _decoded(without_nulls(raw), f"tool calls of {where}")
     if calls in EMPTY:
         return []
@@ -60,7 +59,7 @@ def read_calls(raw: Any, where: str, keys: KeyAccount) -> list[ToolCall]:
 
 
 def _decoded(raw: Any, what: str) -> Any:
-    """Return what a JSON text holds, which may be JSON text once more."""
+    """Return the content of a JSON text, which may be JSON text once more."""
     if not isinstance(raw, str):
         return raw
     value = json_value(raw, what) if raw.strip() else None
@@ -92,7 +91,7 @@ def _call(raw: Any, where: str, keys: KeyAccount) -> ToolCall:
 
 
 def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the arguments of a call, under whichever of their names; null means none."""
+    """Return the arguments of a call, under any of their names; null means none."""
     what = f"arguments in {where}"
     found: list[Any] = []
     for holder in (function, call):
@@ -145,7 +144,7 @@ def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
 
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose calls have ids of nine letters and digits, and results the same. Ids of
-    this form stay. A result without an id of a call is that of the next call without a result."""
+    this form stay. A result without a call's id gets that of the next call without a result."""
     made: dict[str, str] = {}
     open_ids: list[str] = []
     changed = []
@@ -166,7 +165,7 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _short_id(given: object, made: dict[str, str], number: int) -> str:
-    """Return an id of the right form for a call, and note it in `made` by the one given."""
+    """Return an id of the right form for a call, and note it in `made` under the given one."""
     name = f"{given}" if given is not None else f"{len(made)} {number}"
     if SHORT_ID.fullmatch(name):
         return made.setdefault(name, name)

@@ -1,8 +1,8 @@
-"""Conversations to text through a chat template, and where in it the trained turns stand.
+"""Conversations to text through a chat template, and the places of trained turns in it.
 
-A turn begins where the prompt of inference ends, and ends with the last special token
-up to this turn, or with the token that the next role begins with. A turn that later text shows
-otherwise (reasoning is left out of earlier turns) stands in a text of its own."""
+A turn begins where the prompt of inference ends. It ends with its last special token, or with the
+first token of the next role. A turn that later text shows otherwise (templates leave reasoning out
+of earlier turns) has a text of its own."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ LossOn = Literal["completions", "last_turn", "all"]
 @dataclass(frozen=True)
 class Rendered:
     """The texts of a conversation. guarded: spelled special tokens are others here (held);
-    unrendered: what the template leaves out and may."""
+    unrendered: allowed kinds of text that the template leaves out."""
 
     texts: list[TurnText]
     guarded: bool
@@ -35,7 +35,7 @@ class Rendered:
 
 class TurnRenderer:
     """Renders conversations by one template, and finds the turns that `loss_on` trains. allowed:
-    what the template may leave out. reads_tokens: special tokens that the data spell are tokens."""
+    kinds of text that may be left out. reads_tokens: special tokens in data are tokens."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class TurnRenderer:
         self._next_tokens: dict[bool, str] = {}
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return the conversation's texts. Raises `RowError` if the template fails, leaves a text
-        out that it must not, or no turn can be trained."""
+        """Return the conversation's texts. Raises `RowError` if the template fails or leaves out a
+        text that it must not, or if no turn can be trained."""
         ignored = self._ignored_arguments(conversation)
         held = self._specials_in(conversation)
         guarded = False
@@ -103,7 +103,7 @@ class TurnRenderer:
         )
 
     def _chosen(self, conversation: Conversation) -> list[int]:
-        """Return the numbers of the turns to be trained; the first message has no prompt."""
+        """Return the numbers of the trained turns; the first message has no prompt."""
         turns = [n for n, is_trained in enumerate(conversation.trained) if is_trained and n > 0]
         if not turns:
             raise RowError(
@@ -113,9 +113,8 @@ class TurnRenderer:
         return turns[-1:] if self._loss_on == "last_turn" else turns
 
     def _turn_by_turn(self, conversation: Conversation) -> list[TurnText]:
-        """Return texts in which each turn follows the prompt that inference would render. Turns
-        share a text as long as it begins as inference has it: first the whole, then the longest
-        others."""
+        """Return texts in which each turn follows the prompt of inference. Turns share a text as
+        long as it begins as inference has it: first the whole, then the longest others."""
         whole, blocks = self._render(conversation)
         number = len(conversation.messages)
         if self._loss_on == "all":
@@ -141,8 +140,8 @@ class TurnRenderer:
     def _turn(
         self, conversation: Conversation, index: int, rendered: tuple[str, Spans] | None
     ) -> tuple[str, Turn]:
-        """Return a text that begins with the turn's prompt and goes on with the turn. rendered: the
-        conversation up to this turn and its blocks, if it was rendered already."""
+        """Return a text that begins with the turn's prompt and continues with the turn. rendered:
+        the conversation up to this turn and its blocks, if known."""
         message = conversation.messages[index]
         prompt, _ = self._render(conversation, index, prompt=True)
         text, blocks = rendered or self._render(conversation, index + 1)
@@ -163,7 +162,7 @@ class TurnRenderer:
     def _ended(
         self, text: str, blocks: Spans, *, start: int, message: Message, index: int
     ) -> tuple[str, Turn]:
-        """Return the text and the turn behind its prompt `text[:start]`, up to the turn's end.
+        """Return the text and the turn after its prompt `text[:start]`, up to the turn's end.
         Raises `RowError` if the turn is empty, or a block leaves a part of it out."""
         text = text.removesuffix(self._trailer)
         stop = self._end_of_turn(text, start)
@@ -189,7 +188,7 @@ class TurnRenderer:
         return None if self._is_open_ended else self._end_of_text(text, start)
 
     def _end_of_text(self, text: str, start: int) -> int | None:
-        """Return where the special token ends behind which a text has nothing more."""
+        """Return the end of a special token that only blanks follow."""
         stop = self._encoder.end_of_last_special(text, start)
         return None if stop is None or text[stop:].strip() else stop
 
@@ -200,7 +199,7 @@ class TurnRenderer:
 
     @cached_property
     def _trailer(self) -> str:
-        """What ends a conversation behind the end of its last turn: Phi-3's second end token."""
+        """The end of a conversation after its last turn: Phi-3's second end token."""
         whole, longer = self.whole(PROBE), self._rendered_or_empty(NEXT_TURNS[False])
         start = self._encoder.start_of_last_special(whole)
         stop = self._encoder.end_of_last_special(whole[:start], 0)
@@ -209,8 +208,8 @@ class TurnRenderer:
         return "" if longer.startswith(whole) else whole[stop:]
 
     def _next_token(self, message: Message, text: str, start: int) -> str:
-        """Return the special token that the next role begins with (a tool's behind a call); empty
-        where it has none and `text` ends with one. Raises `RowError` if there is none at all."""
+        """Return the first special token of the next role (a tool's after a call); empty if it has
+        none and `text` ends with one. Raises `RowError` if there is none at all."""
         calls = "tool_calls" in message
         token = self._next_tokens.get(calls)
         if token is None:
@@ -238,8 +237,8 @@ class TurnRenderer:
             return ""
 
     def _guard(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with special tokens spelled otherwise. Those that the template
-        searches for in an assistant's text, such as the end of its reasoning, are its own."""
+        """Return the conversation with guarded special tokens. Tokens that the template searches
+        for in an assistant's text, such as the end of its reasoning, stay."""
         guard = self._encoder.guard
         own = self.template.searched_texts
         messages: list[Message] = []

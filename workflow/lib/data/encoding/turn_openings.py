@@ -1,8 +1,8 @@
-"""How a turn begins where the rendered conversation does not begin with the turn's prompt, which
-may open the reasoning (`<think>`) or close it, or have the system text elsewhere.
+"""The beginning of a turn whose conversation does not begin with the turn's prompt.
 
-The turn then follows the prompt as the model has to write it. How the template begins a turn is
-found with a turn of one mark, once for each end of a prompt."""
+The prompt may open the reasoning (`<think>`) or close it, or have the system text elsewhere. The
+turn then follows the prompt as the model has to write it. A turn of one mark shows how the template
+begins a turn, once for each end of a prompt."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -22,25 +22,25 @@ from workflow.lib.data.encoding.template_texts import (
 )
 
 CONTENT, REASONING = "qcontentq", "qreasoningq"  # marks
-# How DeepSeek R1 and QwQ go on behind a reasoning that their prompt opens and no turn shows.
+# The text of DeepSeek R1 and QwQ after a reasoning that their prompt opens and no turn shows.
 USUAL_END = f"\n{END_OF_REASONING}\n\n"
 OPENED = re.compile(rf"{BEGIN_OF_REASONING}\s*$")
 TAG = r"<[^<>\s]{1,40}>"
-MAX_ANCHORS = 4  # special tokens of a prompt's end that may begin what prompt and turn share
+MAX_ANCHORS = 4  # special tokens of a prompt's end at which the common text may begin
 MAX_OPENINGS = 1024
 
 
 class ReasoningClosedError(RowError):
-    """The prompt ends the reasoning that the turn has."""
+    """The prompt ends a reasoning that the turn has."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """How a turn begins, behind what prompt and conversation share. shared: length of the text,
-    from a special token on, that both have. tail: length of what the prompt has behind it. header:
-    what the conversation has there before the turn's own text. kept: the part of it that the model
-    has to write. close: what it writes behind a reasoning that the prompt opens and the
-    conversation does not show; None where there is none."""
+    """The beginning of a turn, after the common text of prompt and conversation. shared: length of
+    that text, from a special token on. tail: length of the rest of the prompt. header: text of the
+    conversation before the turn's own. kept: the part of it that the model has to write. close: its
+    text after a reasoning that the prompt opens and the conversation does not show; None without
+    one."""
 
     shared: int
     tail: int
@@ -51,10 +51,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class MarkedTurn:
-    """A conversation whose last turn has marks for its text and its reasoning. before: what stands
-    before the first mark. opening: what stands before the reasoning; None if the template shows
-    none. close: what stands between reasoning and text. reasons: the turn has a reasoning, and
-    `before` ends with its beginning."""
+    """A conversation whose last turn has marks for its text and its reasoning. before: text before
+    the first mark. opening: text before the reasoning; None if the template shows none. close: text
+    between reasoning and content. reasons: the turn has a reasoning, and `before` ends with its
+    beginning."""
 
     before: str
     opening: str | None
@@ -73,8 +73,8 @@ class MarkedTurn:
         return self.is_opened_by(prompt) and not self.reasons and not closes
 
     def kept(self, tail: str, header: str, prompt: str) -> str | None:
-        """Return the part of `header` that the model has to write behind the prompt's `tail`. None
-        where the tail is neither the beginning of a reasoning nor an empty one."""
+        """Return the part of `header` that the model has to write after the prompt's `tail`; None
+        if the tail is neither the beginning of a reasoning nor an empty one."""
         if tail.strip() == header.strip():
             return ""
         if not tail.strip():
@@ -93,14 +93,14 @@ class MarkedTurn:
         return _without(header, ends | begins).strip()
 
     def _begin(self, header: str) -> str:
-        """Return what begins a reasoning in place of `header`; empty if that is not known."""
+        """Return the beginning of a reasoning in place of `header`; empty if unknown."""
         shared = self.before.removesuffix(header)
         known = self.opening is not None and self.opening.startswith(shared)
         return self.opening[len(shared) :].strip() if known and self.opening else ""
 
 
 class TurnOpenings:
-    """Finds the text that a turn has behind the prompt of inference."""
+    """Finds the text of a turn after the prompt of inference."""
 
     def __init__(self, template: ChatTemplate, encoder: SafeEncoder) -> None:
         self._template = template
@@ -110,8 +110,8 @@ class TurnOpenings:
         self._known: dict[object, Opening] = {}
 
     def answer(self, prompt: str, text: str, conversation: Conversation, index: int) -> str:
-        """Return what the model has to write behind `prompt`, and what follows it in `text`, which
-        ends with the message `index`. Raises `RowError` if it goes on otherwise."""
+        """Return the text that the model has to write after `prompt`, and the rest of `text`, which
+        ends with the message `index`. Raises `RowError` if it continues otherwise."""
         message = conversation.messages[index]
         opening = self._opening(prompt, conversation, index)
         begun = prompt[: len(prompt) - opening.tail]
@@ -189,7 +189,7 @@ class TurnOpenings:
         )
 
     def _splits(self, prompt: str, before: str) -> Iterator[tuple[int, str, str]]:
-        """Yield what both share behind a special token, as a length, and what each has then."""
+        """Yield the length of the common text up to a special token, and the two rests."""
         anchor: int | None = len(prompt)
         for _ in range(MAX_ANCHORS):
             anchor = self._encoder.start_of_last_special(prompt[:anchor])
@@ -214,7 +214,7 @@ class TurnOpenings:
 
 
 def _holds(begun: str, before: str, conversation: Conversation, index: int) -> bool:
-    """Tell whether the texts of the message before a turn stand in `begun`, if in `before`."""
+    """Tell whether `begun` has those texts of the message before a turn that `before` has."""
     last = replace(conversation, messages=conversation.messages[index - 1 : index], tools=None)
     return all(t.stands_in(begun) or not t.stands_in(before) for t in texts_of_conversation(last))
 

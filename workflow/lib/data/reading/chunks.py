@@ -1,11 +1,11 @@
-"""Stretches of a data file, as the one process that reads hands them to those that encode.
+"""Consecutive rows of a data file, passed from the reading process to encoding ones.
 
 Reading a line takes a fiftieth of parsing it, so a chunk carries bytes, and `rows()` decodes and
-parses them wherever it is called. Chunks can be pickled. Where a row's bytes cannot be found
-without parsing (CSV, JSON arrays), a chunk carries what was parsed.
+parses them in the calling process. Chunks can be pickled. If a row's bytes cannot be found without
+parsing (CSV, JSON arrays), a chunk carries parsed values.
 
-A row is numbered from 1; in JSON Lines its number is its line. What the columns mean is decided in
-`row_formats`."""
+A row is numbered from 1; in JSON Lines its number is its line. `row_formats` decides what the
+columns mean."""
 
 import json
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 PREVIEW_CHARS = 160
-# A row beyond this is refused unread, so that memory stays bounded whatever a file holds: 8 bytes
-# for each token of the longest training row (2^20). The tokenizers library takes 150 bytes for a
-# byte of text (20 MB: 3.0 GB, 2026-11-21).
+# A larger row is refused unread, so that memory stays bounded: 8 bytes for each token of the
+# longest training row (2^20). The tokenizers library takes 150 bytes for a byte of text (20 MB: 3.0
+# GB, 2026-11-21).
 MAX_ROW_BYTES = 8 * 2**20
-MAX_DEPTH = 64  # of lists and objects in each other; far below what would exhaust a recursion
+MAX_DEPTH = 64  # of nested lists and objects; far below what would exhaust a recursion
 
-# A row by column, as its file has it: what the columns hold is not known before `row_formats`.
+# A row by column, as in its file: only `row_formats` knows what the columns hold.
 Values = Mapping[str, object]
 
 
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def preview(self) -> str:
-        """The row's first characters as JSON; what JSON cannot hold (dates, bytes) as its text."""
+        """The row's first characters as JSON; other values (dates, bytes) as their text."""
         shown = {k: _start(v) for k, v in self.value.items()}
         return preview(json.dumps(shown, ensure_ascii=False, default=str))
 
@@ -51,8 +51,8 @@ def _start(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes and bidirectional marks spelled out. A terminal would obey or hide
-    these. Lone surrogates, which no UTF-8 file can hold, are spelled out too."""
+    """Return `text` with escapes and bidirectional marks spelled out, which a terminal would obey
+    or hide. So are lone surrogates, which no UTF-8 file can hold."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -64,7 +64,7 @@ def preview(text: str) -> str:
 
 def as_row(number: int, value: Any, *, brackets: int | None = None) -> Row | BrokenRow:
     """Return the row of a JSON value: broken unless it is an object of bounded depth. brackets: how
-    many open in its text, where that is known; few cannot nest deeply."""
+    many open in its text, if known; few cannot nest deeply."""
     if (brackets is None or brackets > MAX_DEPTH) and is_too_deep(value):
         return BrokenRow(number, f"nested too deeply: more than {MAX_DEPTH} levels", "")
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def too_large(number: int, start: str) -> BrokenRow:
-    """Return the broken row of a text beyond `MAX_ROW_BYTES`, of which `start` is the beginning."""
+    """Return the broken row of a text beyond `MAX_ROW_BYTES`; start: its beginning."""
     return BrokenRow(number, f"too large: more than {MAX_ROW_BYTES // 2**20} MiB", preview(start))
 
 
@@ -102,11 +102,11 @@ class Chunk(Protocol):
 
     @property
     def blank_lines(self) -> int:
-        """Lines among them that hold no row, of files in which a line is one."""
+        """Lines of the chunk without a row, in files with a row a line."""
         ...
 
     def rows(self) -> list[Row | BrokenRow]:
-        """Return the rows in order; blank lines are none."""
+        """Return the rows in order, without blank lines."""
         ...
 
 
@@ -142,7 +142,7 @@ def _shown(line: bytes) -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuse what every reader would understand otherwise."""
+    """Refuse duplicate keys, which readers would understand differently."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("an object has the same key twice")

@@ -1,7 +1,6 @@
 """Types and compressions of data files, by their names; files as streams of unpacked bytes.
 
-A compressed file may be made to fill a disk or to take hours (a bomb), so what it may unpack to is
-bounded."""
+The unpacked size is bounded: a compressed file may be made to fill a disk or to take hours."""
 
 import io
 import shutil
@@ -16,8 +15,8 @@ from workflow.lib.settings.data import FileType
 from workflow.lib.system.errors import setting_error
 
 BUFFER_BYTES = 2**20
-# Rows that repeat each other, such as lists of zeros, may shrink a hundredfold; gzip can shrink
-# 1,032 times, zstd more.
+# Repetitive rows, such as lists of zeros, may shrink a hundredfold; gzip can shrink 1,032 times,
+# zstd more.
 MAX_RATIO = 500
 MIN_UNPACKED_BYTES = 2**30  # below this no file is suspected
 Compression = Literal["gzip", "zstd"]
@@ -35,12 +34,12 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 
 class UnreadableError(ValueError):
-    """A file that cannot be read on from some point; the message says why."""
+    """A file that cannot be read further; the message says why."""
 
 
 def open_bytes(path: Path) -> BinaryIO:
     """Open a file for reading from its beginning, decompressed. Raises, also later, `OSError` if it
-    is damaged, `UnreadableError` if it unpacks to too much."""
+    is damaged, `UnreadableError` if its unpacked size is too large."""
     compression = compression_of(path)
     if compression is None:
         return path.open("rb", buffering=BUFFER_BYTES)
@@ -50,7 +49,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file holds, up to `MAX_RATIO` times its size."""
+    """The content of a compressed file, up to `MAX_RATIO` times its size."""
 
     def __init__(self, raw: pyarrow.NativeFile, *, packed_bytes: int) -> None:
         self._raw = raw

@@ -1,8 +1,7 @@
 """Rows of a data file of any type, in order; broken rows are reported, never skipped.
 
-A reader yields chunks of rows; a row that holds no usable object is a `BrokenRow`. What makes the
-whole file unusable (another type of file, cut off, an open quote to the end) raises `UserError`
-instead."""
+A reader yields chunks of rows; a row without a usable object is a `BrokenRow`. A fault of the whole
+file (another type, cut off, an open quote to the end) raises `UserError` instead."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -28,7 +27,7 @@ from workflow.lib.system.errors import setting_error
 COLUMN_SCAN_ROWS = 100  # rows whose keys decide which columns a source has
 ROWS_PER_CHUNK = 1024
 
-# First bytes of what people mistake for a data file.
+# First bytes of files that people mistake for data files.
 SIGNATURES: dict[bytes, str] = {
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
@@ -62,10 +61,10 @@ def read_chunks(
     file_type: FileType | None = None,
     rows_per_chunk: int = ROWS_PER_CHUNK,
 ) -> Iterator[Chunk]:
-    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`. The chunks are the
-    same every time. `setting` is the key that names the file, for messages; `file_type` None is
-    told by the name. Raises `UserError` if the type is unknown, the content is another, or the file
-    cannot be read on from some point."""
+    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`, the same every
+    time. setting: the key that names the file, for messages; file_type: None takes it from the
+    name. Raises `UserError` if the type is unknown or unlike the content, or the file cannot be
+    read further."""
     kind = file_type or file_type_of(path, setting=setting)
     try:
         _check_content(path, kind, setting=setting)
@@ -85,8 +84,8 @@ def read_rows(
 
 
 def column_names(files: Iterable[SourceFile], *, setting: str) -> list[str]:
-    """Return the columns of the first `COLUMN_SCAN_ROWS` objects, in order of appearance. Empty if
-    no row is an object. Raises `UserError` as `read_rows` does, and if there is no row at all."""
+    """Return the columns of the first `COLUMN_SCAN_ROWS` objects, in order of appearance; empty if
+    no row is an object. Raises `UserError` as `read_rows`, and if there is no row at all."""
     rows = chain.from_iterable(
         read_rows(file.path, setting=setting, file_type=file.file_type) for file in files
     )

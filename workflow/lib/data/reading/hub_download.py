@@ -1,8 +1,8 @@
 """Files of a Hugging Face hub repository at one commit: chosen, downloaded, verified.
 
-A folder appears under its name only when the hub's checksums are those of its files; until then
-they lie in `.<name>.partial`, from which a repeated command goes on. Weights are safetensors only,
-and code is never fetched. `HF_TOKEN` and `HF_ENDPOINT` are `huggingface_hub`'s business."""
+A folder gets its name only when its files have the hub's checksums. Until then they lie in
+`.<name>.partial`, and a repeated command resumes from there. Weights are safetensors only, and code
+is never fetched. `huggingface_hub` reads `HF_TOKEN` and `HF_ENDPOINT`."""
 
 import difflib
 import errno
@@ -90,7 +90,7 @@ class Source:
 
 
 def list_files(source: Source) -> tuple[str, str | None, list[RepoFile]]:
-    """Return the commit that the revision names now, its licence if one is named, and its files."""
+    """Return the revision's commit now, its licence if it names one, and its files."""
     api, kind = HfApi(), source.repo_type
     found: Any = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind)
     commit, licence = found.sha, (found.card_data or {}).get("license")
@@ -102,12 +102,12 @@ def list_files(source: Source) -> tuple[str, str | None, list[RepoFile]]:
 
 
 def licence_words(named: Any) -> str | None:
-    """Return the licence that a card names, which may be a list; None if it names none."""
+    """Return the licence of a card, which may be a list; None without one."""
     return ", ".join(map(str, [named] if isinstance(named, str) else named or [])) or None
 
 
 def check_paths(source: Source, paths: Iterable[str]) -> None:
-    """Raise `UserError` if a path would leave the folder that it is saved in."""
+    """Raise `UserError` if a path would leave the download folder."""
     for path in paths:
         leaves = "\\" in path or any(part in ("", ".", "..") for part in path.split("/"))
         if leaves or not path.isprintable():  # it is logged: a terminal would obey escapes
@@ -117,8 +117,8 @@ def check_paths(source: Source, paths: Iterable[str]) -> None:
 
 
 def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: Path) -> set[str]:
-    """Return the files to download. Of a sharded model, the index is downloaded into `folder` to
-    tell. Raises `UserError` if the repository lacks a file that is needed."""
+    """Return the files to download. For a sharded model this downloads the index into `folder`.
+    Raises `UserError` if the repository lacks a needed file."""
     if source.kind == "dataset":
         return _dataset_files(source, paths)
     is_adapter = source.kind == "adapter" or (source.kind == "scored" and ADAPTER in paths)
@@ -138,7 +138,7 @@ def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: P
 
 
 def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[str]:
-    """Names of the weight files in an index; raises `UserError` if it is none."""
+    """Names of the weight files in an index; raises `UserError` if it is no index."""
     change = f"Set {source.section}.revision to a complete commit, or name another repository"
     try:
         shards = set(map(str, read_json(index)["weight_map"].values()))
@@ -155,7 +155,7 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
 
 
 def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
-    """The named files, those of named folders, and what globs match (`sources.matching`)."""
+    """The named files, those of named folders, and those of globs (`sources.matching`)."""
     chosen: set[str] = set()
     for name in source.files or ():
         matches = matching(paths, name)
@@ -180,7 +180,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) -> None:
-    """Raise `UserError` if what `folder` still lacks does not fit on its disk."""
+    """Raise `UserError` if the files that `folder` lacks do not fit on its disk."""
     present = {path: (folder / path).stat().st_size for path in sizes if (folder / path).is_file()}
     needed = sum(size for path, size in sizes.items() if present.get(path) != size)
     free = shutil.disk_usage(folder).free
@@ -193,7 +193,7 @@ def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) 
 
 
 def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path:
-    """Download one file anew; raises what the hub's answer raises."""
+    """Download one file anew; raises the hub's error."""
     options: Any = {"repo_type": source.repo_type, "revision": commit, "local_dir": folder}
     try:
         return Path(hf_hub_download(source.repo_id, path, **options, force_download=True))
@@ -221,7 +221,7 @@ def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) ->
 def record(
     source: Source, files: Iterable[RepoFile], *, commit: str, licence: str | None, folder: Path
 ) -> dict[str, Any]:
-    """Return the content of `source.json`: what was asked for, what it was, and every file."""
+    """Return the content of `source.json`: the requested source, its commit, and every file."""
     return {
         "repo_id": source.repo_id,
         "kind": source.kind,
@@ -265,7 +265,7 @@ def publish(partial: Path, output: Path, *, keep: Iterable[str]) -> None:
 
 @contextmanager
 def explained_errors(source: Source) -> Iterator[None]:
-    """Turn what the hub, the network and the disk raise into `UserError` with what to change."""
+    """Turn errors of the hub, the network and the disk into `UserError` with what to change."""
     try:
         yield
     except (OSError, TransportError, errors.HFValidationError) as error:
@@ -276,8 +276,8 @@ def explained_errors(source: Source) -> Iterator[None]:
 
 
 def explain(source: Source, error: Exception) -> UserError | None:
-    """Say what an exception means for the user; None beyond hub, network and disk. In this order:
-    huggingface_hub derives "gated" from "not found", both from HTTP errors."""
+    """Return an exception as a message for the user; None beyond hub, network and disk. The order
+    matters: huggingface_hub derives "gated" from "not found", both from HTTP errors."""
     local = LOCAL[source.kind]
     # a mistyped folder name looks like an id of the hub
     taken = f"no folder {source.repo_id} is here, so it was taken as a hub id"
@@ -321,6 +321,6 @@ def explain(source: Source, error: Exception) -> UserError | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Type and first line that says something: the hub's messages start with empty ones."""
+    """Return type and first line with text: the hub's messages start with empty lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])

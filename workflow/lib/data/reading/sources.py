@@ -1,7 +1,7 @@
-"""From settings to files: which ones a source has, in which order, and of which type.
+"""From settings to files: the files of a source, in order, and their type.
 
-A source is a file, a folder, a saved dataset, or a glob (`**` crosses folders), below
-the working directory or a hub dataset (`hub_paths`). Files are sorted by name. Reads no data."""
+A source is a file, a folder, a saved dataset, or a glob (`**` crosses folders), below the working
+directory or a hub dataset (`hub_paths`). Files are sorted by name. Reads no data."""
 
 import difflib
 import json
@@ -27,7 +27,7 @@ PICK = "Name the files by a glob"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A data file: where it lies, how listings name it, and what its bytes are."""
+    """A data file: its path, its name in listings, and its checksum."""
 
     path: Path
     file: str
@@ -47,8 +47,8 @@ class Source:
 
 
 def resolve_splits(settings: DataConfig, *, root: Path) -> dict[str, list[Source]]:
-    """Return the sources of `train`, and of `heldout` unless it is split off. `root` is where paths
-    begin. Raises `UserError` if an entry names no file, or a file is named twice."""
+    """Return the sources of `train`, and of `heldout` unless it is split off. root: paths are
+    relative to it. Raises `UserError` if an entry names no file, or a file is named twice."""
     splits = {
         "train": resolve_sources(settings.train_sources, setting="data.train", root=root),
         "heldout": resolve_sources(settings.heldout_sources, setting="data.heldout", root=root),
@@ -60,8 +60,8 @@ def resolve_splits(settings: DataConfig, *, root: Path) -> dict[str, list[Source
 def resolve_sources(
     entries: Sequence[DataSource], *, setting: str, root: Path = Path()
 ) -> list[Source]:
-    """Return each entry's files; `setting` is the key that lists the entries. Raises `UserError` if
-    an entry names no file, or two have one name."""
+    """Return each entry's files; setting: the key that lists the entries. Raises `UserError` if an
+    entry names no file, or two have one name."""
     sources = [_resolve(entry, setting=setting, root=root) for entry in entries]
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
@@ -114,9 +114,8 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
 
 
 def unexpanded(path: str) -> str:
-    """Return what to do about `~` or `$NAME` in a path, which only shells expand; else "". What
-    settings name must not depend on who runs them, or where: artifacts are named by the
-    settings."""
+    """Return the advice for `~` or `$NAME` in a path, which only shells expand; else "". Settings
+    must not depend on who runs them, or where: artifacts are named by the settings."""
     if path.startswith("~") or SHELL_NAME.search(path):
         return "~ and $NAME are not expanded in settings: write the path out. "
     return ""
@@ -158,8 +157,8 @@ def _glob(pattern: str, root: Path, *, setting: str) -> list[str]:
 
 
 def _check_link(path: Path, name: str, given: str, setting: str) -> None:
-    """Raise `UserError` for a link that leads to no file: it would be passed over without a word.
-    One that leads to a file is read, wherever that lies."""
+    """Raise `UserError` for a link to no file, which would silently be skipped. A link to a file is
+    read, also outside of the folder."""
     if path.is_symlink() and not path.is_file():
         where = "to a folder, which is not searched" if path.is_dir() else "nowhere"
         change = "Name that folder itself" if path.is_dir() else "Mend or remove the link"
@@ -207,7 +206,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _saved_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return the files that a saved dataset lists as its own, without caches beside them."""
+    """Return a saved dataset's listed files, without caches beside them."""
     state = _read_record(folder / SAVED_STATE, setting)
     listed = state.get("_data_files")
     entries = listed if isinstance(listed, list) else []
@@ -233,7 +232,7 @@ def _read_record(path: Path, setting: str) -> dict[str, Any]:
 
 
 def _check_disjoint(splits: dict[str, list[Source]]) -> None:
-    """Raise `UserError` for a file named twice: a mistake, or trained on and measured."""
+    """Raise `UserError` for a file named twice: by mistake, or for training and evaluation."""
     first: dict[Path, str] = {}
     for split, sources in splits.items():
         for source in sources:
@@ -248,8 +247,8 @@ def _check_disjoint(splits: dict[str, list[Source]]) -> None:
 
 
 def matching(paths: Iterable[str], pattern: str) -> set[str]:
-    """Return the paths of a listing that `find_files` would take for `pattern`. The pattern is a
-    file, a folder whose content is meant, or a glob."""
+    """Return the paths of a listing that `find_files` would take for `pattern`: a file, a folder
+    with its content, or a glob."""
     paths = list(paths)
     wanted = "" if pattern in (".", "./") else pattern.rstrip("/")
     if wanted in paths:

@@ -1,7 +1,7 @@
 """Parquet and Arrow files as chunks, a batch at a time, with the values that `datasets` gives.
 
 An Arrow file is an IPC file (Feather) or stream. Columns of type JSON hold JSON text, decoded here;
-a map becomes an object. The own reader of `datasets` knows no numbers of broken rows."""
+a map becomes an object. The reader of `datasets` itself knows no numbers of broken rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from workflow.lib.data.reading.text_readers import CHUNK_BYTES
 ARROW_FILE_MARK = b"ARROW1"
 # Of each column at a time; pyarrow reads a row group's whole columns otherwise.
 COLUMN_BUFFER_BYTES = 2**20
-# What Arrow or JSON raise at a value that is none of its type.
+# Errors of Arrow or JSON for a value that is not of its type.
 BROKEN_VALUES = (ValueError, KeyError, RecursionError)
 
 
@@ -75,7 +75,7 @@ def _rows_that_fit(num_bytes: int, num_rows: int, rows_per_chunk: int) -> int:
 
 
 def _arrow_source(path: Path) -> Any:
-    """Map a plain file into memory, where a batch of any size takes none until it is read."""
+    """Map a plain file into memory: a batch of any size takes none until it is read."""
     if compression_of(path) is None:
         return pyarrow.memory_map(str(path))
     return pyarrow.PythonFile(open_seekable(path), mode="r")

@@ -1,6 +1,6 @@
 """JSON, CSV, TSV and plain text as chunks.
 
-Memory is bounded by `MAX_ROW_BYTES`, whatever a file holds, but for the text of a JSON array."""
+`MAX_ROW_BYTES` bounds memory for any file, except for the text of a JSON array."""
 
 import csv
 import io
@@ -31,11 +31,11 @@ from workflow.lib.data.reading.chunks import (
 from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
 
 BOM = b"\xef\xbb\xbf"
-CHUNK_BYTES = 4 * 2**20  # a chunk ends here, however few its rows are
-# A row beyond `MAX_ROW_BYTES` is passed over, but the search for its end must end too: in a file
-# without line feeds it would take as long as the file is large.
+CHUNK_BYTES = 4 * 2**20  # a chunk ends here, even with few rows
+# A row beyond `MAX_ROW_BYTES` is skipped, but the search for its end must end too: in a file
+# without line feeds it would read the whole file.
 MAX_SKIPPED_BYTES = 32 * MAX_ROW_BYTES
-# Behind each other; a compressed megabyte can hold a thousand times as many.
+# Consecutive ones; a compressed megabyte can hold a thousand times as many.
 MAX_BLANK_LINES = 1_000_000
 MAX_JSON_BYTES = 2**31  # of an array, whose text is in memory
 BLANKS = re.compile(r"[ \t\n\r]*")
@@ -95,8 +95,8 @@ def _json_lines(first: int, lines: list[bytes]) -> JsonLines:
 
 
 def read_json(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Read an array of objects. A file that begins with an object that ends with its line is read
-    as JSON Lines. Raises `UnreadableError` for more than `MAX_JSON_BYTES`, and for broken JSON."""
+    """Read an array of objects. A file whose first line is a whole object is read as JSON Lines.
+    Raises `UnreadableError` for more than `MAX_JSON_BYTES`, and for broken JSON."""
     if read_head(path).removeprefix(BOM).lstrip()[:1] == b"{" and _first_line_is_whole(path):
         yield from read_jsonl(path, rows_per_chunk=rows_per_chunk)
         return
@@ -174,7 +174,7 @@ def read_text_lines(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Blank lines part the texts."""
+    """Blank lines separate the texts."""
     with open_bytes(path) as file:
         yield from _blocks(_paragraphs(file), rows_per_chunk=rows_per_chunk)
 
@@ -211,8 +211,8 @@ def _blocks(texts: Iterator[tuple[int, bytes]], *, rows_per_chunk: int) -> Itera
 
 
 def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -> Iterator[Chunk]:
-    """Blank lines are no rows; without a `delimiter` the header tells it. Raises `UnreadableError`
-    at a quote that never closes, or a header that repeats a name."""
+    """Blank lines are no rows; without a `delimiter` the header decides it. Raises
+    `UnreadableError` at a quote that never closes, or a header that repeats a name."""
     csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; 131,072 characters otherwise
     with open_bytes(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -239,8 +239,8 @@ def read_tsv(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 class _RecordLines:
-    """The lines of a CSV file, as long as a record of them is no longer than a row may be. Quoted
-    fields go on over any number of lines, so whoever takes a record calls `begin_record`."""
+    """The lines of a CSV file, with records bounded by the size of a row. Quoted fields may span
+    any number of lines, so the consumer calls `begin_record` for each record."""
 
     def __init__(self, text: TextIO) -> None:
         self._text = text

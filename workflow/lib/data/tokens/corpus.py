@@ -1,10 +1,10 @@
 """The files of a split to shards: every row is encoded, or dropped with a reason, and counted.
 
-One process reads the files and hands out chunks of bytes, all others parse and encode them into
-shards of the work folder. A chunk whose shard is finished there is passed over, so a killed run
-loses what was in work and no more. A row is *unusable* if it is broken, empty or of a wrong type;
-too many of them stop the run. A row that is only too long is dropped or cut as `data.overlong`
-says, and stops nothing."""
+One process reads the files and hands out chunks of bytes; all others parse and encode them into
+shards of the work folder. Chunks with a finished shard are skipped, so a killed run loses only the
+chunks in work. A row is *unusable* if it is broken, empty or of a wrong type; too many of them stop
+the run. A row that is only too long is dropped or cut as `data.overlong` says, and does not stop
+the run."""
 
 import logging
 from array import array
@@ -68,7 +68,7 @@ FEW_CHUNKS = 4  # 4,000 rows or 16 MiB at most: no time is won by sharing them
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a process needs to encode rows, by number of the source. The encoder is made once and
+    """A process's inputs for encoding rows, by number of the source. The encoder is made once and
     shared by forks (a second for 128,000 tokens). chat_template: as exported."""
 
     encoder: SampleEncoder
@@ -82,7 +82,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """A chunk of a source to be encoded to the shard at `stem`; None where that is finished."""
+    """A chunk of a source for the shard at `stem`; None if that is finished."""
 
     source: int
     chunk: Chunk | None
@@ -108,7 +108,7 @@ class FileRows:
     """Rows whose text spells a special token, which was encoded as ordinary text."""
     rows_by_turns: int = 0
     """Rows that became several examples, as turns look otherwise once others follow."""
-    begin_untrained: int = 0  # rows whose first turn is not trained, as nothing stands before it
+    begin_untrained: int = 0  # rows whose first turn, without a prompt, is not trained
     unrendered: Counter[str] = field(default_factory=Counter)
     """Rows of which the template left a text out that it may, by the kind of the text."""
 
@@ -128,7 +128,7 @@ class FileRows:
 
 @dataclass
 class Corpus:
-    """What became of the files of one split: shards in the order of sources, files and rows."""
+    """The results of one split: shards in the order of sources, files and rows."""
 
     sources: Sequence[Source]
     files: list[FileRows]
@@ -145,7 +145,7 @@ class Corpus:
 
 
 def open_corpora(splits: Mapping[str, Sequence[Source]]) -> dict[str, Corpus]:
-    """Return the corpus of each split, no row read yet, its files hashed."""
+    """Return the corpus of each split with hashed files, before any row is read."""
     return {
         split: Corpus(
             sources=sources,
@@ -244,7 +244,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
 
 
 def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
-    """List the rows that were dropped or cut; return the ordinals of those that were dropped."""
+    """List the dropped and cut rows; return the ordinals of the dropped ones."""
     dropped = array("q")
     for shard in corpus.shards:
         facts, file = shard.facts(), corpus.files[shard.file].file

@@ -1,7 +1,7 @@
 """The documents of a corpus: a few numbers of each on disk, their tokens in the shards.
 
-Nothing here grows with the tokens; what grows with the documents is mapped from files, so the
-system may take its memory back at any time."""
+Memory does not grow with the tokens. Arrays that grow with the documents are mapped from files, so
+the system may take their memory back at any time."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ COLUMNS = {
     "digest": "<u8",
     "group": "<u8",
 }
-OPEN_SHARDS = 128  # shards whose arrays stay mapped between two documents; each has up to two files
+OPEN_SHARDS = 128  # shards that stay mapped; each has up to two files
 
 
 class _OpenShard:
-    """A shard's arrays while they are mapped, and where each document begins in them."""
+    """A shard's mapped arrays, and the start of each document in them."""
 
     def __init__(self, shard: Shard, lengths: npt.NDArray[np.uint32]) -> None:
         self._shard, self._offsets = shard, offsets_of(lengths)
@@ -44,7 +44,7 @@ class _OpenShard:
 class Documents:
     """All documents of a corpus. Attributes, each of shape (documents,): `lengths` tokens as kept,
     `full_lengths` of the whole row, `trained` tokens, `ordinals` number of the row among all rows
-    read, `digests` of the token ids, `groups` what groups the rows (0 = nothing)."""
+    read, `digests` of the token ids, `groups` hash of the row's group (0: none)."""
 
     def __init__(self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         self.shards = shards
@@ -89,7 +89,7 @@ class Documents:
     def by_shard(
         self, chosen: npt.NDArray[np.uint32]
     ) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """Yield each shard that holds some of the ascending `chosen` documents, with these."""
+        """Yield each shard with some of the ascending `chosen` documents, and these."""
         edges = np.searchsorted(chosen, self.shard_offsets)
         for shard in np.flatnonzero(np.diff(edges)).tolist():
             yield shard, chosen[edges[shard] : edges[shard + 1]]
@@ -109,7 +109,7 @@ class Documents:
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return where each document begins, and behind the last where it ends."""
+    """Return the start of each document, and the end of the last."""
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
 
 

@@ -1,11 +1,11 @@
 """Shards: encoded chunks of a data file, kept on disk until all are done.
 
-A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy`, where tokens
-have weights `.weights.npy`, and `.facts.json`, the last written last: with it, and with the
-checksums in it, the shard is finished, and a run that takes up the work again reads it instead of
-encoding the chunk anew. Its content depends on the chunk and the settings alone. Nothing is synced,
-which would stop every process some times for each chunk: what a power cut leaves half written fails
-its checksum, and is encoded once more."""
+A shard is a few files beside each other: `<name>.ids.npy`, `.mask.npy`, `.table.npy`,
+`.weights.npy` if tokens have weights, and `.facts.json`, written last. With it and its checksums
+the shard is finished, and a resumed run reads it instead of encoding the chunk again. Its content
+depends on the chunk and the settings alone. There is no fsync, which would stop every process
+several times for each chunk: a file half written at a power cut fails its checksum, and is encoded
+again."""
 
 import hashlib
 import zlib
@@ -27,14 +27,14 @@ from workflow.lib.data.tokens.work_folder import Line
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 7  # to be raised when the same chunk and settings give another shard
-# Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
+SHARD_VERSION = 7  # raise it when the same chunk and settings give another shard
+# Rows that are rendered before they are tokenized: both are faster in one stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
 
 # One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the
-# file, `group` a hash of what groups the row (0 = nothing; of preferences it is the prompt, unless
-# a column does), `desirable` whether a rated answer is a good one.
+# file, `group` a hash of the row's group (0: none; of preferences the prompt, unless a column is
+# set), `desirable` whether a rated answer is good.
 TABLE = np.dtype(
     [
         ("length", "<u4"),
@@ -51,15 +51,15 @@ TABLE = np.dtype(
 
 @dataclass
 class ShardFacts:
-    """What is known of a shard without its documents."""
+    """Facts on a shard without its documents."""
 
     rows_read: int = 0
     documents: int = 0
     tokens: int = 0
     unusable: int = 0
     special_texts: int = 0  # rows whose text spells a special token, encoded as text
-    rows_by_turns: int = 0  # of which turns became examples of their own (`SampleEncoder`)
-    begin_untrained: int = 0  # whose first turn is not trained, as it has no prompt
+    rows_by_turns: int = 0  # rows with turns as examples of their own (`SampleEncoder`)
+    begin_untrained: int = 0  # rows whose first turn is not trained, as it has no prompt
     unrendered: dict[str, int] = field(default_factory=dict)
     """Rows of which the template left a text out that it may, by the kind of the text."""
     dropped: list[int] = field(default_factory=list)
@@ -177,7 +177,7 @@ def encode_rows(
     examples: Examples = "texts",
 ) -> None:
     """Write the shard of a chunk's rows to `stem`. All rows of a block are begun, then ended
-    (`SampleEncoder.begin`). keys: what `begin` accounts for."""
+    (`SampleEncoder.begin`). keys: the account of keys in `begin`."""
     builder = ShardBuilder(seq_len=seq_len, overlong=overlong, group_by=group_by, examples=examples)
     for start in range(0, len(rows), ROWS_BEGUN):
         block = rows[start : start + ROWS_BEGUN]
@@ -200,7 +200,7 @@ def _begun(
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard; its arrays stay on disk until they are asked for."""
+    """A finished shard; its arrays are read from disk at each access."""
 
     stem: Path
     file: int
@@ -214,7 +214,7 @@ class Shard:
         return table
 
     def ids(self) -> npt.NDArray[np.uint32]:
-        """Return the token ids of all documents behind each other, shape (tokens,), mapped."""
+        """Return the token ids of all documents, concatenated, shape (tokens,), mapped."""
         return mapped(f"{self.stem}.ids.npy")
 
     def mask(self) -> npt.NDArray[np.bool_]:
@@ -231,7 +231,7 @@ class Shard:
         return self.mask().astype(np.float32)
 
     def desirable(self) -> npt.NDArray[np.bool_]:
-        """Return whether each token of `ids` belongs to an answer that is a good one."""
+        """Return whether each token of `ids` belongs to a good answer."""
         table = self.table()
         return np.repeat(table["desirable"], table["length"])
 
@@ -253,7 +253,7 @@ def is_finished(stem: Path) -> bool:
         return bool(checksums) and all(
             checksum(mapped(f"{stem}.{name}.npy")) == known for name, known in checksums.items()
         )
-    except (OSError, ValueError, TypeError):  # not there, cut off, or of other fields
+    except (OSError, ValueError, TypeError):  # missing, cut off, or with other fields
         return False
 
 

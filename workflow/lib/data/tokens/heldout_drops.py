@@ -1,4 +1,4 @@
-"""Held-out documents that are also trained on, or nearly: dropped, each row with its reason."""
+"""Held-out documents that training repeats, or nearly: each row is dropped with a reason."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ def drop_shared_groups(
     *,
     treatment: Treatment,
 ) -> tuple[Split, int]:
-    """Return held-out by `data.near_duplicates`, and rows that share a group, or refuse."""
+    """Return held-out by `data.near_duplicates`, without rows of a training group, or refuse."""
     found: dict[int, tuple[int, int]] = {}
     for number, other in shared_groups(heldout, train):
         found.setdefault(int(heldout.documents.ordinals[number]), (number, other))
@@ -96,7 +96,7 @@ def near_reasons(
     *,
     pieces: Pieces,
 ) -> Iterator[tuple[int, str]]:
-    """Yield each held-out document of a match, and in words what is shared with which row."""
+    """Yield each held-out document of a match, with a text on what it shares with which row."""
     for match in matches:
         ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
         ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()
@@ -138,7 +138,7 @@ def drop_documents(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Split:
     """Return the split without the rows of these documents; each row is listed once. reasons:
-    numbers of documents, ascending, each with why it is dropped."""
+    numbers of documents, ascending, each with its reason."""
     lost, last = array("Q"), None
     for number, reason in reasons:
         ordinal = int(split.documents.ordinals[number])

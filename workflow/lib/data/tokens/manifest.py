@@ -1,6 +1,6 @@
 """The manifest of a tokens folder: every fact on the data that later stages and the report need.
 
-What each field means says `artifacts.manifest_record`."""
+`artifacts.manifest_record` describes its fields."""
 
 import hashlib
 from collections.abc import Mapping
@@ -47,9 +47,8 @@ def manifest(
     listing: Listing,
     folder: Path,
 ) -> Facts:
-    """Return the manifest of a folder in which all other files are written. train: as an epoch
-    takes it, `packed_rows` rows in the folder. repeated: rows that repeat training, by field.
-    listing: closed."""
+    """Return the manifest of a folder with all other files. train: one epoch's, `packed_rows` rows
+    in the folder. repeated: rows that repeat training, by field. listing: closed."""
     encoding = encodings["train"]
     seq_len = encoding.settings.seq_len
     splits = splits_facts(train, heldout, packed_rows=packed_rows, seq_len=seq_len)
@@ -81,7 +80,7 @@ def manifest(
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str | None
 ) -> Facts:
-    """Return vocabulary size, special ids and digests; without pad, eos fills the rows."""
+    """Return vocabulary size, special ids and digests; without pad, eos pads the rows."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     return {
         "vocab_size": len(tokenizer),
@@ -97,7 +96,7 @@ def tokenizer_facts(
 
 
 def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> Facts:
-    """Return what an export has to write conversations with, and what it is compared with."""
+    """Return the facts by which an export writes conversations and is compared."""
     return {
         "chat_template": chat_template,
         "end_of_turn_token_ids": encoder.end_of_turn_ids(),
@@ -163,7 +162,7 @@ def splits_facts(train: Split, heldout: Split, *, packed_rows: int, seq_len: int
 
 
 def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:
-    """Return the facts on the weights (rows, seq_len) of tokens, which are 0 of untrained ones."""
+    """Return the facts on the weights (rows, seq_len) of tokens; untrained ones have 0."""
     smallest, largest, total, count, others = np.inf, 0.0, 0.0, 0, 0
     step = max(1, CHUNK_TOKENS // weights.shape[1])
     for first in range(0, len(weights), step):
@@ -203,8 +202,8 @@ def split_facts(split: Split, *, seq_len: int) -> Facts:
 
 
 def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """Return how many rows have each length before any cut, and the longest documents. The counts
-    have the shape (longest + 1,); the documents are numbers."""
+    """Return the counts (longest + 1,) of rows by length before any cut, and the numbers of the
+    longest documents."""
     firsts, lengths = split.first_of_row, split.documents.full_lengths
     counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
     for start in range(0, len(firsts), BLOCK):
@@ -219,7 +218,7 @@ def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
 
 
 def _percentiles(counts: npt.NDArray[np.int64]) -> Facts:
-    """Return lengths that occur, tokens: the smallest that is not below the given share of rows."""
+    """Return lengths in tokens: the smallest that is not below each share of rows."""
     upto = np.cumsum(counts)
     p50, p90, p99 = np.searchsorted(upto * 100, np.array([50, 90, 99]) * upto[-1]).tolist()
     return {"p50": p50, "p90": p90, "p99": p99, "max": len(counts) - 1}
@@ -231,7 +230,7 @@ def _origin(split: Split, number: int) -> Facts:
 
 
 def sampled(train: Split) -> list[int]:
-    """Return where documents of the first, middle and last example of each source stand."""
+    """Return the places of the first, middle and last example's documents of each source."""
     positions: list[int] = []
     first = 0
     for count in documents_by_source(train):

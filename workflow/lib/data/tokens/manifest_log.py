@@ -1,4 +1,4 @@
-"""A manifest as lines of the log: what became of the rows, and what a reader should not miss."""
+"""A manifest as lines of the log: the use of the rows, and notable facts."""
 
 import logging
 from collections import Counter

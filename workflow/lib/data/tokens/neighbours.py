@@ -1,9 +1,8 @@
 """Rated answers, each with a neighbour: the same prompt with the answer of another row.
 
 KTO estimates from the neighbours how far the model is from its reference (Ethayarajh et al., arXiv
-2402.01306, sec. 4.1). The neighbour's answer is that of the next row of the split, of a row whose
-answer is another one; behind the last row comes the first. Which it is depends on the data alone.
-"""
+2402.01306, sec. 4.1). The neighbour's answer is that of the split's next row with a different
+answer; the first row follows the last. It depends on the data alone."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,8 @@ Integers = npt.NDArray[np.int64]
 
 
 def with_neighbours(split: Split, *, seq_len: int, work: Path) -> Split:
-    """Return the split with a neighbour behind each document, both at most `seq_len` tokens. Writes
-    shards of the folder `work`. Raises `UserError` if an answer has no other to stand beside."""
+    """Return the split with a neighbour after each document, both at most `seq_len` tokens. Writes
+    shards of the folder `work`. Raises `UserError` if an answer has no neighbour."""
     numbers = split.chosen.astype(np.int64)
     texts = (split.documents[number] for number in numbers.tolist())
     answers = [digest(ids[len(prompt_of(ids, mask)) :].tobytes()) for ids, mask in texts]
@@ -48,8 +47,8 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path) -> Split:
 
 
 def next_others(ordinals: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64]) -> Integers:
-    """Return for each answer the next one of another row that differs, around the end; -1 if there
-    is none. ordinals: of their rows, digests: of their tokens, both of shape (answers,)."""
+    """Return for each answer the next one of another row that differs, around the end; -1 without
+    one. ordinals: of their rows, digests: of their tokens, both of shape (answers,)."""
     found = np.full(len(digests), -1, dtype=np.int64)
     left = np.arange(len(digests))
     jump = _ends_of_runs(digests)
@@ -66,7 +65,7 @@ def next_others(ordinals: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64
 
 
 def _ends_of_runs(digests: npt.NDArray[np.uint64]) -> Integers:
-    """Return how far the next answer is that differs from each, up to the end."""
+    """Return the distance from each answer to the next one that differs, up to the end."""
     edges = np.append(np.flatnonzero(digests[1:] != digests[:-1]) + 1, len(digests))
     lengths = np.diff(np.append(0, edges))
     return np.repeat(edges, lengths) - np.arange(len(digests))
@@ -80,7 +79,7 @@ def _write_shard(
     seq_len: int,
     stem: Path,
 ) -> Shard:
-    """Write the chosen documents of a shard, each with its neighbour behind it."""
+    """Write the chosen documents of a shard, each followed by its neighbour."""
     source = documents.shards[number]
     rows = source.table()[chosen - documents.shard_offsets[number]]
     ids, masks, table = [], [], np.repeat(rows, 2).astype(TABLE)

@@ -21,7 +21,7 @@ class TooLongError(UnwantedRowError):
 
 
 def tokens_needed(examples: Sequence[Encoded], kind: Examples) -> int:
-    """Return how many tokens of a packed row the largest example of a row of data takes, uncut."""
+    """Return the tokens of a packed row that a row's largest example takes, uncut."""
     lengths = [len(encoded.ids) for encoded in examples]
     return {"texts": max(lengths), "pairs": sum(lengths), "rated": 2 * max(lengths)}[kind]
 
@@ -80,8 +80,8 @@ CUT: dict[Examples, Callable[..., list[Encoded]]] = {
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Encoded]:
-    """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train
-    something (no first token is a target). Raises `TooLongError` for nothing."""
+    """Return a row's documents of at most `seq_len` tokens: one, or with `split` all that train a
+    token (no first token is a target). Raises `TooLongError` if there is none."""
     ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
     if len(ids) <= seq_len:
         return [encoded]

@@ -1,8 +1,8 @@
 """Documents to rows of `seq_len` tokens: best-fit decreasing, offline and deterministic.
 
-A row is opened by the longest document left, and closed exactly by one document or two if possible;
-else the longest that fits goes in. Documents are never cut. The search works on the *lengths* that
-are left, as bits of one integer: pairs that close a space are found by one shift and one AND.
+The longest remaining document opens a row; one document or two close it exactly if possible, else
+the longest that fits goes in. Documents are never cut. The search works on the remaining *lengths*,
+as bits of one integer: one shift and one AND find pairs that close a space.
 
 Source: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithms" (1973); rows
 closed one at a time, Gupta and Ho, "A new heuristic algorithm for the one-dimensional bin-packing
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Packing:
-    """Which documents each row holds: `documents[offsets[r] : offsets[r + 1]]`, in that order."""
+    """The documents of each row: `documents[offsets[r] : offsets[r + 1]]`, in that order."""
 
     documents: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
@@ -29,7 +29,7 @@ class Packing:
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
     def of_units(self, size: int) -> "Packing":
-        """Return the packing of documents, `size` behind each other for each of these units."""
+        """Return the packing of documents, of which each of these units has `size`."""
         documents = size * self.documents[:, None] + np.arange(size)
         return Packing(documents=documents.ravel(), offsets=size * self.offsets)
 
@@ -45,13 +45,13 @@ def pack(lengths: npt.NDArray[np.int64], *, seq_len: int, seed: int) -> Packing:
 
 
 def one_per_row(lengths: npt.NDArray[np.int64], *, seq_len: int, seed: int) -> Packing:
-    """Give each document a row of its own, in the order that `pack` would give so many rows."""
+    """Give each document its own row, in the order of `pack` for as many rows."""
     _check_lengths(lengths, seq_len)
     return _in_order(np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64), seed)
 
 
 class _Lengths:
-    """The lengths of the documents that are left: how many of each, and which there are as bits."""
+    """The lengths of the remaining documents: the number of each, and the present ones as bits."""
 
     def __init__(self, lengths: npt.NDArray[np.int64], seq_len: int) -> None:
         self._seq_len = seq_len
@@ -61,7 +61,7 @@ class _Lengths:
         self._mirrored = sum(1 << (seq_len - length) for length in present)
 
     def longest_within(self, space: int) -> int:
-        """Return the longest length of at most `space`, 0 if there is none."""
+        """Return the longest length of at most `space`, 0 without one."""
         return max(0, (self.bits & ((2 << space) - 1)).bit_length() - 1)
 
     def pair_of(self, total: int) -> tuple[int, int] | None:
@@ -69,7 +69,7 @@ class _Lengths:
         sums = self.bits & (self._mirrored >> (self._seq_len - total))
         first = sums.bit_length() - 1
         if 2 * first == total and self._counts[first] == 1:
-            return None  # that one document is no pair, and a longer first one there is none
+            return None  # the only document of this length is no pair, and no first one is longer
         return (first, total - first) if first > 0 else None
 
     def take(self, length: int) -> int:
@@ -83,7 +83,7 @@ class _Lengths:
 def _fill_rows(
     lengths: npt.NDArray[np.int64], seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the lengths row behind row, and how many each row holds."""
+    """Return the lengths of all rows, concatenated, and the number in each row."""
     left = _Lengths(lengths, seq_len)
     packed: list[int] = []
     sizes: list[int] = []

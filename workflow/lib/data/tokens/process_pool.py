@@ -1,7 +1,7 @@
-"""Work spread over any number of processes; results come in the order of the tasks.
+"""Tasks spread over any number of processes; results come in the order of the tasks.
 
-Processes are forked, so they share what is loaded; nothing that needs threads (torch, parallel
-tokenizers) may have run before. They ignore Ctrl-C, which their parent answers, and end with it."""
+Processes are forked, so they share loaded data; nothing with threads (torch, parallel tokenizers)
+may have run before. They ignore Ctrl-C, which their parent handles, and end with it."""
 
 import gc
 import multiprocessing
@@ -29,7 +29,7 @@ class KilledError(UserError):
 
 AHEAD = 3  # tasks per process that wait in memory: one in work, two to bridge the reader's pauses
 
-# What this process does with a task: set once by `_prepare` in a process that does nothing else.
+# This process's function of a task: set once by `_prepare` in a process of the pool.
 _work: list[Callable[[Any], Any]] = []
 
 
@@ -59,7 +59,7 @@ def map_in_order(
         processes, mp_context=context, initializer=_prepare, initargs=(prepare,)
     )
     waiting: deque[Future[Result]] = deque()
-    # else every process' collector writes to, and so copies, what it shares with this one
+    # else every process' collector writes to, and so copies, the pages shared with this one
     gc.freeze()
     try:
         for task in chain(first, tasks):

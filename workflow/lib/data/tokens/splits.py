@@ -1,4 +1,4 @@
-"""The two splits: which documents each holds; no held-out document is also trained on."""
+"""The two splits: the documents of each; no held-out document is also trained on."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ def drawn(count: int, *, total: int, seed: int | Sequence[int]) -> Numbers:
 def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt.NDArray[np.uint8]:
     """Return how often an epoch takes each document of a source, shape (documents,). Weight w:
     floor(w) times, and a share of w - floor(w) (rounded, at least one of a source that would lose
-    all) once more, drawn by `seed` whatever other sources are."""
+    all) once more, drawn by `seed` independently of other sources."""
     whole, share = int(weight), weight - int(weight)
     more = round(share * documents)
     if whole == 0 and documents:
@@ -39,16 +39,16 @@ def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt
     return times
 
 
-BLOCK = 2**20  # documents that are looked up at a time
+BLOCK = 2**20  # documents compared at a time
 DRAWN_HELDOUT = 4  # documents beside drawn ones
 
 
 @dataclass(frozen=True)
 class Split:
-    """The documents of one split, and how many rows it read and dropped. `chosen` numbers them in
-    their corpus. A document of a weighted source may be chosen more than once, or not at all.
-    `chosen` is ascending, but for what is repeated: that is whole units. examples: of `pairs` and
-    `rated`, a unit is two documents behind each other."""
+    """The documents of one split, and its counts of read and dropped rows. `chosen` numbers them in
+    their corpus, ascending except for whole repeated units. A document of a weighted source may be
+    chosen more than once, or not at all. examples: of `pairs` and `rated`, a unit is two
+    consecutive documents."""
 
     name: str
     corpus: Corpus
@@ -71,8 +71,8 @@ class Split:
 
     @cached_property
     def first_of_row(self) -> Numbers:
-        """Numbers of the first documents of rows, repetitions by weight left out. It is `chosen`
-        itself where every document is one, as it is nearly always."""
+        """Numbers of the first documents of rows, without repetitions by weight. It is `chosen`
+        itself if every document is one, as nearly always."""
         first, ordinals = np.ones(len(self), dtype=np.bool_), self.documents.ordinals
         for start in range(1, len(self), BLOCK):
             block = ordinals[self.chosen[start - 1 : start + BLOCK]]
@@ -85,19 +85,19 @@ class Split:
             yield self.documents.shards[shard].file, chosen
 
     def origin(self, number: int) -> tuple[str, int]:
-        """Return the file and row that document `number` of the corpus came from."""
+        """Return the file and row of document `number` of the corpus."""
         file, row = self.documents.origin(number)
         return self.corpus.files[file].file, row
 
     def good_answers(self) -> int:
-        """Return how many examples are rated as good, repetitions by weight included."""
+        """Return the number of examples rated as good, repetitions by weight included."""
         shards = self.documents.by_shard(self.chosen)
         offsets = self.documents.shard_offsets
         tables = ((self.documents.shards[n].table(), chosen - offsets[n]) for n, chosen in shards)
         return sum(int(table["desirable"][at].sum()) for table, at in tables) // self.unit
 
     def distinct_rows(self) -> int:
-        """Return how many rows differ in their tokens, by digest, some digests at a time."""
+        """Return the number of rows with different tokens, by digest, some digests at a time."""
         ranges = math.ceil(len(self.first_of_row) / BLOCK)
         return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
 
@@ -133,7 +133,7 @@ def draw(
     corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64], *, tokens: int, seed: int
 ) -> tuple[Split, Split]:
     """Return documents of at least so many tokens, if there are so many, and a few others held out,
-    drawn by `seed` alone. Parts of one row may be on both sides: nothing is judged by them."""
+    drawn by `seed` alone. Parts of one row may be on both sides: they judge nothing."""
     order = drawn(len(documents), total=len(documents), seed=seed)
     held, rest = np.split(order, [min(DRAWN_HELDOUT, max(1, len(order) // 20))])
     ends = np.cumsum(documents.lengths[rest], dtype=np.int64)
@@ -147,8 +147,8 @@ def divide(
     corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64], *, share: float, seed: int
 ) -> tuple[Split, Split]:
     """Divide a corpus' rows into train and held-out: `share` of all (rounded, at least one), by
-    number and `seed` alone. Groups (`Documents.groups`) go together, as many as the share has room
-    for; raises `UserError` if there is one alone."""
+    number and `seed` alone. Groups (`Documents.groups`) stay together, as many as fit the share;
+    raises `UserError` if there is one alone."""
     count = max(1, round(corpus.rows_read * share))
     held = np.zeros(corpus.rows_read, dtype=np.bool_)
     if documents.groups.any():
@@ -243,7 +243,7 @@ def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64
 
 
 def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
-    """Return parts of `total` entries behind each other, not twice as `np.concatenate`."""
+    """Concatenate parts of `total` entries, without a second copy as by `np.concatenate`."""
     joined, end = np.empty(total, dtype=np.uint32), 0
     for part in parts:
         joined[end : end + len(part)] = part
@@ -253,7 +253,7 @@ def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
 
 
 def overlap(heldout: Split, train: Split) -> Numbers:
-    """Return the held-out documents whose tokens a training document has."""
+    """Return the held-out documents with the tokens of a training document."""
     digests = heldout.documents.digests[heldout.chosen]
     known = np.unique(digests)
     shared = np.zeros(len(known), dtype=np.bool_)
@@ -265,7 +265,7 @@ def overlap(heldout: Split, train: Split) -> Numbers:
 
 
 def shared_groups(heldout: Split, train: Split) -> Iterator[tuple[int, int]]:
-    """Yield each held-out document whose group training has too, and the first of it there."""
+    """Yield each held-out document of a group in training, and the group's first one there."""
     groups = heldout.documents.groups[heldout.chosen]
     if not groups.any():
         return

@@ -3,15 +3,14 @@
 A training row holds whole documents one after the other; `position_ids` starts again at 0 with each
 of them, so a row needs no attention mask. The padding tail is one more document that trains
 nothing. `loss_mask[i]` says that token i is a prediction target, predicted from token i - 1 of the
-same document: it is never True where `position_ids` is 0. `weights`, where there are any, are the
-tokens' in the loss, 0 where `loss_mask` is False. Held-out documents lie unpacked behind
-each other, cut by offsets.
+same document: it is never True where `position_ids` is 0. `weights`, if present, are the tokens' in
+the loss, 0 where `loss_mask` is False. Held-out documents are concatenated, unpacked, and cut by
+offsets.
 
-Where the manifest says that the examples are `pairs` or `rated`, an example is two neighbouring
+If the manifest says that the examples are `pairs` or `rated`, an example is two neighbouring
 documents of one row, the first of them at an even place: a chosen and a rejected answer to one
 prompt; or a rated answer, and the same prompt with the answer of another row. Both hold the prompt.
-`desirable`, of rated answers alone, is True on all tokens of an example whose answer is a good one.
-"""
+`desirable`, of rated answers alone, is True on all tokens of an example with a good answer."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -43,9 +42,9 @@ ARRAYS: dict[str, npt.DTypeLike] = {
     "heldout.offsets.npy": "<i8",
 }
 WEIGHTS = "train.weights.npy"  # only where a training token has a weight other than 0 and 1
-DESIRABLE = ("train.desirable.npy", "heldout.desirable.npy")  # only of rated answers
+DESIRABLE = ("train.desirable.npy", "heldout.desirable.npy")  # of rated answers alone
 OPTIONAL_ARRAYS: dict[str, npt.DTypeLike] = {WEIGHTS: "<f4", **dict.fromkeys(DESIRABLE, "|b1")}
-CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time where a whole array is summed
+CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time for the sum of a whole array
 
 Array = npt.NDArray[Any]
 Document = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
@@ -75,7 +74,7 @@ class HeldoutDocuments(Sequence[Document]):
 
 
 class TokenStore:
-    """A tokens folder opened for reading; arrays stay on disk until they are indexed. Attributes:
+    """A tokens folder opened for reading; arrays are read from disk at each access. Attributes:
     `manifest`; `examples`; `num_rows`; `seq_len`, tokens; `input_ids` uint32, `loss_mask` bool and
     `position_ids` int32, the training arrays, each of shape (num_rows, seq_len); `weights` float32,
     None if all are 0 or 1; `desirable` bool, None but for rated answers."""
@@ -114,13 +113,13 @@ class TokenStore:
 
     @cached_property
     def trained_tokens_per_row(self) -> npt.NDArray[np.int32]:
-        """Prediction targets of each training row, shape (num_rows,), read at the first use."""
+        """Prediction targets of each training row, shape (num_rows,), read at the first access."""
         return self._sums(self.loss_mask, np.int32)
 
     @cached_property
     def weights_per_row(self) -> npt.NDArray[Any]:
-        """The sum of the weights of each training row, shape (num_rows,), read at the first use;
-        its prediction targets where all weights are 0 or 1."""
+        """The sum of the weights of each training row, shape (num_rows,), read at the first access;
+        its prediction targets if all weights are 0 or 1."""
         if self.weights is None:
             return self.trained_tokens_per_row
         return self._sums(self.weights, np.float64)
@@ -137,20 +136,20 @@ class TokenStore:
         return self._heldout
 
     def with_scores(self, scores: Any) -> "TokenStore":
-        """Return the same tokens with what a model says of them (`scores.store.ScoreStore`)."""
+        """Return the same tokens with a model's log-probabilities (`scores.store.ScoreStore`)."""
         scored = copy(self)
         scored.scores = scores
         return scored
 
     @property
     def heldout_desirable(self) -> npt.NDArray[np.bool_] | None:
-        """Whether the answer of each held-out document's example is a good one, shape (documents,);
-        None but for rated answers."""
+        """Whether each held-out document's example has a good answer, shape (documents,); None but
+        for rated answers."""
         every = self._heldout_desirable
         return None if every is None else np.asarray(every[self._offsets[:-1]])
 
     def heldout_sources(self) -> list[str]:
-        """Return the name of the source of each held-out document, as the manifest tells it."""
+        """Return the name of the source of each held-out document, from the manifest."""
         parts = self.manifest["splits"]["heldout"]["sources"]
         return [part["source"] for part in parts for _ in range(part["documents"])]
 
@@ -205,7 +204,7 @@ def _shapes(path: Path, manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_examples(path: Path, manifest: dict[str, Any]) -> None:
-    """Raise `UserError` if the folder does not hold what its manifest says of its examples."""
+    """Raise `UserError` if the folder's arrays do not fit the manifest's examples."""
     examples, documents = manifest.get("examples", "texts"), manifest["splits"]["heldout"]
     if examples not in get_args(Examples):
         raise UserError(

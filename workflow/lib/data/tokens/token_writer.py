@@ -1,6 +1,6 @@
 """Writing of the tokens folder: packed rows window by window, and held-out documents one by one.
 
-A window takes every n-th shard, so each is a fair sample of the whole, however the data are sorted,
+A window takes every n-th shard, so each is a fair sample of the whole, for any order of the data,
 and packs as well as the whole would. Only the tokens of one window are in memory."""
 
 import math
@@ -21,11 +21,11 @@ from workflow.lib.data.tokens.packing import Packing, one_per_row, pack
 from workflow.lib.data.tokens.splits import Split
 from workflow.lib.data.tokens.token_store import ARRAYS, DESIRABLE, OPTIONAL_ARRAYS, WEIGHTS, Array
 
-BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a time
+BLOCK_TOKENS = 2**19  # tokens of rows assembled in memory at a time
 WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks, 144 with weights; at a seq_len of 4096, 4096 rows
-WINDOW_ROWS = 64  # rows of a window at least: the last one of each may stay half empty
+WINDOW_ROWS = 64  # rows of a window at least: the last one may stay half empty
 Part = tuple[int, npt.NDArray[np.uint32]]
-# Of a shard's tokens, beside ids and masks: what the optional arrays hold.
+# A shard's optional arrays, beside ids and masks.
 MORE: dict[str, Callable[[Shard], Array]] = {
     WEIGHTS: Shard.weights,
     **dict.fromkeys(DESIRABLE, Shard.desirable),
@@ -46,7 +46,7 @@ class Window:
 
 
 class ArrayWriter:
-    """Writes a `.npy` file front to back, whose number of rows is known at the end."""
+    """Writes a `.npy` file front to back; its number of rows is known at the end."""
 
     def __init__(self, path: Path, *, row_shape: tuple[int, ...] = ()) -> None:
         self._dtype = np.dtype((ARRAYS | OPTIONAL_ARRAYS)[path.name])
@@ -106,7 +106,7 @@ def write_train(
 
 
 def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tuple[Array, ...]]:
-    """Yield (ids, mask, positions), and what more the window has, (rows, seq_len) each."""
+    """Yield (ids, mask, positions), and the window's optional arrays, (rows, seq_len) each."""
     packing, step = window.packing, max(1, BLOCK_TOKENS // seq_len)
     for first in range(0, packing.num_rows, step):
         offsets = packing.offsets[first : first + step + 1]
@@ -121,7 +121,7 @@ def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tu
         source, target = spans(starts, lengths), spans(target_starts, lengths)
         ids = np.full(len(fill) * seq_len, pad_token_id, dtype=np.uint32)
         mask = np.zeros(len(fill) * seq_len, dtype=np.bool_)
-        # What no document takes is one more document: its positions begin where the last one ends.
+        # The padding is one more document: its positions begin where the last one ends.
         positions = (np.arange(seq_len, dtype=np.int32) - fill[:, None].astype(np.int32)).ravel()
         ids[target], mask[target] = window.ids[source], window.mask[source]
         positions[target] = spans(np.zeros_like(lengths), lengths)
@@ -133,7 +133,7 @@ def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tu
 
 
 def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the numbers from each start on, as many as its length, behind each other."""
+    """Return the numbers from each start on, as many as its length, concatenated."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
@@ -141,8 +141,8 @@ def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.
 def write_heldout(
     folder: Path, documents: Iterable[tuple[Array, ...]], *, more: Collection[str] = ()
 ) -> None:
-    """Write the held-out arrays into `folder`, one document behind the other. documents: some at a
-    time, as (ids, mask, *more, lengths): the tokens of all of them behind each other."""
+    """Write the held-out arrays into `folder`, one document after the other. documents: some at a
+    time, as (ids, mask, *more, lengths), their tokens concatenated."""
     lengths = [np.zeros(1, dtype=np.int64)]
     names = ["heldout.input_ids.npy", "heldout.loss_mask.npy", *more]
     with ExitStack() as stack:
@@ -175,8 +175,8 @@ def packing_windows(
 
 
 def optional_arrays(split: Split) -> list[str]:
-    """Return the optional arrays that a split has: weights if some of its tokens have one other
-    than 0 and 1, and whether answers are good ones."""
+    """Return the optional arrays of a split: weights if some token has one other than 0 and 1, and
+    whether answers are good."""
     if split.examples == "rated":
         return [name for name in DESIRABLE if name.startswith(f"{split.name}.")]
     documents = split.documents

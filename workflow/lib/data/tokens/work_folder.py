@@ -1,7 +1,6 @@
-"""Where a tokens folder is made: parts that outlive a kill, and a folder whole or absent.
+"""The work folders of a tokens folder: parts that survive a kill, and a folder whole or absent.
 
-Both lie beside the output and are declared to nobody: what a workflow knows of, it deletes when a
-job fails."""
+Both lie beside the output and are no declared outputs, which Snakemake deletes when a job fails."""
 
 import logging
 import shutil
@@ -29,7 +28,7 @@ characters). Of `truncated.jsonl`: a `row` of `tokens` became `documents` of `ke
 
 
 def reason_kind(reason: str) -> str:
-    """Return the part of a reason by which dropped rows are counted."""
+    """Return the part of a reason that is counted."""
     return reason.split(":")[0]
 
 
@@ -64,8 +63,8 @@ logger = logging.getLogger("workflow")
 
 @contextmanager
 def work_folder(output: Path, *, key: str) -> Iterator[Path]:
-    """Yield the folder of finished parts for `key`; others are removed. It stays at an
-    interruption, and goes when the work is complete or data or settings are at fault."""
+    """Yield the folder of finished parts for `key`; others are removed. It stays after an
+    interruption, and is removed after success, or a fault of data or settings."""
     parent = output.with_name(f".{output.name}.work")
     work = parent / key
     tell_of_others(parent)
@@ -86,7 +85,7 @@ def work_folder(output: Path, *, key: str) -> Iterator[Path]:
 
 
 def tell_of_others(parent: Path) -> None:
-    """Log where parts of other settings lie, which may be wanted again, or in work."""
+    """Log the place of parts of other settings, which may be wanted again, or in work."""
     for other in sorted(parent.parent.glob(".*.work")):
         if other != parent:
             logger.info(
@@ -98,8 +97,8 @@ def tell_of_others(parent: Path) -> None:
 
 @contextmanager
 def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
-    """Yield a new folder, and the listing in it, that replaces `output` once complete. On failure
-    nothing is left but the list of dropped rows, if there is any, beside `output`."""
+    """Yield a new folder, and the listing in it, that replaces `output` once complete. After a
+    failure only the list of dropped rows, if any, is left beside `output`."""
     partial = output.with_name(f".{output.name}.partial")
     remove_folder(partial)
     rejects_beside(output).unlink(missing_ok=True)  # of an earlier attempt
@@ -123,5 +122,5 @@ def remove_folder(folder: Path) -> None:
 
 
 def rejects_beside(output: Path) -> Path:
-    """Return where the list of dropped rows is kept if they stop the run."""
+    """Return the path of the list of dropped rows if they stop the run."""
     return output.with_name(f"{output.name}.{REJECTS}")

@@ -1,4 +1,4 @@
-"""Held-out rows that training rows repeat, or nearly.
+"""Held-out rows that training rows repeat, or nearly repeat.
 
-Begin with `containment`; `exchanges` says what is compared. It imports the splits and documents of
+Begin with `containment`; `exchanges` are the compared parts. It imports the splits and documents of
 `tokens` and drops nothing itself (`heldout_drops`)."""

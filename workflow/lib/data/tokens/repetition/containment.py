@@ -1,13 +1,13 @@
-"""Held-out documents whose trained text is trained by a training document too.
+"""Held-out documents whose trained text a training document trains too.
 
-What is measured is containment (Broder, "On the resemblance and containment of documents", 1997),
-so a short conversation within a longer one counts, whichever of them is held out. The held-out
-documents are indexed, the training documents pass by once, and what both have is counted.
+The measure is containment (Broder, "On the resemblance and containment of documents", 1997): a
+short conversation within a longer one counts, whichever of them is held out. Held-out documents are
+indexed, training documents are read once, and common keys are counted.
 
-A shared answer counts by itself if few rows give it: at most `MOST_ROWS` and a tenth of all, or
-two if it is short. Any other answer ("yes", a label, a refusal) counts only together with its
-question: the context before it, without what `CONTEXT_ROWS` rows have (system prompts, passages)
-unless nothing else is there."""
+A shared answer counts by itself if few rows have it: at most `MOST_ROWS` and a tenth of all, or two
+if it is short. Any other answer ("yes", a label, a refusal) counts only together with its question:
+the context before it, without texts of `CONTEXT_ROWS` rows (system prompts, passages) unless it has
+no other text."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,13 +35,13 @@ from workflow.lib.data.tokens.token_writer import spans
 LEAST_SHINGLES = 8 - SHINGLE_WORDS + 1  # of an answer that can count by itself: eight words
 MOST_ROWS = 32
 COMMON_SHARE = 0.1
-SHORT_ROWS = 2  # that may give a short answer: the held-out one and another
+SHORT_ROWS = 2  # rows with a short answer: the held-out one and another
 CONTEXT_ROWS = 3
 SAME = 0.9  # of a short answer, or of the question before an answer
-LEAST_SHARE = 0.1  # of a held-out document's trained tokens, however little the other one trains
+LEAST_SHARE = 0.1  # of a held-out document's trained tokens, even if the other one trains few
 KEYS_AT_ONCE = 2**22  # held-out keys in memory: about 60 bytes for each of them
 QUOTED_TOKENS = 24
-FEW_SHARDS = 16  # that are searched before other processes would begin
+FEW_SHARDS = 16  # searched in one process: others would not have begun
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def find_contained(
     keys_at_once: int = KEYS_AT_ONCE,
 ) -> list[Match]:
     """Return a match of each held-out row of which a training document trains too much, in order.
-    That is a share of its trained tokens, or of the training document's if those are fewer: as much
-    as two documents of one length share whose resemblance is `threshold`. Training documents pass
-    by once for each `keys_at_once` keys of held-out ones."""
+    That is a share of its trained tokens, or of the training document's if those are fewer: the
+    share of two documents of one length whose resemblance is `threshold`. Training documents are
+    read once for each `keys_at_once` keys of held-out ones."""
     least = 2 * threshold / (1 + threshold)
     matches: list[Match] = []
     for index in indices(heldout, pieces=pieces, keys_at_once=keys_at_once):
@@ -85,7 +85,7 @@ def find_contained(
 
 @dataclass(frozen=True)
 class _Task:
-    """A shard, the number of its first document, and which of its documents are looked at."""
+    """A shard, the number of its first document, and its documents to search."""
 
     shard: Shard
     first: int
@@ -117,7 +117,7 @@ def _finder(index: Index, pieces: Pieces) -> Callable[[_Task], tuple[Integers, I
 
 
 class _Shared:
-    """Which training documents have which keys of an index, and how many rows have each."""
+    """The training documents of each key of an index, and the number of rows with it."""
 
     def __init__(self, index: Index, train: Split) -> None:
         self._train = train
@@ -125,7 +125,7 @@ class _Shared:
         self.rows = index.rows.copy()
 
     def add(self, keys: Integers, documents: Integers) -> None:
-        """Count the keys of a shard's documents; a key that many rows have is not kept on."""
+        """Count the keys of a shard's documents; a key of many rows is dropped."""
         few = self.rows[keys] <= MOST_ROWS
         order, firsts = grouped(keys[few], documents[few])
         kept = np.flatnonzero(few)[order[firsts]]
@@ -173,8 +173,8 @@ def _shares(
     index: Index, shared: _Shared, *, all_rows: int, least: float
 ) -> tuple[Integers, Integers, npt.NDArray[np.float64]]:
     """Return exchanges, training documents, and the share of the exchange that the document trains.
-    A short answer and a question are shared as a whole or not at all; a smaller share than `least`
-    of a long one has to be a passage of its own."""
+    A short answer and a question are shared as a whole or not at all; a share of a long answer
+    below `least` has to be one passage."""
     keys, owners, by_question, edges = _counted(index, shared.rows, all_rows=all_rows)
     sharing, documents, counts = shared.of(keys, owners)
     known = np.bincount(owners, minlength=len(index))[sharing]
@@ -189,8 +189,8 @@ def _counted(
     index: Index, rows: Integers, *, all_rows: int
 ) -> tuple[Integers, Integers, npt.NDArray[np.bool_], Integers]:
     """Return the keys that count, the exchange of each, and which exchanges count by question.
-    rows: held-out and training rows that have each key, of `all_rows`. The last of what is returned
-    are keys of each question that hold words of the common context before it too."""
+    rows: held-out and training rows that have each key, of `all_rows`. The last result are each
+    question's keys that also hold words of the common context before it."""
     most = min(MOST_ROWS, max(SHORT_ROWS + 1, int(COMMON_SHARE * all_rows)))
     most_rows = np.where(index.shingles < SHORT_SHINGLES, SHORT_ROWS, most)
     few = rows[index.answers] <= most_rows[index.answer_owners]
@@ -211,8 +211,8 @@ def _counted(
 
 
 def shared_tokens(heldout: Document, train: Document, *, pieces: Pieces) -> slice:
-    """Return which tokens of the held-out document show best what a match shares. They begin where
-    the answer that shares most does, or before it where it is short."""
+    """Return the tokens of the held-out document that best show what a match shares. They begin
+    with the answer that shares most, or before it if it is short."""
     ours, theirs = (
         exchanges(*text, np.array([len(text[0])]), pieces=pieces) for text in (heldout, train)
     )

@@ -1,11 +1,11 @@
-"""Exchanges of documents: each trained turn with what stands before it, as sets of shingles.
+"""Exchanges of documents: each trained turn with the context before it, as sets of shingles.
 
-Rows are compared by what is trained of them. Context (system prompts, lists of tools, passages of
-retrieval) is shared by rows that have nothing else in common, so it is kept apart: it tells only
-whether two short answers answer the same question.
+Rows are compared by their trained text. Rows with nothing else in common share context (system
+prompts, lists of tools, passages of retrieval), so it is kept apart: it only decides whether two
+short answers answer the same question.
 
-*Words* are runs of letters in lower case, and of what else is no space and no punctuation, special
-tokens left out; they are put together from tokens, since a word in capitals is cut otherwise.
+*Words* are runs of letters in lower case, and of characters that are neither space nor punctuation,
+without special tokens. They are joined from tokens, as a word in capitals is cut otherwise.
 *Shingles* are all runs of `SHINGLE_WORDS` words (Broder, "On the resemblance and containment of
 documents", 1997)."""
 
@@ -29,9 +29,9 @@ _POWERS: Hashes = FACTOR ** np.arange(4096, dtype=np.uint64)
 
 @dataclass(frozen=True)
 class Pieces:
-    """What each token id is of a word, in arrays of shape (ids,). hashes: of its letters and
-    digits; 0 for a token without any. letters: how many. before, after: whether a word may go on
-    with it, or behind it."""
+    """Each token id as part of a word, in arrays of shape (ids,). hashes: of its letters and
+    digits; 0 for a token without any. letters: their number. before, after: whether a word may
+    continue into it, or out of it."""
 
     hashes: Hashes
     letters: npt.NDArray[np.int64]
@@ -41,8 +41,8 @@ class Pieces:
     def words(
         self, ids: npt.NDArray[np.uint32], owners: npt.NDArray[np.int64]
     ) -> tuple[Hashes, npt.NDArray[np.int64]]:
-        """Return a hash of each word, and where its first token is. No word goes on with a token of
-        another owner. The hash of a word is that of its letters, however they are cut into
+        """Return a hash of each word, and the place of its first token. No word continues into a
+        token of another owner. The hash of a word depends on its letters alone, not on its
         tokens."""
         at = np.flatnonzero(self.hashes[ids])
         pieces = ids[at]
@@ -90,7 +90,7 @@ def _has_cases(letter: str) -> bool:
 def shingles(
     ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, pieces: Pieces
 ) -> tuple[Hashes, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the shingles of documents behind each other, each one's document and first token. A
+    """Return the shingles of concatenated documents, each one's document and first token. A
     document of fewer than `SHINGLE_WORDS` words is one shingle, one without words has none."""
     owners = np.repeat(np.arange(len(lengths)), lengths)
     numbers, tokens = pieces.words(ids, owners)
@@ -101,7 +101,7 @@ def shingles(
     hashes = numbers.copy()
     for shift in range(1, SHINGLE_WORDS):
         hashes *= FACTOR
-        # Behind the last word of a short document stands nothing.
+        # Behind the last word of a short document there are no others.
         hashes[:-shift] += np.where(left[:-shift] > shift, numbers[shift:], np.uint64(0))
     whole = (left >= SHINGLE_WORDS) | (left == counts[owners])
     return mixed(hashes[whole]), owners[whole], tokens[whole]
@@ -114,9 +114,9 @@ def mixed(values: Hashes) -> Hashes:
     return values ^ (values >> np.uint64(31))
 
 
-SHORT_WORDS = 20  # an answer of fewer is given to many questions
+SHORT_WORDS = 20  # many questions have a shorter answer
 SHORT_SHINGLES = SHORT_WORDS - SHINGLE_WORDS + 1
-TOKENS_AT_ONCE = 2**18  # whose shingles are in memory: about 150 bytes for each of them
+TOKENS_AT_ONCE = 2**18  # shingles in memory at a time: about 150 bytes for each token
 NO_CONTEXT = np.uint64(0x5851F42D4C957F2D)  # the shingle of an exchange that begins with its answer
 
 Integers = npt.NDArray[np.int64]
@@ -153,8 +153,8 @@ class Exchanges:
 def exchanges(
     ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_], lengths: Integers, *, pieces: Pieces
 ) -> Exchanges:
-    """Return the exchanges of documents that lie behind each other; `pieces` as for `shingles`. A
-    turn without any word (of special tokens alone) is none."""
+    """Return the exchanges of concatenated documents; `pieces` as for `shingles`. A turn without
+    any word (of special tokens alone) is none."""
     begins = np.zeros(len(ids) + 1, dtype=np.bool_)
     begins[np.cumsum(lengths)[:-1]] = begins[0] = True
     edges = begins[:-1].copy()
@@ -199,7 +199,7 @@ def _sums(hashes: Hashes, counts: Integers) -> Hashes:
 def by_stretch(
     ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_], lengths: Integers, *, pieces: Pieces
 ) -> Iterator[tuple[slice, Exchanges]]:
-    """Yield the exchanges of some documents at a time, and which documents these are."""
+    """Yield the exchanges of some documents at a time, and the range of these documents."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     for some in stretches(lengths):
         tokens = slice(int(offsets[some.start]), int(offsets[some.stop]))

@@ -1,8 +1,8 @@
-"""An index of what held-out documents train, in which training documents are looked up.
+"""An index of the trained text of held-out documents, for search by training documents.
 
-An answer is held by its shingles of the smallest hashes: all where there are no more than
-`ANSWER_KEYS`, an eighth of very many. A question is held by those at both ends of its context,
-where a passage does not hide it, and by the smallest of the others."""
+An answer is indexed by its shingles of the smallest hashes: all if there are at most `ANSWER_KEYS`,
+an eighth of very many. A question is indexed by the shingles at both ends of its context, which a
+passage cannot hide, and by the smallest of the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ CONTEXT = np.uint64(0x9E3779B97F4A7C15)  # tells a context's shingles from an an
 class Index:
     """Keys of some held-out exchanges. Of each exchange: `documents` its document in the corpus,
     `tokens` the trained ones, `shingles` of its answer. A key is a number in the ascending `keys`;
-    `rows` says how many held-out rows have it. `answers` are keys of answers, of the exchanges
+    `rows` counts the held-out rows with it. `answers` are keys of answers, of the exchanges
     `answer_owners`; `questions` those of contexts bound to their answers, of `question_owners`;
     `contexts` the same ones without answer."""
 
@@ -52,7 +52,7 @@ class Index:
         return len(self.documents)
 
     def find(self, of: Exchanges) -> tuple[Integers, Integers]:
-        """Return the keys that the documents of `of` have, and each one's document."""
+        """Return the keys of the documents of `of`, and each key's document."""
         answers, contexts = of.documents[of.answer_owners], of.documents[of.context_owners]
         found = [
             self._find(of.answers, answers),
@@ -124,8 +124,8 @@ def _sample(of: Exchanges, numbers: Integers) -> _Sample:
 def _smallest(
     hashes: Hashes, owners: Integers, *, most: Integers, ranks: Hashes | None = None
 ) -> Integers:
-    """Return where the first hashes of each owner are by `ranks`, an equal one once. Ranks are the
-    hashes themselves if they are not given; at most `most` of an owner are taken."""
+    """Return the places of each owner's first hashes by `ranks` (by default the hashes themselves),
+    without duplicates, at most `most` of an owner."""
     order, firsts = grouped(owners, hashes)
     order = order[firsts]
     if ranks is not None:
@@ -175,13 +175,13 @@ def _prefixes(hashes: Hashes) -> Hashes:
 
 
 def rows_by_key(numbers: Integers, ordinals: npt.NDArray[np.uint64], *, keys: int) -> Integers:
-    """Return how many different rows have each of `keys` keys."""
+    """Return the number of different rows with each of `keys` keys."""
     order, firsts = grouped(numbers, ordinals)
     return np.bincount(numbers[order[firsts]], minlength=keys)
 
 
 def grouped(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> tuple[Integers, Integers]:
-    """Return the order by two arrays, and where in it each pair of values begins."""
+    """Return the order by two arrays, and in it the start of each pair of values."""
     order = np.lexsort((second, first))
     first, second = first[order], second[order]
     new = np.ones(len(order), dtype=np.bool_)
