@@ -13,13 +13,13 @@ from workflow.lib.system.units import GIB
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and free host memory in bytes."""
+    """A run's hardware: `cuda` or `cpu`, processes, their GPUs, and free host memory in bytes."""
 
     device: str
     processes: int
     gpu_names: tuple[str, ...]
     gpu_bytes: int | None  # memory of the smallest GPU; None on the CPU
-    host_bytes: int | None  # none if it is not known: a GPU machine that is only imagined
+    host_bytes: int | None  # None if unknown: on an imagined GPU machine
     flash_attention: bool  # whether the flash-attn package is installed
     bfloat16: bool = True
     """Whether its GPUs (capability 8.0), or its CPU without any, multiply bfloat16."""
@@ -29,7 +29,7 @@ class Machine:
     nodes: int = 1  # machines like this one, which share the processes equally
     probes: Mapping[str, Probe] = field(default_factory=dict)
     """What was probed, by device."""
-    cpu: str = ""  # as probes name it (`probes.cpu_name`)
+    cpu: str = ""  # the name in probes (`probes.cpu_name`)
 
     @property
     def processes_per_node(self) -> int:
@@ -54,7 +54,7 @@ def imagined_machine(
 
 
 def asked_machine(device: str, count: int, nodes: int) -> Machine:
-    """Return machines that have what a run asks for, whatever their GPUs and memory."""
+    """Return machines with the requested hardware, whatever their GPUs and memory."""
     return Machine(
         device=device,
         processes=count * nodes,
@@ -67,14 +67,14 @@ def asked_machine(device: str, count: int, nodes: int) -> Machine:
 
 
 def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
-    """Return the device type (`cuda` or `cpu`) and how many processes a run starts on a node,
-    without asking whether they can; `auto` is what is visible here."""
+    """Return the requested device type (`cuda` or `cpu`) and number of processes of a node, without
+    a check that they exist; `auto` means the visible GPUs."""
     count = len(visible_gpus()) if hardware.gpus == "auto" else hardware.gpus
     return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
 
 
 def check_place(name: str, hardware: HardwareConfig, *, here: bool, elsewhere: bool) -> None:
-    """Raise `UserError` for settings that do not suit this machine, or the cluster of the jobs."""
+    """Raise `UserError` for settings that do not suit this machine, or the jobs' cluster."""
     if here and hardware.nodes > 1:
         raise UserError(
             f"hardware.nodes = {hardware.nodes} (run {name}): this machine is one node. "
@@ -88,7 +88,7 @@ def check_place(name: str, hardware: HardwareConfig, *, here: bool, elsewhere: b
 
 
 def imagined_model(hardware: HardwareConfig) -> GpuModel | None:
-    """Return the imagined kind of GPU: `gpu_model`, where GPUs are wanted and none is visible."""
+    """Return the kind of GPU in `gpu_model`, if GPUs are wanted and none is visible."""
     device, _ = requested_processes(hardware)
     if hardware.gpu_model is None or device == "cpu" or visible_gpus():
         return None

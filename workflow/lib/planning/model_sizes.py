@@ -1,6 +1,6 @@
-"""Sizes that follow from a model's shape: packed weights, adapters, and about what a layer keeps
-for backward. Time, disk and traffic are counted by them; memory is recorded. And what a
-calibration of the base costs, and whether `quantize.method: auto` calibrates."""
+"""Sizes from a model's shape: packed weights, adapters, and roughly a layer's activations, for
+time, disk and traffic; memory is recorded. And the cost of a calibration of the base, and whether
+`quantize.method: auto` calibrates."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ def trained_router_parameters(layer: DecoderLayer, plan: StepPlan) -> int:
 
 
 def trainable_parameters(shape: ModelShape, plan: StepPlan) -> int:
-    """Elements of all that is trained: adapters, and routers and tables that are trained whole."""
+    """Elements of all trained tensors: adapters, and routers and tables that are trained whole."""
     adapters = shape.total(lambda layer: adapter_parameters(layer.linears, plan))
     routers = shape.total(lambda layer: trained_router_parameters(layer, plan))
     tables = plan.trained_tables * shape.vocab_size * shape.hidden_size
@@ -53,7 +53,7 @@ def trainable_parameters(shape: ModelShape, plan: StepPlan) -> int:
 
 
 def kept_elements(layer: DecoderLayer, plan: StepPlan) -> int:
-    """About the elements by token that autograd keeps: values of linears, attention, norms."""
+    """Estimated elements per token that autograd keeps: values of linears, attention, norms."""
     values = sum(layer.rows(x) * x.out_features // x.experts for x in layer.linears)
     return values + layer.value_width + max(0, norms(layer) - 2) * layer.hidden_size
 
@@ -66,8 +66,8 @@ def norms(layer: DecoderLayer) -> int:
 
 
 def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
-    """Bytes of offloaded activations on the device at a time, or None: two inputs of layers where
-    all of them are recomputed, else about what a layer keeps."""
+    """Bytes of offloaded activations on the device at a time, or None: two inputs of layers if all
+    layers are recomputed, else roughly a layer's activations."""
     away = plan.layers(shape.num_layers).activations_on_host
     if not away:
         return None
@@ -82,14 +82,14 @@ Method = Literal["absmax", "calibrated"]
 Shape = tuple[int, ...]
 
 # On an H200, from layers of Llama 3 8B and 70B, Qwen3-30B-A3B and gpt-oss-20b: within 18% of each
-# (docs/results.md). Forward passes, factorizations and what is measured are in it.
+# (docs/results.md). Includes forward passes, factorizations and measurements.
 COLUMN_S = 10e-6
 WEIGHT_S = 7e-9
 AFFORDABLE_MIN = 60
 
 
 def rounding_seconds(shapes: Sequence[Shape]) -> float:
-    """Return how long calibrating takes one H200: shapes (out, in), or (experts, out, in)."""
+    """Return the seconds of a calibration on one H200: shapes (out, in), or (experts, out, in)."""
     columns = sum(math.prod(shape[:-2]) * shape[-1] for shape in shapes)
     return COLUMN_S * columns + WEIGHT_S * sum(map(math.prod, shapes))
 
@@ -97,8 +97,8 @@ def rounding_seconds(shapes: Sequence[Shape]) -> float:
 def chosen_method(
     method: Method | Literal["auto"], shapes: Sequence[Shape]
 ) -> tuple[Method, str | None]:
-    """Return how a base of such weights is quantized, and why if it is `auto`: by the model alone,
-    never by the machine, as a run that is repeated elsewhere must not have another base."""
+    """Return the quantization method of such weights, with the reason for `auto`: by the model
+    alone, never by the machine, as a run that is repeated elsewhere needs the same base."""
     if method != "auto":
         return method, None
     minutes = rounding_seconds(shapes) / 60

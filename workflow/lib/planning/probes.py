@@ -1,4 +1,4 @@
-"""Probes: what machines reach in the operations of a step, measured there, as files."""
+"""Probes: a machine's measured rates in the operations of a step, as files."""
 
 import platform
 import re
@@ -28,15 +28,15 @@ class Measured(Record, extra="forbid"):
     """A rate: FLOP/s, bytes/s or calls/s."""
 
     value: PositiveFloat  # median of several
-    spread: float  # what the medians of its three thirds differ by, as a share of it
+    spread: float  # of the medians of its three thirds, as a share of `value`
 
 
 class Probe(Record, extra="forbid"):
-    """Of one kind of GPU, or of a CPU and the threads of a process."""
+    """Rates of one kind of GPU, or of a CPU and the threads of a process."""
 
     advice = "Delete the file, or probe again."
 
-    device: str  # as its driver names it, or `cpu_name`
+    device: str  # the driver's name, or `cpu_name`
     driver: str
     measured: Mapping[str, Measured]
     """By operation, as `benchmark.probe` names them."""
@@ -44,24 +44,24 @@ class Probe(Record, extra="forbid"):
 
     @property
     def file_name(self) -> str:
-        """A name of all that it depends on."""
+        """The file's name, of all that the rates depend on."""
         words = (self.device, self.driver, "torch", self.provenance.packages["torch"])
         return re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(words)) + ".json"
 
     @property
     def rates(self) -> dict[str, float]:
-        """Those that were repeatable."""
+        """The repeatable rates."""
         every = self.measured.items()
         return {name: found.value for name, found in every if found.spread <= REPEATABLE}
 
     def ratios(self, reference: Mapping[str, float]) -> dict[str, float]:
-        """Return how many times the reference's each repeatable rate is."""
+        """Return each repeatable rate as a multiple of the reference's."""
         rates = self.rates
         return {name: rates[name] / reference[name] for name in rates.keys() & reference.keys()}
 
     @property
     def told(self) -> str:
-        """What a forecast says of it."""
+        """The probe's origin, as shown in a forecast."""
         made, torch = self.provenance.created_utc[:10], self.provenance.packages["torch"]
         vague = sorted(self.measured.keys() - self.rates.keys())
         but = f", but for {', '.join(vague)}, which varied too much" if vague else ""
@@ -75,7 +75,7 @@ def read_probes(folder: Path = FOLDER) -> dict[str, Probe]:
 
 
 def driver_version() -> str:
-    """Return that of this machine's GPUs."""
+    """Return the driver version of this machine's GPUs."""
     pynvml.nvmlInit()
     return str(pynvml.nvmlSystemGetDriverVersion())
 

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What a run trains on and measures, in packed rows and tokens."""
+    """Packed rows and tokens of a run's training data."""
 
     seq_len: int  # tokens of a packed row
     vocab_size: int  # of the tokenizer
     heldout_tokens: int
     packed_rows: int  # of the training split, at least 1
     trained_tokens: int  # tokens of the training split that reach the loss
-    documents: int = 0  # of the training split; 0: not known
+    documents: int = 0  # of the training split; 0: unknown
 
     @property
     def documents_per_row(self) -> float:
-        """Documents of a packed row, on average; 1 where that is not known."""
+        """Average documents of a packed row; 1 if unknown."""
         return max(1.0, round(self.documents / self.packed_rows, 2))
 
     @property

@@ -1,7 +1,7 @@
-"""What a step does on a GPU, as a recording counts it: FLOP, bytes and calls by kind.
+"""A step's work on a GPU, as a recording counts it: FLOP, bytes and calls by kind.
 
-A kind is a name of this module, and behind `@` the logarithm to 2 of its FLOP a byte, of what has
-any; behind `/` the group of collectives; `beside`, if it runs on another stream than the
+A kind is a name of this module; then `@` and the base-2 logarithm of its FLOP per byte, if it has
+any FLOP; `/` and the group of collectives; `beside`, if it runs on another stream than the
 computation.
 
 Lines between recordings (`recorded_peaks`) sum works with factors that may be negative, so seconds
@@ -44,7 +44,7 @@ NOTHING = Amount()
 
 @dataclass(frozen=True)
 class Work:
-    """Of one process, by the phase of a step (of a micro-batch, or `UPDATE`) and the kind."""
+    """Work of one process, by the phase of a step (of a micro-batch, or `UPDATE`) and the kind."""
 
     phases: Mapping[str, Mapping[str, Amount]] = field(default_factory=dict)
 

@@ -1,5 +1,5 @@
 """The training: its processes, its steps, its checkpoints.
 
 Begin with `build` (the model, in the one right order), `loop` (the steps) and `checkpoint`.
-`launch` starts and watches the processes; `failure_causes` says why one failed.
-It imports `distributed`, `model`, `planning`, `data.tokens` and `settings`."""
+`launch` starts and watches the processes; `failure_causes` finds why one failed. It imports
+`distributed`, `model`, `planning`, `data.tokens` and `settings`."""

@@ -1,7 +1,7 @@
 """From rows of the tokens folder to the tensors of a forward pass.
 
-A micro-batch is made in host memory by a thread while the one before is computed, so the device
-does not wait for it."""
+A thread makes the next micro-batch in host memory during the current one, so the device does not
+wait for it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,7 +49,7 @@ def shared_lengths(store: TokenStore, rows: npt.NDArray[np.int64]) -> npt.NDArra
 
 
 class RowNumbers:
-    """A number of each row, above -1, found once."""
+    """A number of each row, above -1, computed once."""
 
     def __init__(
         self, num_rows: int, find: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
@@ -68,10 +68,10 @@ class RowNumbers:
 def process_rows(
     rows: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], *, rank: int, size: int
 ) -> npt.NDArray[np.int64]:
-    """Return the part of a step's rows that process `rank` of `size` trains on, in the order in
-    which it does. All processes wait for the slowest at every micro-batch. So the rows are dealt
-    like cards, the costliest first and every second round backwards: the processes take rows of
-    neighbouring cost at the same time."""
+    """Return process `rank`'s part of a step's rows, of `size` processes, in training order. All
+    processes wait for the slowest at every micro-batch. So the rows are dealt like cards, the
+    costliest first and every second round backwards: the processes take rows of similar cost at the
+    same time."""
     assert len(rows) % size == 0, f"{len(rows)} rows cannot be shared equally by {size} processes"
     rounds = rows[np.argsort(-costs, kind="stable")].reshape(-1, size)
     rounds[1::2] = rounds[1::2, ::-1]
@@ -96,7 +96,7 @@ def micro_batches(
     stay_on_host: bool = False,
     apart: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Yield a micro-batch on `device` for each group of rows; the next one is being made meanwhile.
+    """Yield a micro-batch on `device` for each group of rows, and make the next one meanwhile.
     look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,). stay_on_host:
     yield them in page-locked host memory instead. apart: with their `documents`, for recurrent
     layers."""
@@ -114,7 +114,7 @@ def micro_batches(
         return batch.pinned() if device.type == "cuda" else batch
 
     def placed(batch: MicroBatch) -> MicroBatch:
-        # copied by the computing stream: the step that uses it comes after it in the queue
+        # the computing stream copies it: the step that uses it is queued after the copy
         return batch if stay_on_host else batch.to(device)
 
     ahead: Future[MicroBatch] | None = None
@@ -163,8 +163,8 @@ def _filled(
     row_tokens: int,
     padding: npt.NDArray[Any] | None = None,
 ) -> npt.NDArray[Any]:
-    """Return what is kept of rows (rows, seq_len) as rows (rows, row_tokens), each with the first
-    values of `padding` behind it, by default zeros."""
+    """Return the kept values of rows (rows, seq_len) as rows (rows, row_tokens), each padded with
+    the first values of `padding`, by default zeros."""
     rows = np.zeros((len(array), row_tokens), dtype=array.dtype)
     for row, values, left in zip(rows, array, kept, strict=True):
         count = int(left.sum())
@@ -174,8 +174,8 @@ def _filled(
 
 
 def with_examples(batch: MicroBatch, desirable: npt.NDArray[np.bool_] | None = None) -> MicroBatch:
-    """Return a micro-batch in host memory whose examples are two documents each, behind each other
-    in a row. desirable: (rows, seq_len), of rated answers."""
+    """Return a micro-batch in host memory whose examples are two consecutive documents each in a
+    row. desirable: (rows, seq_len), of rated answers."""
     rows, seq_len = batch.input_ids.shape
     starts = batch.bounds[0][:-1].numpy()
     row = starts // seq_len
@@ -190,8 +190,8 @@ def with_examples(batch: MicroBatch, desirable: npt.NDArray[np.bool_] | None = N
 
 
 def with_scores(batch: MicroBatch, parts: Sequence[Scores]) -> MicroBatch:
-    """Return a micro-batch in host memory with what a reference or a teacher says of its trained
-    tokens, in their order; of a batch without any, parts are of some others."""
+    """Return a micro-batch in host memory with a reference's or teacher's scores of its trained
+    tokens, in order; parts: of other tokens, for a batch without scores."""
     count = len(batch.targets)
     if parts[0].top_ids is None:
         return replace(batch, reference=_joined([part.log_probs for part in parts], count))

@@ -1,8 +1,8 @@
-"""Held-out loss while a run trains, and the adapter that had the lowest.
+"""Held-out loss while a run trains, and the adapter with the lowest.
 
 Documents are packed into rows as in training and go through the training model itself, sharded as
-it is. The best one is kept beside the checkpoints, in a folder `best-<8 digits>`, for each of
-them: a run that is resumed from any of them finds the best adapter that it had then."""
+it is. The best adapter is kept beside the checkpoints, in a folder `best-<8 digits>`, for each of
+them: a run that resumes from any checkpoint finds the best adapter of that time."""
 
 import math
 import shutil
@@ -58,7 +58,7 @@ class HeldOutRows(NamedTuple):
 
     @classmethod
     def of(cls, store: TokenStore, rows: Sequence[Sequence[int]], *, seq_len: int) -> Self:
-        """Return rows of these documents each; one of none is padding alone."""
+        """Return rows with these documents; a row without documents is padding alone."""
         documents, good = store.heldout_documents(), store.heldout_desirable
         shape = (len(rows), seq_len)
         ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -84,8 +84,8 @@ class HeldOutLosses(NamedTuple):
 
 
 class HeldOut:
-    """The held-out documents of a run, or of each source `at_most` drawn by `seed`, ready to be
-    measured on. Raises `UserError` if there is none with a trained token."""
+    """The held-out documents of a run, or `at_most` of each source drawn by `seed`, as batches.
+    Raises `UserError` if none has a trained token."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class HeldOut:
         world: World,
         moved: Callable[[], None] = lambda: None,
     ) -> HeldOutLosses:
-        """Return the objective's loss of each source's documents as one step: for supervised
-        training the mean -log p (nats) of a trained token; equal on all processes. Collective.
+        """Return the objective's loss of each source's documents as one step, equal on all
+        processes: for supervised training the mean -log p (nats) of a trained token. Collective.
         Calls `moved` after every batch."""
         was_training = training.training
         training.eval()
@@ -166,12 +166,12 @@ class HeldOut:
     def _batches(
         self, source: str, world: World, sizes: tuple[float, ...], moved: Callable[[], None]
     ) -> Iterator[MicroBatch]:
-        """Yield this process's rows; call `moved` after each batch. All processes have as many
+        """Yield this process's rows; call `moved` after each batch. All processes have equally many
         batches, because each gathers the weights."""
         of_step = torch.tensor(sizes) if len(sizes) > 1 else None
         of_source, seq_len = self._sources[source]
         own_rows = of_source[world.rank :: world.size]
-        num_rows = math.ceil(len(of_source) / world.size)  # of the process that has most
+        num_rows = math.ceil(len(of_source) / world.size)  # of the process with the most
         for start in range(0, num_rows, self._micro_batch_size):
             count = min(self._micro_batch_size, num_rows - start)
             rows = own_rows[start : start + count]
@@ -200,9 +200,8 @@ def patience_is_over(losses: Sequence[float], patience: int | None) -> bool:
 
 class BestAdapter:
     """Keeps the adapter with the lowest held-out loss in the checkpoints' folder. All processes
-    call all methods. rows: the metrics of the run up to the step that it continues from. Adapters
-    that a killed process kept after that step are removed. Raises `UserError` if the adapter that
-    the rows call the best is no longer there."""
+    call all methods. rows: the run's metrics up to its resumed step. Removes adapters that a killed
+    process kept after that step. Raises `UserError` if the best adapter of the rows is missing."""
 
     def __init__(self, folder: Path, rows: Sequence[dict[str, Any]], *, world: World) -> None:
         self._folder, self._world = folder, world
@@ -233,21 +232,21 @@ class BestAdapter:
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        dist.barrier(self._world.io_group)  # all write into the folder
+        dist.barrier(self._world.io_group)  # all processes write into the folder
         save_adapter(training, partial, world=self._world)
         if self._world.is_main:
             shutil.rmtree(best_dir(self._folder, step), ignore_errors=True)
             partial.rename(best_dir(self._folder, step))
             self._prune()
-        # From here on the others may read it (`load_`).
+        # From here on other processes may read it (`load_`).
         dist.barrier(self._world.io_group)
 
     def load_(self, training: nn.Module) -> None:
         load_adapter_(training, best_dir(self._folder, self.step))
 
     def _prune(self) -> None:
-        """Remove what no resumed run can call its best: needed is the best one at each checkpoint,
-        and all after the newest, as the next one may be on its way."""
+        """Remove adapters that no resumed run needs. Needed are the best one at each checkpoint,
+        and all after the newest, as the next checkpoint may be in progress."""
         saved = saved_steps(self._folder)
         steps = {max((s for s in self._steps if s <= at), default=0) for at in saved}
         steps |= {step for step in self._steps if step > max(saved, default=0)}
@@ -259,5 +258,5 @@ class BestAdapter:
 
 
 def best_dir(folder: Path, step: int) -> Path:
-    """Return the folder of the adapter that was the best when it was saved, after `step` steps."""
+    """Return the folder of the adapter that was the best at its save, after `step` steps."""
     return folder / f"best-{step:08d}"

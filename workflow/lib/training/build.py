@@ -1,5 +1,4 @@
-"""From a plan to a model ready to train, in the one order that is right; and the checks before the
-first step.
+"""From a plan to a model ready to train, in the one right order; and its checks before step 1.
 
 quantized linears -> adapters -> fused layers -> activation checkpointing -> packed weights ->
 sharding -> memory -> weights -> adapter values."""
@@ -67,7 +66,7 @@ class TrainingModel:
         return adapter_config(self.training.peft_model)
 
     def state_bytes(self) -> int:
-        """Return the bytes of what training changes, everywhere: fp32 weights and two moments."""
+        """Return the bytes of trained state on all processes: fp32 weights and two moments."""
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
     def trainable_by_module(self) -> dict[str, int]:
@@ -87,20 +86,20 @@ class TrainingModel:
         plain = sum(p.numel() for p in model.parameters() if id(p) not in packed)
         embedding = model.get_input_embeddings()  # type: ignore[operator]
         on_host = 0
-        if not len(embedding.weight):  # its rows are looked up in host memory
+        if not len(embedding.weight):  # rows are looked up in host memory
             on_host = embedding.num_embeddings * embedding.embedding_dim
         return trainable, linears + plain + on_host
 
 
 def plan_of_device(plan: StepPlan, base: Path, config: RunConfig, world: World) -> StepPlan:
-    """Return the plan with dtypes and attention of the settings on this device. Collective."""
+    """Return the plan with the settings' dtypes and attention on this device. Collective."""
     settings, device = config.model, world.device
     dtype, needs = resolve_dtype(settings.compute_dtype, device), read_attention_needs(base)
     asked = needs.asked(settings.attention_dropout)
     resolve = partial(
         resolve_training_attention, settings.attention, device, asked, compute_dtype=dtype
     )
-    resolve()  # tries kernels
+    resolve()  # compares kernels with their references
     decide_kernels(world)
     attention = resolve()
     logger.info("attention: %s (%s)", attention.name, attention.reason)
@@ -124,9 +123,9 @@ def build_training_model(
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the run's model on this process. Collective. base: NF4 folder; plan: of
-    `preflight.json`, as this device can have it; start: folder of the adapter that is continued;
-    moved: called after every tensor that was read.
-    Raises `UserError` if the base does not fit its config, the targets or the adapter."""
+    `preflight.json`, for this device; start: folder of a continued adapter; moved: called after
+    every tensor that was read. Raises `UserError` if the base does not fit its config, the targets
+    or the adapter."""
     _limit_memory(plan, world.device)
     dtype = dtype_of(plan)
     model = build_nf4_on_meta(
@@ -165,11 +164,11 @@ def dtype_of(plan: StepPlan) -> torch.dtype:
 def adapt_(
     model: PreTrainedModel, lora: LoraSettings, plan: StepPlan, choice: LayerChoice
 ) -> tuple[CausalLMForTraining, Counter[str]]:
-    """Give a meta-device NF4 model its adapters, its fused layers, its loss and its recomputation;
-    return what trains it, and how many modules of each kind are fused. Raises `UserError` if the
-    model has none of the targets."""
+    """Give a meta-device NF4 model its adapters, its fused layers, its loss and its recomputation.
+    Return its training module, and the number of fused modules of each kind. Raises `UserError` if
+    the model has none of the targets."""
     adapted = inject_adapters(model, lora)
-    # Before recurrent layers are divided by document, which gives them another forward.
+    # Before recurrent layers are divided by document: that replaces their forward.
     fused = fuse_layers_(model) if plan.fused_layers else Counter()
     training = CausalLMForTraining(adapted, fused_head=plan.fused_loss)
     if plan.offload_embedding:
@@ -185,8 +184,8 @@ def adapt_(
 def lay_out_(
     training: CausalLMForTraining, plan: StepPlan, world: World, choice: LayerChoice
 ) -> TrainingModel:
-    """Divide a meta-device model between processes and host memory as the plan says; nothing is
-    allocated or read yet. Collective."""
+    """Divide a meta-device model between processes and host memory by the plan, without allocating
+    or reading. Collective."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = decoder_layers(model)  # FSDP2 changes their classes
     keep_to_backward = not plan.reshard_after_forward
@@ -199,13 +198,13 @@ def lay_out_(
         training.activation_offload = ActivationOffload(
             world.device, window_bytes=plan.offload_window_bytes
         )
-        if plan.offload_activations is not True:  # else what lies before and behind them too
+        if plan.offload_activations is not True:  # else also before and behind them
             training.activation_offload.follow_(layers, choice.activations_on_host)
     return TrainingModel(training, units, 0, packed)
 
 
 def _limit_memory(plan: StepPlan, device: torch.device) -> None:
-    """Let torch's allocator take as much of a GPU as the plan counts on."""
+    """Limit torch's allocator to the plan's memory of a GPU."""
     if device.type == "cuda" and plan.gpu_memory_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.gpu_memory_bytes / total))
@@ -214,7 +213,7 @@ def _limit_memory(plan: StepPlan, device: torch.device) -> None:
 def _sharded(
     training: CausalLMForTraining, packed: PackedLayers | None, plan: StepPlan, world: World
 ) -> list[FSDPModule]:
-    """Shard the model over all processes; return its units: none if there is one process."""
+    """Shard the model over all processes; return its units, none for a single process."""
     if world.size == 1:
         return []
     ignored = packed.parameters() if packed else None

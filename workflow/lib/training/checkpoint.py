@@ -1,9 +1,9 @@
 """Checkpoints of a run in progress: adapter, optimizer, step and metrics, in the background.
 
 A folder `step-<8 digits>` below that of the trajectory's fingerprint is written under a temporary
-name, synced, and renamed when all processes have finished; if a disk damages it, its checksums say
-so, and the one before is taken. Any number of processes can read it. Random numbers need no state:
-they are functions of (seed, step, rank)."""
+name, fsynced, and renamed when all processes have finished. If its checksums show damage, the one
+before is taken. Any number of processes can read it. Random numbers need no state: they are
+functions of (seed, step, rank)."""
 
 import logging
 import math
@@ -48,7 +48,7 @@ METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps with a whole checkpoint, ascending."""
+    """Return the steps with a complete checkpoint, ascending."""
     matches = (STEP_PATTERN.match(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
     return sorted(int(match.group(1)) for match in matches if match)
 
@@ -60,8 +60,8 @@ def step_dir(folder: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When to write a checkpoint: by steps, by minutes, after steps whose adapters are exported,
-    and after step 1 to prove it."""
+    """When to write a checkpoint: by steps, by minutes, after steps with exported adapters, and
+    after step 1 as a test."""
 
     every_steps: int
     every_minutes: float | None
@@ -76,9 +76,9 @@ class Cadence:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, one at a time, and removes old ones but the `exported`.
-    Collective. The thread has its own process group: in a shared one collectives could meet in
-    another order."""
+    """Writes checkpoints in the background, one at a time, and removes old ones except `exported`.
+    Collective. The thread has its own process group: in a shared one the order of collectives could
+    differ."""
 
     def __init__(
         self,
@@ -99,15 +99,14 @@ class CheckpointWriter:
         self._failure: WriteError | None = None
         self.last_saved_s: float | None = None
         """When the last write began, on the monotonic clock."""
-        # Started while there is memory: Python waits for ever for a new thread that gets too little
-        # to say that it runs.
-        # A daemon: a process that fails must not wait at its end for one that is gone.
+        # Started while there is memory: if a new thread gets too little, Python waits for ever. A
+        # daemon: a failing process must not wait at its end for a lost one.
         threading.Thread(target=self._serve, daemon=True).start()
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """At the end of the block finish the write in progress, also if a `UserError` ends it (on
-        all processes alike). Not after any other exception: processes that do not share it would be
+        """At the end of the block finish the write in progress, also after a `UserError` (raised on
+        all processes). Not after any other exception, which the others may not share: they would be
         waited for. Collective."""
         try:
             yield
@@ -117,12 +116,11 @@ class CheckpointWriter:
         self.wait()
 
     def save(self, training: nn.Module, optimizer: ShardwiseOptimizer, *, step: int) -> None:
-        """Start to write the state after `step` steps; waits for the previous write. Collective."""
+        """Start to write the state after `step` steps; wait for the previous write. Collective."""
         self.wait()
         if step == self._newest:
             return
-        # Copied now, and the host waits for it: the next step changes the tensors while the thread
-        # writes.
+        # The host waits for this copy: the next step changes the tensors while the thread writes.
         live = _pieces(training, optimizer)
         pieces = {name: piece.staged() for name, piece in live.items()}
         self._newest, self.last_saved_s = step, time.monotonic()
@@ -148,7 +146,7 @@ class CheckpointWriter:
 
     def _serve(self) -> None:
         while True:
-            self._write(*self._orders.get())  # named by nothing here, the copy is freed at once
+            self._write(*self._orders.get())  # without a name here the copy is freed at once
             self._written.set()
 
     def _write(self, pieces: dict[str, Piece], step: int) -> None:
@@ -169,11 +167,11 @@ class CheckpointWriter:
             self._failure = error
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
-        except Exception as error:  # a peer that died: this process is about to be stopped, too
+        except Exception as error:  # of a dead peer: this process is about to be stopped, too
             self._failure = WriteError(f"{type(error).__name__}: {error}")
 
     def _on_main(self, action: Any) -> None:
-        """Do something on the main process; what goes wrong there is raised on all. Collective."""
+        """Call `action` on the main process; raise its error on all processes. Collective."""
         failure: list[str | None] = [None]
         if self._world.is_main:
             try:
@@ -188,7 +186,7 @@ class CheckpointWriter:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         metrics = self._folder / METRICS
-        if metrics.exists():  # so that the lines up to this step are as safe as the state
+        if metrics.exists():  # so that lines up to this step are as safe as the state
             shutil.copyfile(metrics, partial / METRICS)
 
     def _publish(self, partial: Path, step: int) -> None:
@@ -210,15 +208,15 @@ class CheckpointWriter:
         for path in self._folder.iterdir():
             if LEFTOVER_PATTERN.match(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        # those behind are of a longer run with the same steps
+        # later ones are of a longer run with the same steps
         own = [step for step in saved_steps(self._folder) if step <= self._newest]
         for old in {*own[: -self._keep]}.difference(self._exported):
             discard(step_dir(self._folder, old))
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, its name first: half of it must not pass for a whole one. A failure is only
-    logged, for the run is sound. What is left is removed later."""
+    """Remove a folder, its name first: a half must not look complete. A failure is only logged, as
+    the run is sound; the rest is removed later."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         path.rename(aside)
@@ -244,7 +242,7 @@ def _pieces(training: nn.Module, optimizer: ShardwiseOptimizer) -> dict[str, Pie
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run continues: after `step` steps, and the checkpoints that were not whole."""
+    """Where a run resumes: after `step` steps, and the skipped checkpoints."""
 
     step: int
     skipped: list[dict[str, Any]]  # of `SkippedCheckpoint`
@@ -260,8 +258,8 @@ def resume_(
     world: World,
     num_steps: float = math.inf,
 ) -> Resumed:
-    """Load the newest whole checkpoint of at most `num_steps` into `training` and `optimizer`.
-    Collective. A damaged one is set aside and the one before it taken. Raises `UserError` for a
+    """Load the newest complete checkpoint of at most `num_steps` into `training` and `optimizer`.
+    Collective. A damaged one is set aside and the one before taken. Raises `UserError` for a
     checkpoint of another run."""
     skipped: list[dict[str, Any]] = []
     for step in (x for x in reversed(_steps_on_main(folder, world)) if x <= num_steps):
@@ -283,7 +281,7 @@ def resume_(
 
 
 def _steps_on_main(folder: Path, world: World) -> list[int]:
-    """Return the saved steps as the main process sees them, on all. Collective."""
+    """Return on all processes the saved steps that the main process sees. Collective."""
     steps: list[Any] = [saved_steps(folder) if world.is_main else None]
     dist.broadcast_object_list(steps, src=0, group=world.io_group)
     result: list[int] = steps[0]
@@ -291,7 +289,7 @@ def _steps_on_main(folder: Path, world: World) -> list[int]:
 
 
 def _problem(path: Path, *, world: World) -> str | None:
-    """Return what is wrong with a checkpoint's files, each process a share. Collective."""
+    """Return the fault of a checkpoint's files; each process checks a share. Collective."""
     problem: str | None = None
     try:
         check_files(path, read_index(path), share=slice(world.rank, None, world.size))
@@ -335,7 +333,7 @@ def _load_(
 
 
 def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, torch.Tensor]:
-    """Return empty tensors for whole 8-bit moments, if others cut them otherwise; else none."""
+    """Return empty tensors for whole 8-bit moments, if their cuts differ from ours; else none."""
     scales = [n for n in pieces.keys() & index["tensors"].keys() if n.endswith("_absmax")]
     if all(tuple(index["tensors"][n]["shape"]) == pieces[n].shape for n in scales):
         return {}
@@ -347,7 +345,7 @@ def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str,
 
 
 def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
-    """Write the adapter alone as a folder of shards, which exists already. Collective."""
+    """Write the adapter alone into an existing folder, as shards. Collective."""
     pieces = {
         name: piece_of(param.detach(), rank=world.rank).staged()
         for name, param in trainable_parameters(training).items()
@@ -363,7 +361,7 @@ def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
 
 
 def load_adapter_(training: nn.Module, folder: Path) -> None:
-    """Read what `save_adapter` wrote into `training`; each process reads its part. Raises
+    """Read the files of `save_adapter` into `training`; each process reads its part. Raises
     `UserError` if the files are damaged or of another adapter."""
     pieces = {
         name: piece_of(param.detach(), rank=dist.get_rank())
@@ -381,16 +379,16 @@ def load_adapter_(training: nn.Module, folder: Path) -> None:
 
 
 def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
-    """Make a metrics file from the whole rows of `source` or itself up to `step`."""
+    """Write a metrics file from the whole rows of `source`, or of itself, up to `step`."""
     rows = [row for row in whole_rows(source or path) if row["step"] <= step]
     write_lines(path, rows)
     return rows
 
 
 def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of lines up to the first that is cut or damaged: by a kill while it
-    was appended, or by a disk. Lines behind need not continue the rows before, and are ignored; no
-    file, no rows."""
+    """Yield the rows of a file of lines up to the first that is cut (killed while appending) or
+    damaged (by a disk). Later lines need not continue the earlier rows, and are ignored. A missing
+    file has no rows."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -401,8 +399,8 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def trained_otherwise(folder: Path) -> str | None:
-    """Say which other checkpoints a run has that has none in `folder`; None if there are none.
-    folder: `<run>-<key of settings>-<key of content>`."""
+    """Describe checkpoints of other settings of a run that has none in `folder`; None if there are
+    none. folder: `<run>-<key of settings>-<key of content>`."""
     run = folder.name.rsplit("-", 2)[0]
     beside = [p for p in folder.parent.glob("*-*-*") if p.name.rsplit("-", 2)[0] == run]
     others = sorted(p.name for p in beside if p != folder and saved_steps(p))
@@ -416,7 +414,7 @@ def trained_otherwise(folder: Path) -> str | None:
 
 
 def left_by(killed: str, folder: Path) -> str:
-    """Say how far process `killed` had come with these checkpoints, and what it has left."""
+    """Describe the progress of process `killed` with these checkpoints, and its remains."""
     reached = max((row["step"] for row in whole_rows(folder / METRICS)), default=0)
     when = f"after step {reached}" if reached else "before its first step"
     newest = max(saved_steps(folder), default=0)

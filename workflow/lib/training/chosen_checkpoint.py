@@ -1,7 +1,7 @@
-"""A checkpoint that the user names: its adapter is exported, or the run goes back to it.
+"""A checkpoint that the user names: to export its adapter, or to go back to it.
 
-To go back, all that was made after it is set aside in one folder beside it, and nothing is removed:
-then the ordinary start finds it as the newest."""
+To go back, all later files are set aside in one folder beside it, and none is removed: then the
+ordinary start finds this checkpoint as the newest."""
 
 import logging
 import time
@@ -31,9 +31,9 @@ def chosen_checkpoint(folder: Path, step: int, *, setting: str, change: str) -> 
 
 
 def go_back(folder: Path, step: int, *, results: Path) -> None:
-    """Set aside what a run has made after the checkpoint of `step`: later checkpoints and best
-    adapters, and the `results` of its end. Raises `UserError` if that checkpoint is damaged, or if
-    nothing is later. Nobody else may write to `folder` meanwhile."""
+    """Set aside a run's files after the checkpoint of `step`: later checkpoints and best adapters,
+    and the `results` of its end. Raises `UserError` if that checkpoint is damaged, or if nothing is
+    later. No other process may write to `folder` meanwhile."""
     chosen = chosen_checkpoint(folder, step, setting="rewind", change="Name one of these steps")
     newest = saved_steps(folder)[-1]
     if step == newest:
@@ -49,7 +49,7 @@ def go_back(folder: Path, step: int, *, results: Path) -> None:
     aside.mkdir()
     note = {"from_step": newest, "to_step": step, "unix_s": round(time.time())}
     write_lines(folder / HISTORY, [*whole_rows(folder / HISTORY), note])
-    # The newest last: as long as it is there, the command can be repeated.
+    # The newest last: until it is moved, the command can be repeated.
     kept = [*folder.glob("best-*"), *(step_dir(folder, saved) for saved in saved_steps(folder))]
     later = [path for path in kept if int(path.name.rpartition("-")[2]) > step]
     for path in (results, *later):

@@ -1,7 +1,7 @@
 """From an exception or an exit status to its cause in a user's words, and what to change.
 
-A worker translates what it raises (`explained`); the launcher chooses among the failures of all
-processes: one that lost its peer is a consequence, whatever came first on the clock."""
+A worker translates its own exceptions (`explained`). The launcher chooses among the failures of all
+processes: a lost peer is a consequence, even if it came first."""
 
 import re
 import signal
@@ -19,7 +19,7 @@ from workflow.lib.system.errors import PeerLostError, UserError
 from workflow.lib.system.files import unwritable
 from workflow.lib.system.units import GIB
 
-# As torch words it, and NCCL below torch, for GPUs; the allocators, and the start of a thread, for
+# The wording of torch, and of NCCL below it, for GPUs; of allocators, and of a thread's start, for
 # the host.
 NO_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
@@ -32,7 +32,7 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 SHARED_MEMORY = re.compile(r"NCCL.*(/dev/shm|shared memory segment)", re.DOTALL)
-# What the text of an error betrays, and the message; the first that is found counts.
+# Parts of an error's text, and the message; the first match counts.
 TROUBLES = {
     re.compile(
         r"driver on your system is too old|driver version is insufficient|forward compatibility "
@@ -64,8 +64,8 @@ TROUBLES = {
 def explained(
     *, run: str, preflight: Forecast, measured_bytes: Callable[[], int]
 ) -> Iterator[None]:
-    """Turn the exceptions that a user can do something about into `UserError` (or `PeerLostError`);
-    pass on the rest. measured_bytes: this process's peak so far."""
+    """Turn exceptions that a user can act on into `UserError` (or `PeerLostError`); pass on the
+    rest. measured_bytes: this process's peak so far."""
     try:
         yield
     except UserError:
@@ -91,7 +91,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _ends(error: BaseException) -> str:
-    """Return the first line, and the last, where NCCL puts the cause."""
+    """Return the first line, and the last, which is NCCL's cause."""
     lines = str(error).strip().splitlines()
     return " ... ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
 
@@ -103,7 +103,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measured: int) -> str:
-    """Name predicted and measured peak and preflight's smaller micro-batch; show its table."""
+    """Return predicted and measured peak, preflight's smaller micro-batch, and its table."""
     plan = preflight.plan
     where = "GPU" if plan.device == "cuda" else "host"
     sizes = [(tried.plan(plan).micro_batch_size, tried) for tried in preflight.candidates]
@@ -143,8 +143,8 @@ SIGNAL_CAUSES = {
 
 
 def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
-    """Say why a process died of a signal. out_of_memory_kills: processes that the kernel has killed
-    for memory on this machine meanwhile. damaged: what was found wrong with the inputs since."""
+    """Return why a process died of a signal. out_of_memory_kills: processes that the kernel has
+    since killed for memory on this machine. damaged: faults since found in the inputs."""
     name = signal.Signals(number).name
     if number == signal.SIGKILL and out_of_memory_kills > 0:
         return (
@@ -158,7 +158,7 @@ def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
 
 
 def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the kernel has ended for memory since the start."""
+    """Return the number of processes that the kernel has killed for memory since the start."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -167,7 +167,7 @@ def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
 
 
 def damaged_tokens(folder: Path) -> list[str]:
-    """Return what is wrong with a tokens folder now, as a list of no or one message."""
+    """Return the fault of a tokens folder now, as a list of none or one."""
     try:
         TokenStore.open(folder)
     except UserError as error:

@@ -1,7 +1,7 @@
 """The gradients of a step: summed over its micro-batches together with its loss, and clipped.
 
-Nothing here waits for the device, but `find_origin`: where NaN or infinity came from. It is called
-once a step has gone wrong, before its update and with its gradients as backward made them."""
+Nothing here waits for the device, except `find_origin`, which finds the source of NaN or infinity.
+It is called after a faulty step, before its update, on backward's unclipped gradients."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ CLIP_EPS = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
 
 class LossSum:
-    """The loss of a step over those of this process's micro-batches that have run so far."""
+    """The loss of a step over this process's micro-batches so far."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class LossSum:
         figures: int = 0,
     ) -> None:
         """run: `forward_backward` of the model, or its graphs. divisor: of the sum, over all
-        processes. Gradients are those of the step's loss times `factor`. figures: how many the
-        objective tells beside it."""
+        processes. Gradients are those of the step's loss times `factor`. figures: number of the
+        objective's further figures."""
         self._run, self._divisor = run, divisor
         exact = torch.full((), factor / divisor, dtype=torch.float64, device=device)
-        self._slope = exact.float()  # infinite where it is too large for that: the step is repeated
+        self._slope = exact.float()  # infinite if it is too large for that: the step is repeated
         shape = (1 + figures,) if figures else ()
         self._total = torch.zeros(shape, dtype=torch.float64, device=device)
 
@@ -49,17 +49,17 @@ class LossSum:
             self._total += self._run(batch, self._slope)
 
     def value(self) -> torch.Tensor:
-        """Return this process's part of the loss () float64; with figures (1 + figures,), as if all
-        were divided by what divides the loss."""
+        """Return this process's part of the loss () float64; with figures (1 + figures,), all
+        divided by the loss's divisor."""
         return self._total / self._divisor
 
 
 def step_estimate(
     training: CausalLMForTraining, batches: Iterable[MicroBatch], *, divisor: float, world: World
 ) -> torch.Tensor | None:
-    """Return what the objective needs of the whole step before it () fp32, by a forward of all
-    micro-batches without dropout; None where it needs nothing. Collective. batches: this
-    process's, as many as of the others."""
+    """Return the objective's estimate () fp32 for the whole step, by a forward of all micro-batches
+    without dropout; None if it needs none. Collective. batches: this process's, equally many on
+    all."""
     figure = training.objective.estimated
     if figure is None:
         return None
@@ -76,7 +76,7 @@ def step_estimate(
 
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:
     """Scale the gradients to a norm of at most `max_norm`; return the norm before. Collective. They
-    stay as they are if `max_norm` is None, or if the norm is not finite: `find_origin` reads them
+    do not change if `max_norm` is None, or if the norm is not finite: `find_origin` reads them
     then."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     gradients = [param.grad for param in params if param.grad is not None]
@@ -90,7 +90,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) 
 
 
 def _by_mesh(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the gradients that are cut over the same processes together."""
+    """Group the gradients that are cut over the same processes."""
     groups: dict[Hashable, list[torch.Tensor]] = {}
     for gradient in gradients:
         key = None
@@ -101,8 +101,8 @@ def _by_mesh(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of gradients that are cut alike (). Collective: each process has its shards'.
-    Of the shards alone: torch's own norm of DTensors took a sixth of a recording of 62 layers."""
+    """Return the norm () of gradients with equal cuts. Collective: each process has its shards'.
+    Computed from shards: torch's own norm of DTensors took a sixth of a recording of 62 layers."""
     own = get_total_norm([local(gradient) for gradient in gradients])
     first = gradients[0]
     if not isinstance(first, DTensor):
@@ -121,12 +121,12 @@ def find_origin(
     training: CausalLMForTraining, batches: Iterable[tuple[list[int], MicroBatch]], *, world: World
 ) -> str:
     """Return in words where the step's first value that is not finite arose. Collective. batches:
-    this process's rows and micro-batches of the step, equally many on all processes. They are run
-    forward once more. The step's gradients must still be there and not be clipped, which by NaN
-    makes all NaN."""
+    this process's rows and micro-batches of the step, equally many on all processes; they run
+    forward once more. The step's gradients must still exist, unclipped: clipping by NaN makes all
+    NaN."""
     origin: str | None = None
     with forward_only(training):
-        for rows, batch in batches:  # to the end: every forward gathers weights from all processes
+        for rows, batch in batches:  # all of them: every forward gathers weights from all processes
             with first_module(training) as names:
                 loss = loss_in(training(batch))
             if origin is None and (names or not loss.isfinite()):
@@ -141,7 +141,7 @@ def find_origin(
 def _first_gradient(training: nn.Module, world: World) -> str | None:
     """Return which gradient, summed over processes, is not finite, the first of several. Backward
     runs from the last layer to the first, so it is the last one in the model's order. Each process
-    looks at its shards. Collective."""
+    checks its shards. Collective."""
     params = trainable_parameters(training)
     indices = [
         index
@@ -154,8 +154,8 @@ def _first_gradient(training: nn.Module, world: World) -> str | None:
 
 @contextmanager
 def first_module(training: nn.Module) -> Iterator[list[str]]:
-    """Within the block note the name of the first module whose output is not finite. The list that
-    is yielded has no element, or this one."""
+    """Within the block note the name of the first module whose output is not finite, in the yielded
+    list, which is empty without one."""
     names: list[str] = []
 
     def watch(name: str) -> Any:

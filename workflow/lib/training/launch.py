@@ -1,4 +1,4 @@
-"""Starting the processes of a run by torchrun's API, and naming the first to fail.
+"""Start of a run's processes by torchrun's API, and the first one to fail.
 
 Workers of one machine meet at a store on the loopback interface. torchrun's own listens on every
 interface, so anybody could join a run or read its keys; gloo and NCCL use loopback too. A run over
@@ -39,14 +39,14 @@ from workflow.lib.system.hardware import check_processes_can_work, loopback_lack
 from workflow.lib.system.interrupts import children_of
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
 
-STORE_JOIN_S = 600  # of a store that is there already, which nothing waits for
+STORE_JOIN_S = 600  # of a store that exists already, so nothing waits for it
 LOOPBACK = "loopback"  # name of this backend in torchrun's registry
 # Each library's variable for the interface that it listens on.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """A rendezvous of the one agent on this machine, for torchrun's registry."""
+    """A rendezvous of this machine's only agent, for torchrun's registry."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         store = loopback_store()
@@ -63,15 +63,15 @@ def loopback_store() -> TCPStore:
         raise UserError(f"{lack}.")
     listening = socket.create_server((ADDRESS, 0))
     port = listening.getsockname()[1]
-    # the store takes the descriptor over and closes it
+    # the store takes over the descriptor and closes it
     return TCPStore(
         ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
 
 
 def use_loopback() -> None:
-    """Make the backend `loopback` known to torchrun, and let gloo and NCCL listen there, unless the
-    user chose. Raises `UserError` where processes of this machine cannot work together."""
+    """Register the backend `loopback` with torchrun, and let gloo and NCCL listen there, unless the
+    user chose. Raises `UserError` if processes of this machine cannot communicate."""
     check_processes_can_work()
     rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
     for name, interface in INTERFACE.items():
@@ -79,14 +79,13 @@ def use_loopback() -> None:
 
 
 STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"
-TWICE_S = 5.0  # a signal that is told twice, on a busy machine
+TWICE_S = 5.0  # between two copies of one signal, on a busy machine
 TOO_LARGE = f"{BatchMemoryError.__name__}: "  # before the size, as torchrun passes an exception on
 ELSEWHERE = "another machine of the run says why, in the same log; if none does, one is gone."
 REPEAT = "Repeat the command to continue from what is finished."
 
 DEFAULTS = {  # unless the user has set them
-    # Growing segments waste 2.5% where fixed ones waste 10%; `budget.ALLOCATOR_SLACK` counts
-    # on it.
+    # Growing segments waste 2.5% where fixed ones waste 10%; `budget.ALLOCATOR_SLACK` assumes it.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # Else NCCL registers the buffers of collectives in CUDA graphs, which fails with expandable
     # segments: Megatron-LM refuses the two together.
@@ -98,7 +97,7 @@ DEFAULTS = {  # unless the user has set them
 @dataclass(frozen=True)
 class Workers:
     """`python -m module arguments` in `processes` torchrun workers; place: this machine's share;
-    grace_s: after a signal, to save; what: for the message."""
+    grace_s: seconds to save after a signal; what: for the message."""
 
     module: str
     arguments: Sequence[str]
@@ -115,8 +114,8 @@ class Workers:
 
 
 def launch_workers(workers: Workers, *, inspect_inputs: Callable[[], list[str]] = list) -> None:
-    """Run workers on every node; return when all have ended well. inspect_inputs: tells what is
-    wrong with files if one was killed. Raises `UserError` with the first cause, `BatchMemoryError`,
+    """Run workers on every node; return when all have succeeded. inspect_inputs: returns faults of
+    files if one was killed. Raises `UserError` with the first cause, `BatchMemoryError`,
     `PeerLostError` for another node's, `StoppedError` after a signal."""
     stop_on_signals()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
@@ -144,7 +143,7 @@ def launch_workers(workers: Workers, *, inspect_inputs: Callable[[], list[str]] 
 
 
 def _run_workers(workers: Workers, hung: list[str]) -> None:
-    """Run this machine's workers under torchrun, watched. Who hangs is put into `hung`."""
+    """Run this machine's workers under torchrun, watched; `hung` gets a message for a hung one."""
     inherited = worker_environment(
         len(workers.ranks), grace_s=workers.grace_s, deterministic=workers.deterministic
     )
@@ -167,8 +166,8 @@ def _run_workers(workers: Workers, hung: list[str]) -> None:
 
 
 def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> Exception:
-    """Return the exception for the cause of process `rank`, the first to fail. elsewhere: it only
-    waited for another one, or lost it, so another machine may know the cause."""
+    """Return the exception for the cause of process `rank`, the first to fail. elsewhere: it waited
+    for another process, or lost it, so another machine may know the cause."""
     if elsewhere and workers.place.nodes > 1:
         return PeerLostError(f"{cause.rstrip()}\n({workers.what}: {ELSEWHERE} {REPEAT})")
     if cause.startswith(TOO_LARGE):
@@ -180,9 +179,9 @@ def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> E
 
 
 def stop_on_signals() -> None:
-    """Have `stop_signals.SIGNALS` end the workers by SIGTERM; an ignored one stays ignored.
-    Terminal and Snakemake both tell a launcher: within `TWICE_S` it is one request, as a second
-    would cut short how workers save."""
+    """Make `stop_signals.SIGNALS` end the workers by SIGTERM; an ignored one stays ignored.
+    Terminal and Snakemake both send it to a launcher: within `TWICE_S` they are one request, as a
+    second would cut short the workers' save."""
     last = -math.inf
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -204,7 +203,7 @@ def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -
     variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     if deterministic:  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # read by torch; without it workers are killed 30 s after the signal
+    # torch's variable; without it workers are killed 30 s after the signal
     return variables | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s))}
 
 
@@ -224,9 +223,9 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def watched(ranks: range, *, size: int, folder: Path, hung: list[str]) -> Iterator[None]:
-    """Within the block watch the signs of life of the workers that this process starts. They are
-    `ranks`, of `size` in all, and write to `folder`, which is made. When one hangs, all of them are
-    ended and the reason is put into `hung`."""
+    """Within the block watch the heartbeats of this process's workers. They are `ranks`, of `size`
+    in all, and write to `folder`, which is made. When one hangs, all are ended and `hung` gets the
+    reason."""
     ended = threading.Event()
     folder.mkdir()
     variables = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
@@ -249,14 +248,14 @@ def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
         hung.append(verdict)
         for pid in children_of(os.getpid()):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # a process that hangs hears nothing else
+                os.kill(pid, signal.SIGKILL)  # a hung process ignores any other signal
         return
 
 
 def _cause(
     failure: ProcessFailure, memory_kills_before: int, inspect_inputs: Callable[[], list[str]]
 ) -> str:
-    """Return what a worker said at its end, or why it could not say anything."""
+    """Return a worker's error message, or why there is none."""
     if failure.exitcode < 0:
         kills = memory_kills() - memory_kills_before
         return killed(-failure.exitcode, out_of_memory_kills=kills, damaged=inspect_inputs())
@@ -267,7 +266,7 @@ def _cause(
 
 
 def _rendezvous(place: Place) -> dict[str, Any]:
-    """Return where the workers meet: on this machine, or at the first node."""
+    """Return the workers' rendezvous: on this machine, or at the first node."""
     if place.nodes == 1:
         use_loopback()
         return {"run_id": uuid.uuid4().hex, "rdzv_backend": LOOPBACK}

@@ -1,7 +1,7 @@
-"""The live view of a training, by the trackers that `TRACKERS` lists.
+"""The live view of a training, by the trackers in `TRACKERS`.
 
 They show the lines of `metrics.jsonl`. At a start TensorBoard's files are written anew, and the
-others are given what they lack, so no point is doubled or lost. On the main process alone."""
+others get only missing lines, so no point is doubled or lost. On the main process alone."""
 
 import importlib.util
 import os
@@ -19,21 +19,21 @@ from workflow.lib.system.errors import UserError, setting_error
 Row = Mapping[str, Any]
 View = Callable[[Row], None]
 
-FLUSH_S = 10  # how old the newest point of a TensorBoard file may be
+FLUSH_S = 10  # bound of the age of a TensorBoard file's newest point
 NOT_CURVES = frozenset({"step", "elapsed_s"})
 
 
 class Shown(NamedTuple):
-    """A training as trackers see it."""
+    """A training for trackers."""
 
-    folder: Path  # trackers that keep files have folders below it
+    folder: Path  # parent of the folders of trackers with files
     run: str
     identity: str  # of the trajectory
     rows: Sequence[Row]  # of the journal so far
     config: Mapping[str, Mapping[str, Any]]  # settings shown, by section
 
 
-# A tracker's first step that it lacks, and what sends it a row.
+# The first step that a tracker lacks, and the function that sends it a row.
 Opened = AbstractContextManager[tuple[int, View]]
 
 
@@ -61,7 +61,7 @@ class Tracker:
 
 
 def check_tracking(settings: TrackingConfig) -> None:
-    """Raise `UserError` if a view is asked for whose package, or whose key, is missing."""
+    """Raise `UserError` for a tracker whose package, or whose key, is missing."""
     for tracker in TRACKERS:
         if not tracker.value(settings):
             continue
@@ -76,8 +76,8 @@ def check_tracking(settings: TrackingConfig) -> None:
 
 @contextmanager
 def live_view(settings: TrackingConfig, shown: Shown) -> Iterator[View]:
-    """Show the rows of the journal so far, and every row that the yielded function is given.
-    Raises `UserError` if a tracker refuses."""
+    """Show the rows of the journal so far, and every row passed to the yielded function. Raises
+    `UserError` if a tracker refuses."""
     with ExitStack() as stack:
         views: list[View] = []
         for tracker in TRACKERS:
@@ -103,14 +103,14 @@ def live_view(settings: TrackingConfig, shown: Shown) -> Iterator[View]:
 
 
 def _from(next_step: int, show: View) -> View:
-    """Return a view that leaves out the steps before."""
+    """Return a view without earlier steps."""
     return lambda row: show(row) if row["step"] >= next_step else None
 
 
 def curves(row: Row) -> dict[str, float]:
     numbers = {name: value for name, value in row.items() if name not in NOT_CURVES}
     for source, loss in (row.get("heldout_losses") or {}).items():
-        # as all trackers take names
+        # the form of names that all trackers accept
         numbers[f"heldout_loss/{re.sub(r'[^A-Za-z0-9_.-]', '_', source)}"] = loss
     return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
 
@@ -123,7 +123,7 @@ def _tensorboard(_: object, shown: Shown) -> Iterator[tuple[int, View]]:
     folder, rows = shown.folder / "tensorboard" / shown.run, shown.rows
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
-    # purge_step: a TensorBoard that is open drops what it has read of the files before
+    # purge_step: an open TensorBoard drops the points of earlier files
     writer = SummaryWriter(logdir=str(folder), purge_step=0, flush_secs=FLUSH_S)
     began = time.time() - (float(rows[-1]["elapsed_s"]) if rows else 0.0)
 

@@ -1,14 +1,14 @@
 """The optimization loop: `Trainer.steps` takes steps and yields the metrics after each.
 
 The loss of a step is the sum of its objective's losses, divided by a number over all micro-batches
-and processes (`objectives.objective`). That number is known beforehand on every process (data order
-is a pure function), so each micro-batch's backward is already scaled, and gradients are summed over
+and processes (`objectives.objective`). Every process knows that number beforehand (data order is a
+pure function), so each micro-batch's backward is already scaled, and gradients are summed over
 processes.
 
-Where micro-batches are CUDA graphs, the first one of the next step is launched before the host
-waits for the loss and the gradient norm of the step before it. So the device has work while metrics
-are written and the next update is prepared. It changes gradients alone: weights, moments and counts
-are those of the step whose metrics are yielded."""
+If micro-batches are CUDA graphs, the next step's first one is launched before the host waits for a
+step's loss and gradient norm. So the device has work while metrics are written and the next update
+is prepared. That micro-batch changes gradients alone: weights, moments and counts are those of the
+step whose metrics are yielded."""
 
 import logging
 import math
@@ -59,7 +59,7 @@ SHARED_MULTIPLE = 64  # of tokens in rows that share prompts, so that few shapes
 
 
 def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimizer:
-    """Return `train.optimizer` over the fp32 masters of what is trained."""
+    """Return `train.optimizer` over the fp32 masters of the trained parameters."""
     return ShardwiseOptimizer(trainable_parameters(training), train)
 
 
@@ -71,7 +71,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class StepNumbers(NamedTuple):
-    """What the device tells of a step."""
+    """A step's numbers from the device."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -95,15 +95,15 @@ class StepRows:
 
 @dataclass(frozen=True)
 class StepInProgress:
-    """A step of which some micro-batches have run, or none."""
+    """A step after some of its micro-batches, or none."""
 
     rows: StepRows
-    batches: Iterator[MicroBatch]  # those of this process that have not run
+    batches: Iterator[MicroBatch]  # this process's remaining ones
     loss: LossSum
 
 
 class PendingScalars:
-    """Numbers of the device on their way to the host, in the order of the device's work."""
+    """Numbers of the device in transfer to the host, in the order of the device's work."""
 
     def __init__(self, *numbers: torch.Tensor) -> None:
         on_device = torch.stack([number.double() for number in numbers])
@@ -115,7 +115,7 @@ class PendingScalars:
             self._there.record()
 
     def wait(self) -> list[float]:
-        """Wait for them. What the device was asked for later goes on meanwhile."""
+        """Wait for them; the device continues with later work."""
         if self._there is not None:
             self._there.synchronize()
         numbers: list[float] = self._values.tolist()
@@ -124,7 +124,7 @@ class PendingScalars:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Takes steps: a model and optimizer, over tokens, here among others. Collective."""
+    """Takes steps of a model and optimizer over tokens; all methods are collective."""
 
     training: CausalLMForTraining
     optimizer: ShardwiseOptimizer
@@ -139,10 +139,10 @@ class Trainer:
 
     def steps(self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0) -> Iterator[Step]:
         """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
-        processes. elapsed_s: seconds that earlier invocations of this run have trained. Raises
+        processes. elapsed_s: training seconds of earlier invocations of this run. Raises
         `UserError` if the loss or the gradient is not finite, or the gradient is zero."""
         self.training.train()
-        self._drop_gradients()  # of a step that was begun and not finished
+        self._drop_gradients()  # of an unfinished step
         batches = self._batches_ahead(range(first_step, num_steps))
         ahead: StepInProgress | None = None
         for step in range(first_step, num_steps):
@@ -181,23 +181,23 @@ class Trainer:
 
     @property
     def graphs_off(self) -> str | None:
-        """Why micro-batches are no CUDA graphs any more; None: they are, or never were to be."""
+        """Why micro-batches are no CUDA graphs any more; None if they are, or never were to be."""
         return None if self.graphs is None else self.graphs.off
 
     def release_graphs(self) -> None:
-        """Give back the memory of CUDA graphs, which later steps capture anew."""
+        """Free the memory of CUDA graphs; later steps capture them anew."""
         if self.graphs is not None:
             self.graphs.release()
 
     def _batches_ahead(self, steps: range) -> Iterator[MicroBatch]:
-        """Yield this process's micro-batches of all steps; the next one is being made meanwhile."""
+        """Yield this process's micro-batches of all steps; the next one is made meanwhile."""
         rows_of = self.training.rows_of
         batches = micro_batches(
             self.store,
             chain.from_iterable(self._rows_of(step).groups for step in steps),
             device=self.world.device,
             look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
-            stay_on_host=self.graphs is not None,  # these copy them where a graph reads them
+            stay_on_host=self.graphs is not None,  # graphs copy them to their inputs
             apart=self.training.recurrent_layers > 0,
         )
         return self.waited(batches)
@@ -238,8 +238,8 @@ class Trainer:
         return StepRows(step, indices, groups, trained_tokens, sizes)
 
     def _row_tokens(self, rows: npt.NDArray[np.int64]) -> int | None:
-        """Return the tokens of the longest of all processes' rows once prompts are shared: they
-        exchange equally many."""
+        """Return the tokens of the longest of all processes' rows with shared prompts: processes
+        exchange equal numbers."""
         if not self.training.shares_prompts:
             return None
         longest = int(self._shared_lengths.of(rows.flatten()).max())
@@ -247,7 +247,7 @@ class Trainer:
         return min(-(-longest // SHARED_MULTIPLE) * SHARED_MULTIPLE, seq_len)
 
     def _start(self, step: int, batches: Iterator[MicroBatch]) -> StepInProgress:
-        """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""
+        """Return a step before its first micro-batch; it takes its micro-batches from `batches`."""
         rows = self._rows_of(step)
         return self._in_progress(rows, islice(batches, len(rows.groups)))
 
@@ -273,8 +273,8 @@ class Trainer:
         return StepInProgress(rows, batches, loss)
 
     def _estimate(self, rows: StepRows) -> torch.Tensor | None:
-        """Return what the objective needs of the whole step before it, or None. Collective."""
-        batches = (batch for _, batch in self._made_again(rows))
+        """Return the objective's estimate for the whole step, or None. Collective."""
+        batches = (batch for _, batch in self._step_batches(rows))
         with self.training.matmul_precision.in_eight_bits():
             return step_estimate(self.training, batches, divisor=rows.divisor, world=self.world)
 
@@ -283,8 +283,8 @@ class Trainer:
         return int(text_lengths(store.position_ids[rows], store.loss_mask[rows]).sum())
 
     def _prefetch(self, steps: range, batches: Iterator[MicroBatch]) -> StepInProgress | None:
-        """Launch the first micro-batch of the first of these steps; None if there is none, or where
-        it has to wait for the host: without graphs, and where the host decides whether a step is
+        """Launch the first micro-batch of the first of these steps. Return None if there is none,
+        or if it must wait for the host: without graphs, and if the host decides whether a step is
         updated or repeated."""
         host_decides = loss_scale_of(self.training) or not self.optimizer.device_decides
         possible = len(steps) > 0 and self.graphs is not None and not host_decides
@@ -296,12 +296,12 @@ class Trainer:
         return current
 
     def _run(self, current: StepInProgress, *, count: int | None = None) -> None:
-        """Run the next `count` micro-batches of a step, all that are left if None."""
+        """Run the next `count` micro-batches of a step, by default all that are left."""
         with self.training.adapters.unchanged(), self.training.matmul_precision.in_eight_bits():
             current.loss.add(islice(current.batches, count))
 
     def _finish_backward(self, current: StepInProgress) -> PendingScalars:
-        """Run what is left of a step, clip its gradients, and begin its update; return its gradient
+        """Run the rest of a step, clip its gradients, and begin its update; return its gradient
         norm before clipping, the routers' balance if there is one, its loss, and its figures."""
         self._run(current)
         result, scale = current.loss.value(), loss_scale_of(self.training)
@@ -309,9 +309,9 @@ class Trainer:
         if scale is not None:
             scale.unscale_(self.training)
         norm = clip_gradients(self.optimizer, max_norm=self.settings.max_grad_norm)
-        dist.all_reduce(result)  # all processes judge the step by the same numbers, so alike
-        # The device itself decides whether it updates. So the update is queued before the host
-        # waits for the step, and the device need not wait for the host.
+        dist.all_reduce(result)  # all processes judge the step by the same numbers
+        # The device itself decides whether to update. So the update is queued before the host waits
+        # for the step, and the device need not wait for the host.
         loss = loss_in(result)
         healthy = loss.isfinite() & norm.isfinite() & (norm > 0)
         self.optimizer.begin(unless=~healthy)
@@ -320,7 +320,7 @@ class Trainer:
         return PendingScalars(norm, *balances, *result.reshape(-1))
 
     def _numbers(self, rows: StepRows, pending: PendingScalars) -> StepNumbers:
-        """Wait for what the device tells of a step."""
+        """Wait for a step's numbers from the device."""
         norm, *numbers = pending.wait()
         balance = None if self.training.router_balance is None else numbers.pop(0)
         loss, *sums = numbers
@@ -335,7 +335,7 @@ class Trainer:
         self, rows: StepRows, result: PendingScalars, ahead: StepInProgress | None
     ) -> StepNumbers:
         """Complete a step, and return its numbers. Nothing is updated if `check_step` raises. In
-        float16 gradients may overflow; they are made once more then, with a smaller loss scale."""
+        float16 gradients may overflow: then they are computed again, with a smaller loss scale."""
         numbers = self._numbers(rows, result)
         scale = loss_scale_of(self.training)
         while (
@@ -344,46 +344,46 @@ class Trainer:
             and scale.must_repeat(numbers.grad_norm)
         ):
             self._drop_gradients()
-            batches = (batch for _, batch in self._made_again(rows))
+            batches = (batch for _, batch in self._step_batches(rows))
             again = self._finish_backward(self._in_progress(rows, batches))
             numbers = self._numbers(rows, again)
         loss, norm = numbers.loss, numbers.grad_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
-        origin = None if finite else self._origin(rows, gradients_are_there=ahead is None)
+        origin = None if finite else self._origin(rows, gradients_exist=ahead is None)
         check_step(loss, norm, step=rows.step, origin=origin)
         self.optimizer.step()
         if ahead is None:
             self._drop_gradients()
         return numbers
 
-    def _origin(self, rows: StepRows, *, gradients_are_there: bool) -> str:
+    def _origin(self, rows: StepRows, *, gradients_exist: bool) -> str:
         """Return where the step's first value that is not finite arose. Collective."""
         self.release_graphs()
-        if not gradients_are_there:  # the weights are those of the step: it was not updated
+        if not gradients_exist:  # not updated, so the weights are still the step's
             self.optimizer.zero_grad()
-            batches = (batch for _, batch in self._made_again(rows))
+            batches = (batch for _, batch in self._step_batches(rows))
             self._run(self._in_progress(rows, batches, by_graphs=False))
             sum_copies_(self.training)
-        self._seed_dropout(rows)  # so that the search drops the same
+        self._seed_dropout(rows)  # so that the search draws the same dropout
         with self.training.matmul_precision.in_eight_bits():
-            return find_origin(self.training, self._made_again(rows), world=self.world)
+            return find_origin(self.training, self._step_batches(rows), world=self.world)
 
     def _drop_gradients(self) -> None:
-        """Graphs add to gradients where these were when they were captured."""
+        """Graphs add to gradients at their addresses during the capture."""
         self.optimizer.zero_grad(set_to_none=self.graphs is None)
 
     def _seed_dropout(self, rows: StepRows) -> None:
         seed_dropout(self.settings.seed, step=rows.step, rank=self.world.rank)
 
-    def _made_again(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
+    def _step_batches(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
         numbers = ([int(number) for number in group.indices] for group in rows.groups)
         batches = micro_batches(self.store, rows.groups, device=self.world.device)
         yield from zip(numbers, batches, strict=True)
 
 
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:
-    """Make what a family itself drops a function of (seed, step, rank), so that resuming needs no
-    state. The adapters' dropout has numbers of its own (`adapter_dropout`)."""
+    """Make a family's own dropout a function of (seed, step, rank), so that resuming needs no
+    state. The adapters' dropout has its own random numbers (`adapter_dropout`)."""
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
 
 
@@ -397,8 +397,7 @@ def check_step(loss: float, norm: float, *, step: int, origin: str | None = None
             "the last checkpoint is kept."
         )
     if norm == 0.0:
-        # Adapters start with gradients of their own; later ones vanish where the update has
-        # saturated the model.
+        # Adapters begin with gradients; later ones vanish if an update has saturated the model.
         causes = {
             True: "nothing is being learned. Check that the rows have trained tokens "
             "(data.loss_on).",

@@ -1,17 +1,16 @@
-"""Micro-batches as CUDA graphs: forward and backward of one are launched at once, so the GPU does
-not wait for Python.
+"""Micro-batches as CUDA graphs: one launch runs forward and backward, so the GPU does not wait for
+Python.
 
-A graph repeats the kernels that were captured, at the addresses and with the shapes of then. So a
-micro-batch is copied into inputs of a fixed `Layout` first: its trained positions and the bounds of
-its documents are padded with what changes nothing. The first micro-batch of a layout runs as ever,
-which compiles and chooses kernels; the second is captured. Nothing may wait for the device during a
-capture, so what would depend on values that only the device knows ends it with an error: then
-graphs are off, and the log says why.
+A graph repeats captured kernels, with their addresses and shapes. So a micro-batch is first copied
+into inputs of a fixed `Layout`: its trained positions and the bounds of its documents get padding
+without effect. The first micro-batch of a layout runs without a graph, which compiles and chooses
+kernels; the second is captured. Nothing may wait for the device during a capture, so code that
+depends on values on the device ends it with an error: then graphs are off, and the log has the
+reason.
 
-Collectives are captured with the rest: FSDP2 begins and ends every micro-batch with shards alone,
-and its streams join the capturing one, as that of activations in host memory does. All processes of
-a run must run the same graph then, so they agree on every layout, and on whether a capture has
-failed for any of them."""
+Collectives are captured too: FSDP2 begins and ends every micro-batch with shards alone, and its
+streams join the capturing one, as does that of offloaded activations. All processes must run the
+same graph, so they agree on every layout, and on whether a capture has failed anywhere."""
 
 import logging
 from collections.abc import Callable
@@ -33,14 +32,14 @@ logger = logging.getLogger("workflow")
 Replay = Callable[[], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 
-SIZES = 4  # of trained tokens at most: each has a graph of its own
-# Of recurrent layers, in the room that serves all micro-batches so far, to a token. Documents taken
-# apart by themselves need about 1.2; 16 micro-batches of mixed chats need 2.3 together.
+SIZES = 4  # different counts of trained tokens, each with its own graph
+# Places for each token of recurrent layers, in a room for all micro-batches so far. Documents that
+# are split alone need about 1.2; 16 micro-batches of mixed chats need 2.3 together.
 MOST_PLACES = 2
 
 
 class Layout(NamedTuple):
-    """What a graph is captured for, the same everywhere; all else is copied into its inputs."""
+    """The fixed shapes of a graph, equal on all processes; the rest is copied into its inputs."""
 
     rows: int
     trained_tokens: int  # padded
@@ -56,8 +55,8 @@ def forward_backward(
     estimate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add a micro-batch's gradients times `slope` () fp32 to the parameters'; return its summed
-    loss, with its figures if there are any. Its autograd graph goes with this call: it holds hidden
-    states."""
+    loss, with its figures if there are any. Its autograd graph, which holds hidden states, is freed
+    at the end of the call."""
     result: torch.Tensor = training(replace(batch, estimate=estimate))
     loss_in(result).backward(slope)
     training.after_backward()
@@ -65,7 +64,7 @@ def forward_backward(
 
 
 class FixedInputs:
-    """The tensors on the device that the graph of a layout reads."""
+    """The device tensors that the graph of a layout reads."""
 
     def __init__(self, like: MicroBatch, layout: Layout, device: torch.device) -> None:
         n, weights = layout.trained_tokens, like.weights
@@ -83,8 +82,8 @@ class FixedInputs:
         self._layout = layout
 
     def fill(self, batch: MicroBatch) -> None:
-        """Copy a micro-batch into them, without waiting for it. What pads it is no target, and
-        documents without a token at the end."""
+        """Copy a micro-batch into them, without waiting for it. Padding is no target, and documents
+        without a token at the end."""
         fixed = self.batch
         _padded_(fixed.input_ids, batch.input_ids)
         _padded_(fixed.position_ids, batch.position_ids)
@@ -122,21 +121,21 @@ def _padded_(
 
 class CudaCapture:
     """Captures functions into CUDA graphs that share their memory: only one runs at a time. torch
-    ends a capture in several steps, and leaves out all that follow one that fails
-    (`CUDAGraph::capture_end`, torch 2.11 to 2.13). Its allocator then goes on as during a capture,
-    where it frees no page to make room. In torch 2.11 the device's random numbers do so too, and
-    cannot be drawn. `_end` does what was left out."""
+    ends a capture in several steps, and skips all steps after one that fails
+    (`CUDAGraph::capture_end`, torch 2.11 to 2.13). Its allocator then stays in capture mode, where
+    it frees no page to make room. In torch 2.11 so does the device's random number generator, which
+    then cannot draw. `_end` runs the skipped steps."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Replay:
-        """Capture what `function` launches; return what launches it again and returns the same
-        tensor, with new values. Raises `RuntimeError` for what cannot be captured."""
+        """Capture the launches of `function`; return the replay, which launches them again and
+        returns the same tensor, with new values. Raises `RuntimeError` if it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.stream(torch.cuda.current_stream())
         try:
-            # Other threads copy rows and checkpoints meanwhile, which is none of its business.
+            # Other threads copy rows and checkpoints meanwhile, outside of the capture.
             with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = function()
         except RuntimeError:
@@ -151,16 +150,16 @@ class CudaCapture:
         return replay
 
     def _end(self) -> None:
-        """Do what torch leaves out after a capture whose end has failed."""
+        """Run the steps that torch skips after a failed end of a capture."""
         device = torch.cuda.current_device()
         numbers = torch.cuda.default_generators[device]
-        numbers.graphsafe_set_state(numbers.clone_state())  # the same seed, and not in a capture
+        numbers.graphsafe_set_state(numbers.clone_state())  # the same seed, outside of a capture
         torch._C._cuda_endAllocateToPool(device, self._pool)
         torch._C._cuda_releasePool(device, self._pool)
 
 
 def has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether torch has ended a graph's capture. It tells the pool of those alone."""
+    """Whether torch has ended a graph's capture. Only then the graph gives its pool."""
     try:
         graph.pool()
     except RuntimeError:
@@ -169,15 +168,15 @@ def has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def first_cause(error: RuntimeError) -> RuntimeError:
-    """Return what went wrong first: a capture's end fails of an earlier error."""
+    """Return the first error: the end of a capture fails after an earlier error."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return error
 
 
 class MicroBatchGraphs:
-    """Runs a model's micro-batches as graphs, one for each layout; is called like
-    `forward_backward`, with micro-batches in host memory. Calls are collective."""
+    """Runs a model's micro-batches as graphs, one for each layout. Calls have the arguments of
+    `forward_backward`, with micro-batches in host memory, and are collective."""
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class MicroBatchGraphs:
         known = layout in self._inputs
         if not known:
             self._inputs[layout] = FixedInputs(batch, layout, self._world.device)
-            self.release()  # launched by Python it needs the memory that graphs hold
+            self.release()  # without a graph it needs the memory that graphs hold
         inputs = self._inputs[layout]
         inputs.fill(batch)
         with self._training.head_loss.equal_rows():
@@ -218,10 +217,10 @@ class MicroBatchGraphs:
             return forward_backward(self._training, inputs.batch, slope)
 
     def release(self) -> None:
-        """Forget the graphs, and give back the memory that they hold."""
+        """Drop the graphs, and free their memory."""
         held = self._capture is not None
         if held and torch.cuda.is_available():
-            torch.cuda.synchronize()  # one may run
+            torch.cuda.synchronize()  # a graph may be running
         self._captured.clear()
         self._gradients.clear()
         self._capture = None
@@ -229,7 +228,7 @@ class MicroBatchGraphs:
             torch.cuda.empty_cache()
 
     def _layout(self, batch: MicroBatch) -> Layout | None:
-        """Return what a micro-batch is padded to; None if graphs are off because of it."""
+        """Return the layout of a micro-batch; None if it turns graphs off."""
         rows, seq_len = batch.input_ids.shape
         tokens, longest = rows * seq_len, batch.bounds[1]
         unit = _whole_units(-(-tokens // SIZES), self._training.head_loss.chunk_rows())
@@ -255,13 +254,13 @@ class MicroBatchGraphs:
         return Layout(rows, trained, self._documents, self._room if recurrent else ())
 
     def _make_room(self, documents: int, rows: int, room: Room) -> None:
-        """Let layouts of packed rows have room for these documents: for twice as many or more, of
-        which no more are long than a micro-batch has had. As many as rows would mean that each row
-        is one document."""
+        """Make room for these documents in layouts of packed rows: for at least twice as many, with
+        no more long ones than a micro-batch has had. A number equal to the rows would mean that
+        each row is one document."""
         few = max(documents, rows + 1) > self._documents
         known = self._room or (0,) * len(room)
         if few or any(more > most for more, most in zip(room, known, strict=True)):
-            self.release()  # packed layouts of before will not come again
+            self.release()  # earlier packed layouts will not come again
             self._inputs = {key: x for key, x in self._inputs.items() if key.documents == rows}
             self._room = tuple(map(max, room, known))
         if few:

@@ -1,9 +1,9 @@
-"""AdamW over the shards of what is trained, each process its own, and the learning rate by step.
+"""AdamW over each process's own shards of the trained parameters, and the learning rate by step.
 
-It is element by element, so a shard is a whole tensor to it: bitsandbytes knows no DTensor, and
-torch takes 15 times as long for one. Moments of 8 bits have a scale per 256 elements of a shard
-(arXiv 2110.02861): for other processes they are decoded and quantized anew, off by at most half a
-step of their code."""
+It works element by element, so it can treat a shard as a whole tensor: bitsandbytes knows no
+DTensor, and torch takes 15 times as long for one. Moments of 8 bits have a scale per 256 elements
+of a shard (arXiv 2110.02861): for another number of processes they are decoded and quantized anew,
+off by at most half a step of their code."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
     """`train.optimizer` over this process's shards; `count` (): the updates so far."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], train: TrainConfig) -> None:
-        """params: by name, sharded. Moments are made at once, so that a checkpoint can be read into
+        """params: by name, sharded. Moments are made here, so that a checkpoint can be read into
         them."""
         super().__init__(params.values(), {"lr": train.learning_rate})
         self.count = torch.zeros((), dtype=torch.int64)
@@ -50,7 +50,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
         return [{"params": shards, "lr_ratio": times} for times, shards in groups.items()]
 
     def _padded_scales(self, name: str) -> dict[str, torch.Tensor]:
-        """Put the scales of a shard's moments into equal buffers, so that they are one tensor."""
+        """Move the scales of a shard's moments to equal buffers, so that they are one tensor."""
         if not self._adamw.scales:
             return {}
         param, shard = self._params[name], self._shards[name]
@@ -63,9 +63,9 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
         return buffers
 
     def begin(self, *, unless: torch.Tensor) -> None:
-        """Start the update where the device decides on it, so that it need not wait for the host.
-        unless: () bool on the device. `step` completes the update; without it nothing has happened
-        if `unless` is true."""
+        """Start the update without the host waiting for the device's decision. unless: () bool on
+        the device. `step` completes the update; without it nothing has happened if `unless` is
+        true."""
         self._begun = self.device_decides
         if self._begun:
             self._update(unless)
@@ -120,8 +120,8 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def requantize_(self, name: str, stored: Mapping[str, torch.Tensor]) -> None:
-        """Take moments of 8 bits that other processes' cuts have quantized; `stored`: whole, named
-        as in `pieces`. Raises `DamagedError` if their shapes do not belong to the parameter."""
+        """Take 8-bit moments that were quantized with other cuts; stored: whole, named as in
+        `pieces`. Raises `DamagedError` if their shapes do not belong to the parameter."""
         param = self._params[name]
         start, stop = local_range(param)
         for key, values in self._moments(name).items():
@@ -136,7 +136,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
 
 
 class _AdamW:
-    """torch's own, fused."""
+    """torch's AdamW, fused."""
 
     moments: tuple[str, ...] = MOMENTS
     scales: tuple[str, ...] = ()
@@ -152,11 +152,11 @@ class _AdamW:
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
         """Update shards with a gradient, updated `count` times before, unless `unless` is true."""
-        if count != self._count:  # a checkpoint was read, or the update before was left
+        if count != self._count:  # a checkpoint was read, or the last update was skipped
             for state in self.of_library.state.values():
                 state["step"].fill_(count)
         _set_rates(self.of_library, lr)
-        # what torch.amp.GradScaler tells a fused optimizer
+        # torch.amp.GradScaler's argument to a fused optimizer
         found_inf = None if unless is None else unless.float()
         self.of_library.found_inf = found_inf  # type: ignore[attr-defined]
         self.of_library.step()
@@ -164,7 +164,7 @@ class _AdamW:
 
 
 class _AdamW8bit:
-    """That of bitsandbytes."""
+    """bitsandbytes' 8-bit AdamW."""
 
     moments: tuple[str, ...] = ("state1", "state2")
     scales: tuple[str, ...] = ("absmax1", "absmax2")
@@ -194,7 +194,7 @@ def _set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def _of_adam(train: TrainConfig) -> dict[str, Any]:
-    """Return what both implementations call by the same names."""
+    """Return the arguments that both implementations share."""
     return {
         "lr": train.learning_rate,
         "betas": (train.adam_beta1, train.adam_beta2),
@@ -219,7 +219,7 @@ def _blocks(shape: torch.Size, *, cuts: int) -> int:
 def _decoded(
     values: torch.Tensor, scales: torch.Tensor, code: torch.Tensor, *, shape: torch.Size
 ) -> torch.Tensor:
-    """Return a moment in fp32, of which row i of `scales` belongs to shard i of `values`."""
+    """Return a moment in fp32; row i of `scales` belongs to shard i of `values`."""
     cuts = scales.shape[0]
     if values.shape != shape or scales.shape != (cuts, _blocks(shape, cuts=cuts)):
         raise DamagedError(f"moments of {tuple(values.shape)} with scales of {tuple(scales.shape)}")
@@ -232,9 +232,9 @@ def _decoded(
 
 
 def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
-    """Return the learning rate of step `step` (0-based) of `num_steps`. Linear from 0 (exclusive)
-    to the peak over ceil(warmup_share * num_steps) steps, then by the schedule, which all but
-    `constant` bring to `min_lr_share` of the peak at the step after the last."""
+    """Return the learning rate of step `step` (0-based) of `num_steps`: linear from 0 (exclusive)
+    to the peak over ceil(warmup_share * num_steps) steps, then by the schedule. All but `constant`
+    end at `min_lr_share` of the peak, one step after the last."""
     warmup = _steps(train.warmup_share, num_steps)
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
@@ -254,7 +254,7 @@ def _steps(share: float, num_steps: int) -> int:
 
 @cache
 def _decay(schedule: str, num_steps: int, **arguments: Any) -> Callable[[int], float]:
-    """Return the factor by step that Transformers gives a schedule of so many steps."""
+    """Return the factor by step of Transformers' schedule of so many steps."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = get_scheduler(schedule, optimizer, 0, num_steps, arguments)
     factors: list[Callable[[int], float]] = scheduler.lr_lambdas

@@ -1,11 +1,11 @@
-"""The record of a run: a line per step while it trains, a summary when it is done.
+"""The record of a run: a line per step while it trains, a summary at its end.
 
 Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the checkpoint on
 resuming, so without gaps or doubles) and `history.jsonl` (a line per start, or return to an earlier
 checkpoint; never rewound).
 
-`TimeWatch` says where the time goes, beside what was predicted: steps alone, which never wait for
-data. Held-out losses and checkpoints come between steps."""
+`TimeWatch` compares measured with predicted time, of steps alone, which never wait for data.
+Held-out losses and checkpoints come between steps."""
 
 import logging
 import statistics
@@ -41,8 +41,8 @@ from workflow.lib.training.checkpoint import (
 )
 from workflow.lib.training.loop import peak_bytes
 
-STEPS_SEEN = 10  # the first of a start, of which one compiles and captures
-FAR_OFF = 0.10  # of a predicted time, what is told
+STEPS_SEEN = 10  # the first of a start, with compilation and capture
+FAR_OFF = 0.10  # of the predicted time: a larger error is logged
 STEPS, DATA, HELDOUT, CHECKPOINTS = (
     "steps", "waiting for data", "held-out losses", "checkpoints"
 )  # fmt: skip
@@ -50,8 +50,8 @@ STEPS, DATA, HELDOUT, CHECKPOINTS = (
 
 @dataclass
 class TimeWatch:
-    """Seconds of one start of a run. predicted_s: of a step, None where the speed is not known;
-    every: steps between what comes between them, as far as that is set."""
+    """Seconds of one start of a run. predicted_s: of a step, None if the speed is unknown; every:
+    steps between events between steps, as far as they are set."""
 
     predicted_s: float | None
     num_steps: int
@@ -67,7 +67,7 @@ class TimeWatch:
         self.parts_s.setdefault(name, []).append(time.monotonic() - began)
 
     def waited(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the same, and note how long each is waited for."""
+        """Yield the same batches, and note the wait for each."""
         while True:
             with self.part(DATA):
                 batch = next(batches, None)
@@ -77,12 +77,12 @@ class TimeWatch:
 
     @property
     def step_s(self) -> float:
-        """Median seconds of a step, the first one left out."""
+        """Median seconds of a step, without the first one."""
         return statistics.median(self.steps_s[1:] or self.steps_s)
 
     def after_step(self, seconds: float, *, step: int) -> str | None:
-        """Note a step of so many seconds; after ten, return by how much the forecast is off, once,
-        or None for at most 10%. step: counts from 1, over all starts."""
+        """Note a step's seconds; after ten steps return once the error of the forecast, or None for
+        at most 10%. step: counts from 1, over all starts."""
         self.steps_s.append(seconds)
         if len(self.steps_s) != STEPS_SEEN or self.predicted_s is None:
             return None
@@ -104,7 +104,7 @@ class TimeWatch:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return what `summary.json` says of it."""
+        """Return its part of `summary.json`."""
         parts = {name: sum(seconds) for name, seconds in self.parts_s.items()}
         steps_s = sum(self.steps_s) - parts.get(DATA, 0.0)
         measured_s = self.step_s if self.steps_s else None
@@ -117,7 +117,7 @@ class TimeWatch:
 
 logger = logging.getLogger("workflow")
 
-LINE_S = 60.0  # between lines of the log, which is shown where no terminal has a bar
+LINE_S = 60.0  # between lines of the log, which replaces a terminal's bar
 
 
 class Journal:
@@ -139,7 +139,7 @@ class Journal:
             self.resumed_from = [row["first_step"] for row in starts if row.get("first_step")]
             self.skipped = [skipped for row in starts for skipped in row.get("skipped", ())]
             self.returns = [[r["from_step"], r["to_step"]] for r in starts if "to_step" in r]
-        # Every process decides by them what it does next, and the processes must decide alike.
+        # Every process decides its next step by them, and all must decide alike.
         shared: list[Any] = [self.rows, self.resumed_from, self.skipped]
         dist.broadcast_object_list(shared, src=0, group=world.io_group)
         self.rows, self.resumed_from, self.skipped = shared
@@ -153,10 +153,10 @@ class Journal:
 
     def add(self, metrics: Step) -> bool:
         """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to
-        the log now and then. Return whether it has a line."""
+        the log every `LINE_S`. Return whether it was written to disk."""
         self.step, self.elapsed_s = metrics.step, metrics.elapsed_s
         measured = metrics.heldout_loss is not None
-        self._tell(metrics)
+        self._log(metrics)
         if metrics.step % self._log_every and metrics.step != 1 and not measured:
             return False
         self.rows.append(metrics.as_json())
@@ -168,7 +168,7 @@ class Journal:
             file.write(checked_line(metrics.as_json()))
         return True
 
-    def _tell(self, metrics: Step) -> None:
+    def _log(self, metrics: Step) -> None:
         if not self._world.is_main or time.monotonic() - self._last_line_s < LINE_S:
             return
         self._last_line_s = time.monotonic()
@@ -191,7 +191,7 @@ class Journal:
         )
 
     def energy_j(self) -> float | None:
-        """Return what the GPUs drew since the first start; None where that is not known."""
+        """Return the GPUs' energy since the first start, joules; None if unknown."""
         now = drawn_j()
         return None if now is None or self._drawn_j is None else now - self._drawn_j
 
@@ -218,7 +218,7 @@ def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> 
 
 
 def _note_start(path: Path, resumed: Resumed) -> list[dict[str, Any]]:
-    """Append this start to the history; return the whole rows of it, and this one."""
+    """Append this start to the history; return its whole rows, with this one."""
     note = {"first_step": resumed.step, "skipped": resumed.skipped, "unix_s": round(time.time())}
     starts = [*whole_rows(path), note]
     write_lines(path, starts)
@@ -227,10 +227,10 @@ def _note_start(path: Path, resumed: Resumed) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run on this process: what it is called, what it is to do, and what was opened for it."""
+    """A run on this process: its name, its plan, and its open inputs."""
 
     name: str
-    identity: str  # names settings, data and base, whatever the run is called
+    identity: str  # of settings, data and base, without the run's name
     config: RunConfig
     plan: StepPlan
     world: World
@@ -249,8 +249,8 @@ def summarize(
     selected_step: int,
     parity_sha256: str,
 ) -> dict[str, Any]:
-    """Return `summary.json` without its provenance. Called on the main process. predicted_bytes,
-    peak_bytes: the peak of a process as planned and as measured."""
+    """Return `summary.json` without its provenance. On the main process alone. predicted_bytes,
+    peak_bytes: a process's peak as planned and as measured."""
     return {
         "run": run.name,
         "fingerprint": run.identity,
@@ -305,7 +305,7 @@ def _sizes(run: TrainingRun) -> dict[str, Any]:
 
 
 def _losses(journal: Journal) -> dict[str, float]:
-    """Return the first loss, and the mean of the last tenth; of routers' balance too."""
+    """Return the first loss, and the mean of the last tenth; also of the routers' balance."""
     found: dict[str, float] = {}
     for name in ("loss", "router_aux_loss"):
         if values := [row[name] for row in journal.rows if name in row]:

@@ -1,5 +1,5 @@
-"""The weights of the adapter that a run starts from, as any PEFT adapter's file has them, put into
-the fp32 masters of the training model.
+"""The weights of a run's start adapter, from any PEFT adapter's file, in the fp32 masters of the
+training model.
 
 The values are exactly the file's. Every tensor of it has a place, or the message names it."""
 
@@ -27,7 +27,7 @@ from workflow.lib.system.number_formats import some_of
 logger = logging.getLogger("workflow")
 
 EXACT = ("F32", "BF16", "F16")  # types whose values fp32 holds
-# What wrappers of torch leave in names, and PEFT's name of an adapter in a raw state.
+# Parts of names from torch's wrappers, and PEFT's name of an adapter in a raw state.
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 LAYERS = re.compile(r"\blayers\.\d.*")
 OWN_NAME = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\.default\b")
@@ -35,7 +35,7 @@ OWN_NAME = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\
 
 @torch.no_grad()
 def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: Path) -> None:
-    """Fill this process's slices of all that is trained from the adapter in `folder`. base: folder
+    """Fill this process's slices of all trained tensors from the adapter in `folder`. base: folder
     of the NF4 base. Raises `UserError` naming the tensors that do not fit."""
     error = partial(setting_error, "train.start_from", config.train.start_from)
     places = _places(training)
@@ -58,23 +58,28 @@ def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: P
             if not rows.isfinite().all():
                 raise error(f"{stored[name]} is not finite", "Name another adapter")
             local(param).copy_(rows)
-    told = read_adapter_config(folder)
+    start = read_adapter_config(folder)
     key = "trainable_token_indices"
-    if told.get(key) != (ours := adapter_config(training.peft_model)[key]):
+    if start.get(key) != (ours := adapter_config(training.peft_model)[key]):
         raise error(
-            f"its {key} are {told.get(key)}, those of model.add_tokens {ours}",
+            f"its {key} are {start.get(key)}, those of model.add_tokens {ours}",
             "Set model.add_tokens to what it was trained with",
         )
     logger.info(
         "starts from the adapter in %s (%d tensors), which gives rank, alpha and targets; trained "
         "before on %s with dropout %s, now on %s with %s",
-        *(folder, len(stored), told.get("base_model_name_or_path"), told.get("lora_dropout", 0.0)),
+        *(
+            folder,
+            len(stored),
+            start.get("base_model_name_or_path"),
+            start.get("lora_dropout", 0.0),
+        ),
         *(config.model.source, config.lora.dropout),
     )
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor as PEFT 0.21 writes it, whatever has written it."""
+    """Return PEFT 0.21's name of a tensor, for a file of any writer."""
     name = OWN_NAME.sub(r".\1", WRAPPERS.sub("", name)).replace(".modules_to_save.", ".")
     if ".lora_magnitude_vector" in name:
         name = name.removesuffix(".weight")
@@ -82,9 +87,9 @@ def plain_name(name: str) -> str:
 
 
 def of_this_class(stored: dict[str, str], places: Collection[str]) -> dict[str, str]:
-    """Return the stored names by the places, where only what stands before the layers differs. So
-    do the classes of one model: text alone, or multimodal, in Transformers 4 or 5. Names that are
-    not told apart by what they are within the layers stay as they are."""
+    """Return the stored names by the places, where only the part before the layers differs. Classes
+    of one model differ so: text alone, or multimodal, in Transformers 4 or 5. Names that are
+    ambiguous within the layers do not change."""
     own, theirs = ({_in_layers(name): name for name in names} for names in (places, stored))
     if stored.keys() <= {*places} or len(own) < len(places) or len(theirs) < len(stored):
         return stored
@@ -95,13 +100,13 @@ def of_this_class(stored: dict[str, str], places: Collection[str]) -> dict[str, 
 
 
 def _in_layers(name: str) -> str:
-    """Return what of a name is below the decoder (`layers.3.mlp...`, `lm_head.weight`)."""
+    """Return the part of a name below the decoder (`layers.3.mlp...`, `lm_head.weight`)."""
     match = LAYERS.search(name)
     return match.group() if match else ".".join(name.split(".")[-2:])
 
 
 def _places(training: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what is trained by the name in PEFT's file."""
+    """Return the trained parameters by their names in PEFT's file."""
     stacks = (path for path, x in training.named_modules() if isinstance(x, FusedLoraStack))
     names = StackNames(peft_name(path).removeprefix(PREFIX) for path in stacks)
     return {names.exported(name): param for name, param in trainable_parameters(training).items()}
@@ -113,10 +118,10 @@ def _findings(
     places: Mapping[str, nn.Parameter],
     own: CheckpointReader,
 ) -> str:
-    """Say what is missing, left over, or of another shape or type; nothing if all fits."""
+    """Return the missing, unknown and misshapen tensors in words; empty if all fits."""
 
     def is_base_s(name: str) -> bool:
-        """Tell whether it is what PEFT keeps of routers trained whole beside their weights."""
+        """Tell whether PEFT keeps this tensor beside a router's weights that are trained whole."""
         path = name.removeprefix(PREFIX)
         if not path.endswith(CORRECTION) or path not in own.names():
             return False

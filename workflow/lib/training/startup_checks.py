@@ -1,6 +1,5 @@
-"""What is compared before the first step: gathered bytes with the checkpoint, packed rows with the
-family's own forward, document by document, and gradients with those of layers that are not
-recomputed."""
+"""Checks before the first step: gathered bytes against the checkpoint, packed rows against the
+family's own forward of each document, and gradients against those without recomputation."""
 
 import logging
 import math
@@ -39,19 +38,19 @@ from workflow.lib.training.build import TrainingModel
 
 PACKED_TOKENS = 256  # compared with the family's own attention
 PACKED_SHARES = (0.5, 0.3, 0.2)  # of them in each document
-ROWS_LOOKED_AT = 64  # for several documents in a row
-# Of what a layer adds to the hidden states (root mean squares): bf16's rounding is one to four
-# percent, attention across documents more than half.
+ROWS_LOOKED_AT = 64  # searched for several documents in a row
+# Share of a layer's addition to the hidden states (root mean squares): bf16's rounding is one to
+# four percent, attention across documents more than half.
 PACKED_TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
-# A recurrent state that crosses documents may add little in one layer (1 to 10% in a tiny Falcon
-# H1), and adds up over all: of the hidden states at the end.
+# Share of the last hidden states: a recurrent state that crosses documents may add little in one
+# layer (1 to 10% in a tiny Falcon H1), and adds up over all.
 GROWN_TOLERANCE = 0.1
 FAMILY_TOKENS = 8  # compared with the family's own forward
-# Of the largest logit: far above bf16's rounding, far below any scale or cap.
+# Share of the largest logit: far above bf16's rounding, far below any scale or cap.
 FAMILY_TOLERANCE = 0.05
-GROWN = 4.0  # what the last hidden states are multiplied by, from token to token: a cap must show
-# Of the size of all gradients. Recomputation repeats what forward did to the bit; noise drawn anew
-# in the router of a tiny Phi-3.5-MoE turns them by 0.2.
+GROWN = 4.0  # factor of the last hidden states from token to token: a cap must show
+# Share of the size of all gradients. Recomputation repeats forward bit by bit; new noise in the
+# router of a tiny Phi-3.5-MoE changes them by 0.2.
 RECOMPUTED_TOLERANCE = 0.02
 
 
@@ -59,7 +58,7 @@ def check_inputs(
     files: list[RecordedFile], world: World, *, moved: Callable[[], None] = lambda: None
 ) -> Check:
     """Hash base and tokens, each file on one process; return the report's check. Collective. Raises
-    `UserError` if one is not what the stage that made it has recorded."""
+    `UserError` if a file differs from the record of its stage."""
     check_recorded(files, world=world, moved=moved)
     num_bytes = sum(file.path.stat().st_size for file in files)
     detail = f"{len(files)} files, {num_bytes:,} bytes"
@@ -75,8 +74,8 @@ def startup_checks(
     *,
     moved: Callable[[], None] = lambda: None,
 ) -> list[Check]:
-    """Check what must hold before the first step; return the checks for the report. Calls `moved`
-    on its way. Collective. Raises `UserError` if our logits or hidden states are not the family's,
+    """Run the checks before the first step; return them for the report. Calls `moved` on its way.
+    Collective. Raises `UserError` if our logits or hidden states are not the family's,
     recomputation changes gradients, a gathered tensor differs from the checkpoint, or a row has no
     trained token."""
     model.training.eval()  # no dropout: it would make two forwards differ
@@ -85,20 +84,20 @@ def startup_checks(
     same_attention = check_attention(model.training, store, world)
     moved()
     _forward_first_row(model.training, store, world)
-    decide_kernels(world)  # which the passes above have tried
+    decide_kernels(world)  # the passes above have compared them
     return [
         same_logits,
         same_attention,
         _check_weights(model, base, world, moved=moved),
         _check_share(model, world),
         _check_rows(store),
-        *check_recomputation(model.training, store, world),  # of the right weights
+        *check_recomputation(model.training, store, world),  # with the right weights
         *check_shared_prompts(model.training, store, world),
     ]
 
 
 def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: World) -> None:
-    """Set FSDP up in its first forward, before units are gathered by hand. Collective."""
+    """Set FSDP up by a first forward, before units are gathered by hand. Collective."""
     first = np.arange(1)
     sizes = torch.tensor(training.objective.step_sizes(store, first))
     batch = replace(stored_batch(store, first), step_sizes=sizes)
@@ -161,9 +160,9 @@ def _check_rows(store: TokenStore) -> Check:
 
 
 def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
-    """Compare our logits with those of the family's own forward, which may do more after its head
-    than we know, at several magnitudes of the last hidden states. Raises `UserError` if they
-    differ. Collective."""
+    """Compare our logits with those of the family's own forward, which may compute more after its
+    head, at several magnitudes of the last hidden states. Raises `UserError` if they differ.
+    Collective."""
     ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
     places = torch.arange(ids.shape[1], device=world.device)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
@@ -189,7 +188,7 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
 
 
 def _growing(_: Any, __: Any, output: Any) -> Any:
-    """Multiply a decoder's output states: of half of the tokens by 1, then by more and more."""
+    """Multiply a decoder's output states: for half of the tokens by 1, then by more and more."""
     hidden = output.last_hidden_state
     steps = torch.arange(hidden.shape[1], device=hidden.device) - hidden.shape[1] // 2 + 1
     factors = GROWN ** steps.clamp(min=0)
@@ -198,10 +197,10 @@ def _growing(_: Any, __: Any, output: Any) -> Any:
 
 
 def check_attention(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
-    """Compare the hidden states of packed documents with those of each by itself, by the family's
-    own eager attention: what each layer adds to the same input, and with recurrent layers also what
-    all of them add up to; of one document before a padding tail if no row has more. The row is as
-    long as any, so kernels that are made for its length serve the training, too. Raises `UserError`
+    """Compare the hidden states of packed documents with those of each document alone, by the
+    family's own eager attention: each layer's addition to the same input, and with recurrent layers
+    also the sum of all additions. If no row has two documents, one document before a padding tail.
+    The row is as long as any, so kernels for its length serve the training, too. Raises `UserError`
     if they differ. Collective."""
     num_tokens = min(PACKED_TOKENS, store.seq_len)
     shares = PACKED_SHARES if _is_packed(store) else (1.0,)
@@ -251,9 +250,9 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
 def check_recomputation(
     training: CausalLMForTraining, store: TokenStore, world: World
 ) -> list[Check]:
-    """Compare gradients where layers are recomputed in backward with those where none is, both with
-    the same random numbers; return a check, or none where nothing is recomputed. Leaves no
-    gradient, and the random numbers as they were. Raises `UserError` if they differ. Collective."""
+    """Compare gradients with and without recomputation of layers in backward, with the same random
+    numbers. Return a check, or none without recomputation. Leaves no gradient, and restores the
+    random numbers. Raises `UserError` if they differ. Collective."""
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     if not any(map(recomputes, decoder_layers(model))):
         return []
@@ -283,10 +282,9 @@ def check_recomputation(
 def check_shared_prompts(
     training: CausalLMForTraining, store: TokenStore, world: World
 ) -> list[Check]:
-    """Compare the states that predict the first row's answers with those of documents that have
-    their own prompt; return a check, or none where nothing is shared. Raises `UserError` if they
-    differ: by the median of tokens, since rounding sends a few of them to other experts.
-    Collective."""
+    """Compare the states that predict the first row's answers with those of documents with their
+    own prompt; return a check, or none without shared prompts. Raises `UserError` if the median of
+    tokens differs: rounding sends a few tokens to other experts. Collective."""
     row = np.arange(1)
     if not training.shares_prompts:
         return []
@@ -316,8 +314,8 @@ def check_shared_prompts(
 def _drawn_gradients(
     training: CausalLMForTraining, ids: torch.Tensor, world: World
 ) -> torch.Tensor:
-    """Return what this process has of all gradients (n,) fp32, of a random projection of the hidden
-    states of `ids` (1, tokens), by the family's own attention, which is compiled for no shape."""
+    """Return this process's part of all gradients (n,) fp32, of a random projection of the hidden
+    states of `ids` (1, tokens), by the family's own attention, without compilation."""
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     training.train()
     training.adapters.row_keys = torch.zeros(1, dtype=torch.int64, device=world.device)
@@ -339,20 +337,20 @@ def _drawn_gradients(
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return how far hidden states are apart, as a share of their size (root mean squares)."""
+    """Return the difference of hidden states, as a share of their size (root mean squares)."""
     difference, theirs = ours.float() - theirs.float(), theirs.float()
     return float(difference.square().mean().sqrt() / theirs.square().mean().sqrt())
 
 
 def _is_packed(store: TokenStore) -> bool:
-    """Whether a row has trained tokens beyond its first document."""
+    """Whether a row has trained tokens after its first document."""
     document = (store.position_ids[:ROWS_LOOKED_AT] == 0).cumsum(axis=1)
     return bool((document[store.loss_mask[:ROWS_LOOKED_AT]] > 1).any())
 
 
 logger = logging.getLogger("workflow")
 
-# Of SmolLM2-135M float8 moves the loss of a token by 0.2 nats up or down: their mean by 0.002.
+# With SmolLM2-135M float8 changes the loss of a token by 0.2 nats, and their mean by 0.002.
 TOKENS = 8192
 
 
@@ -419,8 +417,8 @@ def _loss(
     *,
     moved: Callable[[], None],
 ) -> float:
-    """Return the mean loss of a trained token of the first rows, those of each process in turn,
-    whatever the objective. Collective."""
+    """Return the mean loss of a trained token of the first rows, divided among processes, for any
+    objective. Collective."""
     objective, training.objective = training.objective, NEXT_TOKEN
     count = math.ceil(TOKENS / store.seq_len / world.size)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)

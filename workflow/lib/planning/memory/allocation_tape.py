@@ -1,12 +1,11 @@
-"""What training asks of the allocator, written down: requests, releases, and the phases that they
-fall into.
+"""The allocator's events in training: requests and releases, by phase.
 
-A tensor is a number. A tape is recorded from the engine (`lib/recording`) and replayed (`replay`).
-"""
+A tensor is a number. A tape is recorded from the engine (`lib/recording`) and replayed
+(`replay`)."""
 
 from workflow.lib.planning.work import Work
 
-COMPUTE = "compute"  # the stream of all but communication
+COMPUTE = "compute"  # the stream of all work but communication
 HOST = "host"  # page-locked memory of the host, in place of a stream
 LOAD, CHECKS = "load", "check"  # phases before the first step
 EMPTY_CACHE = "empty_cache"  # an event: free pages go back to the GPU
@@ -30,7 +29,7 @@ class Tape:
         self.events.append(event)
 
     def phase(self, name: str) -> None:
-        """What follows belongs to this phase."""
+        """Begin a phase."""
         self._add(name)
 
     def empty_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""What one process holds at the peak of each phase of a step, by what it is."""
+"""Bytes of one process at the peak of each phase of a step, by term."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class Peaks:
     phases: dict[str, Terms]
     """What is allocated on the device at the peak of each phase, in their order."""
     host_bytes: int = 0  # page-locked memory of the host
-    work: Work = field(default_factory=Work)  # what the process does meanwhile
+    work: Work = field(default_factory=Work)  # of the process in the step
 
     @property
     def phase_bytes(self) -> dict[str, int]:
@@ -66,16 +66,16 @@ class Peaks:
 
     @property
     def terms(self) -> Terms:
-        """What is allocated then."""
+        """Bytes by term in the peak phase."""
         return self.phases[self.peak_phase]
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of that phase."""
+        """Bytes of the peak phase."""
         return sum(self.terms.values())
 
     def on_cpu(self, process_bytes: int) -> "Peaks":
-        """Return the peaks of a CPU process of `process_bytes`: matmuls borrow no workspace."""
+        """Return the peaks of a CPU process of `process_bytes`: matmuls take no workspace."""
         return Peaks(
             {
                 name: {PROCESS: process_bytes} | {x: n for x, n in terms.items() if x != WORKSPACE}

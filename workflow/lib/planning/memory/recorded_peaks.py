@@ -1,9 +1,9 @@
 """Peaks of plans by a few recordings of the engine and straight lines between them.
 
-In every phase bytes grow nearly straight with the rows of a micro-batch and with the share of
-layers that keep activations; gathered weights, or layers on the host, add the same to all plans. So
+In every phase bytes grow almost linearly with the rows of a micro-batch and with the share of
+layers that keep activations; gathered weights, or offloaded layers, add the same to all plans. So
 four recordings (few and more rows, the most and the fewest layers recomputed), and one or two for
-each other option, tell of every plan. A line only ranks: the chosen plan is recorded itself."""
+each other option, predict every plan. A line only ranks: the chosen plan is recorded itself."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ RecordPeaks = Callable[[Sequence[StepPlan]], list[Peaks]]
 
 
 class Point(NamedTuple):
-    """What a search varies, of a plan that is recorded."""
+    """The recorded values of what a search varies."""
 
     rows: int
     recomputation: Recomputation
@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 
 class RecordedPeaks:
-    """The peaks of all plans of a search, which records what it needs when it is asked."""
+    """The peaks of all plans of a search; recordings are made when first needed."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RecordedPeaks:
         levels: Sequence[Recomputation],
         num_layers: int,
     ) -> None:
-        """plan: common to all plans, offloading least; rows, levels: what they vary."""
+        """plan: common to all plans, offloading least; rows, levels: the varied values."""
         self._plan, self._record, self._num_layers = plan, record, num_layers
         few = min(rows)
         self._few, self._more = few, min((n for n in rows if n > few), default=few)
@@ -54,7 +54,7 @@ class RecordedPeaks:
         self._shares: dict[Hashable, float] = {}
 
     def of(self, plan: StepPlan) -> Peaks:
-        """Return what a plan should allocate, corrected by its kind's last recorded plan."""
+        """Return a plan's predicted peaks, corrected by the last recorded plan of its kind."""
         sums: dict[Point, float] = {}
         for point, weight in self._weights(plan):
             sums[point] = sums.get(point, 0.0) + weight
@@ -68,7 +68,7 @@ class RecordedPeaks:
         return replace(combined([(found, share)]), work=found.work)
 
     def correct(self, plan: StepPlan, recorded: Peaks) -> None:
-        """Hold the lines against the recording of a plan."""
+        """Correct the lines by the recording of a plan."""
         self._shares.pop(_kind(plan), None)
         share = recorded.allocated_bytes / self.of(plan).allocated_bytes
         self._shares[_kind(plan)] = share
@@ -87,7 +87,7 @@ class RecordedPeaks:
         return len(recomputed_layers(level, self._num_layers))
 
     def _weights(self, plan: StepPlan) -> Iterator[tuple[Point, float]]:
-        """Yield the recordings that a plan's peak is the sum of, each times a factor."""
+        """Yield the recordings whose sum, each times a factor, is a plan's peak."""
         common = self._plan
         first = Point(
             self._few,
@@ -102,14 +102,16 @@ class RecordedPeaks:
             for rows, of_rows in self._rows(plan):
                 yield point._replace(rows=rows), share * of_rows
         if plan.offload_activations != common.offload_activations:
-            if len(levels) == 2:  # a recomputed layer meets what another has in the window
+            if len(levels) == 2:  # a recomputed layer shares the window with others
                 for rows, of_rows in self._rows(plan):
                     one = of_rows / self._num_layers
                     yield Point(rows, self._least, *first[2:]), one
                     yield Point(rows, self._most, *first[2:]), -one
             for level, share in levels:
                 point = first._replace(rows=self._more, recomputation=level)
-                away = share * self._away(plan, level) * plan.micro_batch_size / self._more
+                away = (
+                    share * self._offloaded_share(plan, level) * plan.micro_batch_size / self._more
+                )
                 yield point._replace(offload=True), away
                 yield point, -away
         kept = first._replace(reshard=plan.reshard_after_forward)
@@ -128,7 +130,7 @@ class RecordedPeaks:
         yield self._more, place
 
     def _levels(self, plan: StepPlan) -> Iterator[tuple[Recomputation, float]]:
-        """Yield the two levels between which a plan's lies, with their shares."""
+        """Yield the two levels around a plan's, with their shares."""
         most, least = self._recomputed(self._most), self._recomputed(self._least)
         if most == least:
             yield self._most, 1.0
@@ -136,8 +138,8 @@ class RecordedPeaks:
         share = (self._recomputed(plan.activation_checkpointing) - least) / (most - least)
         yield from ((level, x) for level, x in ((self._most, share), (self._least, 1 - share)) if x)
 
-    def _away(self, plan: StepPlan, level: Recomputation) -> float:
-        """Return the share of a level's layers of one kind whose activations are offloaded."""
+    def _offloaded_share(self, plan: StepPlan, level: Recomputation) -> float:
+        """Return the offloaded share of a level's layers of one kind."""
         chosen = plan.activation_checkpointing
         away = activation_offload_layers(
             plan.offload_activations, recomputation=chosen, num_layers=self._num_layers

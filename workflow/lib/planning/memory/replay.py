@@ -1,6 +1,6 @@
-"""The memory of a plan, replayed: what a process asks for (`allocation_tape`) of a model of
-PyTorch's caching allocator, which knows pages that another stream cannot use, pieces that fit
-nothing, buffers that meet for a moment. It gives the verdict on one plan.
+"""A plan's memory, replayed: its tape (`allocation_tape`) on a model of PyTorch's caching
+allocator, with pages that other streams cannot use, pieces too small for requests, and short
+overlaps.
 
 Read from c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with `expandable_segments:True`,
 which `launch` sets. A stream has pools of small and large blocks. A request is rounded up to 512
@@ -14,7 +14,7 @@ from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE, HOST, LOAD
 from workflow.lib.planning.memory.peaks import Peaks, Terms
 
 ROUNDING = 512  # kMinBlockSize
-LARGEST_SMALL = 2**20  # kSmallSize: requests up to this size are served by the pool of small blocks
+LARGEST_SMALL = 2**20  # kSmallSize: the pool of small blocks serves requests up to this size
 SMALL_PAGE, LARGE_PAGE = 2 * 2**20, 20 * 2**20  # kSmallBuffer, kLargeBuffer
 ADDRESSES = 2**60  # of a segment; PyTorch reserves more than the GPU's memory
 
@@ -56,7 +56,7 @@ class _Pool:
             del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def take_best(self, size: int) -> Block | None:
-        """Remove and return the smallest free block for `size`; a growing one counts as grown."""
+        """Remove and return the smallest free block for `size`; a growable one counts as grown."""
         free = self.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -72,11 +72,11 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Serves requests; counts bytes in use and taken from the GPU, and both peaks. At a limit free
-    pages are given back first; what is lacking then is noted, and served."""
+    """Serves requests; counts bytes in use and taken from the GPU, and both peaks. At a limit it
+    first gives free pages back; bytes beyond it are counted as lacking, and served."""
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
-        """limit_bytes: of what may be taken from the GPU (`set_per_process_memory_fraction`)."""
+        """limit_bytes: bound of bytes taken from the GPU (`set_per_process_memory_fraction`)."""
         self._limit = limit_bytes
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self.allocated = self.reserved = 0
@@ -119,8 +119,8 @@ class CachingAllocator:
                     self._unmap(block, start, stop)
 
     def _grown(self, pool: _Pool, size: int) -> Block:
-        """Return a free block of at least `size` bytes for which pages were taken."""
-        asked = _asked(size)
+        """Return a free block of at least `size` bytes with newly taken pages."""
+        asked = _reserved_bytes(size)
         if self._limit is not None and self.reserved + asked > self._limit:
             self.empty_cache()
             self.lacking = max(self.lacking, self.reserved + asked - self._limit)
@@ -133,7 +133,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> Block:
-        """Put pages behind the first `size` bytes of a block; return their free block."""
+        """Map pages to the first `size` bytes of a block; return their free block."""
         pool = block.pool
         mapped_bytes = -(-size // pool.page) * pool.page
         pool.remove(block)
@@ -159,12 +159,12 @@ class CachingAllocator:
 
 
 def rounded(num_bytes: int) -> int:
-    """Return the bytes that a request counts as allocated."""
+    """Return the allocated bytes of a request."""
     return (-(-num_bytes // ROUNDING) or 1) * ROUNDING
 
 
-def _asked(size: int) -> int:
-    """Return what a request counts against the limit without a free block (get_allocation_size)."""
+def _reserved_bytes(size: int) -> int:
+    """Return a request's bytes at the limit without a free block (get_allocation_size)."""
     if size <= LARGEST_SMALL:
         return SMALL_PAGE
     return LARGE_PAGE if size < LARGE_PAGE // 2 else -(-size // SMALL_PAGE) * SMALL_PAGE
@@ -177,7 +177,7 @@ def _growth(block: Block) -> int:
 
 
 def _room(block: Block) -> int:
-    """Size of a free block, and of what it can grow by."""
+    """Size of a free block, with that of the addresses it can grow by."""
     return block.size + _growth(block)
 
 
@@ -207,7 +207,7 @@ def _split(block: Block, size: int) -> Block:
 
 
 def _give_back(block: Block) -> Block:
-    """Put a block on its pool's lists, as one with free neighbours of its kind; return that one."""
+    """Put a block on its pool's lists, joined with free neighbours of its kind; return that one."""
     pool, before, after = block.pool, block.previous, block.next
     if before is not None and not before.used and before.mapped == block.mapped:
         pool.remove(before)
@@ -229,7 +229,7 @@ def _join(block: Block, after: Block) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """Peaks of a process while it trains, and what its allocator takes from the GPU; bytes."""
+    """Peaks of a training process, and bytes that its allocator takes from the GPU."""
 
     peaks: Peaks
     reserved_bytes: int
@@ -238,12 +238,12 @@ class Replay:
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak of what is allocated."""
+        """The peak of allocated bytes."""
         return self.peaks.allocated_bytes
 
 
 def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
-    """Return the peaks of a tape with an allocator that may take `limit_bytes`, or any number."""
+    """Return the peaks of a tape; limit_bytes: of the allocator, None: without one."""
     allocator = CachingAllocator(limit_bytes=limit_bytes)
     blocks: dict[int, Block] = {}
     peaks, moments, phase = {LOAD: 0}, {LOAD: 0}, LOAD
@@ -269,7 +269,7 @@ def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
 
 
 def _terms(tape: Tape, moments: dict[str, int]) -> dict[str, Terms]:
-    """Return the bytes by term behind the event at the moment of each phase."""
+    """Return the bytes by term after the event at the peak moment of each phase."""
     wanted = {index: name for name, index in moments.items()}
     found: dict[str, Terms] = {name: {} for name in moments}
     there: Terms = {}

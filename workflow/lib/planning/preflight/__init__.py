@@ -1,6 +1,6 @@
-"""The verdict before anything expensive starts: does it fit, by which plan, and if not, what would.
+"""The verdict before anything expensive starts: whether it fits, by which plan, or what would fit.
 
 Begin with `decision` (`decide`) and `plan_search`. `checks` comes before them, `forecast` makes
-`preflight.json` of what they say, `table` shows it. `cluster_request` says what a job asks a
-cluster for; `what_if` answers for models and GPUs that are not at hand.
-It imports `planning.memory` and `planning.timing`, and no torch."""
+`preflight.json` of their result, `table` shows it. `cluster_request` has a job's resources on a
+cluster; `what_if` answers for models and GPUs that are not available. It imports `planning.memory`
+and `planning.timing`, and no torch."""

@@ -1,4 +1,4 @@
-"""Memory that a process may take of its GPU and of the host, and what it takes of the host."""
+"""Memory that a process may take of its GPU and of the host, and its use of the host."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,9 @@ GPU_PROCESS_BYTES = int(2.5 * GIB)
 # contexts.
 CONTEXT_BYTES = int(0.76 * GIB)
 CONTEXT_AND_NCCL_BYTES = int(1.58 * GIB)
-# What the allocator must be able to reserve beyond what is allocated at the peak: runs of the
-# engine under a falling memory cap, 1 and 2 H200, torch 2.11. With expandable_segments:True, which
-# `launch` sets, 2.5% was enough for all; with native segments 10% was, and with 6% two processes
-# failed.
+# Allocator's reserve beyond the allocated peak: runs of the engine under a falling memory cap, 1
+# and 2 H200, torch 2.11. With expandable_segments:True, which `launch` sets, 2.5% was enough for
+# all; with native segments 10% was, and with 6% two processes failed.
 ALLOCATOR_SLACK = 0.03
 
 
@@ -35,11 +34,11 @@ class Budget:
     host_capacity_bytes: int | None
 
     def slack_bytes(self, peak_bytes: int) -> int:
-        """What the allocator reserves beyond what is allocated at the peak."""
+        """The allocator's reserve beyond the allocated peak."""
         return int(peak_bytes * ALLOCATOR_SLACK)
 
     def needed_bytes(self, peak_bytes: int) -> int:
-        """All that must fit into the capacity for a predicted peak."""
+        """All bytes that must fit into the capacity for a predicted peak."""
         outside = self.outside_allocator_bytes + self.margin_bytes
         return peak_bytes + self.slack_bytes(peak_bytes) + outside
 
@@ -49,7 +48,7 @@ class Budget:
 
 
 def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
-    """Return what a process may take, or raise `UserError` for more than the GPUs have."""
+    """Return a process's budget, or raise `UserError` for more than the GPUs have."""
     host = machine.host_bytes
     if hardware.host_memory_gib != "auto":
         allowed = int(hardware.host_memory_gib * GIB)
@@ -73,8 +72,8 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
 
 def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks) -> int:
     """Return the host memory of a node's processes at the predicted peaks. With GPUs: each process,
-    what it page-locks, and the largest tensor's slices while loading; later an embedding's pages,
-    once, and rows on their way."""
+    its page-locked memory, and the largest tensor's slices while loading; later an embedding's
+    pages, once, and rows in transfer."""
     if machine.device == "cpu":
         return machine.processes_per_node * peaks.allocated_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes

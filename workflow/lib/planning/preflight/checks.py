@@ -1,7 +1,7 @@
-"""What preflight reads, the machine and the tokens, and what it refuses whatever the memory.
+"""Inputs of preflight, the machine and the tokens, and checks that do not depend on memory.
 
-Only settings, `config.json`, the manifest and the machine are looked at: the checks also run before
-anything is downloaded or tokenized."""
+They read only settings, `config.json`, the manifest and the machine: they also run before anything
+is downloaded or tokenized."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -41,14 +41,14 @@ CHECKS_HELP = "runs (JSON) whose settings are compared with the model's config.j
 
 
 def read_machine(settings: HardwareConfig) -> Machine:
-    """Ask this machine what a run gets on each node; raises `UserError` if that is less than the
-    settings ask for. Where no GPU is visible it may be asked to plan for `hardware.gpu_model`."""
+    """Return this machine's hardware for a node of the run; raises `UserError` if that is less than
+    the settings ask for. If no GPU is visible, `hardware.gpu_model` may name one to plan for."""
     device, processes = num_processes(settings)
     imagined = imagined_model(settings)
     if imagined is not None:
         machine = imagined_machine(processes, imagined, nodes=settings.nodes)
         return replace(machine, probes=read_probes())
-    # Which of them a run gets is decided by a lease when it starts (see `gpu_leases`).
+    # A lease decides at the start which of them a run gets (see `gpu_leases`).
     visible = hardware.visible_gpus() if device == "cuda" else []
     gpus = hardware.interchangeable(visible, count=processes)
     return Machine(
@@ -91,7 +91,7 @@ def read_tokens(path: Path) -> TokenCounts:
 
 def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -> None:
     """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`, as
-    far as is known: nothing before a download, config.json alone without its description."""
+    far as it is known: nothing before a download, config.json alone without its description."""
     path = folder / "config.json"
     if not folder.exists():
         return
@@ -106,7 +106,7 @@ def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -
 
 
 def check_models(checks: Mapping[str, Any], shape: ModelShape) -> None:
-    """Call `check_settings` for each of the runs that `layout.checks_json` names."""
+    """Call `check_settings` for each of the runs in `layout.checks_json`."""
     for name, run in checks.get("runs", {}).items():
         settings = RunConfig.model_validate(run)
         try:
@@ -117,7 +117,7 @@ def check_models(checks: Mapping[str, Any], shape: ModelShape) -> None:
 
 def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> None:
     """Raise `UserError` if settings cannot work with this model and the run's processes.
-    trains_here: compare `hardware.gpus` with what is visible; else a number is believed, and `auto`
+    trains_here: compare `hardware.gpus` with the visible GPUs; else accept any number, and `auto`
     suits any model."""
     check_context(run.data.seq_len, shape)
     check_gguf(run, shape)
@@ -138,7 +138,7 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
 
 def check_gguf(run: RunConfig, shape: ModelShape) -> None:
     """Raise `UserError` if an adapter with a part for each expert is to become a GGUF file:
-    llama.cpp's converter does not take PEFT's matrix apart."""
+    llama.cpp's converter cannot split PEFT's matrix."""
     if not run.export.gguf or "adapter" not in run.export.gguf_of:
         return
     stacks = {linear.path for kind in shape.kinds for linear in kind.linears if linear.experts > 1}
@@ -154,7 +154,7 @@ def check_gguf(run: RunConfig, shape: ModelShape) -> None:
 
 
 def check_context(seq_len: int, shape: ModelShape) -> None:
-    """Raise `UserError` if rows are longer than the model reads (and dynamic NTK leaves alone)."""
+    """Raise `UserError` if rows exceed the model's context (beyond which dynamic NTK would act)."""
     if seq_len > shape.max_position_embeddings:
         raise setting_error(
             "data.seq_len",

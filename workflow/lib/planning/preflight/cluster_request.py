@@ -1,8 +1,7 @@
-"""What the job of a stage asks a cluster for: memory and time, from preflight's prediction.
+"""A stage's resources on a cluster: memory and time, from preflight's prediction.
 
-Predictions are of the peak and of undisturbed work, so both get room: what is asked for too low is
-killed, what is asked for too high only waits longer. A job that is tried again asks for more
-memory."""
+Predictions are of the peak and of undisturbed work, so both get a margin: a job with too little is
+killed, a job with too much only waits longer. A repeated job asks for more memory."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,24 +30,23 @@ from workflow.lib.system.units import MIB
 MEMORY_ROOM = 1.25
 TIME_ROOM = 1.5
 START_MIN = 20  # reading the weights, checks, and writing the results
-MEASURING_MIN = 4 * 60  # an evaluation, beside what a training takes
+MEASURING_MIN = 4 * 60  # an evaluation, added to a training's time
 UNKNOWN_MIN = 24 * 60  # training on GPUs whose speed is not known
 # Measured: about 1 GiB for Python with torch and Transformers; the rest is for Snakemake, rows and
 # buffers.
 PROGRAM_BYTES = 3 * 2**30
-# Beside the processes that train: Snakemake in the job, and torchrun with the packages that it
-# imports.
+# Beside the training processes: Snakemake in the job, and torchrun with its imports.
 LAUNCH_BYTES = 3 * 2**29
 # Reading, copying and writing a base and its original, at 200 MB/s from a busy shared disk.
 DISK_BYTES_PER_S = 200e6
-# Of a calibration: passes of its rows through a layer, and the held-out tokens that three models
-# see (`quantization.calibrated_base`).
+# Of a calibration: passes of its rows through a layer, and the held-out tokens of three models
+# (`quantization.calibrated_base`).
 CALIBRATION_PASSES = 6
 MEASURED_MODELS, MEASURED_TOKENS = 3, 32_768
 # The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, Intel
 # Xeon, torch 2.13, 2026-11-23); the GPU's is assumed.
 CALIBRATION_FLOPS_GPU, CALIBRATION_FLOPS_CPU = 50e12, 50e9
-# In host memory, of a weight of experts: the original, and twice what is read of the checkpoint.
+# Host bytes per weight of experts: the original, and two copies of a part of the checkpoint.
 STACK_BYTES = 6
 
 
@@ -58,7 +56,7 @@ RecorderOf = Callable[[Mapping[str, Any], ModelShape], AbstractContextManager[Re
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a job asks for on each of its nodes."""
+    """A job's resources on each of its nodes."""
 
     mem_mb: int  # MiB: what clusters mean by MB
     runtime: int  # minutes
@@ -67,7 +65,7 @@ class Allocation:
 def training(
     run: RunConfig, *, model: str, description: str, manifest: str, recorder: RecorderOf
 ) -> Allocation:
-    """Return what `finetune` needs, by description and manifest. Raises `UserError` as preflight
+    """Return the needs of `finetune`, by description and manifest. Raises `UserError` as preflight
     does, `FileNotFoundError` before there is an input."""
     decision, forecasted = _decide(run, Path(description), manifest, recorder)
     minutes = _training_minutes(forecasted) + START_MIN
@@ -82,8 +80,8 @@ def _training_minutes(forecasted: Forecast) -> float:
 def reading(
     run: RunConfig, *, model: str, description: str, manifest: str, recorder: RecorderOf
 ) -> Allocation:
-    """Return what `consolidate` and `evaluate_run` need, which load the base, and the original.
-    Weights come by way of the host; nobody knows how long tasks take."""
+    """Return the needs of `consolidate` and `evaluate_run`, which load the base, and the original.
+    Weights pass through the host; the time of tasks is unknown."""
     decision, forecasted = _decide(run, Path(description), manifest, recorder)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0
@@ -98,7 +96,7 @@ def reading(
 
 
 def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
-    """Return what `quantize_base` needs: three copies of the largest tensor, in 32 bits."""
+    """Return the needs of `quantize_base`: three copies of the largest tensor, in 32 bits."""
     tensors = read_headers(sorted(Path(model).glob("*.safetensors")))
     largest = 4 * max(math.prod(tensor.shape) for tensor in tensors.values())
     stored = sum(tensor.num_bytes for tensor in tensors.values())
@@ -106,7 +104,7 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
     host_bytes = PROGRAM_BYTES + 3 * largest
     if run.quantize.method == "absmax":
         return _allocation(host_bytes, minutes)
-    shape = read_shape(Path(description))  # behind the tokens, so the description is there
+    shape = read_shape(Path(description))  # tokens come after it, so it exists
     method, _ = chosen_method(run.quantize.method, _weights(shape))
     if method == "calibrated":
         host_bytes += _calibration_bytes(run, shape)
@@ -115,8 +113,8 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
 
 
 def _calibration_bytes(run: RunConfig, shape: ModelShape) -> int:
-    """Hidden states of all rows before and after a layer, and of a mixture those of its experts;
-    without a GPU a layer and the matrices of its widest linear too, all in fp32."""
+    """Hidden states of all rows before and after a layer, and for a mixture those of its experts;
+    without a GPU also a layer and the matrices of its widest linear, all in fp32."""
     rows = run.quantize.calibration_tokens + MEASURED_MODELS * MEASURED_TOKENS
     experts = shape.largest(_in_stacks)
     hidden = (3 if experts else 2) * 4 * rows * shape.hidden_size
@@ -133,7 +131,7 @@ def _in_stacks(layer: DecoderLayer) -> int:
 
 
 def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
-    """Forward passes, for each group of linears and what is measured, and rounding by column."""
+    """Forward passes for each group of linears and for measurements, and rounding by column."""
     cuda = requested_processes(run.hardware)[0] == "cuda"
     tokens = CALIBRATION_PASSES * run.quantize.calibration_tokens
     tokens += MEASURED_MODELS * MEASURED_TOKENS
@@ -156,7 +154,7 @@ def _weights(shape: ModelShape) -> list[Shape]:
 
 
 def _rounding_flops(layer: DecoderLayer) -> int:
-    """What errors take that are fed to half of the columns."""
+    """FLOP of errors that are fed back to half of the columns."""
     return sum(linear.num_weights * linear.in_features for linear in layer.linears)
 
 

@@ -1,4 +1,4 @@
-"""The decision of preflight: which plan a run takes, whether it fits, and if not, what would."""
+"""The decision of preflight: a run's plan, whether it fits, and if not, what would."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -41,8 +41,8 @@ def disk_bytes(
     keep_best: bool,
 ) -> dict[str, int]:
     """Return the bytes of every artifact of a run. Checkpoints (fp32 adapter, whole modules,
-    optimizer's moments): one more than are kept, as the new one comes before the oldest goes. The
-    adapter lies there twice, with the best ones: one for every checkpoint, and the newest."""
+    optimizer's moments): one more than `keep_checkpoints`, as the new one comes before the oldest
+    goes. Adapters: two, and with `keep_best` one for every checkpoint, and the newest."""
     base = shape.total(lambda layer: packed_bytes(layer.linears, plan))
     base += packed_bytes(shape.other_linears, plan)
     trained = trainable_parameters(shape, plan)
@@ -56,7 +56,7 @@ def disk_bytes(
     }
 
 
-MOST_REMEDIES = 3  # named to who has a run that does not fit
+MOST_REMEDIES = 3  # in a message on a run that does not fit
 RECOMPUTATION = "activation_checkpointing"
 NOTHING_KNOWN = Peaks({"unknown": {}})
 
@@ -65,7 +65,7 @@ logger = logging.getLogger("workflow")
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen candidate, all candidates, their comparison; `reason` says what decided."""
+    """The chosen candidate, all candidates, their comparison; `reason`: of the verdict."""
 
     fits: bool
     reason: str
@@ -90,9 +90,9 @@ def decide(
     estimate: bool = False,
     advise: bool = True,
 ) -> Decision:
-    """Choose the plan and say whether the run fits memory and disk (`disk_free_bytes`: None without
-    one). estimate: by lines alone; advise: also say what would fit. Raises `UserError` if a
-    setting cannot work here, or leaves a choice for a model that cannot be recorded."""
+    """Choose the plan and return whether the run fits memory and disk (`disk_free_bytes`: None
+    without a disk). estimate: by lines alone; advise: also name changes that would fit. Raises
+    `UserError` if a setting cannot work here, or is open for a model that cannot be recorded."""
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
     plan = replace(
@@ -146,7 +146,7 @@ def decide(
 def _lines(
     plan: StepPlan, choices: Choices, record: Recorder, *, rows: int, num_layers: int
 ) -> RecordedPeaks:
-    """Return the lines for what is open, with earlier gradients where any plan has some."""
+    """Return the lines for the open settings, with earlier gradients if any plan has some."""
     levels: Any = choices.values.get(RECOMPUTATION, [plan.activation_checkpointing])
     common = replace(plan, accumulation_steps=rows // min(choices.sizes))
     return RecordedPeaks(
@@ -157,7 +157,7 @@ def _lines(
 def _unpredicted(
     question: Question, plan: StepPlan, choices: Choices, error: NotRecordedError
 ) -> Candidate:
-    """Return the one plan that the settings leave; raises `UserError` if they leave more."""
+    """Return the only plan of the settings; raises `UserError` if they leave more than one."""
     only, *others = choices.plans(plan, rows=question.rows)
     if others or choices.fewest:
         settings = ", ".join(option.setting for option in TABLE if option.searched)

@@ -1,4 +1,4 @@
-"""From a decision to what `preflight.json` says: the plan, the terms of the peak, the time."""
+"""From a decision to the content of `preflight.json`: the plan, the peak's terms, the time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from workflow.lib.step_plan.plan import StepPlan
 def forecast(
     decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, tokens: TokenCounts
 ) -> Forecast:
-    """Return what `preflight.json` holds, without its provenance."""
+    """Return the content of `preflight.json`, without its provenance."""
     chosen, limits = decision.chosen, decision.limits
     peaks, replayed = chosen.peaks, chosen.replayed
     plan = _followed_plan(decision, run, shape, machine, num_rows=tokens.packed_rows)
@@ -75,8 +75,7 @@ def forecast(
 def _seconds(
     decision: Decision, shape: ModelShape, chosen: Candidate, tokens: TokenCounts
 ) -> tuple[step_time.Parts | None, step_time.Spread | None]:
-    """Seconds of a micro-batch by what they are spent on, and their range; None where the speed is
-    not known."""
+    """Seconds of a micro-batch by their use, and their range; None if the speed is unknown."""
     if not decision.speed.known or not chosen.peaks.work.phases:
         return None, None
     asked: dict[str, Any] = {
@@ -92,7 +91,7 @@ def _seconds(
 def _followed_plan(
     decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, *, num_rows: int
 ) -> StepPlan:
-    """Return what `finetune` follows: the chosen plan with what the search does not ask about."""
+    """Return the plan for `finetune`: the chosen one with values outside of the search."""
     plan, limits = decision.chosen.plan, decision.limits
     enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
     allowed = limits.capacity_bytes - limits.outside_allocator_bytes
@@ -117,12 +116,12 @@ def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
     )
 
 
-FASTER, SLOWER = 6, 3  # plans shown on either side of the chosen one
+FASTER, SLOWER = 6, 3  # plans shown before and after the chosen one
 
 
 def nearest_plans(plans: Sequence[TriedPlan]) -> list[TriedPlan]:
     """Return the chosen plan (of a run that does not fit, the one that needs least) between the
-    next ones that would be faster and the next slower ones that fit, by their time."""
+    next faster ones and the next slower ones that fit, by their time."""
     chosen = min(plans, key=lambda p: (p.why not in VERDICTS_OF_CHOSEN, abs(p.relative_time - 1)))
     ordered = sorted(plans, key=lambda plan: (plan.relative_time, plan.peak_bytes))
     index = ordered.index(chosen)
@@ -131,7 +130,7 @@ def nearest_plans(plans: Sequence[TriedPlan]) -> list[TriedPlan]:
 
 
 def plan_choices(forecast: Forecast) -> list[str]:
-    """Return the titles of `in_words` in which tried plans differ, and recomputation."""
+    """Return the titles of `in_words` that differ among tried plans, and recomputation."""
     described = [in_words(tried.plan(forecast.plan)) for tried in forecast.candidates]
     differ = {title for title in described[0] if len({words[title] for words in described}) > 1}
     return [title for title in described[0] if title in differ | {"recomputation"}]

@@ -23,7 +23,7 @@ Price = Annotated[float, Field(ge=0.0, le=1e9)]
 
 
 class Offer(Section):
-    """A machine, or some like it."""
+    """A machine, or several like it."""
 
     gpus: Annotated[str, Number] = Field(min_length=1, max_length=64)
     """Number and kind of GPUs of each node, like 2x4090."""
@@ -51,7 +51,7 @@ class MachineTable(Section):
     """Each a row of the table."""
 
     def answer(self, offer: Offer, predicted: Callable[[], tuple[Decision, Forecast]]) -> "Answer":
-        """Return what a machine does with a run; what cannot work there is its answer."""
+        """Return a machine's answer for a run; an error of the settings there is its answer."""
         try:
             decision, forecast = predicted()
         except UserError as error:
@@ -64,7 +64,7 @@ class MachineTable(Section):
 
     def cheapest(self, answers: Sequence["Answer"], *, hours: float | None) -> "Answer":
         """Return the answer that costs least of those that are done in so many hours (None: any).
-        Raises `UserError` if none is, or nothing has a price."""
+        Raises `UserError` if none is, or none has a price."""
         fitting = [(x.cost, x.hours, x) for x in answers if x.fits and not math.isnan(x.hours)]
         if not fitting:
             raise UserError("--cheapest: the run fits none of the machines.")
@@ -85,12 +85,12 @@ class MachineTable(Section):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one machine of a table does with a run."""
+    """A run's forecast on one machine of a table."""
 
     offer: Offer
-    forecast: Forecast | None  # None where the settings cannot work there
-    lack: str | None  # why it does not train; None if it fits
-    hours: float = math.nan  # of training; nan where it is not known
+    forecast: Forecast | None  # None if the settings cannot work there
+    lack: str | None  # why the run does not fit; None if it does
+    hours: float = math.nan  # of training; nan if unknown
     cost: float = math.nan
 
     @property
@@ -99,8 +99,8 @@ class Answer:
 
 
 def machine_table(text: str, *, setting: str) -> MachineTable:
-    """Return the table of a YAML file, or of a list like `2x4090,8xH100`. Raises `UserError`, all
-    that is wrong in one message."""
+    """Return the table of a YAML file, or of a list like `2x4090,8xH100`. Raises `UserError` with
+    all errors in one message."""
     path = Path(text)
     of_file = path.suffix in (".yaml", ".yml") or "/" in text or path.is_file()
     origin = text if of_file else f"{setting} = {text!r}"

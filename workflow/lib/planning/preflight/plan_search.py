@@ -1,9 +1,9 @@
 """The search for the fastest plan that fits: every micro-batch size with every open value of the
 memory options (`step_plan.memory_options`).
 
-Bytes are predicted by lines between recordings (`recorded_peaks`), seconds by `machine_speed`. What
-saves memory costs time, but allows larger micro-batches: which wins depends on shapes, memory and
-links, so all are tried, some hundred; offloading only where it would be faster than what fits."""
+Bytes are predicted by lines between recordings (`recorded_peaks`), seconds by `machine_speed`.
+Saving memory costs time, but allows larger micro-batches, so all of some hundred plans are tried;
+offloading only if it would be faster than plans that fit."""
 
 import math
 from bisect import bisect_left
@@ -33,7 +33,7 @@ from workflow.lib.system.units import GIB
 
 # Larger micro-batches bring a CPU nothing: its matmuls are full at a few hundred rows.
 LARGEST_CPU_MICRO_BATCH = 8
-# Two plans of different kinds are told apart by no less than what predicted times are off
+# Two plans of different kinds must differ by more than the error of predicted times
 # (docs/memory-model.md), two of a kind by less.
 UNSURE, NEGLIGIBLE = 0.10, 0.03
 VERDICTS_OF_CHOSEN = ("chosen", "needs least, does not fit")
@@ -41,11 +41,11 @@ VERDICTS_OF_CHOSEN = ("chosen", "needs least, does not fit")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, what it takes, and the predicted seconds of a step."""
+    """A plan, its memory, and the predicted seconds of a step."""
 
     plan: StepPlan
     peaks: Peaks  # by lines between recordings, or by its own recording (`replayed`)
-    lacking_bytes: int  # how much more than there is a process would need; 0 or less if it fits
+    lacking_bytes: int  # bytes that a process lacks; 0 or less if it fits
     step_s: float
     host_bytes: int = 0  # host memory of a node's processes together
     lacking_host_bytes: int = 0
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of what is allocated."""
+        """The peak of allocated bytes."""
         return self.peaks.allocated_bytes
 
     @property
@@ -71,10 +71,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the settings leave open."""
+    """The open settings of a plan."""
 
     sizes: Sequence[int]  # rows of a micro-batch
-    values: Mapping[str, Sequence[Value]]  # values of memory options to be tried, by field
+    values: Mapping[str, Sequence[Value]]  # values to try of memory options, by field
     fewest: Sequence[MemoryOption] = ()
     """Options of which as few layers as let a plan fit are tried."""
 
@@ -89,13 +89,13 @@ class Choices:
                 yield tried
 
     def takes_host_memory(self, plan: StepPlan) -> bool:
-        """Whether what is open takes page-locked host memory in this plan."""
+        """Whether an open option takes page-locked host memory in this plan."""
         chosen = (option for option in TABLE if option.field in self.values)
         return any(option.on_host and option.of(plan) for option in chosen)
 
 
 def open_choices(run: RunConfig, shape: ModelShape, machine: Machine) -> Choices:
-    """Return what the settings leave open on a machine; raises `UserError` as `check_batch`."""
+    """Return the open settings on a machine; raises `UserError` as `check_batch`."""
     _, sizes = check_batch(run, machine)
     where = circumstances(shape, machine)
     values = {option.field: option.open_values(wanted(run, option), where) for option in TABLE}
@@ -105,7 +105,7 @@ def open_choices(run: RunConfig, shape: ModelShape, machine: Machine) -> Choices
 
 @dataclass(frozen=True)
 class Question:
-    """What a candidate is predicted for."""
+    """The inputs of a candidate's prediction."""
 
     shape: ModelShape
     machine: Machine
@@ -121,7 +121,7 @@ class Question:
 
 
 def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Candidate]:
-    """Predict every choice; what does not fit, with the fewest layers on the host."""
+    """Predict every choice; a plan that does not fit, with the fewest offloaded layers."""
     options, unasked = list[Candidate](), list[StepPlan]()
     for tried in choices.plans(plan, rows=question.rows):
         if choices.takes_host_memory(tried):
@@ -131,7 +131,7 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
     here = (x for x in options if x.fits and not takes_host_memory(x.plan))
     fastest_s = min((option.step_s for option in here), default=math.inf)
     for tried in unasked:
-        # Copies to the host make nothing faster, and what is recorded without them is known.
+        # Copies to the host make nothing faster, and the recording without them is known.
         without = tried.changed({x.field: x.off for x in TABLE if x.on_host and x.of(tried)})
         if seconds(question, without, question.peaks.of(without)) * (1 + UNSURE) <= fastest_s:
             options += _with_fewest_layers(question, tried, choices, unasked=True)
@@ -143,7 +143,7 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
 def _with_fewest_layers(
     question: Question, plan: StepPlan, choices: Choices, *, unasked: bool
 ) -> Iterator[Candidate]:
-    """Yield a plan, and if it does not fit, what it is with as few layers on the host as let it."""
+    """Yield a plan, and if it does not fit, the plan with the fewest offloaded layers that does."""
     candidate = _candidate(question, plan, unasked=unasked)
     yield candidate
     for option in choices.fewest:
@@ -154,8 +154,8 @@ def _with_fewest_layers(
 
 
 def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> int:
-    """Return of how many layers an option lets `plan` fit, the fewest, by bisection; all if fewer
-    do not. Most plans that do not fit need all, so what is one fewer is asked first."""
+    """Return the fewest layers with which an option lets `plan` fit, by bisection; all if fewer do
+    not. Most plans that do not fit need all, so one fewer is tried first."""
 
     def holds(count: int) -> bool:
         return question.holds(plan.changed({option.field: count}))
@@ -167,7 +167,7 @@ def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> 
 
 
 def _candidate(question: Question, plan: StepPlan, *, unasked: bool) -> Candidate:
-    """unasked: what it keeps in host memory is the search's idea, not a setting."""
+    """unasked: its use of host memory is the search's choice, not a setting."""
     peaks = question.peaks.of(plan)
     needed = question.limits.needed_bytes(peaks.allocated_bytes)
     host = host_bytes(question.shape, plan, question.machine, peaks)
@@ -196,15 +196,15 @@ def seconds(question: Question, plan: StepPlan, peaks: Peaks) -> float:
 
 
 def _in_all_of_the_host(option: Candidate, limits: Budget) -> Candidate:
-    """Return a plan judged by all host memory: of an imagined machine, where half holds none."""
+    """Return a plan judged by all host memory, for an imagined machine whose half is too little."""
     if limits.host_capacity_bytes is None:
         return option
     return replace(option, lacking_host_bytes=option.host_bytes - limits.host_capacity_bytes)
 
 
 def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> int | None:
-    """Host memory that a plan may take, or None. What nobody asked to be page-locked leaves half of
-    the host's alone, taken to be twice the GPUs' where that is unknown."""
+    """Host memory that a plan may take, or None for any. Page-locked memory without a setting
+    leaves half of the host's free; an unknown host has twice the GPUs' memory."""
     if not unasked or machine.gpu_bytes is None:
         return limits.host_capacity_bytes
     if limits.host_capacity_bytes is None:
@@ -213,14 +213,12 @@ def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> i
 
 
 def choose(options: list[Candidate], *, device: str) -> Candidate:
-    """Return the fastest candidate that fits, or one that asks less of the machine and is at most
-    10% slower.
+    """Return the fastest candidate that fits, or a less demanding one that is at most 10% slower.
 
-    Asking less is: activations and weights stay on the GPU; then, gathered weights are freed. Of
-    equally fast ones the one with most rows is taken, then the one with the smallest peak; of those
-    that offload, within 3%, the one that takes least host memory. If none fits, the one that lacks
-    least. On the CPU micro-batches have at most 8 rows, if there are such candidates: larger ones
-    gain nothing."""
+    Less demanding: activations and weights stay on the GPU; then, gathered weights are freed. Of
+    equally fast ones, most rows win, then the smallest peak; of offloading ones within 3%, the
+    least host memory. If none fits, the one that lacks least. On the CPU micro-batches have at most
+    8 rows, if there are such candidates: larger ones gain nothing."""
     small = [c for c in options if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
     allowed = small if device == "cpu" and small else options
     fitting = [candidate for candidate in allowed if candidate.fits]
@@ -233,13 +231,13 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
 
 
 def is_worth_recording(candidate: Candidate, known: Candidate) -> bool:
-    """Whether a candidate asks less than a known one that fits, or is faster by 3% or more."""
+    """Whether a candidate is less demanding than a known one that fits, or faster by 3% or more."""
     less = demands(candidate.plan) < demands(known.plan)
     return less or candidate.step_s < known.step_s / (1 + NEGLIGIBLE)
 
 
 def _fastest(alike: list[Candidate]) -> Candidate:
-    """Of plans that ask for the same: the fastest, most rows, least offloaded activations."""
+    """Of equally demanding plans: the fastest, most rows, least offloaded activations."""
     first = min(alike, key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.peak_bytes))
     if not takes_host_memory(first.plan):
         return first
@@ -248,7 +246,7 @@ def _fastest(alike: list[Candidate]) -> Candidate:
 
 
 def explain(candidate: Candidate, chosen: Candidate) -> str:
-    """Return in a few words why a candidate was chosen or not."""
+    """Return a short reason why a candidate was chosen or not."""
     if candidate == chosen:
         return VERDICTS_OF_CHOSEN[0 if candidate.fits else 1]
     if candidate.lacking_bytes > 0:

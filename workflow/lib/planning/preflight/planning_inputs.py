@@ -1,7 +1,7 @@
-"""From settings, shapes and a machine to the plan that they ask for, and the sizes of micro-batches
-that the search tries (`plan_search`).
+"""From settings, shapes and a machine to the requested plan, and the micro-batch sizes that the
+search tries (`plan_search`).
 
-Nothing here reads a file or asks the machine: the caller passes `Machine`."""
+Nothing here reads a file or the hardware: the caller passes `Machine`."""
 
 from collections.abc import Mapping
 
@@ -69,7 +69,7 @@ def divisors(number: int) -> list[int]:
 
 def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[int]:
     """Return the micro-batch sizes to consider: the one that is set, or all divisors of `rows`.
-    Raises `UserError` if the one that is set does not divide the rows of a process."""
+    Raises `UserError` if a set one does not divide the rows of a process."""
     valid = divisors(rows)
     if wanted == "auto":
         return valid
@@ -84,7 +84,7 @@ def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[i
 
 
 def compute_dtype(model: ModelConfig, machine: Machine) -> str:
-    """Return the type of activations; raises `UserError` for one that the machine has not."""
+    """Return the dtype of activations; raises `UserError` for one that the machine lacks."""
     return choose_dtype(
         model.compute_dtype, cuda=machine.device == "cuda", bfloat16=machine.bfloat16
     )
@@ -100,8 +100,8 @@ def matmul_dtype(run: RunConfig, machine: Machine) -> str:
 def training_attention(
     model: ModelConfig, machine: Machine, needs: AttentionNeeds
 ) -> AttentionChoice:
-    """Return the attention that training will choose, and why. needs: of the model
-    (`attention_needs`). Raises `UserError` if the one asked for by name cannot run there."""
+    """Return training's attention, with its reason. needs: of the model (`attention_needs`). Raises
+    `UserError` if a set one cannot run there."""
     needs = needs.asked(model.attention_dropout)
     if model.attention != "auto":
         lack = asked_attention_lack(
@@ -125,7 +125,7 @@ def training_attention(
 
 
 def attention_needs(shape: ModelShape) -> AttentionNeeds:
-    """Return what a model asks of its attention: what training reads from config.json."""
+    """Return a model's attention needs, as training reads them from config.json."""
     return AttentionNeeds(
         softcap=any(kind.attention_softcap for kind in shape.kinds),
         sinks=any(kind.sinks for kind in shape.kinds),
@@ -172,7 +172,7 @@ def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
 
 
 def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> StepPlan:
-    """Return the plan that settings ask for, with micro-batches of one row and recomputation of all
+    """Return the plan of the settings, with micro-batches of one row and recomputation of all
     layers where the search decides. Raises `UserError` if a LoRA target is no linear of the
     model."""
     trained = trained_modules(run, shape)
@@ -224,7 +224,7 @@ def wanted(run: RunConfig, option: MemoryOption) -> Value:
 
 
 def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
-    """Return what memory options ask of a machine and a model."""
+    """Return a machine's and a model's facts for memory options."""
     return Circumstances(
         cuda=machine.device == "cuda",
         processes=machine.processes,
@@ -235,7 +235,7 @@ def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
 
 
 def _trained_routers(shape: ModelShape, trained: set[str]) -> tuple[str, ...]:
-    """Return the paths in a layer of routers that any layer trains: predicted as if all did."""
+    """Return the paths in a layer of all trained routers: predicted as if all layers had them."""
     inside = {path for kind in shape.kinds for path in kind.routers}
     return tuple(sorted(x for x in inside if any(path.endswith(f".{x}") for path in trained)))
 

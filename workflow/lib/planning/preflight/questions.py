@@ -1,7 +1,7 @@
-"""Preflight asked backwards: the longest row, the largest model, machines beside each other.
+"""Inverse questions to preflight: the longest row, the largest model, a comparison of machines.
 
-Every answer is `decide` and `forecast`, asked again with one thing changed: nothing here knows what
-a plan takes, or how long."""
+Every answer is `decide` and `forecast` with one change: this module counts neither bytes nor
+seconds."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ LENGTH_STEP = 64  # tokens between the row lengths that are tried
 
 @dataclass(frozen=True)
 class Asked:
-    """A run on a machine, and what records its plans."""
+    """A run on a machine, and the recorder of its plans."""
 
     settings: RunConfig
     shape: ModelShape
@@ -39,8 +39,8 @@ class Asked:
     disk_free_bytes: int | None = None
 
     def predicted(self, *, advise: bool = False) -> tuple[Decision, Forecast]:
-        """Return the decision and what `preflight.json` says of it; advise: search for changes that
-        would make it fit. Raises as `check_tokens` and `decide`."""
+        """Return the decision and its forecast; advise: search for changes that would make it fit.
+        Raises as `check_tokens` and `decide`."""
         check_tokens(self.tokens, self.settings, self.shape)
         decision = decide(
             self.settings,
@@ -64,7 +64,7 @@ class Asked:
         )
 
     def with_fewest_rows(self) -> "Asked":
-        """Return the same run with a row a micro-batch, where the search decides on its rows."""
+        """Return the same run with a row a micro-batch, if the search decides on its rows."""
         if self.settings.train.micro_batch_size != "auto":
             return self
         train = self.settings.train.model_copy(update={"micro_batch_size": 1})
@@ -112,7 +112,7 @@ class _LengthLines:
 
 def longest(asked: Asked) -> Forecast | None:
     """Return the prediction of the longest row that trains, within 1% or 64 tokens; None if the
-    shortest does not. Lines tell where to look, recordings of the chosen plans decide; with
+    shortest does not. Lines guide the search, recordings of the chosen plans decide; with
     `estimate` the lines do."""
     lengths = range(LENGTH_STEP, asked.shape.max_position_embeddings + 1, LENGTH_STEP)
     lines = _LengthLines(asked.record, lengths[len(lengths) // 8], lengths[-1])
@@ -127,7 +127,7 @@ def longest(asked: Asked) -> Forecast | None:
     place = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
     if asked.estimate:
         return at(place, asked.with_fewest_rows()) if place >= 0 else None
-    fits, fails = -1, len(lengths)  # the last place that is known to, and the first
+    fits, fails = -1, len(lengths)  # the last place known to fit, and the first not to
     place, stride = max(place, 0), max(1, place // 100)
     while fails - fits > max(1, fits // 100):
         if (held := at(place, run)) is not None:
@@ -139,13 +139,13 @@ def longest(asked: Asked) -> Forecast | None:
         stride *= 2
     if found is None:
         return None
-    # Time is no line in the length.
+    # Time is not linear in the length.
     return at(fits, asked.with_fewest_rows()) or found
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest model that fits, with its forecast, and why those that are larger do not."""
+    """The largest model that fits, with its forecast, and why larger ones do not."""
 
     name: str | None
     decision: Decision | None
@@ -154,8 +154,8 @@ class Largest:
 
 
 def largest(models: Mapping[str, ModelShape], ask: Callable[[str], Asked]) -> Largest:
-    """Return the largest of some models that fits. What cannot be trained so at all (its context is
-    too short, it lacks a target) does not fit."""
+    """Return the largest of some models that fits. A model that cannot be trained with these
+    settings (its context is too short, it lacks a target) does not fit."""
     larger = dict[str, str]()
     for name in sorted(models, key=lambda name: -num_weights(models[name])):
         asked = ask(name)
@@ -171,5 +171,5 @@ def largest(models: Mapping[str, ModelShape], ask: Callable[[str], Asked]) -> La
 
 
 def num_weights(shape: ModelShape) -> int:
-    """Return how many weights a model has."""
+    """Return the number of a model's weights."""
     return shape.quantized_weights + shape.plain_weights

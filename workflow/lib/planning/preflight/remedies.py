@@ -1,4 +1,4 @@
-"""What to change when a run does not fit: single settings, each recorded like the run itself."""
+"""Changes for a run that does not fit: single settings, each recorded like the run itself."""
 
 import json
 import math
@@ -20,8 +20,8 @@ from workflow.lib.system.units import GIB
 MOST_GPUS = 64
 SHORTEST_ROW = 128  # tokens; shorter rows are no remedy worth naming
 SMALLEST_RANK = 4
-# From the nearest to the farthest: first what leaves the result of training as it is, then what
-# only rounds otherwise.
+# From the nearest to the farthest: first changes without effect on the result of training, then
+# changes of rounding alone.
 NEAREST = (
     "train.micro_batch_size",
     *(option.setting for option in TABLE if not option.rounds),
@@ -65,9 +65,9 @@ def remedies(
     global_batch_size: int,
     most: int,
 ) -> list[Remedy]:
-    """Return up to `most` single changes that fit, the nearest first, of each kind the smallest
-    that should; if there is none, those that save most of what the plan takes (`before`). Each is
-    recorded; lines between recordings tell which is the smallest."""
+    """Return up to `most` single changes that fit, the nearest first, of each kind the smallest; if
+    there is none, those that save most of the plan's peak (`before`). Lines between recordings find
+    the smallest, and each is recorded."""
     kinds = sorted(
         filter(None, _options(shape, plan, machine, global_batch_size=global_batch_size)),
         key=_place,
@@ -100,13 +100,13 @@ def remedies(
 
 
 def _size(plan: StepPlan) -> float:
-    """What peaks grow with, nearly on a line, of plans that differ in one of these alone."""
+    """The number with which peaks grow, almost linearly, among plans with one difference."""
     rows = plan.micro_batch_size + plan.seq_len
     return rows + plan.rank + 1 / plan.processes - plan.offload_layers
 
 
 def _place(options: Sequence[Option]) -> int:
-    """The place of a kind of change among all, the nearest first."""
+    """The rank of a kind of change among all, the nearest first."""
     setting = options[0][0].split(" = ")[0]
     assert setting in NEAREST, f"{setting} has no place among the remedies"
     return NEAREST.index(setting)
@@ -155,7 +155,7 @@ def _options(
 
 
 def _of_option(option: MemoryOption, plan: StepPlan, where: Circumstances) -> list[Option]:
-    """Return what more of a memory option saves, as far as nothing forbids it."""
+    """Return the changes to higher values of a memory option, as far as they are allowed."""
     values: Iterable[Value] = ()
     if option.fewest:
         eighths = {math.ceil(where.num_layers * part / 8) for part in range(1, 9)}

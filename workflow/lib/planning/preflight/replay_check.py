@@ -1,8 +1,7 @@
-"""The verdict on a plan: the one that the search chooses is recorded from the engine and replayed
-before it is believed.
+"""The verdict on a plan: the search's choice is recorded from the engine and replayed.
 
-What a recording shows corrects the lines that the search is by, and it goes on until it chooses a
-plan that was recorded, or none that is worth a recording."""
+Each recording corrects the lines of the search, which continues until it chooses a recorded plan,
+or none that is worth a recording."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,17 +18,17 @@ from workflow.lib.system.errors import UserError
 
 
 class NotRecordedError(UserError):
-    """A model uses what cannot be run on tensors without values."""
+    """A model calls operations that cannot run on tensors without values."""
 
 
 class Recorder(Protocol):
-    """Runs plans on tensors without values; raises `NotRecordedError` where it cannot."""
+    """Runs plans on tensors without values; raises `NotRecordedError` if it cannot."""
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
         """Return the peaks of a process of each plan."""
 
     def tape(self, plan: StepPlan) -> Tape:
-        """Return all that a process of a plan asks of a GPU's allocator."""
+        """Return all events of a GPU's allocator in a process of a plan."""
 
 
 def confirmed(
@@ -40,7 +39,7 @@ def confirmed(
     limits: Budget,
     record: Recorder,
 ) -> tuple[Candidate, list[Candidate]]:
-    """Return the best candidate whose replay fits, and all candidates with what replays have shown;
+    """Return the best candidate whose replay fits, and all candidates, corrected by replays;
     search: finds them, by `lines`. If none fits, the one that needs least, replayed too."""
     known = list[Candidate]()
     while True:
@@ -57,7 +56,7 @@ def confirmed(
 
 
 def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Candidate]:
-    """Return the options with the replayed ones in their places, new ones after them."""
+    """Return the options, with replayed ones in their places, new ones after them."""
     plans = [candidate.plan for candidate in options]
     found = list(options)
     for candidate in known:
@@ -69,7 +68,7 @@ def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Cand
 
 
 def recorded(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
-    """Return a candidate with its recording and what it lacks by it; CPUs are not replayed."""
+    """Return a candidate with its recorded peak and lack; CPUs are not replayed."""
     if candidate.plan.device == "cpu":
         (peaks,) = record.peaks([candidate.plan])
         reserved = peaks.allocated_bytes + limits.slack_bytes(peaks.allocated_bytes)

@@ -21,7 +21,7 @@ WIDTH = 100  # columns
 
 
 def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> str:
-    """Return a forecast's tables as plain text; host_origin: what says how much memory there is."""
+    """Return a forecast's tables as plain text; host_origin: source of the amount of memory."""
     facts = Table(show_header=False)
     for row in _facts(forecast, host_origin=host_origin).items():
         facts.add_row(*row)
@@ -68,7 +68,7 @@ def _printed(*tables: Table) -> str:
 
 
 def _terms(forecast: Forecast, *, run: str) -> Table:
-    """Bytes by term in the peak phase, and what must fit besides."""
+    """Bytes by term in the peak phase, and the other bytes that must fit."""
     title = f"run {run}: memory of each process, phase {forecast.peak_phase}"
     table = Table(title=title, title_justify="left")
     table.add_column("term")
@@ -109,7 +109,7 @@ def _plans(forecast: Forecast) -> Table:
 
 
 def summary(forecast: Forecast, *, run: str) -> str:
-    """Return what a run that fits needs to be told, a line each."""
+    """Return the facts of a run that fits, a line each."""
     facts = _facts(forecast, host_origin=None)
     taken, whole = _size(forecast.reserved_bytes), _size(forecast.capacity_bytes)
     return "\n".join(
@@ -123,7 +123,7 @@ def summary(forecast: Forecast, *, run: str) -> str:
 
 
 def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
-    """Everything else in words."""
+    """All other facts in words."""
     plan, time = forecast.plan, forecast.time
     parts = [f"{title}: {words}" for title, words in in_words(plan).items()]
     phases = forecast.phases.items()

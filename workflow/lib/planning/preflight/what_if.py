@@ -1,8 +1,8 @@
 """Preflight without a run: any model on any GPUs, from a few words instead of a config, files and a
 machine.
 
-It answers with the same decision as `preflight`; what it has to imagine are the machine (free of
-anything else) and the tokens (rows without padding, every token trained)."""
+It makes the same decision as `preflight`, for an imagined machine (with no other load) and imagined
+tokens (rows without padding, every token trained)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -84,8 +84,8 @@ def _unknown(model: str, why: str) -> UserError:
 def machine_by_hand(
     gpus: tuple[int, GpuModel], *, asked_gib: float | None, hardware: HardwareConfig
 ) -> Machine:
-    """Return `hardware.nodes` machines of such GPUs, with the host memory that is asked for, or
-    usual."""
+    """Return `hardware.nodes` machines of such GPUs, with `asked_gib` of host memory, or the usual
+    amount."""
     if asked_gib is not None and not asked_gib > 0:
         raise setting_error("--host-gib", asked_gib, "it must be above 0", "Give the host's GiB")
     count, gpu = gpus

@@ -1,4 +1,3 @@
 """Seconds of a training step, from rates that were fitted to measurements.
 
-Begin with `step_time` and `machine_speed`.
-It imports `planning.memory`, and no torch."""
+Begin with `step_time` and `machine_speed`. It imports `planning.memory`, and no torch."""

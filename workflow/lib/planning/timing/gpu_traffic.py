@@ -1,4 +1,4 @@
-"""Seconds that traffic between GPUs takes, by how they are connected.
+"""Seconds of traffic between GPUs, by their links.
 
 Collectives are rings: a GPU receives all but its own part, a node by its network."""
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from workflow.lib.system.gpu_models import GpuModel
 
-LOCAL_HOP_S = 2e-6  # a ring's step to the next GPU of a node, and of another node; assumed
+LOCAL_HOP_S = 2e-6  # a ring's hop within a node, and between nodes; assumed
 REMOTE_HOP_S = 10e-6
 NETWORK_PER_GPU = 50e9  # one 400 Gb/s port for each GPU; assumed where a run takes several nodes
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """How GPUs are connected: bytes/s in one direction, of a GPU inside and of a node outside."""
+    """Links of GPUs: bytes/s in one direction, of a GPU within a node and of a node outside."""
 
     name: str
     gpus_per_node: int
@@ -24,7 +24,7 @@ class Fabric:
 
 
 def fabric_of(gpu: GpuModel, *, gpus_per_node: int) -> Fabric:
-    """Return how such GPUs are usually connected: by own links, or by PCIe through the host."""
+    """Return the usual links of such GPUs: their own, or PCIe through the host."""
     network = NETWORK_PER_GPU * gpus_per_node
     return Fabric(gpu.link.name, gpus_per_node, gpu.link.bandwidth, network, gpu.link.share)
 
@@ -36,7 +36,7 @@ def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: in
         return 0.0
     local = max(1, min(processes, fabric.gpus_per_node // stride))
     nodes = math.ceil(processes / local)
-    # rings at once through a node's network
+    # rings that share a node's network
     sharing = fabric.gpus_per_node // local if nodes > 1 else 1
     inside = num_bytes * (processes - 1) / processes / fabric.local if local > 1 else 0.0
     between = num_bytes * sharing * (nodes - 1) / nodes / fabric.network

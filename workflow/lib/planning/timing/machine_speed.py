@@ -1,4 +1,4 @@
-"""How fast a machine's GPUs are, by its table, measurements or a probe, and what that rests on."""
+"""The speed of a machine's GPUs, by its table, measurements or a probe, and its basis."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,16 +12,16 @@ from workflow.lib.planning.work import Work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import BY_NAME
 
-# A GPU that no table knows is ranked as if it were this one; only the order of plans depends on it.
+# An unknown GPU is ranked as if it were this one; only the order of plans depends on it.
 STAND_IN = "NVIDIA A100-SXM4-80GB"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What predicts the seconds of a micro-batch: the kinds of GPUs of a run (none on CPUs)."""
+    """Predicts the seconds of a micro-batch: the kinds of GPUs of a run (none on CPUs)."""
 
     clocks: tuple[Clock, ...]
-    basis: str  # what the prediction rests on, for people
+    basis: str  # basis of the prediction, for people
     known: bool = True  # otherwise it only ranks plans
     cpu: CpuRates = CPU
 
@@ -34,7 +34,7 @@ class Speed:
         trained_share: float,
         micro_batches: int = 1,
     ) -> Parts:
-        """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU."""
+        """Seconds of a micro-batch by their use, on the slowest kind of GPU."""
         if not self.clocks:
             seconds = cpu_seconds(work, self.cpu, micro_batches=micro_batches)
             return {"matmuls": seconds}
@@ -44,14 +44,14 @@ class Speed:
         return max(every, key=lambda parts: sum(parts.values()))
 
     def spread(self, work: Work, plan: StepPlan, **counts: Any) -> Spread | None:
-        """Return what a micro-batch may take on other hosts, on the slowest kind of GPU; None on
+        """Return the range of a micro-batch on other hosts, on the slowest kind of GPU; None on
         CPUs. Arguments as of `parts`."""
         every = (clock.spread(work, plan, **counts) for clock in self.clocks)
         return max(every, key=lambda spread: spread.most_s, default=None)
 
 
 def speed_of(machine: Machine, *, compute_bytes: int = 4) -> Speed:
-    """Return how fast a machine is; compute_bytes: of the compute dtype, for CPUs."""
+    """Return the speed of a machine; compute_bytes: of the compute dtype, for CPUs."""
     names = sorted(set(machine.gpu_names))
     if not names:
         return _cpu_speed(machine, compute_bytes=compute_bytes)

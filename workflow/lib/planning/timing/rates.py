@@ -1,8 +1,7 @@
-"""How fast kinds of GPUs do what a recording counts (`planning.work`): one row for each kind.
+"""Rates of kinds of GPUs for the work that a recording counts (`planning.work`): a row each.
 
-A row of `MEASURED` is of a GPU on which steps or operations were measured. Of any other the rates
-are scaled by a probe of it, else by data sheets, and `Rates.source` says so. No rate is of a model
-or a family of models.
+A row of `MEASURED` is a GPU with measured steps or operations. Rates of any other are scaled by its
+probe, else by data sheets, and `Rates.source` says so. No rate is of a model or a family of models.
 Units: FLOP/s, bytes/s, seconds."""
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ UNSURE = (PYTHON, COPIES)
 
 @dataclass(frozen=True)
 class Rates:
-    """What one kind of GPU reaches. All are above 0."""
+    """Rates of one kind of GPU. All are above 0."""
 
     flops: Mapping[str, float]
     """FLOP/s of each kind of `planning.work` with matmuls."""
@@ -32,19 +31,18 @@ class Rates:
     collective_launch_s: float  # the same, with the hooks of FSDP2 around a collective
     pause_s: float  # to a step's first kernel, where the host reads the loss before it
     host: float  # bytes/s from or to page-locked host memory
-    collective: float  # bytes of memory traffic for each that comes beside the computation
-    attention: float  # the same for each that attention moves: a block's keys are read by many
-    source: str = ""  # what the row rests on, in words
-    # Times that others are as slow or as fast, such that all stored steps lie in the range: Python
-    # (a probe found 2,960 and 4,240 passes/s in two runs on one host) and copies on other hosts,
-    # and a whole step by graphs.
+    collective: float  # memory traffic in bytes for each byte beside the computation
+    attention: float  # the same for each byte of attention: many read a block's keys
+    source: str = ""  # basis of the row, in words
+    # Spread factors that cover all stored steps: Python (a probe found 2,960 and 4,240 passes/s in
+    # two runs on one host) and copies on other hosts, and a whole step by graphs.
     python_spread: float = 1.3
     host_spread: float = 1.7
     spread: float = 1.13
 
     def varied(self, power: int, part: str | None = None) -> "Rates":
-        """Return the rates of a slow host (power 1), or a fast one (-1); part: of `UNSURE`, what
-        alone differs."""
+        """Return the rates of a slow host (power 1), or a fast one (-1); part: of `UNSURE`, the
+        only part that differs."""
         python = self.python_spread**power if part in (None, PYTHON) else 1.0
         host = self.host_spread**power if part in (None, COPIES) else 1.0
         return replace(
@@ -59,7 +57,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class CpuRates:
-    """What a process reaches in fp32."""
+    """Rates of a process in fp32."""
 
     flops: float
     memory: float  # bytes/s
@@ -67,7 +65,7 @@ class CpuRates:
     source: str
 
     def probed(self, probe: Probe) -> "CpuRates":
-        """Return these, of `PROBED_CPU`, scaled by what the same probe finds on another."""
+        """Return these, of `PROBED_CPU`, scaled by the same probe of another CPU."""
         found = probe.ratios(PROBED_CPU)
         return CpuRates(
             self.flops * found.get("matmul", 1.0),
@@ -85,7 +83,7 @@ CPU = CpuRates(65e9, 10e9, 60e-6, "measured on one machine")
 PROBED_CPU = {"matmul": 88.4e9, "memory": 26e9, "python": 7200.0}  # the same, one thread
 # A step in bfloat16 took 5.2 s in place of 9.4 (one CPU with AVX512-BF16, November 2026).
 BFLOAT16_SPEEDUP = 9.4 / 5.2
-# GPUs of compute capability 9.0 and above, whose documents of one length cuDNN serves.
+# GPUs of compute capability 9.0 and above, where cuDNN computes documents of one length.
 CUDNN_SERVES = ("H100", "H200", "B200", "RTX 5090")
 _FLOPS = {
     kinds.MATMUL: 726e12,
@@ -125,9 +123,9 @@ H100 = replace(
 )
 MEASURED = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 PROBED_SPREAD = 1.15  # `Rates.host_spread` where a probe measured copies
-# What `benchmark.probe` finds on an H200 (driver 580, torch 2.11, November 2026). `python` is of a
-# host whose steps were fitted; others are slower. `host` is what finds 29.4 GB/s in a step: of
-# 54.8 that the probe found copies of a step reached 47, and on an H100 41.5 of 53.2.
+# Results of `benchmark.probe` on an H200 (driver 580, torch 2.11, November 2026). `python` is of a
+# host whose steps were fitted; others are slower. `host` corresponds to 29.4 GB/s in a step: of
+# 54.8 in the probe, copies of a step reached 47, and on an H100 41.5 of 53.2.
 PROBED_H200 = {
     "matmul": 684e12,
     "matmul in 8 bits": 1178e12,
@@ -143,8 +141,8 @@ PROBED_H200 = {
 
 
 def rates_of(gpu: GpuModel, probe: Probe | None = None) -> Rates:
-    """Return the rates of a GPU: an H200's, scaled by what the same probe finds on both; without a
-    probe, of one that was not measured, by data sheets."""
+    """Return the rates of a GPU: an H200's, scaled by the same probe on both; without a probe, and
+    without measurements, by data sheets."""
     if probe is not None:
         return _probed(gpu, probe)
     known, sheet = MEASURED["NVIDIA H200"], BY_NAME["NVIDIA H200"]
@@ -169,7 +167,7 @@ def _of_equal_lengths(gpu: GpuModel, flops: Mapping[str, float]) -> float:
 
 
 def _probed(gpu: GpuModel, probe: Probe) -> Rates:
-    """Return an H200's rates, scaled; what the probe lacks, or found to vary, is the table's."""
+    """Return an H200's rates, scaled; the table's where the probe lacks or doubts them."""
     found, table = probe.ratios(PROBED_H200), rates_of(gpu)
     if attention := [found[name] for name in ATTENTIONS if name in found]:
         found["attention"] = median(attention)

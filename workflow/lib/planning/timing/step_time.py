@@ -1,11 +1,10 @@
-"""Seconds of a step from what a recording of it does (`planning.work`): a roofline.
+"""Seconds of a step from a recording of its work (`planning.work`): a roofline.
 
-Each kind of operation has its rate (`rates`): matmuls in FLOP/s, or in bytes/s where they move much
-for few; attention in both, so short documents take longer for a FLOP; all else in bytes/s. Three
-things run beside the computation, and count only for what they take longer: Python, which launches
-kernels where no graph does; traffic between GPUs; copies to the host and back. On PCIe the last two
-share the slot.
-Units: FLOP, bytes, seconds."""
+Each kind of operation has its rate (`rates`): matmuls in FLOP/s, or in bytes/s if they move many
+bytes per FLOP; attention in both, so short documents take longer for a FLOP; all else in bytes/s.
+Three things run beside the computation, and count only for their excess: Python, which launches
+kernels outside of graphs; traffic between GPUs; copies to the host and back. On PCIe the last two
+share the slot. Units: FLOP, bytes, seconds."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -36,14 +35,14 @@ NOT_HIDDEN = 0.12
 # Of `Rates.launch_s`: the optimizer's kernels are launched in a loop of C++.
 UPDATE_LAUNCH = 0.5
 # Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of
-# 8 layers' activations of 70B width there, copied 19 GB/s each (November 2026, a virtual machine of
-# 128 cores). A host's memory differs; nobody measured others.
+# 8 layers' offloaded activations of 70B width, copied 19 GB/s each (November 2026, a virtual
+# machine of 128 cores). A host's memory differs; others were not measured.
 HOST_MEMORY_BANDWIDTH = 150e9
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Makes seconds of a plan's work, on one kind of GPU."""
+    """Converts a plan's work to seconds, on one kind of GPU."""
 
     gpu: GpuModel
     fabric: Fabric
@@ -58,10 +57,10 @@ class Clock:
         trained_share: float,
         micro_batches: int = 1,
     ) -> Parts:
-        """Seconds of a micro-batch by what it does or waits for; their sum is the time.
+        """Seconds of a micro-batch by work and waiting; their sum is the time.
 
         trained_share: tokens in the loss, 0 to 1; micro_batches: of a step."""
-        sums = defaultdict[tuple[str, bool], float](float)  # by what it is, of backward or not
+        sums = defaultdict[tuple[str, bool], float](float)  # by part, of backward or not
         launched, computed = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
         for phase, kind, amount in _scaled(work, trained_share, micro_batches):
             for name, seconds in self._counted(plan, phase, kind, amount):
@@ -72,7 +71,7 @@ class Clock:
                     computed[phase] += seconds
         parts = {name: max(0.0, sums[name, False] + sums[name, True]) for name in COMPUTING}
         ahead = plan.graphed and OPTIMIZERS[plan.optimizer].device_decides
-        if plan.graphed and not ahead:  # an update is launched when all before it has ended
+        if plan.graphed and not ahead:  # an update is launched after everything before it has ended
             computed = {UPDATE: computed[UPDATE]}
         python_s = _behind_python(launched, computed)
         late = (self._late(sums, plan, num_layers, backward=x) for x in (False, True))
@@ -87,7 +86,7 @@ class Clock:
         }
 
     def spread(self, work: Work, plan: StepPlan, **counts: Any) -> "Spread":
-        """Return what a micro-batch may take on other hosts; arguments as of `parts`."""
+        """Return the range of a micro-batch on other hosts; arguments as of `parts`."""
 
         def taken_s(power: int, part: str | None = None) -> float:
             clock = replace(self, rates=self.rates.varied(power, part))
@@ -101,7 +100,7 @@ class Clock:
     def _counted(
         self, plan: StepPlan, phase: str, kind: str, amount: Amount
     ) -> Iterator[tuple[str, float]]:
-        """Yield the seconds that a kind of work takes, by what they are."""
+        """Yield the seconds of a kind of work, by part."""
         name, *group = kind.removesuffix(BESIDE).partition("@")[0].split("/")
         rates = self.rates
         launch_s = rates.prepared_launch_s if name in PREPARED else rates.launch_s
@@ -147,28 +146,28 @@ class Clock:
     def _late(
         self, sums: _Sums, plan: StepPlan, num_layers: int, *, backward: bool
     ) -> tuple[float, float]:
-        """Return what traffic of a pass takes longer than compute, and what copies do."""
+        """Return the excess over compute of a pass's traffic, and that of its copies."""
         computing_s = sum(sums[name, backward] for name in COMPUTING)
         out_s, back_s = (sums[name, backward] for name in (kinds.TO_HOST, kinds.FROM_HOST))
         traffic_s = sums[TRAFFIC, backward]
         if self.gpu.link in (PCIE_4, PCIE_5) and traffic_s:  # one slot for all of it
             traffic_s += out_s + back_s
         late_s = max(0.0, out_s - computing_s, back_s - computing_s)
-        if layers := plan.offload_layers:  # each is brought while the one before it computes
+        if layers := plan.offload_layers:  # each is copied while the one before it computes
             each_s = (back_s + traffic_s * layers / num_layers) / layers
             late_s = max(late_s, layers * max(0.0, each_s - computing_s / num_layers))
         return max(0.0, traffic_s - computing_s - late_s), late_s
 
 
 def _behind_python(launched: Mapping[str, float], computed: Mapping[str, float]) -> float:
-    """Return by how much the GPU ends later than it would alone. Python launches phase after phase
-    and waits for nothing; the GPU cannot end a phase before it is launched."""
+    """Return the GPU's delay by Python, which launches phase after phase without waiting; the GPU
+    cannot end a phase before it is launched."""
     behind_s = (launched[phase] - computed.get(phase, 0.0) for phase in PHASES)
     return max(accumulate(behind_s, initial=0.0))
 
 
 def _part(phase: str, name: str) -> str:
-    """Return what a kind of work counts as, for people."""
+    """Return the part of a kind of work, for people."""
     if name == kinds.DECODE:
         return "dequantization"
     if name in ATTENTION:
@@ -181,7 +180,7 @@ def _part(phase: str, name: str) -> str:
 def _scaled(
     work: Work, trained_share: float, micro_batches: int
 ) -> Iterator[tuple[str, str, Amount]]:
-    """Yield phases and kinds with what they do for a micro-batch."""
+    """Yield phases and kinds with their amounts for a micro-batch."""
     factors = {"loss": trained_share, UPDATE: 1 / micro_batches}
     for phase, amounts in work.phases.items():
         for kind, amount in amounts.items():
@@ -198,7 +197,7 @@ def cpu_seconds(work: Work, rates: CpuRates, *, micro_batches: int = 1) -> float
 
 @dataclass(frozen=True)
 class Spread:
-    """Least and most seconds of a micro-batch, and what makes most of the difference, in words."""
+    """Least and most seconds of a micro-batch, and the largest cause of the range, in words."""
 
     least_s: float
     most_s: float
@@ -216,8 +215,8 @@ def estimate(
     price_per_gpu_hour: float | None,
     spread: Spread | None = None,
 ) -> Estimate:
-    """Return the predicted time of a run. parts: of a micro-batch of `tokens` tokens, None where
-    the speed is not known; num_gpus: 0 on the CPU. `cost` is None without a price or a time."""
+    """Return the predicted time of a run. parts: of a micro-batch of `tokens` tokens, None if the
+    speed is unknown; num_gpus: 0 on the CPU. `cost` is None without a price or a time."""
     if parts is None:
         return Estimate(
             step_s=None,
@@ -238,10 +237,10 @@ def estimate(
         cost=gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
         parts_s=parts,
         basis=basis,
-        **({} if spread is None else _told(spread, accumulation_steps)),
+        **({} if spread is None else _range_fields(spread, accumulation_steps)),
     )
 
 
-def _told(spread: Spread, accumulation_steps: int) -> dict[str, Any]:
+def _range_fields(spread: Spread, accumulation_steps: int) -> dict[str, Any]:
     ends_s = (spread.least_s * accumulation_steps, spread.most_s * accumulation_steps)
     return {"step_range_s": ends_s, "range_due_to": spread.due_to}
