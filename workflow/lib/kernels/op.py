@@ -32,7 +32,7 @@ class Decision:
     def __init__(self) -> None:
         self._outcomes: dict[tuple[Key, torch.device], bool] = {}
         self.faults: dict[Key, str] = {}
-        """Kernels that are not used, and why."""
+        """Kernels that are turned off, and why."""
 
     def allows(self, key: Key, device: torch.device, fault: Callable[[], str | None]) -> bool:
         """Whether a kernel is used on a device. fault: checks it and returns why not."""
@@ -82,15 +82,15 @@ class Op(Generic[P, R]):
     reference: Callable[P, R]
     kernel: Callable[P, R]
     case: Callable[..., Case]
-    """Small arguments, of a device and what `variant` returns; the same values on any device.
-    Gradients are compared, too, for those that require them."""
+    """Small arguments for a device and a variant; the same values on any device. Gradients are
+    compared, too, for arguments that require them."""
     variant: Callable[P, Variant] = lambda *args, **_: (first_tensor(args).dtype,)
-    """What a kernel is compiled for, where another trial says little: a type, a width."""
+    """The parts of a kernel's arguments that change its program: a dtype, a width."""
     supports: Callable[P, bool] = lambda *_, **__: True
-    """Whether there is a kernel for such arguments."""
+    """Whether the kernel takes these arguments."""
     exact: bool = False  # whether the two give the same bits
     backward: "Op[Any, Any] | None" = None
-    """What computes its gradients, if that is an op of its own: both take kernels or none."""
+    """The op of its gradients, if they have their own: both take kernels or none."""
 
     def __post_init__(self) -> None:
         assert self.name not in OPS, f"two ops are named {self.name}"

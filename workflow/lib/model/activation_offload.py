@@ -63,7 +63,7 @@ class View:
 
 
 Packed = View | torch.Tensor
-"""What stands for a saved tensor; the tensor itself if it stays where it is."""
+"""An offloaded tensor; the tensor itself if it stays on the device."""
 
 
 class ActivationOffload:

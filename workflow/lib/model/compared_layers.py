@@ -23,7 +23,7 @@ class Arguments(NamedTuple):
 
 
 Routes = dict[str, Arguments]
-"""By the path of the experts: what they were called with last."""
+"""The last arguments of each layer's experts, by their path."""
 
 
 @contextmanager

@@ -97,8 +97,10 @@ def describe_folder(folder: Path) -> ModelShape:
     path = folder / "config.json"
     config = read_bounded(path)
     if said_of_quantization(config) and quantization_of(config, path) is None:
-        told = "%s speaks of quantization (%s), but no weights beside it are packed: it is ignored"
-        logger.warning(told, path, QUANTIZATION)
+        message = (
+            "%s speaks of quantization (%s), but no weights beside it are packed: it is ignored"
+        )
+        logger.warning(message, path, QUANTIZATION)
     shape = describe_file(path)
     model = build_on_meta(folder, dtype=torch.bfloat16)
     with ConvertedReader(folder, model) as reader:
@@ -106,12 +108,12 @@ def describe_folder(folder: Path) -> ModelShape:
         dtype = reader.dtype(first_weight(model))
     if left.stored:
         logger.log(
-            logging.WARNING if left.told else logging.INFO,
+            logging.WARNING if left.unexpected else logging.INFO,
             "%s: the model has no part for %d tensors of the checkpoint (%s first), which are not "
             "trained, and are copied into a merged model as they are%s",
             folder, len(left.stored), left.stored[0],
-            f"; Transformers {transformers.__version__} does not say so of {left.told[0]}"
-            if left.told else "",
+            f"; Transformers {transformers.__version__} does not say so of {left.unexpected[0]}"
+            if left.unexpected else "",
         )  # fmt: skip
     return replace(
         shape,

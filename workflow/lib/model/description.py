@@ -43,10 +43,10 @@ class LayerCalls:
     layer: nn.Module
     chunked: bool = False  # whether its attention sees no further than a chunk of tokens
     called: list[str] = field(default_factory=list)
-    """Modules without children, and modules that attend, in order of their ends."""
+    """Modules without children, and attention modules, in order of their ends."""
     attended: list[Attended] = field(default_factory=list)
     top_k: dict[str, int] = field(default_factory=dict)
-    """Modules of experts, and how many of these a token takes."""
+    """Modules of experts, and the number of experts per token."""
     hidden_size: int = 0
     hidden_dims: int = 3  # of its input, the hidden states: (rows, tokens, hidden)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 Room = tuple[int, ...]
-"""How many documents have at least 1, 2, 4, 8, ... tokens, each up to the longest that may be."""
+"""The numbers of documents with at least 1, 2, 4, 8, ... tokens, each up to the longest allowed."""
 Numbers = npt.NDArray[np.int64]
 
 

@@ -45,7 +45,7 @@ class Form(NamedTuple):
     """The formula of a gated feed-forward, and its family's names of the linears."""
 
     into: tuple[str, ...]
-    """The linears of gate and up; or the one that makes both side by side, gate first."""
+    """The linears of gate and up, or the one of both side by side, gate first."""
     down: str
     activation: str  # one of `kernels.rows.gating.ACTIVATIONS`
     gate_multiplier: float = 1.0  # of gate(x)

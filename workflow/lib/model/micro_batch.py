@@ -19,18 +19,18 @@ class MicroBatch(TokensOfBatch):
 
     input_ids: torch.Tensor  # (rows, seq_len)
     position_ids: torch.Tensor
-    """(rows, seq_len); a position 0 starts a document, which attention does not leave."""
+    """(rows, seq_len); a position 0 starts a document; attention stays within documents."""
     embedded: torch.Tensor | None = None
-    """(rows * seq_len, hidden), embedding rows that are looked up outside of the model."""
+    """(rows * seq_len, hidden), embedding rows from outside of the model."""
     row_keys: torch.Tensor | None = None
-    """(rows,) of what the adapters' dropout draws from; None where nothing is dropped."""
+    """(rows,) keys of the adapters' dropout; None without dropout."""
     documents: Documents | None = None
-    """Those of the bounds, for recurrent layers; None where a model has none, or where they are to
-    be found out from the positions, for which the device has to be waited for."""
+    """Of the bounds, for recurrent layers; None without such layers, or if they are to be computed
+    from the positions, for which the host waits."""
     lengths: torch.Tensor | None = None
-    """(rows,) tokens of each row before its padding; None where nobody asks."""
+    """(rows,) tokens of each row before its padding; None if unused."""
     shared: SharedPrompts | None = None
-    """Keys of documents that go on in the prompt of the one before, from a position above 0."""
+    """Keys of documents that continue the prompt of the one before, from a position above 0."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""

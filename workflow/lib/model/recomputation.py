@@ -19,7 +19,7 @@ class Recomputed:
 
     def __init__(self) -> None:
         self.draws: bool | None = None
-        """Whether its forward draws random numbers; None: that was not seen yet."""
+        """Whether its forward draws random numbers; None: not known yet."""
 
     def __call__(self, forward: Callable[..., Any], *inputs: Any) -> Any:
         options: Any = {"use_reentrant": False, "preserve_rng_state": self.draws is not False}

@@ -77,21 +77,21 @@ class CausalLMForTraining(nn.Module):
         for layer in decoder_layers(causal_lm):
             note_changes_in_place_(layer)
         self.matmul_precision = MatmulPrecision()
-        """In what the frozen weights are multiplied."""
+        """Dtype of the matmuls of frozen weights."""
         self.activation_offload: ActivationOffload | None = None
-        """Where the decoder's activations wait for backward; None = where they are."""
+        """Offload of the decoder's activations; None: they stay on the device."""
         self.packed_layers: GatheredWeights | None = None
-        """What gathers the packed weights of decoder layers; None where they are all there."""
+        """Gathers the packed weights of decoder layers; None: all are on this process."""
         self.loss_scale: LossScale | None = None
-        """In float16: what the loss is multiplied by for backward."""
+        """In float16: the factor of the loss in backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Embedding rows (n, hidden) of ids (n,), where its table is not whole and frozen."""
+        """Embedding rows (n, hidden) of ids (n,), if its table is not whole and frozen."""
         self.shares_prompts = False
         """Whether the two documents of an example share their prompt in training steps."""
         self._known_rows: torch.Tensor | None = None
-        """Those of the micro-batch that is computed, where they are known."""
+        """Those of the current micro-batch, if they are known."""
         self.router_balance: RouterBalance | None = None
-        """The load-balancing loss of a mixture's routers; None: there is none."""
+        """The load-balancing loss of a mixture's routers, if any."""
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad or hasattr(embedding, ROWS):
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)

@@ -25,10 +25,10 @@ class Machine:
     """Whether its GPUs (capability 8.0), or its CPU without any, multiply bfloat16."""
     float8: bool = True  # whether its GPUs multiply float8
     imagined_host: str | None = None
-    """What says how much host memory there is, of a machine that is only imagined."""
+    """Source of an imagined machine's host memory."""
     nodes: int = 1  # machines like this one, which share the processes equally
     probes: Mapping[str, Probe] = field(default_factory=dict)
-    """What was probed, by device."""
+    """Probes by device."""
     cpu: str = ""  # the name in probes (`probes.cpu_name`)
 
     @property

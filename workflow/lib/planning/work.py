@@ -28,7 +28,7 @@ class Amount(NamedTuple):
 
     flop: float = 0.0
     bytes: float = 0.0
-    """Read and written, of collectives those of the whole tensor."""
+    """Read and written; of collectives, bytes of the whole tensor."""
     calls: float = 0.0
 
     def plus(self, other: "Amount", times: float = 1.0) -> "Amount":

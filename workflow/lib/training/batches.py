@@ -82,9 +82,9 @@ class RowGroup(NamedTuple):
     indices: npt.NDArray[np.int64]  # (micro_batch_size,), in the tokens folder
     keys: list[int]  # as many, of `adapter_dropout.row_keys`
     step_sizes: tuple[float, ...] = (1.0,)
-    """Of `Objective.step_sizes`; micro-batches have them where there are several."""
+    """Of `Objective.step_sizes`; set where there are several."""
     row_tokens: int | None = None
-    """Examples share their prompts, in rows of so many tokens; None: they do not."""
+    """Tokens of rows whose examples share their prompts; None: they do not."""
 
 
 def micro_batches(

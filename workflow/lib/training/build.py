@@ -57,9 +57,9 @@ class TrainingModel:
     units: list[FSDPModule]
     bytes_read: int
     packed_layers: PackedLayers | None = None
-    """Decoder layers whose packed weights are gathered for their use alone."""
+    """Decoder layers whose packed weights are gathered layer by layer."""
     fused: Counter[str] = field(default_factory=Counter)
-    """How many modules of each kind were replaced by fused ones (`fuse_layers`)."""
+    """Number of fused modules of each kind (`fuse_layers`)."""
 
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of PEFT's `adapter_config.json`."""

@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._writing, self._written = False, threading.Event()
         self._failure: WriteError | None = None
         self.last_saved_s: float | None = None
-        """When the last write began, on the monotonic clock."""
+        """Start of the last write, on the monotonic clock."""
         # Started while there is memory: if a new thread gets too little, Python waits for ever. A
         # daemon: a failing process must not wait at its end for a lost one.
         threading.Thread(target=self._serve, daemon=True).start()

@@ -47,9 +47,9 @@ class Tracker:
     opened: Callable[[str, Shown], Opened]
     """Continues the run of this identity, or begins it; takes the setting's value."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of the package, set before its import where the user has not: no reports to its vendor."""
+    """Of the package, set before its import unless the user has: no reports to its vendor."""
     refuses: Callable[[], tuple[str, str] | None] = lambda: None
-    """What is missing beside the package, and the cure."""
+    """A fault beside a missing package, and the cure."""
 
     def value(self, settings: TrackingConfig) -> Any:
         return getattr(settings, self.setting)

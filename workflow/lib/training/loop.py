@@ -133,9 +133,9 @@ class Trainer:
     micro_batch_size: int
     world: World
     graphs: MicroBatchGraphs | None = None
-    """What launches micro-batches as CUDA graphs; None: Python launches each kernel."""
+    """Launches micro-batches as CUDA graphs; None: Python launches each kernel."""
     waited: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
-    """Passes micro-batches on, and may note how long they are waited for."""
+    """Passes micro-batches on, and may note the wait for each."""
 
     def steps(self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0) -> Iterator[Step]:
         """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all

@@ -188,16 +188,16 @@ class MicroBatchGraphs:
         self._documents = 0
         """Documents of the layouts of packed rows."""
         self._room: Room = ()
-        """What recurrent layers have room for in these."""
+        """The room of recurrent layers in these."""
         self._inputs: dict[Layout, FixedInputs] = {}
-        """Of layouts that have run once."""
+        """Inputs of layouts that have run once."""
         self._captured: dict[Layout, Replay] = {}
         self._capture: Capture | None = None
         self._slope: torch.Tensor | None = None
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        """What the graphs add to."""
+        """The gradients that the graphs add to."""
         self.off: str | None = None
-        """Why there are no more graphs, in words; None: there are."""
+        """Why graphs are off; None: they are on."""
 
     def __call__(self, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
         layout = None if self.off else self._layout(batch)

@@ -35,11 +35,11 @@ class Encoded:
     mask: npt.NDArray[np.bool_]
     held_special_text: bool  # the data spelled a special token that a template writes
     unrendered: frozenset[TextKind] = frozenset()
-    """What the template left out of the conversation, and may."""
+    """Allowed kinds of text that the template left out of the conversation."""
     weights: npt.NDArray[np.float32] | None = None
-    """Of the tokens in the loss, (length,), 0 where the mask is False; None = the mask itself."""
+    """Of the tokens in the loss, (length,), 0 where the mask is False; None: the mask itself."""
     begins_untrained: bool = False
-    """The conversation begins with a turn to be trained, which has no prompt."""
+    """The conversation begins with a trained turn, which has no prompt."""
     desirable: bool = True  # of a rated answer: whether it is good
 
     def weighted(self, weight: float) -> "Encoded":

@@ -74,7 +74,7 @@ class Source:
     repo_id: str
     revision: str | None
     kind: Literal["model", "dataset", "adapter", "scored", "certificate"]
-    """`scored` is a model or an adapter, `certificate` a repository that holds one."""
+    """`scored` is a model or an adapter, `certificate` a repository with one."""
     files: Sequence[str] | None = None
 
     @property

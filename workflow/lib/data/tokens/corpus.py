@@ -101,16 +101,16 @@ class FileRows:
     columns: dict[str, None] = field(default_factory=dict)
     """Columns that were read, in order of appearance."""
     not_read: Counter[str] = field(default_factory=Counter)
-    """Columns and keys that were not, with how often they hold a value."""
+    """Columns and keys that were not read, with their numbers of values."""
     dropped_by_reason: Counter[str] = field(default_factory=Counter)
     blank_lines: int = 0  # lines that hold no row, of files in which a line is one
     special_texts: int = 0
     """Rows whose text spells a special token, which was encoded as ordinary text."""
     rows_by_turns: int = 0
-    """Rows that became several examples, as turns look otherwise once others follow."""
+    """Rows that became several examples, as later turns change earlier ones."""
     begin_untrained: int = 0  # rows whose first turn, without a prompt, is not trained
     unrendered: Counter[str] = field(default_factory=Counter)
-    """Rows of which the template left a text out that it may, by the kind of the text."""
+    """Rows with an allowed text that the template left out, by the kind of the text."""
 
     def add(self, facts: ShardFacts) -> None:
         self.rows_read += facts.rows_read

@@ -61,9 +61,9 @@ class ShardFacts:
     rows_by_turns: int = 0  # rows with turns as examples of their own (`SampleEncoder`)
     begin_untrained: int = 0  # rows whose first turn is not trained, as it has no prompt
     unrendered: dict[str, int] = field(default_factory=dict)
-    """Rows of which the template left a text out that it may, by the kind of the text."""
+    """Rows with an allowed text that the template left out, by the kind of the text."""
     dropped: list[int] = field(default_factory=list)
-    """Ordinals of the rows that became no document."""
+    """Ordinals of the rows without a document."""
     rejects: list[Line] = field(default_factory=list)
     """Lines of `rejects.jsonl`, without the file; `cuts`: of `truncated.jsonl`."""
     cuts: list[Line] = field(default_factory=list)

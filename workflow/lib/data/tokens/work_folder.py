@@ -23,8 +23,8 @@ NEAR_DUPLICATE = "near-duplicate of a training row"
 
 
 Line = dict[str, Any]
-"""Of a list, without its file. Of `rejects.jsonl`: number of the `row`, `reason`, `preview` (first
-characters). Of `truncated.jsonl`: a `row` of `tokens` became `documents` of `kept` tokens."""
+"""A line of a list, without its file. `rejects.jsonl`: number of the `row`, `reason`, `preview`
+(first characters). `truncated.jsonl`: `documents` of `kept` tokens from a `row` of `tokens`."""
 
 
 def reason_kind(reason: str) -> str:

@@ -50,10 +50,10 @@ TILES = {
         "attention_of_keys": OF_KEYS,
     },
 }
-"""By the KiB of shared memory that a program may have, at least. The first are the fastest of 10 to
-13 tried on an H100. The others are what fits an A100 (163 KiB), and GPUs that have 99."""
+"""By the least KiB of shared memory of a program. The first are the fastest of 10 to 13 tried on an
+H100. The others fit an A100 (163 KiB), and GPUs with 99."""
 MATMULS = {"attention": 2, "attention_of_queries": 3, "attention_of_keys": 4}
-"""Of each tile."""
+"""Matmuls of each tile."""
 PRODUCT_ROWS, PRODUCT_WARPS = 16, 4  # of a program of `attention_products`
 
 

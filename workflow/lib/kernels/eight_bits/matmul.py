@@ -199,7 +199,7 @@ decode_rows = Op(
     variant=lambda *args: (args[-1],),
 )
 """Returns rows `start` to `stop` of all experts (experts, stop - start, width), divided by their
-`scales` fp32, in a type of 8 bits. scales: one for each expert, or for each row."""
+`scales` fp32, in an 8-bit dtype. scales: one for each expert, or for each row."""
 decode_columns = Op(
     "columns of weights in float8",
     reference=_columns_by_torch,

@@ -16,7 +16,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
 }
-"""What the kernels know of gate and up side by side."""
+"""The kernels' activations of gate and up side by side."""
 CLAMPED = "clamped"
 
 
@@ -24,8 +24,8 @@ class GateForm(NamedTuple):
     """The function of gate and up that the kernels compute."""
 
     kind: str
-    """One of `ACTIVATIONS`: act(gate) * up, side by side. `clamped`: g sigmoid(alpha g) (u + 1) of
-    g at most `limit` and u within +-`limit`, gate and up in turn (gpt-oss)."""
+    """One of `ACTIVATIONS`: act(gate) * up, side by side. `clamped`: g sigmoid(alpha g) (u + 1)
+    with g at most `limit` and u within +-`limit`, gate and up alternating (gpt-oss)."""
     alpha: float = 1.0
     limit: float = 0.0
 
@@ -113,9 +113,9 @@ gated_backward_ = Op(
     case=_case_of_gradients,
     variant=lambda grad, *args: (grad.dtype, args[-1].kind),
 )
-"""Returns, for the gradient `grad` (R, f) of what `form` makes before it is multiplied by its row's
-weight, the product, the gradient of `up` (R, 2 f) times the weight, and that of the weights (T, k)
-fp32, where `order` (R,) has a row's place. `grad` and `up` may be written over."""
+"""Returns the gate's product, the gradient of `up` (R, 2 f) times the row's weight, and that of the
+weights (T, k) fp32. grad: (R, f), of `form`'s product before the weight. order: (R,), each row's
+place. `grad` and `up` may be overwritten."""
 gated = Op(
     "gates of experts",
     reference=by_torch,

@@ -148,7 +148,7 @@ def _weights_by_kernel(
 
 PROGRAM_ELEMENTS = 2048
 ROW_UNIT = 8
-"""Of 16-bit values in 16 bytes: torch's grouped matmuls ask GPUs for rows of whole units."""
+"""16-bit values in 16 bytes: torch's grouped matmuls need rows of whole units on GPUs."""
 
 
 def route(top_k_index: torch.Tensor, *, num_experts: int) -> Routing:

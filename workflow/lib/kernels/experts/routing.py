@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
     values: torch.Tensor  # (experts, out, in), of any strides
     scales: torch.Tensor | None = None
-    """In 8 bits: what each expert's values are multiplied by (experts,) fp32."""
+    """In 8 bits: the factor of each expert's values (experts,) fp32."""
 
 
 class Update(NamedTuple):

@@ -23,7 +23,7 @@ class NF4Data(NamedTuple):
 
     packed: torch.Tensor  # Bytes, two weights each, in a tensor of any type
     absmax: torch.Tensor
-    """Bytes in a tensor of any type, one a block; or fp32 if `nested_absmax` is None."""
+    """Bytes in a tensor of any dtype, one a block; or fp32 if `nested_absmax` is None."""
     nested_absmax: torch.Tensor | None  # fp32, one for 256 blocks
     code: torch.Tensor  # (16,) fp32
     nested_code: torch.Tensor  # (256,) fp32; not read if `nested_absmax` is None, nor is `offset`
@@ -180,5 +180,5 @@ def _case(device: torch.device, dtype: torch.dtype) -> Case:
 dequantize_nf4 = Op(
     "the decoding of NF4", reference=_by_bitsandbytes, kernel=_by_kernel, case=_case, exact=True
 )
-"""Returns the weights that `data` encodes, or some strides of their blocks, in the shape and type
-of `out`, which the kernel fills: the same values as bitsandbytes, bit by bit."""
+"""Fills `out` with the weights of `data`, or some strides of their blocks, in its shape and dtype,
+and returns it: the values of bitsandbytes, bit by bit."""

@@ -39,7 +39,7 @@ TILES = {
     "inputs_backward": Tile(64, 64, 4, 2),
     "shared_backward": Tile(64, 64, 4, 2),
 }
-"""For values of 16 bits, as they were tried on an H100 with Triton 3.6."""
+"""For values of 16 bits, as tried on an H100 with Triton 3.6."""
 TILES_FP32 = {
     "chunk_states": Tile(32, 64, 4, 1),
     "output": Tile(32, 64, 4, 1),

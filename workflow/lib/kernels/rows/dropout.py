@@ -115,8 +115,8 @@ def _case(device: torch.device, dtype: torch.dtype) -> Case:
 
 
 drop = Op("dropout", reference=_by_torch, kernel=_by_kernel, case=_case, exact=True)
-"""Fills `out` with rows (T, features), of all rows of the micro-batch, some features of which are
-0, or adds them to it; returns it. `out` may be `rows`; with `add` the rows may be overwritten."""
+"""Fills `out` with rows (T, features) of the whole micro-batch, with dropped features 0, or adds
+them to it; returns it. `out` may be `rows`; with `add` the rows may be overwritten."""
 
 
 def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:

@@ -39,7 +39,7 @@ ACTIVATIONS: dict[
         Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Gates],
     ],
 ] = {"silu": (nn.functional.silu, _silu_parts), "gelu_tanh": (_gelu_tanh, _gelu_tanh_parts)}
-"""The activations that the kernels know, and their gradients."""
+"""The kernels' activations, and their gradients."""
 
 
 class Gating(NamedTuple):
@@ -143,8 +143,8 @@ act_and_mul_backward_ = Op(
     case=_case_of_gradients,
     variant=lambda grad, *args: (grad.dtype, args[-1].activation),
 )
-"""In place, for the gradient `grad` of `act_and_mul`: `gate` and `up` become their gradients,
-`grad` the product itself; returns the three. parts: what is still to be added to gate, up, grad."""
+"""In place, for `grad`, the gradient of `act_and_mul`: `gate` and `up` become their gradients,
+`grad` the product; returns the three. parts: still to be added to gate, up, grad."""
 act_and_mul = Op(
     "gates of feed-forwards",
     reference=_gated_by_torch,
@@ -153,4 +153,4 @@ act_and_mul = Op(
     variant=lambda gate, *args: (gate.dtype, args[-1].activation),
     backward=act_and_mul_backward_,
 )
-"""Returns what `gating` makes (T, f) of gate and up with their parts; rows at one distance."""
+"""Returns `gating` (T, f) of gate and up with their parts; rows at one distance."""

@@ -109,7 +109,7 @@ lengthened_act_and_mul_backward_ = Op(
     case=_case_of_gate,
     variant=lambda grad, *args: (grad.dtype, args[-1].activation),
 )
-"""In place, for the gradient `grad` of what `gating` makes of `gate` and `up` (T, f), which are
-directions times `factors`: they become the gradients of the directions, `grad` the product itself.
-Returns the three, and the sums over rows (f,) fp32 of gate and of up times their gradients. gate,
-up: rows of one distance, as halves of a value have them."""
+"""In place, for `grad`, the gradient of `gating` of `gate` and `up` (T, f), which are directions
+times `factors`: they become the gradients of the directions, `grad` the product. Returns the three,
+and the sums over rows (f,) fp32 of gate and of up times their gradients. gate, up: rows of one
+distance, such as halves of a value."""

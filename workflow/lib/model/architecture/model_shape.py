@@ -17,7 +17,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
 CONFIG = "config"
-"""Key of a description's config.json, from which memory is recorded."""
+"""Key of a description's config.json, which recordings read."""
 FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to NF4
 
 
@@ -112,9 +112,9 @@ class ModelShape:
     tied_embeddings: bool
     logit_softcap: bool
     attention_masks: int
-    """Masks that a forward of packed rows makes: one, or one for each kind of attention."""
+    """Masks of a forward of packed rows: one, or one for each kind of attention."""
     other_vectors: tuple[tuple[str, int], ...]
-    """Name and elements of what is neither in a decoder layer nor a table: the final norm."""
+    """Name and elements of vectors outside of decoder layers and tables: the final norm."""
     source_dtype: str  # type of the linears in the checkpoint, as safetensors calls it
     attention_dropout: float = 0.0  # share of attention weights that training drops
     masked: bool = False  # its attention separates documents by the mask alone

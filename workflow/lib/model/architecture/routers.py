@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from workflow.lib.system.errors import setting_error
 
 CORRECTION = "correction_bias"
-"""End of the name of what a family's training moves by the experts' loads, without gradient."""
+"""Suffix of tensors that a family's training changes by the experts' loads, without gradient."""
 
 
 def router_paths(

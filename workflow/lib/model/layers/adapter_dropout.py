@@ -21,7 +21,7 @@ class AdapterState:
 
     def __init__(self) -> None:
         self.row_keys: torch.Tensor | None = None
-        """(rows,) int64, of the micro-batch that is computed (`adapter_dropout`)."""
+        """(rows,) int64, of the current micro-batch."""
         self.sharded = False
         """Whether weights are gathered for each use: casts of them would outlive them."""
         self._casts: Casts | None = None

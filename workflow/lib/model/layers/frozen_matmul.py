@@ -29,11 +29,11 @@ class MatmulPrecision:
     def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
         """forward, backward: names of `eight_bits.FORMATS`; None: the compute dtype."""
         self.asked = [None if name is None else FORMATS[name] for name in (forward, backward)]
-        """Forward and backward within the block."""
+        """Formats of forward and backward within the block."""
         self.forward: Format | None = None
         """Of y = x W^T now; None: the compute dtype."""
         self.backward: Format | None = None
-        """Of g W now."""
+        """Of g W now; None: the compute dtype."""
 
     @contextmanager
     def in_eight_bits(self) -> Iterator[None]:

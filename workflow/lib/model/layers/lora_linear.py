@@ -50,7 +50,7 @@ class FusedLoraLinear(PeftLoraLinear):
         super().__init__(*args, **kwargs)
         self.shared = AdapterState()
         self.beside: SharedInput | None = None
-        """With which other linears it shares its input."""
+        """The linears that share its input."""
         self.changed_in_place = False
         """Whether the family may change its value."""
         for name, dropout in self.lora_dropout.items():

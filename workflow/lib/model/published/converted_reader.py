@@ -89,7 +89,7 @@ class ConvertedReader(DecodedReader):
         super().__init__(folder, recorded=recorded, finite=finite)
         self._model, self._names = model, ModuleNames(model)
         self._stored: dict[str, list[tuple[str, str | None]]] = {}
-        """By name: the stored tensors that it is made of, each with the converter's pattern."""
+        """By name: its stored tensors, each with the converter's pattern."""
         self.left: list[str] = []
         for stored in sorted(super().names(), key=natural_order):
             name, pattern = self._names.named(stored)

@@ -42,8 +42,8 @@ class LeftOver:
     """Tensors that Transformers does not load."""
 
     stored: tuple[str, ...]  # names of all such tensors in the checkpoint
-    told: tuple[str, ...]
-    """Names, as Transformers reports them, of those that the family does not say it ignores."""
+    unexpected: tuple[str, ...]
+    """Of these, the tensors that the family does not list as ignored, by Transformers' names."""
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
                 "checkpoint."
             )
     _check_no_more_layers(model, report["unexpected_keys"], reader.folder)
-    return LeftOver(stored=tuple(reader.left), told=tuple(sorted(report["unexpected_keys"])))
+    return LeftOver(stored=tuple(reader.left), unexpected=tuple(sorted(report["unexpected_keys"])))
 
 
 def _report(model: PreTrainedModel, reader: ConvertedReader) -> dict[str, Any]:

@@ -42,12 +42,12 @@ class Known(NamedTuple):
 
     parameters: tuple[str, ...]  # by name; it may have more
     ours: Callable[[Arguments], Any]
-    """Of a call's arguments by name, those that were left out included."""
+    """Takes a call's arguments by name, defaults included."""
     tries: Callable[[], Iterator[Arguments]]
     scaled: tuple[str, ...] = ()
-    """Arguments that may be of any magnitude: not exponents, nor keys, which a state grows by."""
+    """Arguments of any magnitude: neither exponents nor keys, with which a state grows."""
     takes: Callable[[Arguments], bool] = lambda given: True
-    """Whether ours does what a call asks for."""
+    """Whether ours computes a call with these arguments."""
 
 
 def recur_by_ours_(module: nn.Module) -> bool:

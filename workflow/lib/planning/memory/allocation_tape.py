@@ -10,7 +10,7 @@ HOST = "host"  # page-locked memory of the host, in place of a stream
 LOAD, CHECKS = "load", "check"  # phases before the first step
 EMPTY_CACHE = "empty_cache"  # an event: free pages go back to the GPU
 STEPS = 2
-"""That are recorded: the second is the first that begins as all others do."""
+"""Recorded steps: the second is the first that begins as all others do."""
 
 
 class Tape:
@@ -19,9 +19,9 @@ class Tape:
     def __init__(self) -> None:
         self.events: list[int | str] = []
         self.sizes: list[int] = []
-        """Bytes asked for, by tensor."""
+        """Requested bytes, by tensor."""
         self.terms: list[str] = []
-        """What a tensor counts as, by tensor."""
+        """The term of each tensor."""
         self.streams: list[str] = []
         self.work = Work()
 

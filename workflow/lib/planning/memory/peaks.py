@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from workflow.lib.planning.work import Work, summed
 
 Terms = dict[str, int]
-"""Bytes by what they are."""
+"""Bytes by term."""
 
 PROCESS, WORKSPACE = "process", "cublas_workspace"
 EXPLANATIONS = {
@@ -51,7 +51,7 @@ class Peaks:
     """Peaks of a process, bytes."""
 
     phases: dict[str, Terms]
-    """What is allocated on the device at the peak of each phase, in their order."""
+    """Allocated bytes on the device at the peak of each phase, in their order."""
     host_bytes: int = 0  # page-locked memory of the host
     work: Work = field(default_factory=Work)  # of the process in the step
 

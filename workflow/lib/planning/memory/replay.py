@@ -40,7 +40,7 @@ class _Pool:
     free: list[tuple[int, int]] = field(default_factory=list)
     """Size and address of the free blocks with memory, in this order."""
     at: dict[int, Block] = field(default_factory=dict)
-    """All free blocks, those without memory too, by address."""
+    """All free blocks by address, with or without memory."""
 
     def __post_init__(self) -> None:
         self.at[0] = Block(0, ADDRESSES, self)
@@ -234,7 +234,7 @@ class Replay:
     peaks: Peaks
     reserved_bytes: int
     lacking_bytes: int
-    """What the allocator would need beyond its limit with all free memory given back."""
+    """Bytes that the allocator would need beyond its limit, with all free memory given back."""
 
     @property
     def allocated_bytes(self) -> int:

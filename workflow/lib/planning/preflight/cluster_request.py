@@ -51,7 +51,7 @@ STACK_BYTES = 6
 
 
 RecorderOf = Callable[[Mapping[str, Any], ModelShape], AbstractContextManager[Recorder]]
-"""Returns what records plans of the model of a config.json."""
+"""Returns the recorder of plans of a config.json's model."""
 
 
 @dataclass(frozen=True)

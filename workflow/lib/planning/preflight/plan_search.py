@@ -49,9 +49,9 @@ class Candidate:
     step_s: float
     host_bytes: int = 0  # host memory of a node's processes together
     lacking_host_bytes: int = 0
-    """How much more would be needed than there is; 0 or less if it is there or unknown."""
+    """Host bytes that are lacking; 0 or less if there are enough, or it is unknown."""
     replayed: Replay | None = None
-    """Of its own recording, if there is one; `lacking_bytes` is by this then."""
+    """Of its own recording, if any, which then gives `lacking_bytes`."""
 
     @property
     def peak_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Choices:
     sizes: Sequence[int]  # rows of a micro-batch
     values: Mapping[str, Sequence[Value]]  # values to try of memory options, by field
     fewest: Sequence[MemoryOption] = ()
-    """Options of which as few layers as let a plan fit are tried."""
+    """Options of which the fewest layers are tried that let a plan fit."""
 
     def plans(self, plan: StepPlan, *, rows: int) -> Iterator[StepPlan]:
         """Yield all combinations for `rows` rows per process and step."""

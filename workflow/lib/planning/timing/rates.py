@@ -14,7 +14,7 @@ from workflow.lib.system.gpu_models import BY_NAME, GpuModel
 
 PYTHON, COPIES = "Python's speed", "copies to host memory"
 UNSURE = (PYTHON, COPIES)
-"""What differs from host to host."""
+"""Parts that differ from host to host."""
 
 
 @dataclass(frozen=True)
