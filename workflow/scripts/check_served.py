@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> None:
             provenance=Provenance.now(),
         )
     write_checked_json(args.output, check.as_json())
-    logger.info("%s", check.told)
+    logger.info("%s", check.summary)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where every artifact lies, by which key, and which records it holds.
+"""Paths of all artifacts, their keys, and their records.
 
-Begin with `layout` (folders, keys, and what each stage reads) and `records` (the JSON files, as
+Begin with `layout` (folders, keys, and each stage's inputs) and `records` (the JSON files, as
 types). It imports `settings`, `data.reading` and `system`, and no torch."""

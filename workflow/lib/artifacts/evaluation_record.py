@@ -31,7 +31,7 @@ class DocumentLoss(Record):
 class Heldout(SourceLoss):
     loss_ci95: Interval  # 95% interval over documents
     of: str = "documents"
-    """What the documents are: of pairs `chosen answers`, of rated answers `good answers`."""
+    """The kind of documents: of pairs `chosen answers`, of rated answers `good answers`."""
     sources: dict[str, SourceLoss]  # the same by source
     per_document: list[DocumentLoss]  # loss of each document
 
@@ -52,7 +52,7 @@ class Sample(Record):
     """A held-out prompt with the answer of one subject."""
 
     document: int  # number of the held-out document
-    prompt: str  # what precedes its first trained token
+    prompt: str  # text before its first trained token
     reference: str  # its first run of trained tokens
     answer: str  # the greedy answer
 
@@ -60,25 +60,25 @@ class Sample(Record):
 class MetricDifference(Record):
     difference: float  # second subject - first
     difference_ci95: Interval | None
-    """95% interval over the items; null where the metric is no mean over at least two items."""
+    """95% interval over the items; null for a metric that is no mean over at least two items."""
     p_value: float | None  # Two-sided p-value of no difference; null as the interval
-    test: str | None  # what gives the p-value: `exact McNemar` or `paired bootstrap`
+    test: str | None  # test of the p-value: `exact McNemar` or `paired bootstrap`
     gained: int | None
-    """Items that the second subject alone answered rightly; null where values are not 0 and 1."""
-    lost: int | None  # items that the first subject alone answered rightly; null as `gained`
+    """Items that only the second subject answered rightly; null where values are not 0 and 1."""
+    lost: int | None  # items that only the first subject answered rightly; null as `gained`
 
 
 class LossDifference(Record):
     """Paired difference of the held-out loss, first subject - second: positive is better."""
 
-    loss_difference: float | None  # nats per trained token; null where nothing was measured
+    loss_difference: float | None  # nats per trained token; null if nothing was measured
     loss_difference_ci95: Interval | None  # 95% interval over documents; null for fewer than two
     p_value: float | None  # Two-sided p-value of no difference; null as the interval
     documents: int  # documents compared
 
 
 class RewardDifference(Record):
-    """Paired difference of what two subjects prefer, second - first."""
+    """Paired difference of two subjects' preferences, second - first."""
 
     accuracy: float  # of the share of examples that are right
     accuracy_ci95: Interval | None  # 95% interval over examples
@@ -87,21 +87,21 @@ class RewardDifference(Record):
 
 
 class Rewards(Record):
-    """What a subject prefers on held-out examples, by the reward of the run's objective."""
+    """A subject's preferences on held-out examples, by the reward of the run's objective."""
 
     of: str  # `pairs` or `rated answers`
     examples: int  # examples measured
     accuracy: float
-    """Share that is right: the chosen answer has the higher reward; a rated answer's reward lies on
-    its side of KTO's reference point."""
+    """Share of right examples: the chosen answer has the higher reward; a rated answer's reward
+    lies on its side of KTO's reference point."""
     accuracy_ci95: Interval | None  # 95% interval over examples
     margin: float
-    """Mean by how much: reward of the chosen answer - of the rejected one; of a rated answer its
-    reward - the reference point, with the sign of its rating."""
+    """Mean margin: reward of the chosen answer - of the rejected one; of a rated answer its reward
+    - the reference point, with the sign of its rating."""
     margin_ci95: Interval | None  # 95% interval over examples
     chosen_log_ratio: float | None = None
-    """Mean of log p - log p_ref over the tokens of chosen (good) answers, nats. It stands for the
-    KL divergence to the reference, but is of given answers and not of the model's own: it may be
+    """Mean of log p - log p_ref over the tokens of chosen (good) answers, nats. It replaces the KL
+    divergence to the reference, but is of given answers and not of the model's own: it may be
     negative. Null without a reference."""
     chosen_log_ratio_ci95: Interval | None = None  # 95% interval over examples
     rejected_log_ratio: float | None = None  # the same of rejected (bad) answers
@@ -117,27 +117,27 @@ class Comparison(LossDifference):
 
 
 class FourBits(Record):
-    """What 4 bits cost, by the base's calibration: nats per predicted held-out token."""
+    """The cost of 4 bits, by the base's calibration: nats per predicted held-out token."""
 
     documents: int  # documents measured
     original: float  # loss of the model before quantization
     absmax: LossDifference
-    """What bitsandbytes' codes and scales would lose: the difference to the original."""
-    calibrated: LossDifference  # what the base loses
-    won_back: LossDifference  # what calibration wins back: the difference of the two
+    """The loss of bitsandbytes' codes and scales, against the original."""
+    calibrated: LossDifference  # the base's loss against the original
+    won_back: LossDifference  # gain of calibration: the difference of the two
 
 
 class Evaluation(Record):
     """`evaluate_run/<subject>.json`."""
 
-    subject: SubjectName  # which model was asked
+    subject: SubjectName  # the measured model
     run: str  # name of the run
-    served: bool  # whether this is what will be served (`evaluate.served`)
-    heldout: Heldout | None  # held-out loss; null where it is switched off
+    served: bool  # whether it is the served model (`evaluate.served`)
+    heldout: Heldout | None  # held-out loss; null if it is switched off
     tasks: dict[str, Task]  # scores by task
     samples: list[Sample]  # answers to some held-out prompts
     rewards: Rewards | None = None
-    """What it prefers, of runs that train preferences; with a reference model, of subjects with the
+    """Its preferences, of runs that train them; with a reference model, of subjects with the
     trained adapter alone."""
     comparisons: dict[SubjectName, Comparison]
     """With each measured subject before it, which comes first in the difference."""
@@ -157,29 +157,29 @@ class TaskItems(Record):
 
 
 class SubjectItems(Record):
-    """What one subject answered."""
+    """The answers of one subject."""
 
-    losses: list[DocumentLoss]  # on each held-out document; none where that is switched off
+    losses: list[DocumentLoss]  # on each held-out document; none if that is switched off
     tasks: list[TaskItems]  # without corpus-level metrics and groups
 
 
 class Items(Record):
-    """`evaluate_run/items.json`: what the statistics are made of, without texts."""
+    """`evaluate_run/items.json`: the data of the statistics, without texts."""
 
     run: str  # name of the run
     resamples: int  # of the bootstrap
     seed: int  # of the bootstrap
     served: SubjectName  # the served model
-    subjects: dict[SubjectName, SubjectItems]  # in the order in which they are shown
+    subjects: dict[SubjectName, SubjectItems]  # in display order
     overlap: dict[str, list[float | None]]
-    """By task, of each item: the share of its tokens in runs of 11 that training rows have too;
-    null where no text is as long."""
+    """By task, of each item: the share of its tokens in runs of 11 of training rows; null for items
+    without a text of that length."""
     provenance: Provenance  # what made the file
 
 
 @dataclass(frozen=True)
 class FourBitsCost:
-    """What quantization cost: loss of the NF4 base - loss of the original."""
+    """The cost of quantization: loss of the NF4 base - loss of the original."""
 
     nats: float  # per trained token, or per predicted one if the calibration measured it
     ci95: Interval | None
@@ -189,7 +189,7 @@ class FourBitsCost:
 
 
 def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost | None:
-    """Return what 4 bits cost, by the evaluation or else the base's calibration, or None."""
+    """Return the cost of 4 bits, by the evaluation or else the base's calibration, or None."""
     if (base := subjects.get("base")) is None:
         return None
     found = base.comparisons.get("original")
@@ -205,18 +205,18 @@ def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost |
 
 
 class GainVerdict(Record):
-    """A least gain that `evaluate.require` asks for, and what was reached."""
+    """A least gain of `evaluate.require`, and the measured one."""
 
     requirement: str  # `heldout_loss`, `reward_accuracy`, `reward_margin`, or task/metric
-    least: float  # the gain asked for; of rewards the value
-    subject: SubjectName  # what is served
+    least: float  # the required gain; of rewards the value
+    subject: SubjectName  # the served model
     reference: SubjectName | None
-    """What it is compared with: the original, or the NF4 base if that was not measured; null for
+    """The compared model: the original, or the NF4 base if that was not measured; null for
     rewards."""
     gain: float  # the gain over the reference, positive is better; of rewards the value
     gain_ci95: Interval | None  # its 95% interval; null if there is none
     judged_by: Literal["estimate", "interval"]
-    """Whether the gain counts, or the lower end of its interval."""
+    """Whether the gain itself decides, or the lower end of its interval."""
     met: bool  # whether it is reached
 
 

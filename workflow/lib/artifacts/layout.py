@@ -1,9 +1,9 @@
-"""From settings to artifacts: which folder a run's stage uses, and which settings each stage reads.
+"""From settings to artifacts: the folder of each stage of a run, and the settings that it reads.
 
 A shared artifact's folder carries a key: the short hash of everything that it depends on, so two
-runs with equal data settings share one tokenization. A stage receives exactly the settings that
-it reads (`settings.effects`), as one JSON string with sorted keys. Snakemake compares such a string
-too (`recorded_json`); settings that do not rerun the stage are at their defaults in it."""
+runs with equal data settings share one tokenization. A stage receives exactly the settings that it
+reads (`settings.effects`), as one JSON string with sorted keys. Snakemake compares a second string
+(`recorded_json`), in which settings that do not rerun the stage have their defaults."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -30,17 +30,16 @@ RESULTS = PurePosixPath("results")
 # Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs
 # before a job.
 EVALUATIONS = str(RESULTS / "evaluations")
-# llama.cpp's converters, where no checkout is named.
+# llama.cpp's converters, unless a checkout is named.
 CONVERTERS = str(RESULTS / "llama_cpp" / LLAMA_CPP_RELEASE)
 
-# Python of the servers' environment, which `make serving` makes in the checkout.
+# Python of the servers' environment, made by `make serving` in the checkout.
 SERVING = str(Path(__file__).resolve().parents[3] / ".venv-serving" / "bin" / "python")
 
 
 def _comparable(run: RunConfig, counts: Callable[[Affects], bool]) -> RunConfig:
-    """Return the settings with every one that does not count at its default: equal results have
-    equal ones. A default, not nothing: what was made before such a setting existed stays up to
-    date."""
+    """Return the settings with defaults for all that do not count: equal results have equal ones. A
+    default is kept: artifacts made before such a setting existed stay up to date."""
     changed = {}
     for name, section in _sections(run):
         defaults, of = type(section)(), section.affected_by
@@ -63,14 +62,14 @@ def _has_meaning(section: Section, affects: Affects) -> bool:
 
 
 def _left_out(section: Section, key: str, affects: Affects) -> bool:
-    """Tell whether a setting that is younger than the first runs says nothing."""
+    """Tell whether a setting that is younger than the first runs has no effect."""
     if affects.needs:
         return not _has_meaning(section, affects)
     return bool(getattr(section, key) == getattr(type(section)(), key))
 
 
 def _plain(section: Section, wanted: Callable[[Affects], bool]) -> dict[str, Any]:
-    """Return the wanted settings of a section, without the `later` ones that say nothing."""
+    """Return the wanted settings of a section, without `later` ones that have no effect."""
     keys = {key for key in type(section).model_fields if wanted(section.affected_by(key))}
     document = section.model_dump(mode="json", include=keys)
     pruned: dict[str, Any] = _without_later(document, section)
@@ -78,7 +77,7 @@ def _plain(section: Section, wanted: Callable[[Affects], bool]) -> dict[str, Any
 
 
 def _without_later(document: Any, value: Any) -> Any:
-    """Return a setting's JSON without the `later` settings of sections in it that say nothing."""
+    """Return a setting's JSON without `later` settings of its sections that have no effect."""
     if isinstance(value, tuple):
         return [_without_later(*pair) for pair in zip(document, value, strict=True)]
     if not isinstance(value, Section):
@@ -99,7 +98,7 @@ def model_key(run: RunConfig) -> str:
 
 
 def _model(run: RunConfig) -> list[Any]:
-    """Return what the original depends on, with its added tokens."""
+    """Return all that the original depends on, with its added tokens."""
     added = [run.model.add_tokens] if run.model.add_tokens else []
     return [run.model.source, run.model.revision, *added]
 
@@ -111,12 +110,12 @@ def dataset_key(run: RunConfig) -> str:
 def tokens_key(run: RunConfig) -> str:
     """Short hash of all that the tokens depend on: data settings and the tokenizer's identity."""
     data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
-    return short_hash([data, *_model(run), *_asked(run).values()])
+    return short_hash([data, *_model(run), *_examples_asked(run).values()])
 
 
-def _asked(run: RunConfig) -> dict[str, Any]:
-    """Return which examples a run's objective is trained on, if they are not texts, and how many
-    tokens of its data a recovery adapter takes."""
+def _examples_asked(run: RunConfig) -> dict[str, Any]:
+    """Return the kind of a run's examples, if they are not texts, and the number of tokens for a
+    recovery adapter."""
     examples = needs_of(run.train.objective).examples
     asked: dict[str, Any] = {} if examples == "texts" else {"examples": examples}
     if run.recovers is not None:
@@ -128,7 +127,7 @@ def _asked(run: RunConfig) -> dict[str, Any]:
 def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
     settings = run.quantize.of_base
-    if run.quantize.method == "absmax":  # as before there was a choice, so that bases stay
+    if run.quantize.method == "absmax":  # the key before there was a choice, so that bases stay
         settings = {key: settings[key] for key in ("block_size", "double_quant")}
         return short_hash([*_model(run), settings])
     tokens = tokens_key(first_run(run))
@@ -136,15 +135,14 @@ def base_key(run: RunConfig) -> str:
 
 
 def first_run(run: RunConfig) -> RunConfig:
-    """Return the first of the runs that led to this one: they share its base. A recovery adapter is
-    of the base of its run."""
+    """Return the first run of the chain to this one: they share its base. A recovery adapter is of
+    the base of its run."""
     before = run.start or run.recovers
     return run if before is None else first_run(before)
 
 
 def recovery_of(run: RunConfig) -> str | None:
-    """Folder of the shards of the recovery adapter that a run, or those that led to it, began
-    with."""
+    """Folder of the shards of the recovery adapter with which this run's chain began."""
     if run.start is None:
         return None
     if run.start.recovers is not None:
@@ -153,7 +151,7 @@ def recovery_of(run: RunConfig) -> str | None:
 
 
 def servable_key(run: RunConfig) -> str:
-    """Short hash of all that decides whether the server of a run serves what it exports."""
+    """Short hash of all that decides whether the run's server serves its exported files."""
     recovered = recovery_of(run) is not None
     asked = stage_settings("check_servable", run)
     return short_hash([asked, run.served, recovered, server_version(run.export.serve)])
@@ -164,7 +162,7 @@ def servable_dir(run: RunConfig) -> str:
 
 
 def server_version(serve: str) -> str:
-    """Return the versions of a server that are installed; they are not started for it."""
+    """Return the installed versions of a server, without starting it."""
     if serve == "llama_cpp":
         return version("xllamacpp") if find_spec("xllamacpp") else "none"
     folders = Path(SERVING).parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
@@ -185,7 +183,7 @@ def calibration_text(run: RunConfig) -> str | None:
 
 
 def source_dir(run: RunConfig) -> str:
-    """Folder of the model that is named: the user's own, or the downloaded one."""
+    """Folder of the named model: the user's own, or the downloaded one."""
     if is_hub_id(run.model.source):
         key = short_hash([run.model.source, run.model.revision])
         return str(RESULTS / "hub" / "model" / f"{run.model.name}-{key}")
@@ -193,7 +191,7 @@ def source_dir(run: RunConfig) -> str:
 
 
 def model_dir(run: RunConfig) -> str:
-    """Folder of the original base model: the one that is named, or with added tokens its copy."""
+    """Folder of the original base model: the named one, or with added tokens its copy."""
     if run.model.add_tokens:
         return str(RESULTS / "extended" / f"{run.model.name}-{model_key(run)}")
     return source_dir(run)
@@ -220,7 +218,7 @@ def start_files(run: RunConfig) -> list[str]:
 
 
 def lineage(run: RunConfig) -> list[dict[str, str]]:
-    """Return what was trained before a run: an adapter from elsewhere, and the runs, in order."""
+    """Return the ancestors of a run: an adapter from elsewhere, and the runs, in order."""
     start = run.train.start_from
     if start is None:
         return []
@@ -269,7 +267,7 @@ def download_dirs(run: RunConfig) -> dict[str, str]:
 
 
 def download_settings(kind: str, run: RunConfig) -> dict[str, Any]:
-    """Return what `download_source` receives for one of `download_dirs`."""
+    """Return the settings of `download_source` for one of `download_dirs`."""
     if kind != "dataset":
         of_model = run.model.source, run.model.revision
         repo_id, revision = of_model if kind == "model" else (run.train.start_from, None)
@@ -310,12 +308,12 @@ def stage_dir(name: str, stage: str) -> str:
 
 
 def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
-    """Short hash of what defines the training trajectory; of_any_length: but for its end."""
+    """Short hash of the training trajectory's settings; of_any_length: without its end."""
     lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
     if of_any_length:
         train |= {"epochs": None, "max_steps": None}
     numerics = [run.model.compute_dtype, run.model.attention_dropout]
-    # none of supervised runs, which are older
+    # no sections for supervised runs, which are older
     others = [_plain(section, _defines_result) for section in (run.preferences, run.distill)]
     more: list[Any] = others if any(others) else []
     more += [] if run.start is None else [fingerprint(run.start)]
@@ -324,19 +322,19 @@ def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
     """Folder of a run's checkpoints, from which alone it resumes. Those of a longer run continue
-    it, as a run continues its rungs. No rule's output: Snakemake would delete it at failures."""
+    it, as a run continues its rungs. No rule's output: Snakemake deletes these at failures."""
     key = fingerprint(run, of_any_length=run.train.begins_longer_runs)
     return str(RESULTS / "checkpoints" / f"{run.rung_of or name}-{key}")
 
 
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
-    """Return the settings that a stage receives: of each section exactly those that it reads."""
-    asked = _asked(run) if stage == "tokenize_dataset" else {}
+    """Return the settings of a stage: of each section exactly those that it reads."""
+    asked = _examples_asked(run) if stage == "tokenize_dataset" else {}
     return _received(stage, run, tracked=False) | asked
 
 
 def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:
-    """Return what a stage receives of sections that change nothing (`tracked`), or of others."""
+    """Return a stage's settings of sections without effect on results (`tracked`), or of others."""
     read = {
         name: _plain(section, lambda affects: affects.received_by(stage))
         for name, section in _sections(run)
@@ -346,7 +344,7 @@ def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:
 
 
 def unrecorded_json(stage: str, run: RunConfig) -> str:
-    """Return what a stage receives of `tracking`, which never runs it again, as canonical JSON."""
+    """Return a stage's settings of `tracking`, which never rerun it, as canonical JSON."""
     return canonical_json(_received(stage, run, tracked=True))
 
 
@@ -355,9 +353,9 @@ def stage_json(stage: str, run: RunConfig) -> str:
 
 
 def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
-    """Return what `describe_model` and `download_source` hold against the model, of all runs that
-    wait for it. It changes none of their outputs. Defaults are left out: a command's argument has
-    at most 128 KiB."""
+    """Return the settings that `describe_model` and `download_source` compare with the model, of
+    all runs that wait for it. They change none of their outputs. Defaults are left out: a command's
+    argument has at most 128 KiB."""
     changed = {
         name: run.model_dump(mode="json", exclude={"tracking"}, exclude_defaults=True)
         for name, run in runs.items()
@@ -366,14 +364,14 @@ def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
 
 
 def recorded_json(stage: str, run: RunConfig) -> str:
-    """Return `stage_json` with every setting that does not rerun the stage at its default, which
-    Snakemake compares to decide whether the stage runs again."""
+    """Return `stage_json` with defaults for all settings that do not rerun the stage. Snakemake
+    compares it to decide whether the stage runs again."""
     return stage_json(stage, _comparable(run, lambda affects: affects.reruns(stage)))
 
 
-def _not_given(run: RunConfig) -> dict[str, Any]:
-    """Return what the report leaves out of a run's settings: who watches it, and what no user has
-    named."""
+def _excluded(run: RunConfig) -> dict[str, Any]:
+    """Return the settings that the report leaves out: trackers, and settings without a name of the
+    user's."""
     recovered = run.start is not None and run.start.recovers is not None
     return {"tracking": True} | ({"train": {"start_from"}} if recovered else {})
 
@@ -381,10 +379,10 @@ def _not_given(run: RunConfig) -> dict[str, Any]:
 def report_json(
     report: ReportConfig, runs: Mapping[str, RunConfig], sweep: SweepConfig | None = None
 ) -> str:
-    """Return what `render_report` receives: its section, the rungs if there are some, and of every
-    run the settings that differ from the defaults (but who watches it)."""
+    """Return the input of `render_report`: its section, the rungs if any, and each run's settings
+    that differ from the defaults (without trackers)."""
     changed = {
-        name: run.model_dump(mode="json", exclude_defaults=True, exclude=_not_given(run))
+        name: run.model_dump(mode="json", exclude_defaults=True, exclude=_excluded(run))
         for name, run in runs.items()
     }
     halved = {"sweep": sweep.model_dump(mode="json")} if sweep and sweep.rungs else {}
@@ -394,6 +392,6 @@ def report_json(
 def recorded_report_json(
     report: ReportConfig, runs: Mapping[str, RunConfig], sweep: SweepConfig | None = None
 ) -> str:
-    """Return `report_json` with what has no effect at its default, which Snakemake compares."""
+    """Return `report_json` with defaults for settings without effect, which Snakemake compares."""
     same = {name: _comparable(run, lambda a: a.effect != "none") for name, run in runs.items()}
     return report_json(report, same, sweep)

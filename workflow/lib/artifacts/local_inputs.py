@@ -1,4 +1,4 @@
-"""Files and folders that the settings name: they are looked for before anything starts."""
+"""Files and folders in the settings, checked before anything starts."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ DATASET_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 
 
 def check_local_paths(name: str, run: RunConfig) -> None:
-    """Raise `UserError` if a local path that the run names is not there; hub ids are not asked."""
+    """Raise `UserError` if a local path of the run is missing; hub ids are not looked up."""
     paths = {
         "data.chat_template": run.data.chat_template,
         "export.llama_cpp": run.export.llama_cpp and f"{run.export.llama_cpp}/{CONVERTER}",
@@ -143,13 +143,13 @@ def _refuse_other_folders(source: str) -> None:
 
 
 def _check_readable(key: str, path: Path) -> None:
-    """Raise `UserError` for a pipe, a device or an unreadable file: a stage would wait for it."""
+    """Raise `UserError` for a pipe, a device or an unreadable file: a stage would hang on it."""
     if (why := why_unreadable(path)) is not None:
         raise setting_error(key, str(path), why, "Remove it, or put a readable file there")
 
 
 def _check_name(key: str, path: str) -> None:
-    """Raise `UserError` for characters by which Snakemake puts something else into a path."""
+    """Raise `UserError` for characters by which Snakemake changes a path."""
     for characters, words, meaning in (
         ("{}", "braces", "wildcards"),
         ("<>", "angle brackets", "variables of a path"),

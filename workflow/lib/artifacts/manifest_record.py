@@ -9,7 +9,7 @@ from workflow.lib.settings.objectives import Examples
 
 
 class Source(Record):
-    """A raw data file. Its counts are of what was kept."""
+    """A raw data file. Its counts are of kept rows."""
 
     split: str | None = None  # `train` or `heldout`
     source: str | None = None  # name of the source that names the file
@@ -17,22 +17,22 @@ class Source(Record):
     file: str  # path of the file, as the settings name it
     sha256: str  # SHA-256 of the file
     rows: int  # rows read
-    format: str | None = None  # what a row is
+    format: str | None = None  # format of a row
     columns: list[str] | None = None  # columns that were read
     not_read: dict[str, int] | None = None
-    """Columns, and keys of messages, that were not read, and how often they hold a value."""
+    """Columns, and keys of messages, that were not read, with their numbers of values."""
     dropped_by_reason: dict[str, int] | None = None
-    """Rows that became no document, by reason; those of the split alone are not among them."""
+    """Rows without documents, by reason, except reasons of the split."""
     blank_lines: int | None = None
-    """Blank lines of a file in which a line is a row; neither read nor dropped."""
+    """Blank lines of a file with a row a line; neither read nor dropped."""
     special_token_texts: int | None = None
     """Rows that spell a special token of the template (`data.special_tokens_in_text`)."""
-    rows_by_turns: int | None = None  # rows of which turns became examples of their own
+    rows_by_turns: int | None = None  # rows whose turns became examples of their own
     begin_untrained: int | None = None
-    """Rows whose first turn is not trained, as nothing stands before it."""
+    """Rows whose first turn, without a prompt, is not trained."""
     unrendered: dict[str, int] | None = None
-    """Rows of which the chat template left a text out, by its kind (`data.allow_unrendered`)."""
-    documents: int | None = None  # documents that its rows became, as an epoch takes them
+    """Rows with a text that the chat template left out, by its kind (`data.allow_unrendered`)."""
+    documents: int | None = None  # documents of its rows, as an epoch takes them
     tokens: int | None = None  # tokens of these documents
     trained_tokens: int | None = None  # of these tokens, the prediction targets
     token_share: float | None = None  # part of its split's tokens
@@ -55,8 +55,8 @@ class LongRow(Record):
 
 class Split(Record):
     rows_read: int  # rows of its files
-    rows_kept: int  # rows that became documents
-    rows_dropped: int  # rows that did not
+    rows_kept: int  # rows with documents
+    rows_dropped: int  # rows without documents
     truncated: int  # rows longer than `seq_len`, which were cut or split
     tokens: int  # tokens of its documents
     trained_tokens: int  # of these, the prediction targets
@@ -89,21 +89,21 @@ class SourceDocuments(Record):
 class HeldoutSplit(Split):
     documents: int  # documents
     sources: list[SourceDocuments] = Field(default=[])
-    """Documents by source, in the order in which they lie."""
+    """Documents by source, in their order."""
 
 
 class Splits(Record):
-    train: TrainSplit  # what is trained on
-    heldout: HeldoutSplit  # what losses are measured on
+    train: TrainSplit  # training data
+    heldout: HeldoutSplit  # held-out data
 
 
 class SampleOrigin(Record):
-    """Where a sample document comes from."""
+    """The origin of a sample document."""
 
     source: str  # name of the source
     file: str  # path of the file, as the settings name it
     row: int  # its number in the file, from 1
-    answer: str | None = None  # which answer to the prompt it has, of the two of an example
+    answer: str | None = None  # its answer to the prompt, of the two of an example
 
 
 class TokenFiles(Record):
@@ -114,13 +114,13 @@ class TokenFiles(Record):
 
 
 class Probe(Record):
-    """A text, or a conversation, with the token ids that it would have been trained as."""
+    """A text, or a conversation, with its token ids as trained."""
 
     text: str | None = None  # the text; null or absent for a conversation
     messages: list[dict[str, Any]] | None = None
     """The messages of a conversation; null or absent for a text."""
     tools: list[dict[str, Any]] | None = None
-    """The tools that a conversation offers; null if it offers none."""
+    """The tools on offer in a conversation; null without any."""
     ids: list[int]  # token ids
 
     @property
@@ -132,14 +132,14 @@ class Probe(Record):
 
 
 class ConversationFacts(Record):
-    """What `manifest.json` says of how conversations are written and where an answer ends."""
+    """Facts of `manifest.json` on the form of conversations and the ends of answers."""
 
     chat_template: str | None  # text of the chat template; null for plain text
     bos_token_id: int | None  # token that begins a text; null if there is none
     eos_token_id: int  # token that ends a text
-    pad_token_id: int  # token that fills rows
-    end_of_turn_token_ids: list[int]  # special tokens that end what the assistant is trained to say
-    probes: list[Probe]  # what an exported tokenizer is compared with
+    pad_token_id: int  # token that pads rows
+    end_of_turn_token_ids: list[int]  # special tokens that end the assistant's trained turns
+    probes: list[Probe]  # for comparison with an exported tokenizer
 
 
 class Manifest(Record):
@@ -149,27 +149,27 @@ class Manifest(Record):
     seq_len: int  # tokens of a packed row, and of a held-out document at most
     vocab_size: int  # tokens that the tokenizer knows
     pad_token_origin: Literal["pad_token", "eos_token"] | None = None
-    """Which token of the tokenizer fills rows."""
-    format: str  # what a row of the data is
+    """The tokenizer's token that pads rows."""
+    format: str  # format of a row of the data
     examples: Examples = "texts"
-    """What is trained: a document by itself, or two that belong together, neighbours in their row:
-    the answers of a pair, or a rated answer and that of another row to the same prompt."""
+    """The examples: a document by itself, or two that belong together, neighbours in their row: the
+    answers of a pair, or a rated answer and that of another row to the same prompt."""
     tokenizer_sha256: str  # SHA-256 of the tokenizer's files
     chat_template_sha256: str | None  # SHA-256 of the chat template; null for plain text
     template_kwargs: dict[str, Any] | None = None
-    """Arguments that the chat template has as defaults."""
+    """The chat template's default arguments."""
     sources: list[Source]  # the raw data files
     splits: Splits  # counts of both splits
     dropped_by_reason: dict[str, int]  # rows dropped, by the reason
     train_heldout_overlap: int | None = None
-    """Held-out rows that were dropped because their tokens equal those of a training row."""
+    """Held-out rows that were dropped because a training row has the same tokens."""
     train_heldout_near_duplicates: int | None = None
     """Held-out rows that resemble a training row: removed or left (`data.near_duplicates`)."""
     train_heldout_shared_groups: int | None = None
-    """Held-out rows of a group (`data.group_by`) that training rows are of; treated likewise."""
+    """Held-out rows of a group (`data.group_by`) with training rows; treated likewise."""
     files: TokenFiles  # SHA-256 of every other file of the folder, by name
     samples: list[list[tuple[str, bool]]]
     """Three training documents of each source as segments: text, and whether it is trained."""
-    sample_origins: list[SampleOrigin] = Field(default=[])  # where each of them comes from
-    provenance: Provenance  # what made the folder
+    sample_origins: list[SampleOrigin] = Field(default=[])  # the origin of each
+    provenance: Provenance  # origin of the folder
     sha256: str | None = None  # SHA-256 of the canonical JSON of all other fields

@@ -41,9 +41,9 @@ def read_steps(path: Path) -> list[Step]:
 
 
 def parsed(content: dict[str, Any], model: type[RecordT], *, where: str) -> RecordT:
-    """Return the record that JSON holds; raises `UserError` naming a wrong field."""
+    """Return the record in JSON; raises `UserError` naming a wrong field."""
     try:
-        return model.model_validate_json(json.dumps(content))  # of JSON, a list may be a tuple
+        return model.model_validate_json(json.dumps(content))  # in JSON mode a list may be a tuple
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = "; ".join(_explain(detail) for detail in details[:5])

@@ -1,4 +1,4 @@
-"""The JSON files that stages exchange, as types: each field once, with what it means.
+"""The JSON files that stages exchange, as types: each field once, with its meaning.
 
 A stage writes a record (`Record.as_json`), another reads it (`read_records.read_record`). The
 comment at a field is its reference. Here are the small records; the others are in `manifest_record`
@@ -16,21 +16,21 @@ Interval = tuple[float, float]
 
 
 class Record(BaseModel):
-    """Base of all records: frozen, strict types, finite numbers, further fields ignored; values as
-    they are, without conversion. A field with a default may be missing in a file."""
+    """Base of all records: frozen, strict types without conversion, finite numbers, further fields
+    ignored. A field with a default may be missing in a file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     advice: ClassVar[str] = "Run the stage that writes it again."
-    """What to do about a file that does not hold this record."""
+    """Advice for a file that does not hold this record."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as its JSON: fields in order, without those that were not given."""
+        """Return the record as its JSON: fields in order, without those that were not set."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 
 class Provenance(Record):
-    """What made an artifact (`files.provenance`)."""
+    """The origin of an artifact (`files.provenance`)."""
 
     stage: str  # name of the stage
     commit: str | None
@@ -39,7 +39,7 @@ class Provenance(Record):
     """Version of Python, and of every installed package that can change a result."""
     platform: str  # operating system and kind of processor
     cpu_count: int | None  # processors of the machine
-    created_utc: str  # when it was made, UTC, ISO 8601
+    created_utc: str  # time of creation, UTC, ISO 8601
 
     @classmethod
     def now(cls) -> Self:
@@ -56,10 +56,10 @@ class HeldoutLosses(Record):
 
 
 class CalibrationFacts(Record):
-    """What a calibration saw and reached."""
+    """Data and results of a calibration."""
 
-    tokens: int  # tokens that calibrated
-    heldout: HeldoutLosses  # what 4 bits cost
+    tokens: int  # calibration tokens
+    heldout: HeldoutLosses  # the cost of 4 bits
 
 
 class Quantization(Record):
@@ -74,17 +74,17 @@ class Quantization(Record):
     total_bytes: int  # bytes of all weights, the others included
     settings: dict[str, Any]  # section `quantize`
     method: Literal["absmax", "calibrated"] | None = None
-    """How codes and scales were chosen; null in bases of earlier versions."""
+    """Method of codes and scales; null in bases of earlier versions."""
     method_reason: str | None = None
-    """Why, with `quantize.method: auto`, or of a base that is in NF4 already."""
+    """The reason, with `quantize.method: auto`, or of a base that is in NF4 already."""
     device: str  # `cuda` or `cpu`
     auto_class: str = "AutoModelForCausalLM"
     """Transformers' class that loads this base and its original."""
     in_16_bits: list[str] = Field(default_factory=list)
-    """Linears that are not in NF4, or ends of their paths: none if it is the head alone."""
-    taken: bool = False  # whether the original is in NF4 itself, and its bytes are these
+    """Linears outside of NF4, or ends of their paths: none if it is the head alone."""
+    taken: bool = False  # whether the original is in NF4 itself, with these bytes
     only_here: str | None = "how they were made is not recorded"
-    """Why Transformers, given the original, makes other 4-bit weights; null: it makes these."""
+    """Why Transformers makes other 4-bit weights of the original; null: it makes these."""
     calibration: CalibrationFacts | None = None  # if it was calibrated
     provenance: Provenance  # what made the file
 
@@ -93,7 +93,7 @@ Split = Literal["train", "heldout"]
 
 
 class ScoreShard(Record):
-    """Some neighbouring rows or documents, scored."""
+    """Scores of some neighbouring rows or documents."""
 
     split: Split  # training rows, or held-out documents
     first: int  # number of the first row or document
@@ -103,7 +103,7 @@ class ScoreShard(Record):
 
 
 class ScoresManifest(Record):
-    """`manifest.json` of a folder of scores, written by `score_tokens`: what was scored, by which
+    """`manifest.json` of a folder of scores, written by `score_tokens`: the scored tokens, the
     model, and the files."""
 
     advice: ClassVar[str] = "Delete its folder and repeat the command; score_tokens makes it again."
@@ -114,12 +114,12 @@ class ScoresManifest(Record):
     """SHA-256 of each file of the model and its adapter that the scores depend on."""
     tokens: str  # hash of the tokens: their ids, positions and masks
     top_k: int  # likeliest tokens of each position that are stored; 0: the log-probability alone
-    way: str  # how the model was run: whole in memory, or layer by layer
-    device: str  # what computed
-    compute_dtype: str  # in which type
+    way: str  # how the model ran: whole in memory, or layer by layer
+    device: str  # device of the computation
+    compute_dtype: str  # its dtype
     mean_log_prob: float | None  # of all trained tokens of the training rows; null without any
     shards: tuple[ScoreShard, ...]  # in the order of their rows and documents
-    provenance: Provenance  # what made it
+    provenance: Provenance  # origin of the folder
 
 
 # Infinite where a logit is not finite: such an export fails, and its record is not written.
@@ -130,19 +130,19 @@ class Parity(Record):
     """`consolidate/parity.json`: the exported adapter beside the trained one."""
 
     passed: bool  # whether the values are the same and the logits within the tolerance
-    identical_values: bool  # whether the exported adapter has the trained values, bit for bit
+    identical_values: bool  # whether the exported adapter has the trained values, bit by bit
     rms_difference: Magnitude
     """Root mean square of the differences of logits, reloaded against trained."""
     tolerance: Magnitude  # the difference allowed: `relative_tolerance` times `rms_logit`
     relative_tolerance: float  # share of `rms_logit` that is allowed in this compute dtype
     rms_logit: Magnitude  # root mean square of the trained logits
-    adapter_effect: Magnitude  # root mean square of what the adapter changes in the logits
+    adapter_effect: Magnitude  # root mean square of the adapter's change to the logits
     argmax_agreement: float  # share of positions with the same most likely token
     rows: int  # documents compared
     positions: int  # positions compared
     compute_dtype: str  # type of the computation
-    reference: str  # what was compared with, in words
-    reloaded: str  # what was compared, in words
+    reference: str  # the compared reference, in words
+    reloaded: str  # the compared model, in words
     provenance: Provenance  # what made the file
 
 
@@ -158,12 +158,12 @@ class GgufFile(Record):
     adapter_bytes: int | None  # its size
     prompts: int
     """Conversations and texts whose token ids are equal in llama.cpp and in Transformers."""
-    loss: float  # nats per token that llama.cpp gives the compared tokens
-    reference_loss: float  # what Transformers gives them, in float32
-    bound: float  # largest difference of the two that is allowed in this format
+    loss: float  # llama.cpp's nats per compared token
+    reference_loss: float  # Transformers', in float32
+    bound: float  # largest allowed difference of the two in this format
     tokens: int  # tokens of held-out documents compared
     answers: int  # held-out prompts answered greedily by both
-    equal_answers: int  # answers that are the same, token by token
+    equal_answers: int  # equal answers, token by token
 
 
 class GgufChecks(Record):
@@ -178,46 +178,46 @@ class ServedPart(Record):
     and differences are root mean squares over tokens, nats."""
 
     part: str  # `adapter` for all of it, or a kind of module
-    effect: float  # what it changes in the log-probabilities in PEFT
-    served_effect: float  # what it changes in those of the server
+    effect: float  # its change to the log-probabilities in PEFT
+    served_effect: float  # its change to those of the server
     share: float
-    """The served change along that of PEFT, as its share: 1 the same, 0 ignored."""
+    """The served change along PEFT's, as its share: 1 the same, 0 ignored."""
     difference: float  # log-probabilities of the server - those of PEFT
 
 
 class ServedCheck(Record):
-    """`check_served/served.json`: what a server makes of the exported files."""
+    """`check_served/served.json`: a server's results on the exported files."""
 
     server: str  # its name and version
-    subject: SubjectName  # which model it serves
+    subject: SubjectName  # the served model
     compute_dtype: str  # type of its computation, or the format of the GGUF file
     max_lora_rank: int | None  # its largest rank as it was started; null for a merged model
-    documents: int  # held-out documents: all that the evaluation measured; the first with GGUF
+    documents: int  # held-out documents: all of the evaluation; the first ones with GGUF
     loss: float  # nats per trained token, by the server
     evaluated_loss: float  # the same by the evaluation
     trained_loss: float | None
-    """The same of the adapter on the base that it was trained on; null if that is not measured."""
+    """The same of the adapter on the base of its training; null if not measured."""
     bound: float
-    """Nats: the largest difference allowed of a document's loss and of a part; of a GGUF file that
-    of the mean loss."""
+    """Nats: largest allowed difference of a document's loss and of a part; of a GGUF file that of
+    the mean loss."""
     worst_document: float  # largest difference of a document's loss, nats per token
-    prompts: int  # conversations and texts whose token ids are those of the training
+    prompts: int  # conversations and texts with the token ids of the training
     answers: int  # held-out prompts that it answered greedily
-    equal_answers: int  # answers that are those of the evaluation
+    equal_answers: int  # answers equal to the evaluation's
     answer_gap: float
-    """Nats by which a token of its greedy answers is at most less likely than the most likely one,
-    in Transformers."""
+    """Largest difference, nats in Transformers, between the most likely token and the token of its
+    greedy answers."""
     parts: list[ServedPart]  # none of a merged model
     provenance: Provenance  # what made the file
 
     @property
     def cost(self) -> float | None:
-        """Nats per token that serving it loses against what was trained; None if not measured."""
+        """Nats per token that serving costs against training; None if not measured."""
         return None if self.trained_loss is None else self.loss - self.trained_loss
 
     @property
-    def told(self) -> str:
-        """What was found, in a line."""
+    def summary(self) -> str:
+        """The results in a line."""
         acts = ", ".join(f"{part.part} {part.share:.1%}" for part in self.parts)
         return (
             f"loss of {self.documents} held-out documents {self.loss:.4f} nats per token, by the "
@@ -241,21 +241,21 @@ class CertifiedFile(Record):
 
 
 class Predicate(Record):
-    """What is said of these files."""
+    """Statements about these files."""
 
     run: str  # name of the run
     certificate: str  # path of the certificate
     published: str  # folder whose files `snakemake publish` uploads
     facts: dict[str, dict[str, Any]]
-    """What files of `subject` say, by their names: of the data, training, export and servers."""
+    """Facts of files of `subject`, by name: of the data, training, export and servers."""
     measured: dict[SubjectName, dict[str, Any]]
     """Statistics of `items.json`, in the fields of `Evaluation`, by model."""
     overlap: dict[str, dict[str, int]]
-    """By task: items, those too short to tell, and those of whose tokens 20% (`not_clean`) and 80%
-    (`dirty`) are in training rows."""
+    """By task: items, those too short to judge, and those with 20% (`not_clean`) and 80% (`dirty`)
+    of their tokens in training rows."""
     require: dict[str, float]
-    """Least gains of held-out loss, all or of a source (`evaluate.require`); below 0: what may be
-    lost."""
+    """Least gains of held-out loss, of all or of a source (`evaluate.require`); below 0: an allowed
+    loss."""
     required: dict[str, dict[str, Any]]  # the same as measured, judged by the interval
     licences: dict[str, str | None]  # of `model` and `data`, as the hub or cards name them
     provenance: Provenance  # what made the statement
@@ -265,6 +265,6 @@ class Statement(Record):
     """`certify_run/certificate.json`: an in-toto Statement v1, as it is or in a DSSE envelope."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")  # its format
-    subject: list[CertifiedFile]  # the files that it is about
+    subject: list[CertifiedFile]  # the described files
     predicate_type: str = Field(alias="predicateType")  # format of the predicate
-    predicate: Predicate  # what is said
+    predicate: Predicate  # the statement

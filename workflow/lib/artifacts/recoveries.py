@@ -1,9 +1,9 @@
 """Recovery adapters: the original in 16 bits teaches its own NF4 base (`quantize.recovery_steps`).
 
-Such an adapter is an ordinary run of the objective `distill`, which no user names: its own tokens,
-the original's scores, training, export. The runs on its base start from it, so its name is made of
-all that it depends on, and runs that agree on that share it. A run that starts from another run has
-the recovery of that one."""
+Such an adapter is an ordinary, unnamed run of the objective `distill`: its own tokens, the
+original's scores, training, export. The runs on its base start from it. Its name is made of
+everything that it depends on, so runs with equal recoveries share one. A run that starts from
+another run has the recovery of that one."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ IN_4_BITS = "load_in_4bit"
 
 
 def with_recoveries(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
-    """Return the runs, each that asks for a recovery starting from it, and the recoveries. Raises
+    """Return the runs, those with a recovery starting from it, and the recoveries. Raises
     `UserError` for settings that are not possible with one."""
     found: dict[str, RunConfig] = {}
     recoveries: dict[str, RunConfig] = {}
@@ -64,8 +64,8 @@ def _faults(run: RunConfig, others: Collection[str]) -> Iterator[tuple[str, str]
 
 
 def _recovery(run: RunConfig) -> RunConfig:
-    """Return the run that trains the recovery adapter of a run's base: in the shape of its adapter,
-    with its batch, which its processes can share, and by its plan."""
+    """Return the run that trains the recovery adapter of a run's base: with the shape of its
+    adapter, its batch, which its processes can share, and its plan."""
     off = {"recovery_steps": 0, "recovery_text": None}
     recovery = RunConfig(
         model=run.model.model_copy(update={"attention_dropout": 0}),

@@ -1,9 +1,9 @@
-"""Successive halving: runs of a sweep train to a rung, and held-out losses decide who goes on.
+"""Successive halving: runs of a sweep train to a rung, and held-out losses decide which continue.
 
-A run at a rung is an ordinary run of that many steps, which no user names: its own training, export
-and evaluation. Where more steps continue a run (`TrainConfig.begins_longer_runs`), its rungs share
-its checkpoints. `decide_rung` writes a `Rung`. The idea: Jamieson and Talwalkar, arXiv 1502.07943;
-here runs end by intervals."""
+A run at a rung is an ordinary, unnamed run of that many steps: its own training, export and
+evaluation. If more steps continue a run (`TrainConfig.begins_longer_runs`), its rungs share its
+checkpoints. `decide_rung` writes a `Rung`. The idea: Jamieson and Talwalkar, arXiv 1502.07943; here
+intervals decide which runs end."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ def rung_name(name: str, steps: int) -> str:
 
 
 def run_of(name: str) -> str:
-    """Return the name of the run whose rung this is; of other runs their own."""
+    """Return the name of a rung's run; of other runs their own."""
     return name.partition("@")[0]
 
 
 def with_rungs(runs: Mapping[str, RunConfig], sweep: SweepConfig) -> dict[str, RunConfig]:
-    """Return the runs, and behind them each at every rung but the last. Raises `UserError` for runs
+    """Return the runs, and after them each at every rung but the last. Raises `UserError` for runs
     that a rung cannot compare."""
     if not sweep.rungs:
         return dict(runs)
@@ -63,7 +63,7 @@ def _faults(runs: Mapping[str, RunConfig], last: int) -> Iterator[tuple[str, str
 
 
 def _at(run: RunConfig, steps: int) -> RunConfig:
-    """Return a run of the first steps of another, of which only the held-out loss is measured."""
+    """Return a run of another's first steps; only its held-out loss is measured."""
     only_loss = {"subjects": ("base", "tuned"), "served": "tuned", "samples": 0, "require": {}}
     off = {"tasks": (), "tasks_dir": None}
     kept = tuple(step for step in run.export.steps if step <= steps)  # of checkpoints
@@ -76,7 +76,7 @@ def _at(run: RunConfig, steps: int) -> RunConfig:
 
 
 class Decision(Record):
-    """Whether a run goes on from a rung."""
+    """Whether a run continues after a rung."""
 
     run: str  # name of the run
     loss: float  # held-out loss, nats per trained token
@@ -84,18 +84,18 @@ class Decision(Record):
     behind_ci95: Interval | None  # its 95% interval over documents; null for a single document
     goes_on: bool  # whether it trains further
     reason: Literal["lowest loss", "not surely worse", "surely worse", "beyond keep"]
-    """Why. Surely worse: the interval is above 0."""
+    """The reason. Surely worse: the interval is above 0."""
 
 
 class RungRun(Decision):
     """A run at a rung."""
 
     device_hours: float  # hours of all steps of this training, summed over the processes
-    continued: bool  # whether it continued the rung before, and the next one continues it
+    continued: bool  # whether it continued from the rung before, and the next one continues it
 
 
 class Rung(Record):
-    """`results/sweep/rung-<steps>.json`: who goes on."""
+    """`results/sweep/rung-<steps>.json`: the runs that continue."""
 
     steps: int  # optimizer steps of the rung
     keep: float  # `sweep.keep`
@@ -110,16 +110,16 @@ class Rung(Record):
 
 @dataclass(frozen=True)
 class Saved:
-    """What rungs saved against training every run to the end; negative where they cost more."""
+    """Savings of rungs against training every run to the end; negative if they cost more."""
 
     steps: int
     of_steps: int
     device_hours: float
-    """By the hours a step that each run took at its last rung."""
+    """From the hours a step of each run at its last rung."""
 
 
 def saved_by(rungs: Sequence[Rung], last: int) -> Saved:
-    """Return what rungs saved; rungs: all but the last, ascending; last: its steps."""
+    """Return the savings of rungs; rungs: all but the last, ascending; last: its steps."""
     saved, hours = 0, 0.0
     ends = {found.run: (rung, found) for rung in rungs for found in rung.runs}
     for name, (end, found) in ends.items():

@@ -1,10 +1,9 @@
-"""The model whose scores a run's training reads: where its files are, and in which folder the
-scores lie.
+"""The model whose scores a run's training reads: its files, and the folder of its scores.
 
 `preferences.reference` and `distill.teacher` name it, as the objective needs: `start` and
-`original` are words, a run's name counts before a folder of this name, and all else is a folder or
-a hub id. The scores' folder has a key of the model's identity, the tokens and k, so all runs of a
-sweep share it."""
+`original` are words, a run's name takes precedence over a folder of this name, and all else is a
+folder or a hub id. The scores' folder has a key of the model's identity, the tokens and k, so all
+runs of a sweep share it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -41,10 +40,10 @@ class ScoredModel:
     named: str
     base: str | None
     model: str | None
-    files: tuple[str, ...]  # those of `model` that are inputs of a rule
+    files: tuple[str, ...]  # files of `model` that are inputs of a rule
     scores: str  # folder of the scores
     top_k: int
-    download: dict[str, Any] | None = None  # what `download_source` receives for `model`
+    download: dict[str, Any] | None = None  # settings of `download_source` for `model`
 
     @property
     def options(self) -> list[str]:
@@ -54,15 +53,15 @@ class ScoredModel:
 
 
 def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:
-    """Return the scored model of each run that reads scores. Raises `UserError` for a name that is
-    nothing, and for runs that wait for each other."""
+    """Return the scored model of each run that reads scores. Raises `UserError` for an unknown
+    name, and for runs that wait for each other."""
     found = {name: model for name in runs if (model := _scored(name, runs)) is not None}
     _check_order(runs, {name: model.named for name, model in found.items()})
     return found
 
 
 def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel]) -> set[str]:
-    """Return the folders of `layout` that settings name as they name a user's own: downloads,
+    """Return the folders of `layout` whose settings look like a user's own folders: downloads,
     models with added tokens, bases and adapters of runs."""
     downloads = {folder for run in runs.values() for folder in layout.download_dirs(run).values()}
     adapters = {f"{layout.stage_dir(name, 'consolidate')}/adapter" for name in runs}
@@ -149,7 +148,7 @@ def _of_folder(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Fou
 
 
 def _of_hub(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
-    """Whether it is a model or an adapter on the run's base shows when it is there."""
+    """Only the downloaded files show whether it is a model or an adapter on the run's base."""
     label = PurePosixPath(named).name
     folder = str(layout.RESULTS / "hub" / SCORED / f"{label}-{short_hash([named])}")
     return [named, layout.base_key(run)], label, layout.base_dir(run), folder, [folder]
@@ -163,7 +162,7 @@ def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> Non
     try:
         TopologicalSorter(needed).prepare()
     except CycleError as error:
-        way: list[str] = error.args[1][::-1]  # each behind the one that waits for it
+        way: list[str] = error.args[1][::-1]  # each after the one that waits for it
         raise setting_error(
             f"preferences.reference or distill.teacher (run {way[0]})",
             named.get(way[0], runs[way[0]].train.start_from),

@@ -1,8 +1,7 @@
-"""Why a workflow stopped: the last error of every stage's log, to be said once more where a user
-looks, at the end.
+"""The reason why a workflow stopped: the last error of every stage's log, repeated at the end.
 
-A stage writes `BEGUN` first and `ENDED` last, unless it ends in trouble. Where neither an end nor
-trouble comes last, it was killed."""
+A stage writes `BEGUN` first and `ENDED` last, unless it fails with an error. A log with neither an
+end nor an error last is of a killed stage."""
 
 import re
 import shlex
@@ -14,14 +13,14 @@ from workflow.lib.system.errors import PeerLostError
 
 RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<text>.*)$")
 TROUBLE = frozenset({"WARNING", "ERROR", "CRITICAL"})
-CLOCKS_DIFFER_S = 300.0  # of this machine and that of a shared disk
+CLOCKS_DIFFER_S = 300.0  # between this machine and a shared disk
 BEGUN, ENDED = "the stage has begun", "the stage has ended"
 
 
 def failure_causes(folder: Path, *, since: float) -> list[str]:
     """Return a line per log below `folder` that was written after `since` (Unix seconds) and ends
-    in trouble, or in the middle: a message's first and last line. Logs from the future are not of
-    this invocation."""
+    with an error, or in the middle: a message's first and last line. Logs from the future belong to
+    another invocation."""
     until = time.time() + CLOCKS_DIFFER_S
     logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
     causes = ((path, _cause(list(_records(path)))) for path in logs)
@@ -59,8 +58,8 @@ def _cause(records: list[tuple[str, list[str]]]) -> str | None:
 
 
 def _first_hand(records: list[tuple[str, list[str]]]) -> list[str]:
-    """Return the last error since the stage began that is not another machine's consequence, or
-    what comes last: launchers of several machines share a log, and stop because of each other."""
+    """Return the last error since the stage began that is no consequence of another machine's, else
+    the last record: launchers of several machines share a log, and stop because of each other."""
     begins = [n for n, (_, lines) in enumerate(records) if lines[0] == BEGUN]
     since = records[begins[-1] :] if begins else records[-1:]
     errors = [lines for level, lines in since if level in ("ERROR", "CRITICAL")]

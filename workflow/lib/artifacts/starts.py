@@ -1,7 +1,7 @@
-"""What runs start from (`train.start_from`): other runs, adapters of this disk or of a hub.
+"""Starts of runs (`train.start_from`): other runs, adapters of this disk or of a hub.
 
-A run's name counts before a folder of this name. The settings of an adapter are those of every run
-that continues it, so they are settled here, in the order of the runs, before anything depends on
+A run's name takes precedence over a folder of this name. Every run that continues an adapter has
+its settings, so they are resolved here, in the order of the runs, before anything depends on
 them."""
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ def with_starts(
     runs: Mapping[str, RunConfig], placed: Callable[[str], str] = str
 ) -> dict[str, RunConfig]:
     """Return the runs, each with the run that it starts from and with the `lora` settings of the
-    adapter that it continues. placed: tells where a download of `layout` is. Raises `UserError`
-    for a start that is nothing, in a circle, of another base, or of settings that the run
+    adapter that it continues. placed: returns the place of a download of `layout`. Raises
+    `UserError` for an unknown start, a circle, another base, or settings that the run
     contradicts."""
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
@@ -53,7 +53,7 @@ def _in_order(runs: Mapping[str, RunConfig]) -> list[str]:
     try:
         return [*TopologicalSorter(starts).static_order()]
     except CycleError as error:
-        links: list[str] = error.args[1][::-1]  # each behind the one that starts from it
+        links: list[str] = error.args[1][::-1]  # each after the one that starts from it
         circle = ", ".join(f"{a} from {b}" for a, b in pairwise(links))
         raise setting_error(
             f"{SETTING} (run {links[0]})",

@@ -1,4 +1,4 @@
-"""What a run trains on, as content: data or weights that were edited in place are others."""
+"""A run's training inputs by content: data or weights that were edited in place count as others."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from workflow.lib.system.files import file_sha256, short_hash
 def trained_content(
     manifest: Path, base: Path, *, start: Path | None = None, scores: Path | None = None
 ) -> str:
-    """Return a short hash of the training tokens, of the base's weights and config, and, where a
-    run has them, of the weights of the adapter that it starts from and of the scores that it reads.
-    Raises `UserError` if a record is damaged."""
+    """Return a short hash of the training tokens, of the base's weights and config, and, if a run
+    has them, of its start adapter's weights and of its scores. Raises `UserError` if a record is
+    damaged."""
     tokens = read_artifact(manifest).get("files")
     if not isinstance(tokens, dict):
         raise damaged(manifest.parent, manifest.name, "lacks checksums")
@@ -36,7 +36,7 @@ def trained_content(
 
 
 def check_records(tokens: Path, base: Path) -> None:
-    """Raise `UserError` if what the folders' records say, as far as they are made, is damaged."""
+    """Raise `UserError` if existing records of the folders are damaged."""
     if (tokens / MANIFEST).exists():
         read_artifact(tokens / MANIFEST)
     if base.exists():

@@ -8,7 +8,7 @@ from workflow.lib.artifacts.records import Provenance, Record
 
 
 class Check(Record):
-    """A claim that the run tested about itself."""
+    """A claim that the run checked about itself."""
 
     name: str  # the claim
     passed: bool  # whether it held
@@ -18,42 +18,42 @@ class Check(Record):
 class Times(Record):
     """Seconds of the last start of a run, on its main process."""
 
-    predicted_step_s: float | None  # of an optimizer step, as planned; none: speed not known
-    measured_step_s: float | None  # median of all but the first; none: no step was left
-    parts_s: dict[str, float]  # by what they went to; loading and checks are not counted
+    predicted_step_s: float | None  # of an optimizer step, as planned; none: speed unknown
+    measured_step_s: float | None  # median without the first; none: no other step
+    parts_s: dict[str, float]  # by use, without loading and checks
 
 
 class PeakBytes(Record):
     """Peak memory of the fullest process."""
 
-    predicted: int  # as preflight predicted it
-    measured: int  # as it was
+    predicted: int  # by preflight
+    measured: int  # measured
     kind: Literal["cuda_allocated", "host_rss"]
-    """What was measured: memory allocated on the GPU, or the resident set of the process."""
+    """The measured memory: allocated on the GPU, or the resident set of the process."""
 
 
 class SkippedCheckpoint(Record):
-    """A checkpoint from which the run could not continue."""
+    """A checkpoint from which the run could not resume."""
 
     step: int  # its step
-    reason: str  # what was wrong with it
+    reason: str  # its fault
 
 
 class ModelSettings(Record, extra="allow"):
-    """Section `model` as it was trained."""
+    """Section `model` of the training."""
 
     name: str  # label of the base
     source: str  # folder or hub id of the base
     add_tokens: tuple[str, ...] = ()
-    """Tokens whose rows were added and trained. Written only where there are some."""
+    """Tokens with added and trained rows. Written only if there are some."""
 
 
 class AdapterSettings(Record, extra="allow"):
-    """Section `lora` as it was trained."""
+    """Section `lora` of the training."""
 
     r: int  # rank
     modules_to_save: tuple[str, ...] = ()
-    """Modules trained whole. Written only where there are some."""
+    """Modules trained whole. Written only if there are some."""
 
 
 class TrainedSettings(Record):
@@ -68,7 +68,7 @@ class TrainedSettings(Record):
 
 
 class Ancestor(Record):
-    """What was trained before a run: another run, or an adapter from elsewhere."""
+    """An ancestor of a run: another run, or an adapter from elsewhere."""
 
     run: str | None = None  # name of the run
     data: str | None = None  # label of its data
@@ -76,7 +76,7 @@ class Ancestor(Record):
     adapter: str | None = None  # folder or hub id of an adapter from elsewhere
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         return f"run {self.run}: {self.objective} on {self.data}" if self.run else f"{self.adapter}"
 
 
@@ -84,50 +84,50 @@ class Summary(Record):
     """`finetune/summary.json`."""
 
     run: str  # name of the run
-    fingerprint: str  # what names the run's settings, data and base, as in its checkpoints' folder
+    fingerprint: str  # id of the run's settings, data and base, as in its checkpoints' folder
     device: str  # `cuda` or `cpu`
     device_name: str  # name of the GPU, or `CPU`
     processes: int  # processes that trained
     num_steps: int  # optimizer steps
     planned_steps: int | None = None
-    """Optimizer steps without early stopping. Written only where it ended the run."""
+    """Optimizer steps without early stopping. Written only if it ended the run."""
     resumed_from_steps: list[int]  # the last step before each interruption
     skipped_checkpoints: list[SkippedCheckpoint] = Field(default=[])
     """Checkpoints that were damaged."""
     returns: list[tuple[int, int]] = Field(default=[])
-    """From which step the user went back to which. Written only where there was such a return."""
-    settings: TrainedSettings  # settings as trained
+    """Returns of the user: from which step to which. Written only if there was one."""
+    settings: TrainedSettings  # settings of the training
     global_batch_size: int  # rows of an optimizer step, over all processes
     micro_batch_size: int  # rows of a process in one forward
     accumulation_steps: int  # forwards of a process in an optimizer step
     seq_len: int  # tokens of a row
-    trainable_parameters: int  # parameters that were trained
+    trainable_parameters: int  # trained parameters
     trainable_by_module: dict[str, int] = Field(default={})
     """The same by the kind of module that holds them (`self_attn`, `experts`)."""
-    total_parameters: int  # all parameters, those of the base included
+    total_parameters: int  # all parameters, including the base's
     lineage: list[Ancestor] = Field(default=[])
-    """What led to the adapter that the run continued, from the first; only where one was."""
+    """The ancestors of the run's start adapter, from the first; only with a start adapter."""
     bytes_read_by_main_process: int | None = None  # bytes of the base that the main process read
     first_loss: float  # loss of the first step, nats per trained token
     final_loss: float  # mean loss of the last 10% of the logged steps, nats per trained token
     first_router_aux_loss: float | None = None
-    """Load-balancing loss of the first step, of a mixture whose routers are balanced."""
+    """Load-balancing loss of the first step, of a mixture with balanced routers."""
     final_router_aux_loss: float | None = None  # the same, mean of the last 10% of the logged steps
     tokens: int  # positions of all rows of all steps, padding included
     trained_tokens: int  # prediction targets of all steps
     elapsed_s: float  # seconds of training, over all starts
     energy_j: float | None = None
-    """Joules that the GPUs of the host drew meanwhile, by NVML; null without one, and where the
-    training was interrupted."""
+    """Joules of the host's GPUs during the training, by NVML; null without one, and if the training
+    was interrupted."""
     logged_steps: int  # lines of `metrics.jsonl`
     parity_sha256: str  # SHA-256 of `parity.safetensors`
     tokens_per_s: float  # `tokens` a second, over all processes
     graphs_off: str | None = None  # why micro-batches, which were to be CUDA graphs, were none
     peak_bytes: PeakBytes  # predicted and measured peak memory
     times: Times | None = None  # predicted and measured time; none: of an earlier version
-    selected_step: int | None = None  # the step after which the adapter was taken
-    checks: list[Check]  # what the run tested about itself
-    provenance: Provenance  # what made the file
+    selected_step: int | None = None  # step of the selected adapter
+    checks: list[Check]  # checks of the run on itself
+    provenance: Provenance  # origin of the file
 
     @property
     def device_hours(self) -> float:
@@ -148,11 +148,11 @@ class Step(Record):
     peak_bytes: int  # peak memory so far, of the process that logs
     elapsed_s: float  # seconds of training so far
     router_aux_loss: float | None = None
-    """Of a mixture whose routers are balanced: the load-balancing loss of the step, about the
-    experts that a token has where all get equally many tokens, else more. It is without its
-    coefficient, and not in `loss`."""
+    """Of a mixture with balanced routers: the step's load-balancing loss. With equal loads it is
+    about the number of experts per token, else more. Without its coefficient, and not part of
+    `loss`."""
     repeats: int | None = None
-    """In float16: steps so far that were made once more with a smaller loss scale."""
+    """In float16: steps so far that were repeated with a smaller loss scale."""
     heldout_loss: float | None = None  # held-out loss after the step, where it was measured
     heldout_losses: dict[str, float] | None = None  # the same by source, of several
     reward_chosen: float | None = None

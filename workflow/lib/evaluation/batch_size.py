@@ -1,8 +1,7 @@
-"""How many sequences go through the model at once: estimated from free memory, then halved until
-they fit.
+"""The number of sequences in a batch: estimated from free memory, then halved until they fit.
 
-The estimate keeps most out-of-memory errors from happening; what it misses (fragmentation, kernels'
-workspace) is caught, and the batch halved. Rounding aside, no number depends on the batch size."""
+The estimate prevents most out-of-memory errors; others (fragmentation, kernels' workspace) are
+caught, and the batch halved. Rounding aside, no number depends on the batch size."""
 
 import gc
 import logging
@@ -19,14 +18,14 @@ logger = logging.getLogger("workflow")
 
 T = TypeVar("T")
 LARGEST = {"cuda": 64, "cpu": 16}  # sequences; beyond it neither gets faster
-USABLE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; on a CPU other processes take of it too
+USABLE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of free memory; on a CPU other processes take of it too
 
 
 def fitting_batch_size(
     setting: int | str, *, config: Any, device: torch.device, tokens: int, keeps_cache: bool = False
 ) -> int:
-    """Return how many sequences of `tokens` tokens to try first: `setting`, or for `auto` the power
-    of two that should fit. `keeps_cache`: generation, which keeps keys and values."""
+    """Return the number of sequences of `tokens` tokens to try first: `setting`, or for `auto` the
+    power of two that should fit. keeps_cache: generation, which keeps keys and values."""
     if setting != "auto":
         return int(setting)
     of_one = tokens * token_bytes(config, keeps_cache=keeps_cache)
@@ -35,8 +34,8 @@ def fitting_batch_size(
 
 
 def token_bytes(config: Any, *, keeps_cache: bool) -> int:
-    """Return about the bytes of one token in an evaluation forward, without weights. 4 bytes a
-    value: six vectors of the hidden size, three of the MLP's; logits three times; keys and
+    """Return the approximate bytes of one token in an evaluation forward, without weights. 4 bytes
+    a value: six vectors of the hidden size, three of the MLP's; logits three times; keys and
     values."""
     text = config.get_text_config()
     layer = 6 * text.hidden_size + 3 * (text.intermediate_size or 4 * text.hidden_size)
@@ -45,7 +44,7 @@ def token_bytes(config: Any, *, keeps_cache: bool) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that is free where the model computes; of several GPUs, on the fullest."""
+    """Return the free memory of the model's device; of several GPUs, on the fullest."""
     if device.type == "cpu":
         return available_host_bytes()
     return min(
@@ -63,7 +62,7 @@ def batches(
     most_tokens: int | None = None,
 ) -> Iterator[list[int]]:
     """Yield numbers of sequences in batches of at most `size`, with padding `most_tokens`, of equal
-    `alike` and similar length, longest first: what does not fit fails at once."""
+    `alike` and similar length, longest first: a batch that does not fit fails at once."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         full = len(batch) == size or (
@@ -79,8 +78,8 @@ def batches(
 
 def halving(compute: Callable[[int], T], *, start: int, what: str, collective: bool = False) -> T:
     """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that fits in memory.
-    what: for the log. collective: `BatchMemoryError` asks `restarting` for a new start, as the
-    others wait within a forward. Raises `UserError` if one sequence does not fit."""
+    what: for the log. collective: raise `BatchMemoryError`, for which `restarting` begins anew, as
+    the other processes wait within a forward. Raises `UserError` if one sequence does not fit."""
     size = start
     while True:
         try:
@@ -107,7 +106,7 @@ def halving(compute: Callable[[int], T], *, start: int, what: str, collective: b
 
 def restarting(launch: Callable[[int | None], None]) -> None:
     """Call `launch(None)`, and if processes in step run out of memory, again with half the batch at
-    most. What they finished before is archived, so only the rest is measured again."""
+    most. Finished parts are archived, so only the rest is measured again."""
     most = None
     while True:
         try:

@@ -1,8 +1,8 @@
-"""A statement that others can check: hashes of what a run has made, and what was measured.
+"""A statement that others can check: hashes of a run's files, and measured numbers.
 
-Its numbers are computed from files that it names, so a check computes them again (`verify`). It
-holds no text of the data and no path of this machine. Formats: in-toto Statement v1; where it is
-signed, a DSSE envelope v1 with Ed25519."""
+Its numbers are computed from files that it names, so `verify` computes them again. It holds no text
+of the data and no path of this machine. Formats: in-toto Statement v1; if signed, a DSSE envelope
+v1 with Ed25519."""
 
 import json
 import math
@@ -39,7 +39,7 @@ from workflow.lib.system.redaction import public_name
 
 PAYLOAD = "application/vnd.in-toto+json"
 SAME = 1e-9  # relative: other processors may add in another order
-# What is told of a file, by its name: fields of its record.
+# Certified fields of a file's record, by its name.
 FACTS = {
     "source.json": "repo_id kind commit licence",
     "manifest.json": "seq_len sources train_heldout_overlap train_heldout_near_duplicates",
@@ -55,7 +55,7 @@ NOT_CLEAN, DIRTY = 0.2, 0.8  # shares of an item's tokens, as in `task_overlap`'
 
 
 def facts_of(paths: Mapping[str, Path]) -> dict[str, Any]:
-    """Return what files say, by their names."""
+    """Return the certified fields of files, by their names."""
     found: dict[str, Any] = {}
     for name, path in paths.items():
         if path.name in FACTS:
@@ -98,12 +98,12 @@ def statistics(items: Items, least: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _overlap(shares: list[float | None]) -> dict[str, int]:
-    told = [share for share in shares if share is not None]
+    known = [share for share in shares if share is not None]
     return {
         "items": len(shares),
-        "too_short": len(shares) - len(told),
-        "not_clean": sum(share >= NOT_CLEAN for share in told),
-        "dirty": sum(share >= DIRTY for share in told),
+        "too_short": len(shares) - len(known),
+        "not_clean": sum(share >= NOT_CLEAN for share in known),
+        "dirty": sum(share >= DIRTY for share in known),
     }
 
 
@@ -156,16 +156,16 @@ def statement(
     licences: Mapping[str, str | None],
     require: Mapping[str, float],
 ) -> Statement:
-    """Return the statement of a run; files: sound ones, those of `FACTS` and the items among them;
-    certificate: the file to be written; require: of `evaluate`. Raises `UserError`
-    if the evaluation is not what its items say."""
+    """Return the statement of a run. files: checked ones, those of `FACTS` and the items among
+    them; certificate: the file to be written; require: of `evaluate`. Raises `UserError` if the
+    evaluation does not follow from its items."""
     by_name = {file.path.as_posix(): file for file in files}
     least = {_public(name): gain for name, gain in require.items() if is_loss(name)}
     found = statistics(read_record(evaluation / ITEMS, Items), least)
     for subject, of_subject in found["measured"].items():
         path = evaluation / f"{subject}.json"
-        told = read_record(path, Evaluation).model_dump(mode="json")
-        if wrong := _first_other(told, of_subject, common=True):
+        recorded = read_record(path, Evaluation).model_dump(mode="json")
+        if wrong := _first_other(recorded, of_subject, common=True):
             raise _not_following(path, wrong)
     return Statement.model_validate(
         {
@@ -221,7 +221,7 @@ def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _first_other(stated: Any, found: Any, *, common: bool = False) -> str | None:
-    """Return the first value that is stated and not found, in words; common: of those in both."""
+    """Return the first stated value that was not found, in words; common: of those in both."""
     old, new = dict(_leaves(stated)), dict(_leaves(found))
     for name in [name for name in old if name in new] if common else old | new:
         stated, found = (leaves.get(name, "nothing") for leaves in (old, new))
@@ -260,8 +260,8 @@ def _key(path: Path, *, of: Literal["private", "public"], setting: str) -> Any:
 
 
 def opened(path: Path, signed_by: Path | None) -> tuple[Statement, str]:
-    """Return a certificate's statement, and who signed it, in words. Raises `UserError` if that is
-    not the public key `signed_by`."""
+    """Return a certificate's statement, and its signer in words. Raises `UserError` if the
+    signature is not by the public key `signed_by`."""
     try:
         content = dict(json.loads(path.read_bytes()))
         envelope = Envelope.from_dict(content) if "payload" in content else None
@@ -283,7 +283,7 @@ def opened(path: Path, signed_by: Path | None) -> tuple[Statement, str]:
 
 
 class Verified(NamedTuple):
-    """A certificate that holds: its statement, who signed it, files that are not here."""
+    """A valid certificate: its statement, its signer, files that are not here."""
 
     said: Statement
     signer: str
@@ -291,8 +291,8 @@ class Verified(NamedTuple):
 
 
 def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
-    """Hold files and numbers against a certificate. Files are looked for beside it, as they are
-    published, and where the run made it. Raises `UserError` naming what is another."""
+    """Check files and numbers against a certificate. Files are searched beside it, under their
+    published names, and in the run's folders. Raises `UserError` naming the first difference."""
     said, signer = opened(certificate, signed_by)
     paths = {file.name: _located(file.name, said, certificate) for file in said.subject}
     here = {name: path for name, path in paths.items() if path is not None}
@@ -306,15 +306,17 @@ def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
     found = statistics(read_record(items, Items), said.predicate.require)
     if other := _first_other(stated, found):
         raise _not_following(certificate, other)
-    told = {name: facts for name, facts in said.predicate.facts.items() if paths.get(name, True)}
-    if other := _first_other(told, facts_of(here)):
+    certified = {
+        name: facts for name, facts in said.predicate.facts.items() if paths.get(name, True)
+    }
+    if other := _first_other(certified, facts_of(here)):
         raise UserError(f"{certificate}: {other} in the file itself.")
     return Verified(said, signer, sorted(paths.keys() - here.keys()))
 
 
 def _located(name: str, said: Statement, certificate: Path) -> Path | None:
-    """Return where a certified file is, or None: beside the certificate, as what is published, or
-    in the folders of the run, if the certificate lies there."""
+    """Return the path of a certified file, or None: beside the certificate, under its published
+    name, or in the folders of the run, if the certificate lies there."""
     path, published = Path(name), Path(said.predicate.published)
     places = []
     if path.is_relative_to(published):

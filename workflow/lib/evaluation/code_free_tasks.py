@@ -1,8 +1,8 @@
-"""What a task file may say without running code: keys, and the names that a library looks up.
+"""Keys and names of a task file that run no code.
 
-The harness imports what `!function` names, runs metrics that it does not know, and Transformers
-runs `custom_generate`. So only what is known to be data passes, and names of the harness' own
-registries (lm_eval 0.4.13, which the tests hold these tables against)."""
+The harness imports the functions of `!function`, runs metrics that it does not know, and
+Transformers runs `custom_generate`. So only known data passes, and names of the harness' own
+registries (lm_eval 0.4.13; the tests compare these tables with it)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ AGGREGATIONS = _words(
     "bits_per_byte bleu brier_score bypass chrf chrf++ f1 matthews_corrcoef mean median nanmean "
     "perplexity ter weighted_perplexity"
 )
-# Not `custom`, which calls a function.
+# Without `custom`, which calls a function.
 FILTERS = _words(
     "format_span lowercase majority_vote map multi_choice_regex regex regex_pos remove_whitespace "
     "take_first take_first_k uppercase"
@@ -29,7 +29,7 @@ SAMPLERS = frozenset({"default", "first_n"})
 OUTPUT_TYPES = frozenset(
     {"loglikelihood", "loglikelihood_rolling", "generate_until", "multiple_choice"}
 )
-# Not the others of the package `datasets`: some import what their options name.
+# Without the others of the package `datasets`: some import modules named in their options.
 READERS = frozenset({"json", "csv", "parquet", "text", "arrow"})
 
 PROMPT = _words(
@@ -74,7 +74,7 @@ NAMES: Mapping[str, frozenset[str]] = {
 
 
 def possible_code(definition: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield, in words, what a task, a group, or a member may run: keys and names of no table."""
+    """Yield, in words, keys and names of a task, group or member that may run code."""
     yield from _unknown(definition, TASK, prefix="")
     yield from _dataset(definition.get("dataset_path"))
     for member in _listed(definition.get("task")):
@@ -107,7 +107,7 @@ def _unknown(section: Mapping[Any, Any], keys: frozenset[str], *, prefix: str) -
 
 
 def _dataset(path: Any) -> Iterator[str]:
-    """Other words than a reader, a hub repository or a folder name readers that may import code."""
+    """Names other than a reader, a hub repository or a folder are readers that may import code."""
     if path is None or path in READERS:
         return
     if not isinstance(path, str) or "/" not in path or "://" in path:

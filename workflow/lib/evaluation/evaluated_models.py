@@ -1,9 +1,7 @@
-"""The models that are evaluated, each loaded from its files when a part of its evaluation is not
-archived yet.
+"""The evaluated models, each loaded from its files if a part of its evaluation is not archived.
 
 NF4 base and tuned are one copy of the weights with the adapter switched off and on, and so are the
-original and the adapter on it. Only one copy is in memory: a model takes the place of the one
-before it."""
+original and the adapter on it. Only one copy is in memory: a model replaces the one before it."""
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,15 +30,15 @@ from workflow.lib.system.checksums import RecordedFile, downloaded_files, listed
 from workflow.lib.system.files import file_sha256, package_versions
 
 Opened = Model | StreamedModel
-SCORING_S = 1800.0  # between two forward passes: a task's requests are made, or its answers judged
+SCORING_S = 1800.0  # between two forward passes: requests are made, or answers judged
 
 SETTINGS_FILES = ("config.json", "generation_config.json", "adapter_config.json")
-# Of the installed packages, those that compute the numbers.
+# Installed packages that compute the numbers.
 MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
 
 
 def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> dict[str, Any]:
-    """Return how models are loaded on `device`: arguments of `stock_models.load_base`."""
+    """Return the options of models on `device`: arguments of `stock_models.load_base`."""
     dtype = resolve_dtype(settings.compute_dtype, device)
     attention = resolve_attention(
         settings.attention, device, read_attention_needs(base), compute_dtype=dtype
@@ -49,7 +47,7 @@ def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> 
 
 
 def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
-    """Return, as JSON, what all numbers depend on besides model and question; not the processes."""
+    """Return as JSON all that numbers depend on besides model and question; not the processes."""
     return {
         "device": options["device"].type,
         "compute_dtype": str(options["compute_dtype"]).removeprefix("torch."),
@@ -60,7 +58,7 @@ def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelFolders:
-    """Where the files of the models lie; None for what is not measured."""
+    """Folders of the models' files; None for models that are not measured."""
 
     base: Path
     adapter: Path
@@ -78,9 +76,9 @@ class ModelFolders:
 def source_files(
     folder: Path, *, world: World | None = None, moved: Callable[[], None] = lambda: None
 ) -> list[RecordedFile]:
-    """Return the files of the original that its numbers depend on, with their SHA-256. Collective.
-    Those of a download are held to its record; a user's own are hashed now. Raises `UserError` if
-    one is damaged."""
+    """Return the original's files that its numbers depend on, with their SHA-256. Collective. A
+    download's files are compared with its record; a user's own are hashed now. Raises `UserError`
+    if one is damaged."""
     recorded = [file for file in downloaded_files(folder) if _counts(file.name)]
     if recorded:
         check_recorded(recorded, world=world, moved=moved)
@@ -106,10 +104,10 @@ def subjects(
     shards: World | None = None,
     streamed: bool = False,
 ) -> list[Subject]:
-    """Return the named subjects, in the order in which they are best loaded; nothing is loaded yet.
-    options: of `load_options`; sources: `source_files` of the original, if it is measured; shards:
-    the processes over which the weights are sharded, None for a whole copy; streamed: the original
-    is larger than memory. Raises `UserError` if a folder is not finished."""
+    """Return the named subjects, in the best order of loading; nothing is loaded yet. options: of
+    `load_options`; sources: `source_files` of the original, if it is measured; shards: the
+    processes over which the weights are sharded, None for a whole copy; streamed: the original is
+    larger than memory. Raises `UserError` if a folder is not finished."""
     loading, memory = Loading(options, shards), _Memory()
     base, adapter = listed_files(folders.base), listed_files(folders.adapter)
     known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}
@@ -151,7 +149,7 @@ def _streamed(folder: Path, options: dict[str, Any]) -> Iterator[StreamedModel]:
 
 
 def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subject:
-    """Return the subject whose loading (from some of `folders`) and forward passes tell `pulse`."""
+    """Return the subject whose loading (from some of `folders`) and forward passes beat `pulse`."""
     files = [path for folder in folders for path in folder.glob("*.safetensors")]
     num_bytes = sum(path.stat().st_size for path in files)
 
@@ -164,7 +162,7 @@ def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subje
                 model.moved = pulse.moved
                 yield model
                 return
-            # of the model inside: PEFT's own wrapper is not called when it generates
+            # of the inner model: generation bypasses PEFT's wrapper
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             hook = inner.register_forward_pre_hook(pulse.moved)
             try:
@@ -177,7 +175,7 @@ def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subje
 
 @dataclass(frozen=True)
 class Loading:
-    """How models are loaded: whole on a device, or sliced over processes."""
+    """The loading of models: whole on a device, or sliced over processes."""
 
     options: dict[str, Any]
     shards: World | None
@@ -194,12 +192,12 @@ class Loading:
 
     @property
     def _computing(self) -> dict[str, Any]:
-        """The options but the device, which processes that share the weights know."""
+        """The options without the device: processes that share the weights set it."""
         return {name: value for name, value in self.options.items() if name != "device"}
 
 
 class _Memory:
-    """The one model that is loaded; another takes its place."""
+    """The one loaded model; another replaces it."""
 
     def __init__(self) -> None:
         self._load: Callable[[], Model] | None = None
@@ -213,7 +211,7 @@ class _Memory:
                 yield model
                 return
             with nullcontext() if adapter else model.disable_adapter():
-                # PEFT's wrapper would go past the hooks of FSDP, and it declares any module
+                # PEFT's wrapper would bypass the hooks of FSDP, and it accepts any module
                 inner: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]
                 yield inner if is_sharded(inner) else model
 

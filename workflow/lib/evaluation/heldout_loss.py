@@ -1,8 +1,8 @@
 """Loss on held-out documents through the model's own forward, as any user would measure it.
 
-A batch is padded on the right, which a causal model never sees. Where rotation depends on a row's
-length, a batch has documents that are rotated as each alone (`rotated_alike`). Only positions that
-predict a trained token get logits, at most `LOGITS_BYTES` of them."""
+A batch is padded on the right, which a causal model never sees. If rotation depends on a row's
+length, a batch has only documents with the rotation that each has alone (`rotated_alike`). Only
+positions that predict a trained token get logits, at most `LOGITS_BYTES` of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def _losses(
     return losses
 
 
-# FSDP gathers into the same buffers in every mode, and inference mode would mark them
+# FSDP gathers into the same buffers in every mode, and inference mode would mark them.
 @torch.no_grad()
 def _batch_losses(
     model: nn.Module, documents: Sequence[Document], *, device: torch.device

@@ -1,5 +1,5 @@
-"""llama.cpp's own server (`xllamacpp`, envs/gguf.txt), on the CPU. Its log-probabilities are of the
-token behind a prompt, so each is a question."""
+"""llama.cpp's own server (`xllamacpp`, envs/gguf.txt), on the CPU. It gives log-probabilities only
+of the token after a prompt, so each is a request."""
 
 import json
 import math
@@ -49,7 +49,7 @@ signal.pause()
 
 @dataclass(frozen=True)
 class LlamaCppStart:
-    """How llama.cpp is started on a GGUF file, with an adapter's file or without."""
+    """llama.cpp's start on a GGUF file, with or without an adapter's file."""
 
     model: Path
     adapter: Path | None
@@ -76,7 +76,7 @@ class LlamaCppStart:
 
 
 class LlamaCppServer(ModelServer):
-    """llama.cpp, running; any model but `BASE` is its one adapter."""
+    """A running llama.cpp; any model but `BASE` is its one adapter."""
 
     name = "llama.cpp"
 
@@ -109,9 +109,9 @@ class LlamaCppServer(ModelServer):
         return [self._log_probability(ids[:place], ids[place], model) for place in places]
 
     def _log_probability(self, prompt: Sequence[int], target: int, model: str) -> float:
-        """Return log p of `target` after a prompt. Of a token that is part of a character, the
-        server (of 2026-10) returns nothing where it is the one that is written: then a letter is,
-        and the target is looked up among all tokens."""
+        """Return log p of `target` after a prompt. If the written token is part of a character, the
+        server (of 2026-10) returns nothing: then a letter is written, and the target is searched
+        among all tokens."""
         if found := self._probabilities(prompt, model, written=target, count=1):
             return float(found["logprob"])
         candidates = self._probabilities(
@@ -123,9 +123,9 @@ class LlamaCppServer(ModelServer):
     def _probabilities(
         self, prompt: Sequence[int], model: str, *, written: int, count: int
     ) -> dict[str, Any]:
-        """Return what the server says of the token that it is made to write and of the `count` most
-        likely ones; nothing where that token is part of a character. It is made to by a bias, and
-        the probabilities are those before the bias."""
+        """Return the server's probabilities of a written token and of the `count` most likely ones;
+        nothing if that token is part of a character. A bias forces the token, and the probabilities
+        are those before the bias."""
         how = {"max_tokens": 1, "logprobs": count, "logit_bias": [[written, BIAS]]}
         found = self._continued("/v1/completions", prompt, model, **how)["choices"][0]
         entries: list[dict[str, Any]] = (found.get("logprobs") or {}).get("content") or [{}]

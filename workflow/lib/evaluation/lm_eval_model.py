@@ -1,8 +1,8 @@
-"""The harness's view of a loaded model (lm_eval 0.4.13): its requests shared by processes, in
+"""The harness's view of a loaded model (lm_eval 0.4.13): its requests divided among processes, in
 batches that fit.
 
-All processes hold all requests, and each asks the model for its share; the harness itself knows of
-one process only, so its scores are computed from the same answers whatever their number."""
+All processes hold all requests, and each runs its share of them. The harness itself sees one
+process only, so its scores come from the same answers for any number of processes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         return self._shared(requests, super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        # Windows come in groups of this many, and each group is batched by what fits.
+        # Windows come in groups of this many; each group is batched by memory.
         self.batch_size_per_gpu = WINDOWS
         return self._shared(requests, super().loglikelihood_rolling)
 
@@ -51,7 +51,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         drawn = any(request.args[1].get("do_sample") for request in requests)
-        # Draws follow one stream of random numbers: shares would draw others.
+        # Draws use one stream of random numbers: shares would draw others.
         if drawn:
             with in_step(self.model, world=self._world):
                 return self._generate(requests)
@@ -75,7 +75,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Where both kinds of log-likelihood meet, and lengths are known."""
+        """The common path of both kinds of log-likelihood, with known lengths."""
         if not requests:
             return []
         return self._in_batches(
@@ -89,7 +89,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         )
 
     def _scored_alike(self, request: tuple[Any, list[int], list[int]]) -> tuple[int, ...]:
-        """Return what is alike in requests that may share a batch; the last token is a target."""
+        """Return the key of requests that may share a batch; the last token is a target."""
         _, context, answer = request
         tokens = min(len(context) + len(answer) - 1, self.max_length)
         return rotated_alike(self.model.config, tokens)

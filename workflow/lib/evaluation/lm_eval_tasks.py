@@ -1,11 +1,11 @@
 """Tasks of the LM Evaluation Harness (lm_eval 0.4.13) on a model that is loaded already.
 
 The thousands of shipped tasks are indexed only if a task is not local. Each task is loaded and run
-by itself, and all subjects run the same objects with the same seeds, so their items pair up.
+by itself, and all subjects run the same objects with the same seeds, so their items are paired.
 
-The harness renders templates in a plain Jinja environment, in which one can walk to the
-interpreter. So the environment, a variable of the harness's `utils`, is replaced by a sandbox;
-endless loops and texts are stopped by `limits`."""
+The harness renders templates in a plain Jinja environment, from which code can reach the
+interpreter. So a sandbox replaces the environment, a variable of the harness's `utils`; `limits`
+stop endless loops and texts."""
 
 import hashlib
 import json
@@ -56,8 +56,8 @@ def load_tasks(
     trained_template_sha256: str | None,
 ) -> dict[str, LoadedTasks]:
     """Load every task of `evaluate.tasks` with its data; members come under the name of a group or
-    tag. `trained_template_sha256`: None for plain text. Raises `UserError` for a task that is
-    unknown, cannot be loaded, or cannot run as the settings say."""
+    tag. trained_template_sha256: None for plain text. Raises `UserError` for a task that is
+    unknown, cannot be loaded, or cannot run with the settings."""
     check_interfaces("lm_eval")
     sandbox_task_templates()
     if settings.tasks_dir and not settings.task_code:
@@ -82,7 +82,7 @@ def load_tasks(
 def task_facts(
     tasks: LoadedTasks, *, settings: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return what the scores of loaded tasks depend on besides the model, as JSON: definitions,
+    """Return as JSON all that scores of loaded tasks depend on besides the model: definitions,
     items and Python files of `evaluate.tasks_dir` by content."""
     folder = settings.tasks_dir
     code = sorted(Path(folder).rglob("*.py")) if folder else []
@@ -136,10 +136,10 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | No
 def _load(
     name: str, manager: TaskManager, settings: EvaluateConfig, shipped: list[str]
 ) -> LoadedTasks:
-    """Load definitions and data; what a task file or its data set raises is the user's to mend."""
+    """Load definitions and data; errors of a task file or its data set become the user's."""
     try:
         return dict(manager.load([_with_data(name, manager)]))
-    except UserError:  # of a template that was stopped, or of any reader of ours
+    except UserError:  # of a stopped template, or of our readers
         raise
     except Exception as error:
         change = (
@@ -160,8 +160,8 @@ def _load(
 
 
 def _with_data(name: str, manager: TaskManager) -> str | dict[str, Any]:
-    """Return what the harness loads: data files that the folder one runs in lacks are looked for
-    beside the task's own file, and above it."""
+    """Return the task for the harness. Data files that the working folder lacks are searched beside
+    the task's own file, and above it."""
     entry = manager.task_index[name]
     options = (entry.cfg or {}).get("dataset_kwargs") or {}
     files = options.get("data_files")
@@ -175,7 +175,7 @@ def _with_data(name: str, manager: TaskManager) -> str | dict[str, Any]:
 
 
 def _found(task: Path, file: Any) -> Any:
-    """Return a data file as it is, or in the nearest folder above the task's file that has it."""
+    """Return a data file itself, or its path in the nearest folder above the task's file."""
     if not isinstance(file, str) or Path(file).exists():
         return file
     return next((str(x / file) for x in task.parents if (x / file).exists()), file)
@@ -189,8 +189,8 @@ def run_tasks(
     settings: EvaluateConfig,
     world: World | None = None,
 ) -> TaskScores:
-    """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by
-    `evaluate.seed`. Collective over `world`, whose processes share the requests; None = alone."""
+    """Run the tasks on `model` as it is now (adapter on or off), with order and draws by
+    `evaluate.seed`. Collective over `world`, whose processes share the requests; None: alone."""
     _seed(settings.seed, tasks)
     results = lm_eval.evaluate(
         lm=SharingHFLM(model, tokenizer, batch_size=settings.batch_size, world=world),
@@ -204,7 +204,7 @@ def run_tasks(
 
 
 def _seed(seed: int, tasks: LoadedTasks) -> None:
-    """Seed what tasks may draw from, as the harness's own `simple_evaluate` does."""
+    """Seed all generators that tasks may use, as the harness's own `simple_evaluate` does."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -294,7 +294,7 @@ class _BoundedTemplate(Template):
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Bounds the translation of templates too, in which Jinja computes what is constant."""
+    """Also bounds the compilation of templates, in which Jinja computes constants."""
 
     template_class = _BoundedTemplate
 

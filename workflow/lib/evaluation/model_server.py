@@ -1,9 +1,8 @@
-"""A server of models as a process of its own, asked by its OpenAI interface.
+"""A server of models as a process of its own, with an OpenAI interface.
 
-It listens on a Unix socket in a private folder: no port can be taken, and nobody else can ask. It
-ends with the block, by its process group. Where this process is killed, a pipe of it closes, and
-`GUARD` ends the group.
-"""
+It listens on a Unix socket in a private folder: no port can be taken, and nobody else can send
+requests. It ends with the block, by its process group. If this process is killed, its pipe closes,
+and `GUARD` ends the group."""
 
 import http.client
 import json
@@ -26,17 +25,17 @@ from workflow.lib.system.hardware import threads_of_job
 
 logger = logging.getLogger("workflow")
 
-BASE = "base"  # what requests call the model without an adapter
-QUIET_S = 900.0  # without a word of it before it is ready, or without an answer
+BASE = "base"  # name of the model without an adapter
+QUIET_S = 900.0  # without output before it is ready, or without an answer
 POLL_S, GRACE_S = 0.25, 20.0
 GUARD = ("/bin/sh", "-c", "read _; kill -KILL 0")
-SHOWN_LINES, LOGGED_LINES = 6, 400  # of its last words
+SHOWN_LINES, LOGGED_LINES = 6, 400  # of its last output
 CURE = "Set export.merged to true, which needs no adapter in the server, or export.serve to none."
-OTHERS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of this environment
+OTHERS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables of this environment
 
 
 class Start(Protocol):
-    """How a server is started. setting: what asks for it; quiet_s: how long it may say nothing."""
+    """The start of a server. setting: that requires it; quiet_s: bound of its silence, seconds."""
 
     @property
     def setting(self) -> str: ...
@@ -49,8 +48,8 @@ class Start(Protocol):
 
 
 class ModelServer(ABC):
-    """A server that answers. Each question raises `UserError`: with its own words where it refuses,
-    with its last lines where it is gone. model: `BASE`, or the name of an adapter."""
+    """A running server. Each request raises `UserError`: with the server's words if it refuses,
+    with its last lines if it has ended. model: `BASE`, or the name of an adapter."""
 
     name: ClassVar[str]
 
@@ -66,11 +65,11 @@ class ModelServer(ABC):
 
     @abstractmethod
     def text_ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without tokens that begin or end it."""
+        """Return the token ids of a text, without first and last special tokens."""
 
     @abstractmethod
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation asking for an answer, by the server's template."""
+        """Return the token ids of a conversation up to its answer, by the server's template."""
 
     @abstractmethod
     def log_probabilities(
@@ -107,7 +106,7 @@ class ModelServer(ABC):
         return {}
 
     def wait(self) -> None:
-        """Return when it is ready."""
+        """Wait until it is ready."""
         size, changed = -1, time.monotonic()
         while True:
             with suppress(OSError, http.client.HTTPException):
@@ -133,10 +132,10 @@ class ModelServer(ABC):
             return response.status, response.read()
 
     def failed(self, what: str) -> UserError:
-        """Return the error that says what happened, with the server's last lines."""
+        """Return the error with `what` and the server's last lines."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         logger.debug("last lines of %s:\n%s", self.name, "\n".join(lines[-LOGGED_LINES:]))
-        # behind a cause stand other processes that lost the first one
+        # errors after the first cause are of other processes, which lost the first one
         telling = [
             line for line in lines if re.search(r"Error\b|error:|^\S+ E |[Oo]ut of memory", line)
         ]
@@ -154,7 +153,7 @@ Server = TypeVar("Server", bound=ModelServer)
 
 @contextmanager
 def running(kind: type[Server], start: Start) -> Iterator[Server]:
-    """Start a server, wait until it is ready, and end it and all its processes with the block."""
+    """Start a server, wait until it is ready, and end all its processes with the block."""
     # the path of a socket has 107 bytes at most
     with tempfile.TemporaryDirectory(prefix="served-", dir="/tmp") as name:
         address, log = Path(name) / "server.sock", Path(name) / "log"

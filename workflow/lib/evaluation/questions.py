@@ -1,8 +1,8 @@
-"""What is asked of every subject, part by part: held-out loss, sample answers, and each task.
+"""The questions to every subject, part by part: held-out loss, sample answers, and each task.
 
-`prepare` settles the questions before any weight is loaded; `parts` are the questions as
-independent measurements; `measure` puts to one subject those that the archive does not hold, and
-returns the answers to all. The JSON artifacts are made of measurements in `results`.
+`prepare` makes the questions before any weight is loaded; `parts` are the questions as independent
+measurements; `measure` asks one subject those that the archive lacks, and returns the answers to
+all. `results` makes the JSON artifacts.
 
 A part of one subject lies in `<archive>/<subject>/<part>-<key>.json`; both names are short hashes:
 of the subject's checksums, and of settings, data and package versions. Runs may share the folder;
@@ -45,14 +45,14 @@ from workflow.lib.system.files import provenance, read_checked_json, short_hash,
 
 logger = logging.getLogger("workflow")
 
-FORMAT_VERSION = 2  # raised whenever a part is measured or written otherwise than before
-# Named in checksums, but without influence on any number: they tell when and how a folder was made.
+FORMAT_VERSION = 2  # raised whenever the measurement or file of a part changes
+# In checksums, but without influence on any number: they describe a folder's origin.
 UNMEASURED = ("README.md", "quantization.json")
 
 
 def content_key(*models: Sequence[RecordedFile]) -> str:
-    """Return a short hash of the content of models, from the recorded SHA-256 of their files. The
-    files must have been checked against it (`work_sharing.check_recorded`)."""
+    """Return a short hash of the content of models, from the recorded SHA-256 of their files, which
+    must have been checked (`work_sharing.check_recorded`)."""
     return short_hash(
         [[f"{f.sha256}  {f.name}" for f in files if f.name not in UNMEASURED] for files in models]
     )
@@ -63,7 +63,7 @@ class Archive:
     folder: Path
 
     def find(self, subject: str, part: str, facts: Mapping[str, Any]) -> Any | None:
-        """Return what was measured on `subject` under `facts`; None if nothing sound is there."""
+        """Return the measurement of `subject` under `facts`; None without a sound one."""
         path = self._path(subject, part, facts)
         if not path.is_file():
             return None
@@ -92,8 +92,8 @@ Model = PeftModel | PreTrainedModel
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be asked: its name, its content's key, and how to get it. `streamed`: it is a
-    `StreamedModel`, of which the held-out loss alone is measured."""
+    """A model to measure: its name, its content's key, and its opener. streamed: it is a
+    `StreamedModel`, of which only the held-out loss is measured."""
 
     name: SubjectName
     key: str
@@ -103,9 +103,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Questions:
-    """What all subjects are asked. `losses_of`: documents whose loss is measured, by number; may be
-    none. `sources`: where each of these is from. `preferences`: of runs that train them, if their
-    held-out loss is measured."""
+    """The questions to all subjects. losses_of: documents whose loss is measured, by number; may be
+    none. sources: of each of these. preferences: of runs that train them, if their held-out loss is
+    measured."""
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase
@@ -119,7 +119,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Part:
-    """A measurement: name, all that decides it besides the subject, and how to make it (JSON)."""
+    """A measurement: name, all that decides it besides the subject, and its function (JSON)."""
 
     name: str
     facts: dict[str, Any]
@@ -129,8 +129,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by
-    prompt. `others`: losses of `preferences.others`."""
+    """The answers of one subject: (summed loss, tokens) by document of `losses_of`, tasks, texts by
+    prompt. others: losses of `preferences.others`."""
 
     losses: list[tuple[float, int]]
     tasks: TaskScores
@@ -146,7 +146,7 @@ def prepare(
     preferences: Preferences | None = None,
 ) -> Questions:
     """Choose documents and prompts and load the tasks. Raises `UserError` as `load_tasks`, or for a
-    held-out loss with fewer than two documents: there would be no interval."""
+    held-out loss with fewer than two documents, which have no interval."""
     documents = store.heldout_documents()
     chosen = (
         choose_documents(documents, at_most=settings.max_documents, seed=settings.seed)
@@ -182,7 +182,7 @@ def prepare(
 
 
 def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
-    """Return the measurements that are asked for; `world`: the processes that share each."""
+    """Return the requested measurements; world: the processes that share each."""
     measurements = []
     if questions.losses_of:
         measurements.append(_losses(HELDOUT, questions.losses_of, questions, world=world))
@@ -246,7 +246,7 @@ def _samples(questions: Questions, *, world: World | None) -> Part:
     facts = {
         "prompts": [[p.document, p.prompt, p.reference[-1]] for p in questions.prompts],
         "max_new_tokens": settings.max_new_tokens,
-        "temperature": 0.0,  # which archives name, and a seed of drawn answers
+        "temperature": 0.0,  # archives name it, and a seed of drawn answers
         "seed": None,
     }
     return Part("samples", facts, compute)
@@ -278,9 +278,8 @@ def measure(
     machine: dict[str, Any],
     world: World | None = None,
 ) -> tuple[Measurement, list[str]]:
-    """Return what the subject answers, and which parts were measured now: it is opened only if one
-    is not archived. machine: types, attention, versions. Collective: the main process has the
-    files."""
+    """Return the subject's answers, and the parts measured now: it is opened only if one is not
+    archived. machine: types, attention, versions. Collective: the main process has the files."""
     is_main = world is None or world.is_main
     asked = asked_of(subject, asked)
     values = agreed(

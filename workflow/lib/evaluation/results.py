@@ -1,5 +1,5 @@
-"""Measurements of the subjects as the JSON artifacts of the evaluation, computed anew from stored
-answers, and what 4 bits cost: the losses that the base's calibration has measured."""
+"""Measurements of the subjects as JSON artifacts, computed anew from stored answers, and the cost
+of 4 bits: the losses that the base's calibration has measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,14 +41,14 @@ DRAWS = {"resamples": 2000, "seed": 0}
 
 
 def four_bits_of(base: Path) -> FourBits | None:
-    """Return what the base's calibration measured on held-out documents, or None."""
+    """Return the base's calibration losses on held-out documents, or None."""
     record = _quantization(base)
     calibration = record and record.calibration
     return summarize(calibration) if calibration and calibration.heldout.tokens else None
 
 
 def method_of(base: Path) -> str | None:
-    """Return how a base was quantized, and why if there was a choice; None if it is not told."""
+    """Return a base's quantization method, and its reason if it was a choice; None if unknown."""
     if (record := _quantization(base)) is None:
         return None
     reason = record.method_reason
@@ -91,8 +91,8 @@ def evaluations(
     four_bits: FourBits | None = None,
     quantized_by: str | None = None,
 ) -> dict[SubjectName, Evaluation]:
-    """Return the artifacts of all subjects by name, in the order in which they are shown.
-    four_bits: of a calibrated base; quantized_by: of `method_of`."""
+    """Return the artifacts of all subjects by name, in display order. four_bits: of a calibrated
+    base; quantized_by: of `method_of`."""
     shown = [name for name in SUBJECTS if name in measured]
     provenance = Provenance.now()
     return {
@@ -145,7 +145,7 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
     def decode(ids: list[int], *, skip_special_tokens: bool = False) -> str:
         return str(questions.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    if not measured.answers:  # of a model that was read layer by layer
+    if not measured.answers:  # of a model that was streamed layer by layer
         return []
     return [
         Sample(
@@ -190,7 +190,7 @@ def items_of(
     served: SubjectName,
     rows: Array,
 ) -> Items:
-    """Return what the statistics are made of; rows: token ids of the training rows."""
+    """Return the items of the statistics; rows: token ids of the training rows."""
     public = replace(questions, sources=[public_name(source) for source in questions.sources])
     subjects = {
         name: SubjectItems(
@@ -226,8 +226,8 @@ def compare(before: Measurement, after: Measurement, questions: Questions) -> Co
 
 
 def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
-    """Return what 4 bits cost, and each subject against the reference (`REFERENCES`) as lines of
-    text: what, before -> after, the signed difference and its interval."""
+    """Return the cost of 4 bits, and each subject against the reference (`REFERENCES`), as lines of
+    text: name, before -> after, the signed difference and its interval."""
     reference = next(name for name in REFERENCES if name in results)
     return [
         *_four_bits_lines(results),

@@ -1,11 +1,11 @@
-"""What a model prefers on held-out examples: rewards, as the run's objective defines them, from
-summed log-probabilities of answers.
+"""A model's preferences on held-out examples: rewards by the run's objective, from summed
+log-probabilities of answers.
 
-A pair is right where the chosen answer has the higher reward. A rated answer is right where its
-reward is above the reference point of KTO (arXiv 2402.01306, section 4.1) if it is a good one, and
-below it if not; the point is the mean reward of prompts with answers of other rows, at least 0.
-log p - log p_ref is of answers that the data give. Its mean is no KL divergence, which is over the
-model's own answers: it may be negative."""
+A pair is right if the chosen answer has the higher reward. A good rated answer is right if its
+reward is above the reference point of KTO (arXiv 2402.01306, section 4.1), a bad one if below; the
+point is the mean reward of prompts with answers of other rows, at least 0. log p - log p_ref is of
+given answers. Its mean is no KL divergence, which is over the model's own answers: it may be
+negative."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from workflow.lib.scores.store import ScoreStore
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECTS, SubjectName
 
-# Whose log-probabilities differ from the reference's because of the training.
+# Subjects whose log-probabilities differ from the reference's because of the training.
 TRAINED: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
 Losses = Mapping[int, tuple[float, int]]
 """(summed -log p, tokens) by document."""
@@ -30,13 +30,13 @@ Losses = Mapping[int, tuple[float, int]]
 
 @dataclass(frozen=True)
 class Preferences:
-    """The held-out examples of two documents whose rewards are measured, and what a reward is."""
+    """The held-out examples of two documents with measured rewards, and the reward's formula."""
 
     firsts: list[int]  # the first document of each
-    desirable: list[bool] | None  # of rated answers: whether each is a good one. None of pairs.
+    desirable: list[bool] | None  # of rated answers: whether each is good; None of pairs
     rewards: pairs.Rewards
     reference: Mapping[int, float] | None
-    """log p of the answer by the reference, by document; None for objectives without one."""
+    """The reference's log p of the answer, by document; None for objectives without one."""
 
     @classmethod
     def of(
@@ -47,8 +47,7 @@ class Preferences:
         *,
         settings: EvaluateConfig,
     ) -> "Preferences":
-        """Choose the examples: all that have trained tokens, or `evaluate.max_documents` of
-        them."""
+        """Choose the examples: all with trained tokens, or `evaluate.max_documents` of them."""
         documents = store.heldout_documents()
         chosen = choose_documents(
             documents[::2], at_most=settings.max_documents, seed=settings.seed
@@ -65,7 +64,7 @@ class Preferences:
 
     @property
     def what(self) -> str:
-        """The answers whose loss is the held-out loss, in words."""
+        """The answers of the held-out loss, in words."""
         return "chosen answers" if self.desirable is None else "good answers"
 
     @property
@@ -74,7 +73,7 @@ class Preferences:
 
     @cached_property
     def losses_of(self) -> list[int]:
-        """The documents whose loss is the held-out loss: chosen, or good, answers."""
+        """The documents of the held-out loss: chosen, or good, answers."""
         good = self.desirable or [True] * len(self.firsts)
         return [number for number, counts in zip(self.firsts, good, strict=True) if counts]
 
@@ -88,7 +87,7 @@ class Preferences:
         return SUBJECTS if self.reference is None else TRAINED
 
     def margins(self, losses: Losses) -> list[float]:
-        """Return by how much each example is right: positive where it is."""
+        """Return the margin of each example: positive if it is right."""
         own = self.rewards(self._answers(self.firsts, losses))
         other = self.rewards(self._answers([number + 1 for number in self.firsts], losses))
         if self.desirable is None:

@@ -1,4 +1,4 @@
-"""Who goes on from a rung: no run that is surely worse than the best, by paired held-out losses."""
+"""Runs that continue after a rung: those not surely worse than the best, by paired losses."""
 
 import math
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def by_document(losses: list[DocumentLoss]) -> dict[int, Loss]:
 def decide(
     runs: Mapping[str, Documents], *, keep: float, resamples: int, seed: int
 ) -> list[Decision]:
-    """Return the decisions, lowest loss first; of equal losses the run that is named first. runs:
-    at least one, its loss by document. Raises `UserError` for runs of different documents."""
+    """Return the decisions, lowest loss first, in the order of `runs` if equal. runs: at least one,
+    its loss by document. Raises `UserError` for runs of different documents."""
     losses = {name: _mean(documents) for name, documents in runs.items()}
     best, *others = sorted(runs, key=lambda name: losses[name])
     of_best: Any = {"behind": 0.0, "behind_ci95": (0.0, 0.0), "reason": "lowest loss"}

@@ -1,7 +1,7 @@
-"""Answers to held-out prompts, for a person to read base and tuned side by side.
+"""Answers to held-out prompts, for a person to compare base and tuned.
 
-A prompt is what precedes a document's first trained token; its reference, the first run of trained
-tokens. Answers are greedy."""
+A prompt is the text before a document's first trained token; its reference, the first run of
+trained tokens. Answers are greedy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from workflow.lib.system.progress import Progress
 
 @dataclass(frozen=True)
 class Prompt:
-    """A held-out document cut where the model must go on; token ids."""
+    """A held-out document cut where the model must continue; token ids."""
 
     document: int
     prompt: list[int]
@@ -50,8 +50,8 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     model: PeftModel | PreTrainedModel,
 ) -> list[int]:
-    """Return the tokens that end an answer: of tokenizer and model, and special tokens that end the
-    references, as a chat template may close turns by another than `eos_token`."""
+    """Return the tokens that end an answer: of tokenizer and model, and special tokens at the ends
+    of references, as a chat template may close turns without `eos_token`."""
     config: GenerationConfig | None = model.generation_config
     named = [tokenizer.eos_token_id, None if config is None else config.eos_token_id]
     ids = {i for value in named for i in (value if isinstance(value, list) else [value])}
@@ -75,7 +75,7 @@ def generate_answers(
     device: torch.device,
     description: str = "samples",
 ) -> list[list[int]]:
-    """Return a continuation of each prompt, token by token, without the token that ended it."""
+    """Return a continuation of each prompt, token by token, without its end token."""
     if not prompts:
         return []
     lengths = [len(prompt.prompt) for prompt in prompts]
@@ -115,7 +115,7 @@ def _continue(
     *,
     device: torch.device,
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt of one batch, what follows an end included."""
+    """Return the new tokens of each prompt of one batch, with those after an end."""
     ids, mask = _left_padded([prompt.prompt for prompt in prompts], device=device)
     output = model.generate(  # type: ignore[operator]
         input_ids=ids,
@@ -128,7 +128,7 @@ def _continue(
             eos_token_id=settings.stop_ids or None,
             pad_token_id=settings.stop_ids[0] if settings.stop_ids else 0,
         ),
-        synced_gpus=False,  # `work_sharing.in_step` does it, for any number of calls
+        synced_gpus=False,  # `work_sharing.in_step` synchronizes any number of calls
     )
     rows: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return rows

@@ -1,14 +1,14 @@
-"""What a server makes of exported files, beside the evaluation's numbers and beside PEFT.
+"""A server's results on exported files, against the evaluation's numbers and against PEFT.
 
-Asked first, of the server (`ask`), then compared (`compared`), so that the two are not in memory
-together. That the adapter acts is told kind by kind: one kind of its modules, the others zeroed,
-must change the log-probabilities as it does in PEFT.
+First the server is asked (`ask`), then its answers are compared (`compared`), so that the two are
+not in memory together. Each kind of the adapter's modules, with the others zeroed, must change the
+log-probabilities as it does in PEFT.
 
 Bounds: the trained and the exported adapter may differ by `Parity.tolerance` in a logit (root mean
 square, nats, of the compute dtype). A log-probability has a logit and its normalizer, so twice
-that; a token that is greedy by one of two such models is at most two of their largest errors less
-likely by the other, which are taken as four times the root mean square. Where weights are rounded
-(GGUF), the mean loss has a bound, and tokens may differ by twice what rounding alone does."""
+that. The greedy token of one of two such models is less likely in the other by at most two of their
+largest errors, which are taken as four times the root mean square. If weights are rounded (GGUF),
+the mean loss has a bound, and tokens may differ by twice the effect of rounding alone."""
 
 import math
 import shutil
@@ -39,16 +39,16 @@ from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.system.errors import UserError
 
 ROLES = {"system", "user", "assistant"}
-WHOLE = "adapter"  # all of it, as a part
-PART_DOCUMENTS = 8  # on which parts are compared
-LEAST_SHARE = 0.5  # of a part's change; judged where noise is smaller than half of that
-TINY = 1e-30  # instead of a change of nothing
+WHOLE = "adapter"  # name of the whole adapter as a part
+PART_DOCUMENTS = 8  # for the comparison of parts
+LEAST_SHARE = 0.5  # of a part's change; used if noise is smaller than half of that
+TINY = 1e-30  # in place of a zero change
 Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked: held-out documents by number, prompts."""
+    """The questions: held-out documents by number, prompts."""
 
     documents: Mapping[int, Document]
     prompts: list[Prompt]
@@ -66,8 +66,8 @@ class Asked:
         most: int,
         tokens: float = math.inf,
     ) -> "Asked":
-        """Return questions of the documents with these numbers, the first ones that have so many
-        trained tokens; folder: the exported one, whose settings end answers."""
+        """Return questions on these documents: the first ones with at most `tokens` trained tokens;
+        folder: the exported one, whose settings end answers."""
         some: dict[int, Document] = {}
         for number in numbers:
             if sum(int(mask[1:].sum()) for _, mask in some.values()) >= tokens:
@@ -78,19 +78,19 @@ class Asked:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row that a server meets, with one more that it must write."""
+        """Tokens of the longest row of a server, with one more that it must write."""
         rows = [len(prompt.prompt) + self.most for prompt in self.prompts]
         return max(rows + [len(ids) for ids, _ in self.documents.values()]) + 1
 
     @property
     def compared(self) -> list[Document]:
-        """The documents on which parts are compared."""
+        """The documents for the comparison of parts."""
         return list(self.documents.values())[:PART_DOCUMENTS]
 
 
 @dataclass(frozen=True)
 class Known:
-    """What Transformers says of it: by document summed -log p and trained tokens; answers."""
+    """Transformers' results: by document summed -log p and trained tokens; answers."""
 
     losses: dict[int, tuple[float, int]]
     answers: list[str]
@@ -125,7 +125,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Said:
-    """What a server said: loss by document; log p of the trained tokens of `Asked.compared` by
+    """A server's results: loss by document; log p of the trained tokens of `Asked.compared` by
     part, and without an adapter by `BASE`; answers; the name of the served part."""
 
     losses: dict[int, float]
@@ -135,8 +135,8 @@ class Said:
 
 
 def write_parts(adapter: Path, folder: Path) -> dict[str, Path]:
-    """Write the adapter once a kind of its modules, the others zeroed; return the folders of all
-    parts by name. With a single kind, that is the adapter itself."""
+    """Write the adapter once for each kind of its modules, the others zeroed; return the folders of
+    all parts by name. With a single kind, that is the adapter itself."""
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     kinds = sorted({module_kind(name) for name in tensors})
     parts = {WHOLE: adapter}
@@ -162,7 +162,7 @@ def log_p_of(server: ModelServer, documents: Iterable[Document], *, model: str) 
 
 
 def ask(server: ModelServer, asked: Asked, parts: Iterable[str]) -> Said:
-    """Return what a server says; parts: names of loaded adapters, the whole one first, or none."""
+    """Return a server's results; parts: names of loaded adapters, the whole one first, or none."""
     names = [*parts, BASE]
     served = names[0]
 
@@ -181,8 +181,8 @@ def ask(server: ModelServer, asked: Asked, parts: Iterable[str]) -> Said:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a server said beside Transformers; bound: nats, of each document, or of all together
-    where weights are rounded. What is further apart raises `UserError`."""
+    """A server's results against Transformers'. bound: nats, of each document, or of all together
+    if weights are rounded. A larger difference raises `UserError`."""
 
     server: str
     asked: Asked
@@ -218,12 +218,12 @@ class Comparison:
         return _rms(log_p(model, self.asked.compared) - self.said.parts[self.said.served])
 
     def _allowed(self, apart: float) -> float:
-        """Return the largest difference of a token's log-probability, root mean square; apart: that
-        of weights which were rounded alone."""
+        """Return the largest allowed difference of a token's log-probability, root mean square;
+        apart: the difference by rounded weights alone."""
         return max(self.bound, 2 * apart) if self.rounded else self.bound
 
     def parts(self, model: PeftModel, folders: Mapping[str, Path]) -> list[ServedPart]:
-        """Return how each part acts in the server and in PEFT."""
+        """Return the effect of each part in the server and in PEFT."""
         with model.disable_adapter():
             plain = log_p(model, self.asked.compared)
         unlike = _rms(self.said.parts[BASE] - plain)  # without an adapter
@@ -243,7 +243,7 @@ class Comparison:
             )
             found.append(part)
         model.set_adapter("default")
-        # a kind of module first: it says what the whole lacks
+        # kinds of modules first: their error tells more than the whole's
         for part in sorted(found, key=lambda part: part.part == WHOLE):
             self._refuse_ignored(part, tokens=len(plain), unlike=unlike)
         return found
@@ -262,8 +262,8 @@ class Comparison:
 
     @torch.no_grad()
     def answer_gap(self, model: Model) -> float:
-        """Return by how many nats a token of the server's answers is at most less likely than the
-        most likely one."""
+        """Return the largest difference, nats, between the most likely token and the token of a
+        server's answer."""
         gap = 0.0
         for prompt, answer in zip(self.asked.prompts, self.said.answers, strict=True):
             row = torch.tensor([prompt.prompt + answer], device=model.device)
@@ -280,7 +280,7 @@ class Comparison:
         return gap
 
     def equal_answers(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Return how many answers read as those of the evaluation."""
+        """Return the number of answers with the evaluation's text."""
         ends = set(self.asked.stop_ids)
         texts = [
             tokenizer.decode([t for t in answer if t not in ends], skip_special_tokens=True)
@@ -317,8 +317,8 @@ def _rms(values: Numbers) -> float:
 def check_prompts(
     server: ModelServer, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
 ) -> int:
-    """Return how many conversations and texts have the same token ids in both; raises `UserError`
-    at another. Left out: tools, and content that is no text."""
+    """Return the number of conversations and texts with equal token ids in both; raises `UserError`
+    at a difference. Left out: tools, and content that is no text."""
     checked = 0
     for probe in probes:
         if probe.text is not None:
@@ -351,7 +351,7 @@ def _is_plain(probe: Probe) -> bool:
 
 
 def _asking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages up to the last one of the user, which an answer is asked for."""
+    """Return the messages up to the user's last one."""
     last = max(
         (number for number, message in enumerate(messages) if message["role"] == "user"),
         default=len(messages) - 1,

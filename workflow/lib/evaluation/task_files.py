@@ -1,6 +1,5 @@
-"""Which task names a folder of YAML files defines, and whether it would run code, read without the
-harness: the libraries read their offline variables at import. Names as in lm_eval 0.4.13
-(`tasks/_index.py`)."""
+"""Task names in a folder of YAML files, and a check for code, without the harness: its libraries
+read their offline variables at import. Names as in lm_eval 0.4.13 (`tasks/_index.py`)."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -18,9 +17,9 @@ from workflow.lib.system.errors import UserError, setting_error
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-# Everything the evaluation needs is on disk. The harness would otherwise fork a process per core
-# for its bootstraps, from a process that holds a GPU context.
-NO_HUB_CODE = {"HF_EVALUATE_OFFLINE": "1"}  # the package `evaluate` runs what it downloads
+# The evaluation's data are on disk. The harness would otherwise fork a process per core for its
+# bootstraps, from a process with a GPU context.
+NO_HUB_CODE = {"HF_EVALUATE_OFFLINE": "1"}  # the package `evaluate` runs downloaded code
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 SINGLE_PROCESS = {"DISABLE_MULTIPROC": "1"}
 
@@ -28,7 +27,7 @@ GROUP_KEYS = frozenset(("group", "group_alias", "task", "tag", "aggregate_metric
 
 
 def environment(settings: EvaluateConfig) -> dict[str, str]:
-    """Return the variables to set before imports: offline, no hub code, where settings allow."""
+    """Return the variables to set before imports: offline, no hub code, if settings allow."""
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
     code = {} if settings.task_code else NO_HUB_CODE
     return SINGLE_PROCESS | code | ({} if shipped else OFFLINE)
@@ -71,16 +70,16 @@ def _strings(node: yaml.Node) -> list[str]:
 
 
 def _names(keys: dict[str, list[str]]) -> set[str]:
-    """Return the names that one file defines; an included one may define none."""
+    """Return the names in one file; an included one may define none."""
     if "group" in keys:
         return {*keys["group"], *keys.get("tag", [])}  # its `task` lists members defined elsewhere
     return {*keys.get("task", []), *keys.get("tag", [])}
 
 
 def refuse_code(tasks_dir: str) -> None:
-    """Raise `UserError` if a task file of the folder, or one that it includes, may run Python. That
-    is a tag such as `!function`, and whatever `code_free_tasks` does not know. Templates in the
-    files are another matter: `lm_eval_tasks` keeps them in."""
+    """Raise `UserError` if a task file of the folder, or an included one, may run Python: a tag
+    such as `!function`, or a key that `code_free_tasks` does not know. `lm_eval_tasks` bounds
+    templates in the files."""
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
     while waiting:
         file = waiting.pop().resolve()
@@ -96,13 +95,13 @@ def refuse_code(tasks_dir: str) -> None:
 
 
 def _definition(file: Path, tasks_dir: str) -> dict[Any, Any]:
-    """Return what a file says, merged keys included; empty for what the harness skips."""
+    """Return a file's content, merged keys included; empty for files that the harness skips."""
     root = _compose(file)
     try:
         value = yaml.SafeLoader("").construct_document(root) if root else None
-    except yaml.constructor.ConstructorError as error:  # a tag that is none of YAML's own
+    except yaml.constructor.ConstructorError as error:  # not one of YAML's own tags
         raise _code_error(file, str(error.problem), tasks_dir) from None
-    except (ValueError, OverflowError, RecursionError) as error:  # a date that is none
+    except (ValueError, OverflowError, RecursionError) as error:  # an impossible date
         raise _not_yaml(file, error) from None
     return value if isinstance(value, dict) else {}
 
@@ -117,8 +116,8 @@ def _code_error(file: Path, code: str, tasks_dir: str) -> UserError:
 
 
 def check_tasks(settings: EvaluateConfig) -> None:
-    """Raise `UserError` before anything is trained for a task that does not exist or cannot run,
-    and a requirement that none measures. Reads definitions alone; local tasks without code need no
+    """Raise `UserError` before the training for a task that does not exist or cannot run, and for a
+    requirement that none measures. Reads definitions alone; local tasks without code need no
     harness, whose import takes seconds."""
     required = [name for name in settings.require if not is_loss(name) and name not in REWARDS]
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
@@ -150,7 +149,7 @@ def _refuse_undefined(name: str, definition: Mapping[str, Any], settings: Evalua
         return
     for entry in definition.get("metric_list") or []:
         metric = str(entry["metric"])
-        # The harness' own functions are paths by now.
+        # The harness' own functions are paths here.
         if entry.get("hf_evaluate") or (metric not in METRICS and not Path(metric).is_absolute()):
             raise setting_error(
                 "evaluate.tasks",
@@ -169,7 +168,7 @@ def refuse_unrunnable(
     num_fewshot: int | None,
     settings: EvaluateConfig,
 ) -> None:
-    """Raise `UserError` for what the harness would refuse late, or ignore in silence."""
+    """Raise `UserError` for settings that the harness would refuse late, or silently ignore."""
     if runs_code:
         raise setting_error(
             "evaluate.tasks", name, "it runs code that the model writes", "Remove it"
@@ -186,8 +185,8 @@ def refuse_unrunnable(
 
 
 def known_tasks(settings: EvaluateConfig) -> "TaskManager":
-    """Return the harness' index of tasks: of the folder, and its own thousands where
-    `evaluate.tasks` names others. Raises `UserError` for a task in neither."""
+    """Return the harness' index of tasks: of the folder, and its own thousands if `evaluate.tasks`
+    names others. Raises `UserError` for a task in neither."""
     with importing():
         from lm_eval import __version__
         from lm_eval.tasks import TaskManager
@@ -218,7 +217,7 @@ def _members(
     name: str, index: Mapping[str, Mapping[str, Any]], tagged: Mapping[str, Collection[str]]
 ) -> dict[str, Mapping[str, Any]]:
     """Return the definition of a task; or of a group or tag and all below it, by name. index:
-    definitions; tagged: the tasks of tags. What a group says goes before what its members say."""
+    definitions; tagged: the tasks of tags. A group's settings override its members'."""
     found: dict[str, Mapping[str, Any]] = {}
     waiting: list[tuple[Any, dict[str, Any]]] = [(name, {})]
     while waiting:
@@ -249,7 +248,7 @@ def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _metrics(definition: Mapping[str, Any]) -> list[str]:
-    """Return the names of a task's metrics in results: with the filter's, if it defines filters."""
+    """Return the names of a task's metrics in results, with filters' if it defines any."""
     listed = [str(entry["metric"]) for entry in definition.get("metric_list") or []]
     filters = [entry["name"] for entry in definition.get("filter_list") or []] or ["none"]
     return [metric if one == "none" else f"{metric},{one}" for metric in listed for one in filters]

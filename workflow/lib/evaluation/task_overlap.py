@@ -1,8 +1,8 @@
-"""How much of each item of a task training rows repeat: the share of its tokens in runs of more
-than 10 tokens that a training row has too (Llama 2, arXiv 2307.09288, A.6, without skipped tokens).
+"""Overlap of a task's items with training rows: the share of an item's tokens in runs of more than
+10 tokens of a training row (Llama 2, arXiv 2307.09288, A.6, without skipped tokens).
 
-An item is every text of its document, also answers that a prompt does not show. Runs that two
-items of a task share are its wording, and do not count."""
+An item is every text of its document, also answers that a prompt does not show. Runs that two items
+of a task share are its wording, and do not count."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 RUN = 11  # tokens
-CHUNK_TOKENS = 2**20  # whose runs are hashed at a time: 8 MiB
+CHUNK_TOKENS = 2**20  # hashed at a time: 8 MiB
 FACTORS = np.random.default_rng(0).integers(2**63, size=RUN, dtype=np.uint64) * 2 + 1
 NONE = np.empty(0, np.uint64)
 Array = npt.NDArray[Any]
@@ -40,7 +40,7 @@ def overlap_shares(
 
 
 def _own_runs(items: list[list[Array]]) -> Any:
-    """Return the runs that one item alone has."""
+    """Return the runs of one item alone."""
     runs = [np.unique(np.concatenate([NONE, *map(_runs, item)])) for item in items]
     found, count = np.unique(np.concatenate([NONE, *runs]), return_counts=True)
     return found[count == 1]

@@ -1,11 +1,11 @@
-"""What tasks scored, item by item, and the paired comparison of two subjects.
+"""Scores of tasks, item by item, and the paired comparison of two subjects.
 
 The bootstrap gives 95% percentile intervals of ratios of sums, and of paired differences (Efron and
 Tibshirani 1993, ch. 13). Whole documents are resampled, as their tokens are not independent. Both
 subjects see the same documents, so a difference resamples as one numerator.
 
-Where every item is right or wrong, the p-value is that of the exact McNemar test (McNemar 1947):
-binomial, over the items that one of the two alone answered rightly. Elsewhere: the bootstrap's."""
+If items are right or wrong, the p-value is of the exact McNemar test (McNemar 1947): binomial, over
+items that only one of the two answered rightly. Otherwise: the bootstrap's."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from workflow.lib.artifacts.evaluation_record import MetricDifference, Task
 from workflow.lib.settings.config import EvaluateConfig
 
 Floats = npt.NDArray[np.float64]
-CHUNK_ENTRIES = 2**22  # resampled indices held at a time: 32 MiB
+CHUNK_ENTRIES = 2**22  # resampled indices in memory at a time: 32 MiB
 T = TypeVar("T")
 Loss = tuple[float, int]  # summed over tokens, and their number
 
@@ -77,8 +77,8 @@ MetricItems = dict[tuple[str, str], dict[Item, float]]
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What one subject scored: the artifact's `tasks`, and by (task, metric) the `items` whose mean
-    the metric is (none of corpus-level ones and groups)."""
+    """Scores of one subject: the artifact's `tasks`, and by (task, metric) the `items` whose mean
+    is the metric (none of corpus-level metrics and groups)."""
 
     scores: dict[str, Task]
     items: MetricItems
@@ -116,7 +116,7 @@ def task_differences(
     """Return the paired differences, tuned - base, by task and metric, of the tasks of both."""
     differences: dict[str, dict[str, MetricDifference]] = {}
     for name, score in tuned.scores.items():
-        if name not in base.scores:  # of a model that was read layer by layer
+        if name not in base.scores:  # of a model that was streamed layer by layer
             continue
         before = base.scores[name].metrics
         differences[name] = {
@@ -138,7 +138,7 @@ def task_differences(
 def paired_fields(
     base: dict[Item, float], tuned: dict[Item, float], *, resamples: int, seed: int
 ) -> dict[str, Any]:
-    """Return the fields of `MetricDifference` that the items decide."""
+    """Return the fields of `MetricDifference` that follow from the items."""
     assert base.keys() == tuned.keys(), "base and tuned did not answer the same items"
     keys = ("difference_ci95", "p_value", "test", "gained", "lost")
     fields: dict[str, Any] = dict.fromkeys(keys)

@@ -1,5 +1,5 @@
-"""vLLM's OpenAI server, by an environment of its own (`make serving`). It loads adapters while it
-runs, each with an answer."""
+"""vLLM's OpenAI server, in its own environment (`make serving`). It loads adapters at run time,
+each with an answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ LOAD = "/v1/load_lora_adapter"
 
 
 def slots(rank: int) -> int:
-    """Return the rank that a server is asked to have room for: a power of two, as its option wants;
-    one that is too large it refuses by itself."""
+    """Return the server's largest rank: a power of two, as its option requires; it refuses one that
+    is too large itself."""
     return int(max(8, 2 ** (rank - 1).bit_length()))
 
 
 @dataclass(frozen=True)
 class VllmStart:
-    """How vLLM is started. python: of its environment; max_lora_rank: None without adapters;
-    gpus: 0 on the CPU; quiet_s: how long it may say nothing."""
+    """vLLM's start. python: of its environment; max_lora_rank: None without adapters; gpus: 0 on
+    the CPU; quiet_s: bound of its silence, seconds."""
 
     python: Path
     model: Path
@@ -36,7 +36,7 @@ class VllmStart:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # adapters come one by one, each with an answer
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # 1 token more than a document
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        # `quiet_s` bounds how long it may take; its own 300 s and 600 s are short on a busy machine
+        # `quiet_s` bounds its time; its own 300 s and 600 s are short on a busy machine
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
         "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with other jobs
@@ -53,9 +53,9 @@ class VllmStart:
             "--uds": address,
             "--dtype": self.dtype,
             "--max-model-len": self.max_tokens,
-            # of several, 0.32 cannot compute log-probabilities of prompts with an adapter
+            # with several, 0.32 cannot compute log-probabilities of prompts with an adapter
             "--max-num-seqs": 1,
-            "--max-num-batched-tokens": self.max_tokens,  # it begins with so many
+            "--max-num-batched-tokens": self.max_tokens,  # it begins with this many
         }
         flags = ["--disable-uvicorn-access-log"]
         if self.max_lora_rank is not None:
@@ -70,7 +70,7 @@ class VllmStart:
 
 
 class VllmServer(ModelServer):
-    """vLLM, running."""
+    """A running vLLM."""
 
     name = "vLLM"
 
@@ -79,7 +79,7 @@ class VllmServer(ModelServer):
         return str(self.ask("GET", "/version")["version"])
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        # one that its worker does not take is a failure to it, too
+        # to it an adapter that its worker refuses is a failure, too
         self.ask("POST", LOAD, refusing=True, lora_name=name, lora_path=str(folder.resolve()))
 
     def text_ids(self, text: str) -> list[int]:

@@ -60,7 +60,7 @@ class Probe(Record, extra="forbid"):
         return {name: rates[name] / reference[name] for name in rates.keys() & reference.keys()}
 
     @property
-    def told(self) -> str:
+    def basis(self) -> str:
         """The probe's origin, as shown in a forecast."""
         made, torch = self.provenance.created_utc[:10], self.provenance.packages["torch"]
         vague = sorted(self.measured.keys() - self.rates.keys())

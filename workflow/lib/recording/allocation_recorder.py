@@ -1,10 +1,10 @@
-"""Every storage that is made, resized and released on the recorded GPU, as events of a tape; and
-what kernels of libraries allocate besides their results, read from torch 2.11 to 2.13 and compared
-with measured peaks (`tests/gpu/measurements`).
+"""Allocation, resize and release of every storage on the recorded GPU, as events of a tape.
 
-Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 resizes what it
-gathers into without an operation: these storages (known by `out=`) are looked at before each one,
-of a layer's the first and the last, and before a view only those that have memory."""
+Temporary memory of libraries' kernels is read from torch 2.11 to 2.13 and compared with measured
+peaks (`tests/gpu/measurements`). A dispatch mode sees operations, and the end of a storage its
+release. FSDP2 resizes its gather buffers without an operation: these storages (known by `out=`) are
+checked before each operation, of a layer's the first and the last, and before a view only those
+that have memory."""
 
 import weakref
 from collections import Counter
@@ -34,7 +34,7 @@ DOCUMENT_PADDING = 128  # tokens, of FlashAttention's sums in backward
 
 
 def workspaces(func: Any, args: Any, result: Any) -> Sequence[int]:
-    """Return the bytes of an operation's temporary tensors, which are there together."""
+    """Return the bytes of an operation's temporary tensors, all allocated at once."""
     find = WORKSPACES.get(_name(func))
     return () if find is None else find(args, result)
 
@@ -74,12 +74,12 @@ def _efficient_backward(args: Any, _: Any) -> list[int]:
 
 
 def _like_input(args: Any, _: Any) -> list[int]:
-    """exp(x - max), beside its sums."""
+    """exp(x - max), in addition to its sums."""
     return [args[0].nbytes]
 
 
 def _like_result(_: Any, result: Any) -> list[int]:
-    """The product of gradient and output, which is summed."""
+    """The product of gradient and output before its sum."""
     return [result.nbytes]
 
 
@@ -93,10 +93,10 @@ WORKSPACES: dict[str, Callable[[Any, Any], Sequence[int]]] = {
 
 
 READ = torch.ops.aten._local_scalar_dense.default
-DEVICE = torch.ops.prim.device.default  # asked for more often than all else together
+DEVICE = torch.ops.prim.device.default  # called more often than all others together
 REDUCE = torch.ops.c10d.allreduce_.default
-# DTensor makes what stands for its operands by this operation, to learn the shape of a result; the
-# engine and its libraries make nothing else by it.
+# DTensor makes stand-ins of its operands by this operation, to learn a result's shape; the engine
+# and its libraries use it for nothing else.
 STAND_IN = torch.ops.aten.empty_strided.default
 COPY = torch.ops.aten.copy_.default
 FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -113,7 +113,7 @@ class _Storage:
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Writes to `tape` what is made and released in the block, within the GPU's mode."""
+    """Writes allocations and releases in the block to `tape`, within the GPU's mode."""
 
     def __init__(self, gpu: RecordedGpu, tape: LayerTape, *, alone: bool = False) -> None:
         """alone: FSDP2 gathers from one process alone, by copies in place of collectives."""
@@ -123,9 +123,9 @@ class AllocationRecorder(TorchDispatchMode):
         self._gpu = gpu
         self._known: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
-        """What FSDP2 gathers into, by the first of its storages: written by `out=` or copied to."""
-        self._there: dict[int, list[_Storage]] = {}
-        """Those of them that have memory."""
+        """FSDP2's gather buffers, by their first storage: written by `out=` or copied to."""
+        self._allocated: dict[int, list[_Storage]] = {}
+        """Those with memory."""
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._multiplying: set[tuple[int, bool]] = set()
         self._streams: dict[int, str] = {}
@@ -140,13 +140,13 @@ class AllocationRecorder(TorchDispatchMode):
             return args[0].fake_device
         options = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls operations on its local tensors
-        if torch._C._get_dispatch_mode(FAKE) is not self._gpu.mode:  # one that tries shapes alone
+            return NotImplemented  # a tensor subclass, which calls operations on its local tensors
+        if torch._C._get_dispatch_mode(FAKE) is not self._gpu.mode:  # it tries shapes alone
             return func(*args, **options)
         if func is READ and args[0].constant is None:
-            return 0  # a value that the host asks for: all are taken for zeros
+            return 0  # a value for the host: all are zero
         is_view = func in VIEWS
-        self._note_resized(self._there if is_view else self._gathered)
+        self._note_resized(self._allocated if is_view else self._gathered)
         if options:
             self._follow(options.get("out"))
         if func is self._copies:
@@ -172,7 +172,7 @@ class AllocationRecorder(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, args: Any, options: Any, result: Any) -> None:
-        """Count what an operation does; of one on tensors of many layers, each has its share."""
+        """Count an operation's work; each layer has its share of one on tensors of many layers."""
         if not self.tape.counts or (found := work_of(func, args, options, result)) is None:
             return
         kind, amount = found
@@ -210,7 +210,7 @@ class AllocationRecorder(TorchDispatchMode):
         known.tensor = self.tape.new(known.num_bytes, UNNAMED, HOST)
 
     def _layers(self, args: Any, count: int) -> list[int]:
-        """Return the layers that `count` results of an operation belong to."""
+        """Return the layers of `count` results of an operation."""
         if not self.tape.follows_tensors:
             return [self.tape.layer] * count
         first = args[0] if args else None
@@ -231,7 +231,7 @@ class AllocationRecorder(TorchDispatchMode):
         return self.tape.layer_of[number] if number >= 0 else self.tape.layer
 
     def assign(self, tensor: torch.Tensor, *, layer: int | None = None, term: str = "") -> None:
-        """Say to which layer a tensor belongs, or what it counts as."""
+        """Set the layer or the term of a tensor."""
         values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         number = self._number(values)
         if number >= 0 and layer is not None:
@@ -240,19 +240,19 @@ class AllocationRecorder(TorchDispatchMode):
             self.tape.terms[number] = term
 
     def _follow(self, written: Any) -> None:
-        """Look from now on at the storages of tensors that an operation writes."""
+        """Watch from now on the storages of tensors that an operation writes."""
         keys = (tensor.untyped_storage()._cdata for tensor in tensors(written))
         group = {key: self._known[key] for key in keys if key in self._known}
         if group:
             first = next(iter(group))
-            self._gathered[first] = self._there[first] = [*group.values()]
+            self._gathered[first] = self._allocated[first] = [*group.values()]
 
     def note_resized(self) -> None:
-        """Note what FSDP2 has resized since the last operation."""
+        """Note the storages that FSDP2 has resized since the last operation."""
         self._note_resized(self._gathered)
 
     def _note_resized(self, groups: dict[int, list[_Storage]]) -> None:
-        # Millions of times in a recording: `_differs`, without calls.
+        # Millions of calls in a recording: `_differs`, inlined.
         resized = [
             first
             for first, group in groups.items()
@@ -269,16 +269,16 @@ class AllocationRecorder(TorchDispatchMode):
             if storage is not None and storage.nbytes() != known.num_bytes:
                 self._resize(known, storage.nbytes())
         if group[0].num_bytes:
-            self._there[first] = group
+            self._allocated[first] = group
         else:
-            self._there.pop(first, None)
+            self._allocated.pop(first, None)
 
     def _note_workspaces(self, func: Any, args: Any, result: Any) -> None:
         backward = torch._C._current_graph_task_id() != NO_TASK
         multiplying = (self._gpu.current_stream().stream_id, backward)
         if func.overloadpacket in MATMULS and multiplying not in self._multiplying:
-            # cuBLAS takes one for each stream, and for each thread that multiplies: that of
-            # forward, and autograd's.
+            # cuBLAS takes one for each stream, and for each thread with matmuls: forward's, and
+            # autograd's.
             self._multiplying.add(multiplying)
             self._new(WORKSPACE_BYTES, "cublas_workspace")
         sizes = workspaces(func, args, result)
@@ -295,20 +295,20 @@ class AllocationRecorder(TorchDispatchMode):
     def _new(self, num_bytes: int, term: str) -> int:
         number = self._gpu.current_stream().stream_id
         name = COMPUTE
-        if number != COMPUTING:  # numbers count on from one recording to the next
+        if number != COMPUTING:  # numbers continue from one recording to the next
             name = self._streams.setdefault(number, f"beside_{len(self._streams)}")
         return self.tape.new(num_bytes, term, name)
 
     def _release(self, key: int, known: _Storage) -> None:
-        if self._known.get(key) is known:  # else another storage has got its address
+        if self._known.get(key) is known:  # else another storage has its address
             del self._known[key]
             self._gathered.pop(key, None)
-            self._there.pop(key, None)
+            self._allocated.pop(key, None)
         self._resize(known, 0)
 
 
 def _differs(known: _Storage) -> bool:
-    """Whether a storage that is still there has another size than was noted."""
+    """Whether an existing storage has another size than the noted one."""
     storage = known.reference()
     return storage is not None and storage.nbytes() != known.num_bytes
 

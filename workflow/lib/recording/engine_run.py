@@ -1,9 +1,9 @@
 """The engine's own steps on the recorded GPU: a model is built as for training, checked as at the
 start, and trained for two steps.
 
-The second step is the first that begins as all others do, with what the allocator has kept. Every
-row is full, and every token is trained. What the start-up checks compare on the
-host, and the family's own forward of 8 tokens, are left out."""
+The second step is the first that begins as all others do, with the allocator's cached memory. Every
+row is full, and every token is trained. Left out are the start-up checks' comparisons on the host,
+and the family's own forward of 8 tokens."""
 
 import gc
 import json
@@ -61,9 +61,9 @@ from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseOptimizer
 
-# How far layers know of each other, tried one after the other until those that are alike ask for
-# the same. Of gathered layers, the third one asks for the buffer of the first, which no layer of
-# the same pass releases.
+# Reach of layers to each other, tried in this order until equal layers make equal requests. With
+# gathered layers the third one requests the buffer of the first, which no layer of the same pass
+# releases.
 NEAR, GATHERED, FAR = 2, 3, 4
 
 logger = logging.getLogger("workflow")
@@ -72,11 +72,10 @@ logger = logging.getLogger("workflow")
 def record(
     config: Mapping[str, Any], plan: StepPlan, *, checked: bool = True, whole: bool = False
 ) -> Tape:
-    """Return what a process asks of a GPU's allocator from the empty model to the end of its second
-    step. config: a config.json; checked: after the start-up checks, whose freed memory the
-    allocator keeps; whole: run all layers, not those alone that stand for the others. This process
-    has the recorded device from then on, and must have no process group. Raises `UserError` as
-    building a model does."""
+    """Return the allocations of a process from the empty model to the end of its second step.
+    config: a config.json; checked: after the start-up checks, whose freed memory the allocator
+    keeps; whole: run all layers, not only representatives. This process keeps the recorded device,
+    and must have no process group. Raises `UserError` as building a model does."""
     described = _Described.of(config, plan)
     tape = None if whole else _repeated(described, checked=checked)
     if tape is None:
@@ -86,7 +85,7 @@ def record(
 
 
 def _repeated(described: "_Described", *, checked: bool) -> Tape | None:
-    """Return the tape made from some layers; None where no fewer than all will do."""
+    """Return the tape made from some layers; None if all are needed."""
     for reach in _reaches(described):
         numbers = representatives(described.kinds, reach=reach)
         if len(numbers) == len(described.kinds):
@@ -101,9 +100,9 @@ def _repeated(described: "_Described", *, checked: bool) -> Tape | None:
 
 
 def _reaches(described: "_Described") -> Sequence[int]:
-    """Return how far layers may know of each other, the least first."""
-    # Activations on their way to the host are there for some layers. Where weights of several wait
-    # on the host, one takes the place of an earlier one.
+    """Return the possible reaches of layers to each other, the least first."""
+    # Offloaded activations of some layers exist at once. With several layers' weights on the host,
+    # one replaces an earlier one.
     plan = described.plan
     if plan.offload_window_bytes is not None or len(described.choice.weights_on_host) > 1:
         return (FAR,)
@@ -117,8 +116,8 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
     with _masks_of_rows(packed=plan.documents_per_row > 1), _fake_world(plan) as world:
         run = _Run(described, numbers, world)
         alone = plan.processes > 1 == plan.shards
-        # In a thread of backward's own, what autograd uses last is released sooner or later than
-        # what that thread does next, as chance has it.
+        # In a backward thread of its own, the order of autograd's last releases and the thread's
+        # next requests is random.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with one_thread, gpu.mode, AllocationRecorder(gpu, tape, alone=alone) as recorder:
             run.load(recorder)
@@ -129,7 +128,7 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
             optimizer = make_optimizer(run.training, TrainConfig(optimizer=plan.optimizer))
             run.training.train()
             count = 2 if plan.accumulates else 1
-            first = count if plan.graphed else 1  # what is captured has run before
+            first = count if plan.graphed else 1  # graphs run their work once before the capture
             for number in range(STEPS):
                 with _no_garbage():
                     some = count if number else first
@@ -141,7 +140,7 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collect garbage before the block and never in it: when Python does is left to chance."""
+    """Collect garbage before the block and never in it: the time of Python's own is random."""
     gc.collect()
     gc.disable()
     try:
@@ -152,7 +151,7 @@ def _no_garbage() -> Iterator[None]:
 
 @contextmanager
 def _fake_world(plan: StepPlan) -> Iterator[World]:
-    """Be the first of the plan's processes, whose collectives do nothing."""
+    """Be the first of the plan's processes, with collectives that do nothing."""
     dist.init_process_group("fake", rank=0, world_size=plan.processes, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None
@@ -164,7 +163,7 @@ def _fake_world(plan: StepPlan) -> Iterator[World]:
 
 
 class _Run:
-    """A model without weights, and what is done with it."""
+    """A model without weights, and its steps."""
 
     def __init__(self, described: "_Described", numbers: Sequence[int], world: World) -> None:
         plan = described.plan
@@ -189,7 +188,7 @@ class _Run:
         self._graphs: MicroBatchGraphs | None = None
 
     def load(self, recorder: AllocationRecorder) -> None:
-        """Allocate what training builds, without values."""
+        """Allocate the tensors of training, without values."""
         recorder.tape.phase(LOAD)
         allocate_(self.training, device=self._world.device)
         for module in self.training.modules():
@@ -209,13 +208,13 @@ class _Run:
             self.training.rows_of = self._embedding_rows
         if self._plan.graphed:
             capture = partial(RecordedCapture, recorder.tape)
-            # All processes have the same micro-batches, so none asks the others for theirs.
+            # All processes have the same micro-batches, so none exchanges them.
             alone = replace(self._world, size=1)
             self._graphs = MicroBatchGraphs(self.training, alone, capture)
         Phases(recorder.tape).follow_(self.training, self._embedding, self._layers)
 
     def check(self, recorder: AllocationRecorder) -> None:
-        """What the start-up checks do on the device: a forward of one row, all units gathered."""
+        """Run the start-up checks' work on the device: a forward of one row, all units gathered."""
         tape = recorder.tape
         self.training.eval()
         tape.follows_tensors = False
@@ -238,14 +237,14 @@ class _Run:
     def step(
         self, optimizer: ShardwiseOptimizer, tape: LayerTape, *, micro_batches: int, last: bool
     ) -> None:
-        """Take a step as `loop.Trainer` does. Work is counted in the last one, of a micro-batch
-        the last."""
+        """Take a step as `loop.Trainer` does. Work is counted in the last one, of its last
+        micro-batch."""
         training, device = self.training, self._world.device
 
         def made() -> Iterator[MicroBatch]:
             for number in range(micro_batches):
                 tape.counts = last and number == micro_batches - 1
-                tape.works_for = FIRST_PHASE  # though it has not begun: inputs are copied
+                tape.works_for = FIRST_PHASE  # before its begin: inputs are copied
                 yield self._batch(self._plan.micro_batch_size)
 
         batches = made()
@@ -261,7 +260,7 @@ class _Run:
             figures = len(training.objective.figures)
             losses = LossSum(run, divisor=1, factor=1.0, device=device, figures=figures)
             losses.add(batches)
-            tape.layer = NONE  # what was made of adapters is freed now, of all layers
+            tape.layer = NONE  # derived tensors of adapters are freed now, of all layers
         tape.phase("optimizer_step")
         tape.counts = last
         tape.follows_tensors = True
@@ -276,7 +275,7 @@ class _Run:
         tape.counts = False
 
     def _estimate(self, micro_batches: int) -> torch.Tensor | None:
-        """Do the forward passes that come before a step."""
+        """Run the forward passes before a step."""
         device, training = self._world.device, self.training
         batches = (
             self._batch(self._plan.micro_batch_size).to(device) for _ in range(micro_batches)
@@ -284,8 +283,7 @@ class _Run:
         return step_estimate(training, batches, divisor=1, world=self._world)
 
     def _batch(self, rows: int) -> MicroBatch:
-        """Rows of packed documents of equal lengths, all of whose tokens are trained; in host
-        memory."""
+        """Return rows of packed documents of equal lengths, all tokens trained, in host memory."""
         length, documents = self._plan.seq_len, self._documents(rows)
         ids = torch.zeros(rows, length, dtype=torch.int64)
         batch = MicroBatch(
@@ -303,7 +301,7 @@ class _Run:
         return self._of_objective(batch)
 
     def _of_objective(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with what the objective reads besides tokens."""
+        """Return a micro-batch with the objective's inputs besides tokens."""
         plan, needs, tokens = self._plan, NEEDS[self._plan.objective], len(batch.positions)
         firsts = torch.arange(0, len(batch.bounds[0]) - 2, 2)
         if needs.examples != "texts":
@@ -332,14 +330,14 @@ class _Run:
         ]
 
     def _embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows (n, hidden) of ids (n,), as they come from host memory."""
+        """Rows (n, hidden) of ids (n,), as read from host memory."""
         width: int = self._embedding.embedding_dim
         return torch.empty(len(ids), width, dtype=self._dtype, device=ids.device)
 
 
 def _shared(batch: MicroBatch) -> SharedPrompts:
-    """Return keys for as many tokens as rows can have, half of them prompts: at least what any
-    micro-batch asks for."""
+    """Return keys for as many tokens as rows can have, half of them prompts: at least as many as in
+    any micro-batch."""
     places = torch.arange(batch.input_ids.numel())
     prompt = places[::2]
     return SharedPrompts(places, places, prompt, prompt, *batch.bounds)
@@ -347,7 +345,7 @@ def _shared(batch: MicroBatch) -> SharedPrompts:
 
 @dataclass(frozen=True)
 class _Described:
-    """A model and a plan: the layers that the plan's options take, and what tells layers apart."""
+    """A model and a plan: the layers of the plan's options, and each layer's kind."""
 
     config: Mapping[str, Any]
     plan: StepPlan
@@ -363,7 +361,7 @@ class _Described:
 
 @contextmanager
 def _masks_of_rows(*, packed: bool) -> Iterator[None]:
-    """Let Transformers make the masks of `sdpa` that values would ask for."""
+    """Let Transformers make the masks of `sdpa` as for rows with values."""
     AttentionMaskInterface.register("sdpa", partial(_sdpa_mask, packed=packed))
     try:
         yield
@@ -374,10 +372,10 @@ def _masks_of_rows(*, packed: bool) -> Iterator[None]:
 def _sdpa_mask(
     *, packed: bool, use_vmap: bool = False, allow_is_causal_skip: bool = True, **others: Any
 ) -> torch.Tensor | None:
-    """Return what Transformers makes where values say that rows are packed or not. From tensors
+    """Return Transformers' mask of rows whose values say whether they are packed. From tensors
     without values it makes a mask for every row (5.23, `find_packed_sequence_indices`).
 
-    use_vmap: the mask has a rule of its own beside causality, window and documents."""
+    use_vmap: the mask has its own rule beside causality, window and documents."""
     mask: torch.Tensor | None = sdpa_mask(
         use_vmap=use_vmap,
         allow_is_causal_skip=allow_is_causal_skip or not (packed or use_vmap),
@@ -389,7 +387,7 @@ def _sdpa_mask(
 def _nf4_model(
     config: Mapping[str, Any], plan: StepPlan, numbers: Sequence[int]
 ) -> PreTrainedModel:
-    """Return a model of some layers of a config.json on meta, as if a base had been quantized."""
+    """Return a model of some layers of a config.json on meta, as of a quantized base."""
     model, dtype = _stock_model(config, plan), dtype_of(plan)
     keep_layers_(model, numbers)
     packing: Any = {"block_size": plan.block_size, "double_quant": plan.double_quant}
@@ -397,8 +395,8 @@ def _nf4_model(
 
 
 def _stock_model(config: Mapping[str, Any], plan: StepPlan) -> PreTrainedModel:
-    """Return the model of a config.json on meta. FlashAttention's packages keep nothing of what
-    they drop, and what is recorded in their place drops nothing."""
+    """Return the model of a config.json on meta. FlashAttention's packages keep nothing for
+    dropout, and the recorded replacement drops nothing."""
     drops = plan.attention_dropout and plan.attention in ("sdpa", "eager")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")

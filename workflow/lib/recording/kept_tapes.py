@@ -1,8 +1,8 @@
-"""Recordings kept for the next time: in the user's cache folder, compressed, by the hash of all
-that decides them. Whatever is wrong there costs a recording, never a run.
+"""Recordings cached in the user's cache folder, compressed, by the hash of all their inputs. A
+fault there costs a recording, never a run.
 
-Peaks alone are smaller: beside those of this user some are shipped with the models, which hold for
-this library's versions of the engine; a test records some of them again."""
+Peaks alone are smaller: some are shipped with the models, for this library's versions of the
+engine; a test records some of them again."""
 
 import gzip
 import json
@@ -29,20 +29,20 @@ ENGINE = ("torch", "transformers", "peft", "bitsandbytes")  # besides this proje
 MOST_KEPT = 64  # of 0.1 to 1 MB
 FASTEST = 1  # level of compression
 
-# No file, a damaged one, no place, or a user without a home.
+# No file, a damaged one, no folder, or a user without a home.
 NO_FILE = (OSError, EOFError, zlib.error, ValueError, RuntimeError)
 
 logger = logging.getLogger("workflow")
 
 
 def folder() -> Path:
-    """Return where recordings are kept; the environment's XDG_CACHE_HOME moves it."""
+    """Return the cache folder; XDG_CACHE_HOME moves it."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "fsdp-qlora-workflow" / "recordings"
 
 
 def recording_key(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> str:
-    """Return a hash of all that decides a recording: the model, the plan and the engine's code."""
+    """Return a hash of a recording's inputs: the model, the plan and the engine's code."""
     asked = [dict(config), asdict(plan), checked]
     return json_sha256([asked, [version(name) for name in ENGINE], _code_sha256()])
 
@@ -56,7 +56,7 @@ def _code_sha256() -> str:
 
 
 def read_kept(name: str) -> Any:
-    """Return what is kept by a file's name; None where it is not there, or damaged."""
+    """Return the cached document of a file's name; None if it is missing, or damaged."""
     try:
         return json.loads(gzip.decompress((folder() / name).read_bytes()))
     except NO_FILE as error:
@@ -65,7 +65,7 @@ def read_kept(name: str) -> Any:
 
 
 def keep(name: str, document: Any, *, most: int) -> None:
-    """Keep a document, and of its kind, which is the name's ending, the `most` newest."""
+    """Cache a document, and keep the `most` newest of its kind, which is the name's ending."""
     text = json.dumps(document, separators=(",", ":"))
     try:
         file = folder() / name
@@ -79,7 +79,7 @@ def keep(name: str, document: Any, *, most: int) -> None:
 
 
 def kept_or_made(key: str, make: Callable[[], Tape]) -> Tape:
-    """Return the kept recording of a key, or that which `make` returns, kept from now on."""
+    """Return the cached recording of a key, or cache the result of `make`."""
     name = f"{key}.tape.json.gz"
     tape = Tape()
     if document := read_kept(name):
@@ -97,7 +97,7 @@ MOST_PEAKS_KEPT = 1024  # of 2 kB
 
 
 def known_peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> Peaks | None:
-    """Return the peaks of a plan of a model, shipped or kept; None if they are neither."""
+    """Return the peaks of a plan of a model, shipped or cached; None without either."""
     shipped = _shipped().get(shipped_key(config, plan)) if checked else None
     if shipped is not None:
         return _peaks(shipped)
@@ -106,7 +106,7 @@ def known_peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> 
 
 
 def keep_peaks(config: Mapping[str, Any], plan: StepPlan, peaks: Peaks, *, checked: bool) -> None:
-    """Keep the peaks of a plan for the next time, if there is a place for them."""
+    """Cache the peaks of a plan, if there is a folder for them."""
     keep(_name(config, plan, checked=checked), stored(peaks), most=MOST_PEAKS_KEPT)
 
 
@@ -120,7 +120,7 @@ def _peaks(document: list[Any]) -> Peaks:
 
 
 def shipped_key(config: Mapping[str, Any], plan: StepPlan) -> str:
-    """Return the key of a shipped recording: the model, and what the plan says besides defaults."""
+    """Return the key of a shipped recording: the model, and the plan without defaults."""
     defaults: dict[str, Any] = {
         entry.name: {} if entry.default_factory is not MISSING else entry.default
         for entry in fields(StepPlan)

@@ -1,8 +1,8 @@
-"""Results of operations on the recorded GPU, in a tenth of the time that torch takes for fake ones.
+"""Results of operations on the recorded GPU, in a tenth of torch's time for fake ones.
 
-A view is made by its own kernel, on meta tensors. Of all other operations the first result is
-torch's, and the next ones on operands of the same shapes are made like it, but for results whose
-shape depends on values, and those that are no tensors."""
+A view's own kernel makes it, on meta tensors. Of all other operations torch makes the first result,
+and later ones on operands of the same shapes are copies of its form, except results whose shape
+depends on values, and those that are no tensors."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +47,7 @@ PLAIN = frozenset(
 
 
 class _UnknownError(Exception):
-    """The looks of an operand do not decide the result, or the result is of no known kind."""
+    """The signature of an operand does not decide the result, or the result's kind is unknown."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Written:
-    """The operand itself, which the operation has changed."""
+    """The operand itself, changed in place."""
 
     operand: int | str
 
@@ -87,10 +87,10 @@ class KnownResults:
         self._mode = mode
         self._known: dict[Hashable, _Known] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
-        """What every fake tensor of a device says of itself."""
+        """Attributes of every fake tensor of a device."""
 
     def call(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Return what `func(*args, **options)` does."""
+        """Return the result of `func(*args, **options)`."""
         try:
             if func in VIEWS:
                 return self._view(func, args, options)
@@ -108,7 +108,7 @@ class KnownResults:
         return result
 
     def _looks(self, operand: Any) -> Hashable:
-        """Return all of an operand that can decide the shape and the type of a result."""
+        """Return everything of an operand that can decide the shape and the dtype of a result."""
         kind = type(operand)
         if kind is FakeTensor:
             self._check_ours(operand)
@@ -147,7 +147,7 @@ class KnownResults:
         return [self._fake(view, device) for view in views]
 
     def _found(self, result: Any, operands: Mapping[int | str, Any], taken: set[int]) -> _Known:
-        """Return how to make a result again; taken: memory of others, to which its own is added."""
+        """Return the form of a result; taken: memory of others, to which its own is added."""
         if result is None:
             return None
         if type(result) is tuple:
@@ -218,12 +218,12 @@ def _memory(tensor: torch.Tensor) -> int:
 
 @cache
 def _repeats(func: Any) -> bool:
-    """Whether the looks of an operation's operands decide those of its results."""
+    """Whether the signatures of an operation's operands decide those of its results."""
     return func.namespace in LIBRARIES and LEFT_TO_TORCH.isdisjoint(func.tags)
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among what an operation takes or gives."""
+    """Yield the tensors among an operation's operands or results."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, list | tuple | dict):

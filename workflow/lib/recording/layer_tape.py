@@ -1,9 +1,7 @@
-"""A tape that knows the decoder layer of each event, so that layers can be repeated
-(`some_layers`).
+"""A tape with the decoder layer of each event, so that layers can be repeated (`some_layers`).
 
-In forward and backward that is the layer that is at work. Before and after them, where all layers
-are gone through one after the other, it is the layer of the tensors at hand. `Phases` notes both as
-the engine enters them."""
+In forward and backward that is the running layer. Before and after them, in loops over all layers,
+it is the layer of the tensors. `Phases` sets both as the engine enters them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,21 +24,21 @@ class LayerTape(Tape):
     def __init__(self) -> None:
         super().__init__()
         self.layer = NONE
-        """At work."""
+        """The running layer."""
         self.follows_tensors = True
-        """Whether events belong to the layers of their tensors, and not to the one at work."""
+        """Whether events belong to the layers of their tensors, not to the running one."""
         self.layers: list[int] = []
-        """By event."""
+        """The layer of each event."""
         self.layer_of: list[int] = []
         """By tensor: the layer of the event that made it."""
-        self.counts = False  # whether what operations do is counted now
-        self.works_for = ""  # the phase that they are counted for
+        self.counts = False  # whether work is counted now
+        self.works_for = ""  # the phase of counted work
         self._amounts: dict[tuple[str, int, str], Amount] = {}  # by phase, layer and kind
         self._made_at: list[int] = []
         self._ended = False
 
     def end(self) -> None:
-        """What follows is not of the run: the model is taken apart."""
+        """End the run: the model is freed afterwards."""
         self._ended = True
 
     def _add(self, event: int | str) -> None:
@@ -61,13 +59,13 @@ class LayerTape(Tape):
     def count(
         self, kind: str, amount: Amount, layer: int | None = None, share: float = 1.0
     ) -> None:
-        """Count a share of what an operation does for the layer at work, or for another."""
+        """Count a share of an operation's work for the running layer, or for another."""
         if self.counts and not self._ended:
             key = (self.works_for, self.layer if layer is None else layer, kind)
             self._amounts[key] = self._amounts.get(key, NOTHING).plus(amount, share)
 
     def work_of(self, layers: Mapping[int, int]) -> Work:
-        """Return the work of a model that has so many layers like each recorded one."""
+        """Return the work of a model with so many layers like each recorded one."""
         found: dict[str, dict[str, Amount]] = {}
         for (phase, layer, kind), amount in self._amounts.items():
             of_phase = found.setdefault(phase, {})
@@ -76,7 +74,7 @@ class LayerTape(Tape):
         return Work(found)
 
     def assign(self, tensor: int, layer: int) -> None:
-        """Say that a tensor that was made with no layer at work belongs to one."""
+        """Assign a tensor that was made outside of layers to one."""
         self.layer_of[tensor] = self.layers[self._made_at[tensor]] = layer
 
 
@@ -85,7 +83,7 @@ queue_callback: Any = Variable._execution_engine.queue_callback
 
 
 class Phases:
-    """Follows forward passes that keep something for backward; others are part of what goes on."""
+    """Follows forward passes that save tensors for backward; others belong to the current phase."""
 
     def __init__(self, tape: LayerTape) -> None:
         self._tape = tape
@@ -93,7 +91,7 @@ class Phases:
     def follow_(
         self, training: CausalLMForTraining, embedding: nn.Module, layers: Sequence[nn.Module]
     ) -> None:
-        """Have the modules tell when they begin and end."""
+        """Hook the begin and end of the modules."""
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._at_work, number))
             layer.register_forward_hook(partial(self._layer_ends, number))
@@ -114,7 +112,7 @@ class Phases:
     def _loss_made(self, _: nn.Module, __: Any, made: Any) -> None:
         loss: torch.Tensor = made[0] if isinstance(made, tuple) else made
         if loss.requires_grad:
-            # Hooks of this tensor that come later, as FSDP2's do, queue their callbacks later.
+            # Later hooks of this tensor, such as FSDP2's, queue their callbacks later.
             loss.register_hook(lambda _: queue_callback(lambda: self._at_work(NONE)))
 
     def _forward_ends(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What one operation on the recorded GPU does: FLOP, bytes that it reads and writes, a call."""
+"""One operation's work on the recorded GPU: FLOP, bytes read and written, a call."""
 
 import math
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ MASKED = {
     aten._scaled_dot_product_efficient_attention: (0, 1.0),
     aten._scaled_dot_product_efficient_attention_backward: (1, BACKWARD_FLOP),
 }
-"""Where the queries stand, and the FLOP of forward's."""
+"""The position of the queries, and the FLOP of forward's."""
 UNMASKED = {
     aten._scaled_dot_product_flash_attention: (0, 1.0),
     aten._scaled_dot_product_flash_attention_backward: (1, BACKWARD_FLOP),
 }
 LOOK_UPS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index})
 WRITES = frozenset({aten.fill_, aten.zero_})
-CUDNN_HEAD = 128  # the widest whose gradients cuDNN has
+CUDNN_HEAD = 128  # the widest head with gradients in cuDNN
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 KERNELS = {
     "experts": work.GROUPED,
@@ -64,7 +64,10 @@ def work_of(func: Any, args: Sequence[Any], options: Any, result: Any) -> tuple[
         return _of_collective(func, args)
     if packet in COPIES:
         return _of_copy(packet, args, result)
-    given, made = _there([args, {x: options[x] for x in options if x != "out"}]), _there(result)
+    given, made = (
+        _device_tensors([args, {x: options[x] for x in options if x != "out"}]),
+        _device_tensors(result),
+    )
     if packet in MATMULS:
         place = MATMULS[packet]
         return _of_matmul(args[place], args[place + 1], made[0], adds=place)
@@ -88,12 +91,12 @@ def work_of(func: Any, args: Sequence[Any], options: Any, result: Any) -> tuple[
     return _moving(work.MEMORY, moved)
 
 
-def _there(tree: Any) -> list[torch.Tensor]:
+def _device_tensors(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors(tree) if tensor.device.type == RECORDED]
 
 
 def _bytes(moved: Sequence[torch.Tensor]) -> float:
-    """Return the bytes of tensors, each once; of an expanded one those that it has."""
+    """Return the bytes of tensors, each once; of an expanded one its stored ones."""
     sizes: dict[tuple[int, int, torch.Size], int] = {
         (storage._cdata, int(x.storage_offset()), x.shape): min(x.nbytes, storage.nbytes())
         for x in moved
@@ -128,9 +131,9 @@ def _of_matmul(
 
 
 def _of_kernel(moved: list[torch.Tensor], kernel: str, flop: float) -> tuple[str, Amount] | None:
-    if "decode" in kernel or "dequantize" in kernel:  # perhaps a slice of what is packed
+    if "decode" in kernel or "dequantize" in kernel:  # perhaps a slice of the packed weights
         return _moving(work.DECODE, moved[0].nbytes + moved[0].numel() / 2)
-    total = _bytes(_there(moved))
+    total = _bytes(_device_tensors(moved))
     if not flop:
         return _moving(work.MEMORY, total)
     kind = KERNELS[kernel.partition(".")[0]]
@@ -158,7 +161,7 @@ def _of_flash(
     keys: float,
     alike: bool,
 ) -> tuple[str, Amount]:
-    """By FlashAttention, or by cuDNN, which serves documents of one length (alike)."""
+    """Work by FlashAttention, or by cuDNN for documents of one length (alike)."""
     kind = work.EQUAL if alike else work.ATTENTION
     if query.shape[-1] > CUDNN_HEAD:
         kind = work.BROAD
@@ -179,15 +182,15 @@ def _of_collective(func: Any, args: Sequence[Any]) -> tuple[str, Amount] | None:
 
 
 def _of_copy(packet: Any, args: Sequence[Any], result: Any) -> tuple[str, Amount] | None:
-    """Of a copy on the device, to the host or from it."""
+    """Work of a copy on the device, to the host or from it."""
     every = [*tensors([*args])]
     into = [*tensors(result)] if packet is aten._to_copy else every[: (len(every) + 1) // 2]
     out_of = every if packet is aten._to_copy else every[len(into) :]
-    written, read = _there(into), _there(out_of)
+    written, read = _device_tensors(into), _device_tensors(out_of)
     if bool(written) == bool(read):
         return _moving(work.MEMORY, _bytes(written) + _bytes(read))
-    away = max((x.numel() for x in (out_of if written else into)), default=1)
-    if away <= 1:  # a number that the host knows
+    num_moved = max((x.numel() for x in (out_of if written else into)), default=1)
+    if num_moved <= 1:  # a number that the host knows
         return _moving(work.MEMORY, _bytes(written or read))
     kind = work.FROM_HOST if written else work.TO_HOST
     return kind, Amount(0.0, _bytes(written or read), 1)

@@ -1,7 +1,7 @@
-"""A GPU that is not there: torch's device for extensions (`PrivateUse1`), with numbered streams.
+"""A simulated GPU: torch's device for extensions (`PrivateUse1`), with numbered streams.
 
 Its tensors are fake (`torch._subclasses.FakeTensorMode`), and it has what engine, FSDP2 and torch
-ask of `torch.cuda`. A process keeps this device, so recordings have one (`recording_process`)."""
+use of `torch.cuda`. A process keeps it, so recordings have one (`recording_process`)."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from workflow.lib.system.device_types import RECORDED
 
 
 class RecordedCapture:
-    """Stands for `micro_batch_graphs.CudaCapture`: `torch.cuda.graph` gives free pages back and
-    captures in a pool of its own, here that of another stream."""
+    """Replaces `micro_batch_graphs.CudaCapture`: `torch.cuda.graph` frees cached pages and captures
+    in a pool of its own, here that of another stream."""
 
     def __init__(self, tape: LayerTape) -> None:
         self._tape, self._stream = tape, RecordedStream(computes=True)
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Run `function`, whose allocations are noted; what is returned allocates nothing."""
+        """Run `function`, whose allocations are noted; the returned replay allocates nothing."""
         self._tape.empty_cache()
         before, self._tape.counts = self._tape.counts, True
         with recorded_gpu().stream(self._stream):
@@ -35,19 +35,19 @@ class RecordedCapture:
         return lambda: result
 
 
-# Operations for which GPUs have kernels of their own, and which torch makes of others, with
-# temporaries, on a device that has none.
+# Operations with GPU kernels of their own; on other devices torch composes them of others, with
+# temporaries.
 OWN_KERNELS = ("silu_backward", "mish_backward", "_fused_rms_norm")
 FLASH_HEAD = 256  # the widest, torch 2.11 to 2.13 (`can_use_flash_attention`)
 COMPUTING = 0  # the number of the stream that computes
 
 
 def _does_nothing(*_: Any) -> None:
-    """Stand for a method of a device on which nothing runs."""
+    """Replaces a method of a device on which nothing runs."""
 
 
 class RecordedEvent:
-    """Nothing runs, so nothing is waited for."""
+    """An event that is always done, as nothing runs."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -62,12 +62,12 @@ class RecordedEvent:
 
 
 class RecordedStream:
-    """A queue of a device: its number says which memory its tensors are taken from."""
+    """A queue of a device: its number names the memory pool of its tensors."""
 
     made = COMPUTING
 
     def __init__(self, *_: Any, computes: bool = False, **__: Any) -> None:
-        """computes: it is the one that all else runs beside."""
+        """computes: it is the main stream, beside which all others run."""
         self.computes = computes
         self.stream_id = RecordedStream.made
         RecordedStream.made += 1
@@ -79,7 +79,7 @@ class RecordedStream:
 
 
 class RecordedGpu:
-    """What `torch.get_device_module` returns for the device."""
+    """The result of `torch.get_device_module` for the device."""
 
     __name__ = f"torch.{RECORDED}"
     Stream, Event = RecordedStream, RecordedEvent
@@ -134,7 +134,7 @@ def recorded_gpu() -> RecordedGpu:
     """Give this process the device `device_types.RECORDED`; return its module."""
     gpu = RecordedGpu()
     _setup_privateuseone_for_python_backend(RECORDED, backend_module=gpu)
-    # `fake` collectives do nothing, on this device too.
+    # `fake` collectives do nothing on this device either.
     dist.Backend.backend_capability[dist.Backend.FAKE].append(RECORDED)
     dist.Backend.default_device_backend_map[RECORDED] = dist.Backend.FAKE
     for name in OWN_KERNELS:
@@ -161,8 +161,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """By the kernel that torch chooses on GPUs: FlashAttention without a mask and in 16 bits, of
-    heads that it has (cuDNN's, which torch takes on some, keeps the same), else memory-efficient
+    """The kernel that torch chooses on GPUs: FlashAttention without a mask, in 16 bits and for its
+    head widths (cuDNN's, which torch takes on some GPUs, keeps the same), else memory-efficient
     attention. FlashAttention needs no copies of keys and values for each head."""
     output: torch.Tensor
     widths = {query.shape[-1], value.shape[-1]}

@@ -1,4 +1,4 @@
-"""Processes for recordings: whoever asks for one needs no torch, or keeps its own as it is."""
+"""Processes for recordings: the calling process needs no torch, or keeps its own unchanged."""
 
 import multiprocessing
 import os
@@ -30,7 +30,7 @@ MOST_AT_ONCE = 2  # of 1.5 GB each
 
 
 class RecordingProcess:
-    """Records plans, some at once."""
+    """Records plans, several at once."""
 
     def __init__(self, executor: ProcessPoolExecutor) -> None:
         self._executor = executor
@@ -44,7 +44,7 @@ class RecordingProcess:
         whole: bool = False,
     ) -> Tape:
         """Return the recording, as `engine_run.record`. Raises `NotRecordedError` if fake tensors
-        cannot do it, and `UserError` as building a model does."""
+        cannot run it, and `UserError` as building a model does."""
         return self._executor.submit(
             _recorded, config, as_recorded(plan), checked=checked, whole=whole
         ).result()
@@ -65,7 +65,7 @@ def _peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> Peaks
 
 
 def _recorded(config: Mapping[str, Any], plan: StepPlan, *, checked: bool, whole: bool) -> Tape:
-    """Record in the process; torch's own errors are told in words, as some cannot be sent."""
+    """Record in the process; torch's own errors become text, as some cannot be sent."""
     warnings.simplefilter("ignore", FutureWarning)  # deprecations inside packages
     record = _engine()
     try:
@@ -81,8 +81,8 @@ def _recorded(config: Mapping[str, Any], plan: StepPlan, *, checked: bool, whole
 @cache
 def _engine() -> Callable[..., Tape]:
     """Import the engine: in this process alone, as loading torch takes seconds."""
-    # A recording collects garbage before each of its steps: it would take a third of its time to
-    # look through what the packages have made.
+    # A recording collects garbage before each of its steps: searching the packages' objects would
+    # take a third of its time.
     with importing():
         check_recordings()
         from workflow.lib.model.kernel_packages import compute_by_torch_code
@@ -94,7 +94,7 @@ def _engine() -> Callable[..., Tape]:
 
 @contextmanager
 def recording_process() -> Iterator[RecordingProcess]:
-    """Yield the processes, which start when they are first asked; end them with the block."""
+    """Yield the processes, which start at the first request, and end them with the block."""
     context = multiprocessing.get_context("spawn")
     workers = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as executor:
@@ -102,7 +102,7 @@ def recording_process() -> Iterator[RecordingProcess]:
 
 
 class PlanRecorder:
-    """Records plans of one model, each once, whoever asks: a `replay_check.Recorder`."""
+    """Records plans of one model, each once: a `replay_check.Recorder`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PlanRecorder:
         self._checked = checked
 
     def tape(self, plan: StepPlan) -> Tape:
-        """Return what a process of the plan asks of a GPU's allocator; raises as `record` does."""
+        """Return the allocator's events in a process of the plan; raises as `record` does."""
         asked = self.asked(plan)
         key = recording_key(self._config, asked, checked=self._checked)
         return kept_or_made(
@@ -125,7 +125,7 @@ class PlanRecorder:
         )
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
-        """Return the peaks of a process of each plan: shipped, kept or recorded now."""
+        """Return the peaks of a process of each plan: shipped, cached or recorded now."""
         asked = [self.asked(plan) for plan in plans]
         found = [known_peaks(self._config, plan, checked=self._checked) for plan in asked]
         new = [plan for plan, known in zip(asked, found, strict=True) if known is None]
@@ -145,14 +145,14 @@ class PlanRecorder:
 
 @contextmanager
 def plan_recorder(config: Mapping[str, Any], shape: ModelShape) -> Iterator[PlanRecorder]:
-    """Yield what records plans of the model of a config.json, in processes of the block."""
+    """Yield the recorder of plans of a config.json's model, with processes of the block."""
     with recording_process() as process:
         yield PlanRecorder(process, config, shape)
 
 
 def as_recorded(plan: StepPlan) -> StepPlan:
-    """Return the plan without what no recording depends on, so that plans share one. All kernels
-    without a matrix of scores ask for the same; torch's own need no further package."""
+    """Return the plan without fields that no recording depends on, so that plans share one. All
+    kernels without a matrix of scores allocate the same; torch's own need no further package."""
     return replace(
         plan,
         device="cuda",
@@ -161,7 +161,7 @@ def as_recorded(plan: StepPlan) -> StepPlan:
         attention=VARLEN if plan.attention_kind == "flash" else plan.attention,
         compute_dtype="float32" if plan.compute_bytes == 4 else "bfloat16",
         accumulation_steps=min(plan.accumulation_steps, 2),
-        dropout=0.05 if plan.dropout else 0.0,  # whatever the share is
+        dropout=0.05 if plan.dropout else 0.0,  # for any share
         gpu_memory_bytes=None,
         num_steps=0,
     )

@@ -1,10 +1,10 @@
-"""Which of a model's decoder layers are recorded for all of them, a model of these alone, and
-the tape of the whole model made from theirs.
+"""Representative decoder layers of a model, a model of these alone, and the whole model's tape made
+from theirs.
 
-What a layer asks of the allocator depends on its kind and its neighbours. So a stretch in the
-middle is cut out such that every layer, with its neighbours, has one like it among the others. What
-a phase asks for falls into fixed parts and passes through the layers. In the whole tape each layer
-has the events of its stand-in, and a release names the tensor of the layer that is as far away."""
+A layer's allocations depend on its kind and its neighbours. So a stretch in the middle is cut out
+such that every layer, with its neighbours, has an equal one among the others. A phase's events are
+fixed parts and passes through the layers. In the whole tape each layer has the events of its
+stand-in, and a release names the tensor of the layer at the same distance."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -23,7 +23,7 @@ from workflow.lib.recording.layer_tape import NONE, LayerTape
 
 
 class NotRepeatableError(Exception):
-    """Layers that should be alike ask for different things, or reach further than was thought."""
+    """Equal layers make different requests, or reach further than assumed."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Part:
     layers: dict[int, list[int | str]] = field(default_factory=dict)
 
     def takes(self, layer: int) -> bool:
-        """Whether events of a layer, which follow those that are here, can be of this pass."""
+        """Whether events of a layer, after those of this part, can belong to this pass."""
         if self.fixed or layer == NONE:
             return False
         *_, last = order = list(self.layers)
@@ -50,8 +50,8 @@ class _Part:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is made: the part, the layer, and which (`nth`) it is of the tensors of its
-    size and stream that are made there. The first layers may make more, of other sizes, for all."""
+    """Where a tensor is made: the part, the layer, and its number (`nth`) among tensors of its size
+    and stream there. The first layers may make more, of other sizes, for all."""
 
     part: int
     layer: int
@@ -64,12 +64,12 @@ def repeated(
     tape: LayerTape, recorded: Sequence[Hashable], all_kinds: Sequence[Hashable], *, reach: int
 ) -> Tape:
     """Return the tape of layers of `all_kinds` from that of the `recorded` ones. Raises
-    `NotRepeatableError` if layers that are alike do not ask for the same."""
+    `NotRepeatableError` if equal layers make different requests."""
     return _Repetition(tape, recorded, all_kinds, reach=reach).run()
 
 
 class _Repetition:
-    """One tape on its way to another."""
+    """The conversion of one tape to another."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _Repetition:
         self._places = self._find_places()
         self._freed = {~event for event in tape.events if isinstance(event, int) and event < 0}
         self._made: dict[_Place, int] = {}
-        self._there: dict[int, int] = {}  # new tensors, and the old ones that they stand for
+        self._old_of_new: dict[int, int] = {}  # new tensors, and the old ones that they stand for
 
     def _stand_in(
         self, kinds: Sequence[Hashable], layer: int, known: dict[Hashable, list[int]]
@@ -124,7 +124,7 @@ class _Repetition:
         return range(self._total) if part.upwards else range(self._total - 1, -1, -1)
 
     def _play(self, part: _Part, layer: int) -> None:
-        """Write the events of a layer, which are those of its stand-in."""
+        """Write the events of a layer: those of its stand-in."""
         old_layer = layer if layer == NONE else self._stand_ins[layer]
         for event in part.layers.get(old_layer, ()):
             if event == EMPTY_CACHE:
@@ -140,14 +140,14 @@ class _Repetition:
         tape, place = self._old, self._places[old]._replace(layer=layer)
         tensor = self._new.new(tape.sizes[old], tape.terms[old], tape.streams[old])
         self._made[place] = tensor
-        self._there[tensor] = old
+        self._old_of_new[tensor] = old
 
     def _release(self, old: int, old_layer: int, layer: int) -> None:
         was = self._places[old]
         tensor = self._made.get(was._replace(layer=self._moved(was.layer, old_layer, layer)), -1)
-        if tensor not in self._there:
+        if tensor not in self._old_of_new:
             raise NotRepeatableError(f"layer {layer} releases what is not there")
-        del self._there[tensor]
+        del self._old_of_new[tensor]
         self._new.free(tensor)
 
     def _moved(self, tensor_layer: int, old_layer: int, layer: int) -> int:
@@ -171,19 +171,19 @@ class _Repetition:
                     raise NotRepeatableError(f"layers {alike} do not ask for the same: {differing}")
 
     def _events(self, layer: int) -> Iterator[Hashable]:
-        """Yield what a layer does, without its number."""
+        """Yield a layer's events, without its number."""
         for number, part in enumerate(self._parts):
             for event in part.layers.get(layer, ()):
                 assert isinstance(event, int), "phases belong to no layer"
                 place = self._places[max(event, ~event)]
-                away = place.layer - layer
-                if place.layer != NONE and abs(away) <= self._reach:
-                    place = place._replace(layer=away)
+                distance = place.layer - layer
+                if place.layer != NONE and abs(distance) <= self._reach:
+                    place = place._replace(layer=distance)
                 yield number, event < 0, place
 
     def _check_left(self) -> None:
-        """What is never released is what the stand-ins never release."""
-        forgotten = [old for old in self._there.values() if old in self._freed]
+        """Check that unreleased tensors are those that the stand-ins never release."""
+        forgotten = [old for old in self._old_of_new.values() if old in self._freed]
         if forgotten:
             place = self._places[forgotten[0]]
             raise NotRepeatableError(f"what layer {place.layer} makes is not released for all")
@@ -206,16 +206,16 @@ def _parts(tape: LayerTape) -> Iterator[_Part]:
     yield part
 
 
-EDGE = 2  # layers at both ends that stand for themselves alone
+EDGE = 2  # layers at both ends, each its own representative
 TYPES = (bool, int, str, type(None))
 
 
 def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
-    """Return the number of each layer's kind, which has the same modules and options; no two are
-    alike where layers take something from a certain other one."""
+    """Return the number of each layer's kind: equal modules and options. No two are equal if layers
+    read from a particular other one."""
     taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)
     types = getattr(model.config.get_text_config(), "layer_types", None)
-    # Layers that share keys, or parts of a table (Gemma 3n, 4): none can be taken out.
+    # Layers that share keys, or parts of a table (Gemma 3n, 4): none can be left out.
     shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
     connected = shares or bool(other_tables(model))
     numbers: dict[Hashable, int] = {}
@@ -250,8 +250,8 @@ def _modules(layer: nn.Module) -> Hashable:
 
 
 def representatives(kinds: Sequence[Hashable], *, reach: int) -> list[int]:
-    """Return the fewest layers, in their order, that stand for all, and for two neighbours that are
-    alike; all layers where no fewer do. reach: how far layers know of each other."""
+    """Return the fewest layers, in their order, that represent all, and two equal neighbours; all
+    layers if fewer cannot. reach: of layers to each other."""
     total = len(kinds)
     edge = max(EDGE, reach)
     for count in range(2 * edge + 2, total):
@@ -279,13 +279,13 @@ def stand_ins(kinds: Sequence[Hashable], *, reach: int) -> dict[Hashable, list[i
 
 
 def surroundings(kinds: Sequence[Hashable], number: int, *, reach: int) -> Hashable:
-    """Return a layer's kind and those of its neighbours; beyond the ends there is nothing."""
+    """Return a layer's kind and those of its neighbours; none beyond the ends."""
     places = range(number - reach, number + reach + 1)
     return tuple(kinds[x] if 0 <= x < len(kinds) else None for x in places)
 
 
 def keep_layers_(model: PreTrainedModel, numbers: Sequence[int]) -> None:
-    """Take all other decoder layers out of a meta-device model."""
+    """Remove all other decoder layers from a meta-device model."""
     layers = decoder_layers(model)
     wanted = [layers[number] for number in numbers]
     for place, layer in enumerate(wanted):

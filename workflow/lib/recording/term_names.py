@@ -1,5 +1,5 @@
-"""What the tensors of a recorded tape count as: by the module that has them, else by the code that
-makes them, else by the phase that makes them and how long they are there."""
+"""Terms of a recorded tape's tensors: by their module, else by the code that makes them, else by
+the phase that makes them and their lifetime."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from workflow.lib.planning.memory.allocation_tape import CHECKS, EMPTY_CACHE, LO
 UNNAMED = "layer_workspace"
 SCALES = ("absmax", "nested_absmax")
 OUTSIDE = (LOAD, CHECKS, "optimizer_step")  # of a micro-batch
-# Code that makes a tensor, as file and function, or file -> what it counts as. The innermost call
-# that is named here decides.
+# Code that makes a tensor, as file and function, or file -> its term. The innermost call in this
+# table decides.
 MAKERS = {
     ("_fsdp_collectives", "foreach_all_gather"): "gather_buffer",
     ("_fsdp_collectives", "foreach_all_gather_copy_out"): "gathered_layer",
@@ -30,7 +30,7 @@ MAKERS = {
     ("vocabulary_parallel", "_gathered"): "gathered_rows",
     ("vocabulary_parallel", "gradient"): "module_gradients",
 }
-# Phase that makes a tensor -> what it counts as if the same phase releases it, and if not.
+# Phase that makes a tensor -> its term if the same phase releases it, and if not.
 BY_PHASE = {
     "look_up_embedding": ("hidden_states", "inputs"),
     "forward": (UNNAMED, "saved_activations"),
@@ -42,7 +42,7 @@ BY_PHASE = {
 def module_tensors(
     training: nn.Module, tables: tuple[nn.Module, ...]
 ) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield parameters and buffers with what they count as; tables: of tokens, and head."""
+    """Yield parameters and buffers with their terms; tables: of tokens, and head."""
     for module in training.modules():
         own = dict(module.named_parameters(recurse=False)) | dict(
             module.named_buffers(recurse=False)
@@ -64,7 +64,7 @@ def _term(module: nn.Module, name: str, tensor: torch.Tensor, tables: tuple[nn.M
 
 
 def made_by() -> str:
-    """Return what a tensor counts as that is made now, or `UNNAMED`."""
+    """Return the term of a tensor that is made now, or `UNNAMED`."""
     frame = inspect.currentframe()
     while frame is not None:
         code, frame = frame.f_code, frame.f_back
@@ -76,13 +76,13 @@ def made_by() -> str:
 
 @cache
 def _named_in(path: str) -> dict[str, str]:
-    """Return what code of a file makes, by function."""
+    """Return the terms of a file's code, by function."""
     stem = Path(path).stem
     return {function: term for (file, function), term in MAKERS.items() if file == stem}
 
 
 def name_terms(tape: Tape) -> None:
-    """Name the tensors that are not named yet."""
+    """Name the tensors without a term."""
     made: dict[int, str] = {}
     released: dict[int, str] = {}
     phase = LOAD

@@ -69,7 +69,7 @@ class Run:
         checks = [before, *self.summary.checks, _parity_check(self.parity)]
         if (checked := self.checked) is not None:  # a server that does otherwise ends the workflow
             name = f"{checked.server} serves the exported model as Transformers computes it"
-            checks.append(Check(name=name, passed=True, detail=checked.told))
+            checks.append(Check(name=name, passed=True, detail=checked.summary))
         return checks
 
     @property

@@ -108,16 +108,16 @@ class PendingScalars:
     def __init__(self, *numbers: torch.Tensor) -> None:
         on_device = torch.stack([number.double() for number in numbers])
         self._cuda = on_device.is_cuda
-        self._there = torch.cuda.Event() if self._cuda else None
+        self._copied = torch.cuda.Event() if self._cuda else None
         self._values = torch.empty_like(on_device, device="cpu", pin_memory=self._cuda)
         self._values.copy_(on_device, non_blocking=True)
-        if self._there is not None:
-            self._there.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def wait(self) -> list[float]:
         """Wait for them; the device continues with later work."""
-        if self._there is not None:
-            self._there.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         numbers: list[float] = self._values.tolist()
         return numbers
 

@@ -71,7 +71,7 @@ class CpuRates:
             self.flops * found.get("matmul", 1.0),
             self.memory * found.get("memory", 1.0),
             self.call_s / found.get("python", 1.0),
-            probe.told,
+            probe.basis,
         )
 
 
@@ -195,5 +195,5 @@ def _probed(gpu: GpuModel, probe: Probe) -> Rates:
         pause_s=scaled("python", "pause_s", -1),
         host=scaled("host", "host"),
         host_spread=PROBED_SPREAD if "host" in found else table.host_spread,
-        source=probe.told,
+        source=probe.basis,
     )
