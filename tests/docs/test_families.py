@@ -1,8 +1,5 @@
 """The page of families says what the engine makes of each family's tiny model now."""
 
-import re
-
-from tests.support import decoder_survey
 from tests.support.families import FAMILIES
 from tests.support.families_page import PAGE, measured_families, written
 from tests.support.measurements import all_lines
@@ -24,10 +21,3 @@ def test_family_that_only_a_peer_has_trained_on_a_gpu_is_not_called_measured():
     by_peer = [line for line in all_lines() if line["case"] == "qwen3_5_trl"]
     assert by_peer
     assert not measured_families(by_peer)
-
-
-def test_page_says_what_became_of_every_other_decoder():
-    page = PAGE.read_text(encoding="utf-8")
-    lists = page.split(decoder_survey.MARKS[0])[1].split(decoder_survey.MARKS[1])[0]
-    named = re.findall(r"`([^`]+)`", lists)
-    assert sorted(named) == sorted(decoder_survey.decoders())

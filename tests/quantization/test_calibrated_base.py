@@ -15,6 +15,7 @@ from tests.quantization.test_layer_stream import folder_of
 from tests.support.families import FAMILIES, VOCAB, by_kind
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
+from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
@@ -59,14 +60,9 @@ def store():
     offsets = np.array([0, 13, 30])
     mask = np.ones(30, bool)
     mask[offsets[:-1]] = False
-    arrays = {
-        "train.input_ids.npy": draw.integers(3, VOCAB, size=positions.shape, dtype=np.uint32),
-        "train.loss_mask.npy": positions > 0,
-        "train.position_ids.npy": positions.astype(np.int32),
-        "heldout.input_ids.npy": draw.integers(3, VOCAB, size=30, dtype=np.uint32),
-        "heldout.loss_mask.npy": mask,
-        "heldout.offsets.npy": offsets,
-    }
+    ids = draw.integers(3, VOCAB, size=positions.shape, dtype=np.uint32)
+    heldout = (draw.integers(3, VOCAB, size=30, dtype=np.uint32), mask, offsets)
+    arrays = token_arrays(ids, positions > 0, positions.astype(np.int32), heldout=heldout)
     manifest = {"seq_len": 23, "vocab_size": VOCAB, "pad_token_id": 0}
     return TokenStore(manifest=manifest, arrays=arrays)
 

@@ -1,126 +1,243 @@
-"""Faults at random moments over the whole workflow; the same plain command is repeated; nothing may
-be lost.
+"""Faults at random moments of a training in progress, or in what it has left on the disk; after
+each the same plain command is repeated, and nothing may be lost."""
 
-python -m tests.support.chaos --faults 50 --seed 1
-
-Every round begins with a fresh small project (two processes on the CPU) and ends when the command
-has succeeded. A fault hits a command in progress; where that was training, another one damages what
-it has left on the disk, before the command is repeated. The artifacts at the end must then equal
-those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the evaluation, every
-line of the metrics. Nothing is mended between two commands but what the message asked for: a folder
-deleted that it names as damaged, files from the future touched by the command that it gives. Prints
-every fault as it happens, with what was said and the steps that had to be trained again."""
-
-import argparse
 import json
+import os
 import random
-import re
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.chaos_faults import (
-    BETWEEN_COMMANDS,
-    FAULTS,
-    IN_TRAINING,
-    STEPS,
-    Victim,
-    checkpoint_folder,
-    still_to_come,
-    trained_steps,
-)
-from tests.support.workflow_project import Project, make_project
+import psutil  # type: ignore[import-untyped]
+
+from tests.support.workflow_project import STEPS, TIMEOUT_S, Project
 from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import saved_steps
 
-TRAIN = {
-    "max_steps": STEPS,
-    "checkpoint_every_steps": 5,
-    "grace_seconds": 60.0,
-    "hang_seconds": 20.0,
-}
 MOST_REPEATS = 5
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes", "sha256"}
-LEAVES_ORPHANS = {"SIGKILL of Snakemake"}  # which go on writing: nobody harms their files meanwhile
-# What the workflow says after the clock was put back.
-MEND = re.compile(r"This mends it: (find -L .* -exec touch \{\} \+)")
-DAMAGED = re.compile(r"(results/(?:tokens|base)/[\w.-]+)\S* .*?[Dd]elete the folder")
+# What a stage leaves at its end.
+LEAVES = {
+    "finetune": "results/runs/*/finetune/summary.json",
+    "consolidate": "results/runs/*/consolidate/parity.json",
+}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One fault: where it hit, what was said, and the steps that had to be trained again."""
+class Victim:
+    """A command in progress, and everything that it has started."""
 
-    fault: str
-    stage: str
-    said: str
-    repeated_steps: int
+    def __init__(self, project: Project, target: str) -> None:
+        self.project = project
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read at the end
+        self.process = subprocess.Popen(
+            project.command(target), cwd=project.root, stdout=self.output, stderr=subprocess.STDOUT,
+            env=project.variables(), process_group=0,
+        )  # fmt: skip
+        self._seen: dict[int, psutil.Process] = {}
+
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def tree(self) -> list[psutil.Process]:
+        """Everything started so far that is alive; it is remembered, so that orphans are found
+        too."""
+        known = [*self._seen.values()] + [psutil.Process(self.process.pid)] * self.running()
+        for process in known:
+            with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+                self._seen |= {p.pid: p for p in (process, *process.children(recursive=True))}
+        return [process for process in self._seen.values() if lives(process)]
+
+    def stage(self, name: str) -> list[psutil.Process]:
+        """The processes of a stage: its launcher or only process first, then workers by rank."""
+        found = []
+        modules = {f"workflow.scripts.{name}", f"workflow.scripts.{name}_worker"}
+        for process in self.tree():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if modules & set(process.cmdline()) and "bash" not in process.name():
+                    found.append((int(process.environ().get("RANK", -1)), process))
+        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+    def finish(self) -> str:
+        """Wait for the command's end; return what it said."""
+        self.process.wait(timeout=TIMEOUT_S)
+        self.output.seek(0)
+        return self.output.read()
 
 
-def strike(project: Project, *, target: str, name: str, chance: random.Random) -> Row | None:
-    """Start the command, let one fault happen, wait for the end. None: the command was faster than
-    the fault."""
-    victim = Victim(project, target)
-    hit = FAULTS[name](victim, chance)
-    reached = trained_steps(project)
-    output = victim.finish()
-    do_as_told(project, output)
-    if "Traceback" in output:
-        print(output, file=sys.stderr, flush=True)
-    if not hit:
-        return None
+def lives(process: psutil.Process) -> bool:
+    """Tell whether it has not ended, which it may do at any moment."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def checkpoint_folder(project: Project) -> Path | None:
+    return next(iter(project.root.glob("results/checkpoints/*")), None)
+
+
+def trained_steps(project: Project) -> int:
     folder = checkpoint_folder(project)
-    newest = max(saved_steps(folder), default=0) if folder else 0
-    return Row(name, victim.where, last_words(output), max(0, reached - newest))
+    path = folder / "metrics.jsonl" if folder else None
+    return path.read_text().count("\n") if path and path.exists() else 0
 
 
-def harm(project: Project, *, name: str, chance: random.Random) -> Row | None:
-    """Damage what an interrupted training has left. None: it has left no checkpoint."""
-    folder = checkpoint_folder(project)
-    saved = saved_steps(folder) if folder else []
-    if folder is None or not saved:
-        return None
-    BETWEEN_COMMANDS[name](folder, chance)
-    lost = saved[-1] - (saved[-2] if len(saved) > 1 else 0) if "checkpoint" in name else 0
-    return Row(name, "between two commands", "", lost)
+def still_to_come(project: Project) -> list[str]:
+    """Stages that have not left their last file yet."""
+    return [stage for stage, pattern in LEAVES.items() if not [*project.root.glob(pattern)]]
 
 
-def last_words(output: str) -> str:
-    """The last line of what the user saw that is not Snakemake's frame; a traceback of ours is told
-    as such."""
-    ours = [line for line in output.splitlines() if line.startswith("logs/")]
-    if "Traceback" in output:
-        ours.append("TRACEBACK")
-    frame = ("  File", "    ", "Complete log")  # Snakemake's
-    lines = ours or [
-        line for line in output.splitlines() if line.strip() and not line.startswith(frame)
-    ]
-    return lines[-1][:200].replace("|", "/") if lines else ""
+# Each returns False if its moment has passed: the stage was over before it could be hit.
+Fault = Callable[[Victim, random.Random], bool]
 
 
-def do_as_told(project: Project, output: str) -> None:
-    """Delete the folders that the command named as damaged; run the command that it gave for files
-    from the future."""
-    for folder in {match[1] for match in DAMAGED.finditer(output)}:
-        shutil.rmtree(project.root / folder, ignore_errors=True)
-    for match in MEND.finditer(output):
-        subprocess.run(match[1], shell=True, cwd=project.root, check=True)
+def send(process: psutil.Process, number: int) -> bool:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return False
+    return True
 
 
-def complete(project: Project, target: str) -> int:
-    """Repeat the command until it succeeds; return how often it was needed."""
-    for attempt in range(1, MOST_REPEATS + 1):
+def wait_for_training(victim: Victim, chance: random.Random) -> bool:
+    """Wait until some more steps are trained, or, one time in five, only until the workers are
+    there."""
+    early = chance.random() < 0.2
+    goal = min(trained_steps(victim.project) + chance.randint(1, 6), STEPS - 1)
+    while victim.running():
+        if early and len(victim.stage("finetune")) > 1:
+            time.sleep(chance.uniform(0, 3))
+            return victim.running()
+        if not early and trained_steps(victim.project) >= goal:
+            return bool(victim.stage("finetune"))
+        time.sleep(0.05)
+    return False
+
+
+def wait_for_any_stage(victim: Victim, chance: random.Random) -> bool:
+    """Wait for a stage that is still to come, the next one most likely, and some moment of it."""
+    coming = still_to_come(victim.project)
+    if not coming:
+        return False
+    name = chance.choice([coming[0], coming[0], *coming])
+    while victim.running():
+        if victim.stage(name):
+            time.sleep(chance.uniform(0, 6))
+            return victim.running()
+        time.sleep(0.05)
+    return False
+
+
+def hit_training(number: int, *, launcher: bool) -> Fault:
+    """A signal to the launcher, which is torchrun, or to one of its workers."""
+
+    def fault(victim: Victim, chance: random.Random) -> bool:
+        if not wait_for_training(victim, chance):
+            return False
+        processes = victim.stage("finetune")
+        chosen = processes[:1] if launcher else processes[1:]
+        return bool(chosen) and send(chance.choice(chosen), number)
+
+    return fault
+
+
+def kill_job(victim: Victim, chance: random.Random) -> bool:
+    """The process of a stage, whichever it is, or the shell around it."""
+    if not wait_for_any_stage(victim, chance):
+        return False
+    shells = [p for p in victim.tree() if p.name() == "bash"]
+    jobs = [p for name in LEAVES for p in victim.stage(name)[:1]]
+    return bool(shells + jobs) and send(chance.choice(shells + jobs), signal.SIGKILL)
+
+
+def kill_everything(victim: Victim, chance: random.Random) -> bool:
+    """As a power cut does, except that the disk has all that was written."""
+    if not wait_for_any_stage(victim, chance):
+        return False
+    for process in victim.tree():
+        send(process, signal.SIGKILL)
+    return True
+
+
+def flip_bit(folder: Path, chance: random.Random) -> None:
+    """In the newest checkpoint."""
+    for step in saved_steps(folder)[-1:]:
+        path = chance.choice(sorted((folder / f"step-{step:08d}").glob("*.safetensors")))
+        content = bytearray(path.read_bytes())
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+
+
+def cut_records(folder: Path, chance: random.Random) -> None:
+    """Metrics and history end anywhere, as after a power cut."""
+    for path in (folder / "metrics.jsonl", folder / "history.jsonl"):
+        if path.exists():
+            os.truncate(path, chance.randrange(path.stat().st_size + 1))
+
+
+TO_TORCHRUN = "SIGKILL of torchrun"
+IN_TRAINING: dict[str, Fault] = {
+    "SIGKILL of a rank": hit_training(signal.SIGKILL, launcher=False),
+    TO_TORCHRUN: hit_training(signal.SIGKILL, launcher=True),
+    "SIGTERM to a rank": hit_training(signal.SIGTERM, launcher=False),
+    "SIGUSR1 to torchrun": hit_training(signal.SIGUSR1, launcher=True),
+}
+FAULTS = IN_TRAINING | {
+    "SIGKILL of a stage or its shell": kill_job,
+    "SIGKILL of everything": kill_everything,
+}
+BETWEEN_COMMANDS = {
+    "newest checkpoint, one bit flipped": flip_bit,
+    "metrics and history cut": cut_records,
+}
+
+
+def storm(
+    project: Project, target: str, *, most: int, chance: random.Random
+) -> Iterator[tuple[str, str]]:
+    """Let faults happen one after the other, while there is still something to be hit; yield each,
+    with all that the command said.
+
+    A fault hits a command in progress; where that was training, another one damages what it has
+    left, before the command is repeated. The rarest come first."""
+    tried, left = Counter[str](), most
+    while left > 0 and (coming := still_to_come(project)):
+        training = "finetune" in coming
+        name = rarest([n for n in FAULTS if n not in IN_TRAINING or training], tried, chance)
+        victim = Victim(project, target)
+        hit = FAULTS[name](victim, chance)
+        said = victim.finish()
+        left -= 1
+        if not hit:  # the command was faster
+            continue
+        tried[name] += 1
+        yield name, said
+        folder = checkpoint_folder(project)
+        if training and left and folder and saved_steps(folder):
+            name = rarest([*BETWEEN_COMMANDS], tried, chance)
+            BETWEEN_COMMANDS[name](folder, chance)
+            left -= 1
+            tried[name] += 1
+            yield name, ""
+
+
+def rarest(names: list[str], tried: Counter[str], chance: random.Random) -> str:
+    least = min(tried[name] for name in names)
+    return chance.choice([name for name in names if tried[name] == least])
+
+
+def complete(project: Project, target: str) -> None:
+    """Repeat the command until it succeeds."""
+    for _ in range(MOST_REPEATS):
         done = project.snakemake(target)
         if done.status == 0:
-            return attempt
-        do_as_told(project, done.output)
+            return
     raise AssertionError(f"the command still fails after {MOST_REPEATS} repeats:\n{done.output}")
 
 
@@ -152,70 +269,3 @@ def differences(project: Project, undisturbed: Project) -> list[str]:
     differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
     partial = [str(p) for p in project.root.glob("results/**/.*.partial")]
     return sorted(differing) + partial
-
-
-def storm(
-    project: Project,
-    target: str,
-    *,
-    names: Sequence[str],
-    most: int,
-    chance: random.Random,
-    tried: Counter[str],
-) -> Iterator[Row]:
-    """Let faults happen one after the other, while there is still something to be hit.
-
-    tried: how often each kind has happened so far; the rarest come first."""
-    left = most
-    while left > 0 and (coming := still_to_come(project)):
-        training = "finetune" in coming
-        possible = [n for n in names if n in FAULTS and (n not in IN_TRAINING or training)]
-        row = strike(project, target=target, name=rarest(possible, tried, chance), chance=chance)
-        left -= 1
-        if row is None:
-            continue
-        tried[row.fault] += 1
-        yield row
-        harms = [n for n in names if n in BETWEEN_COMMANDS]
-        if row.fault in LEAVES_ORPHANS or not (harms and training and left):
-            continue
-        row = harm(project, name=rarest(harms, tried, chance), chance=chance)
-        if row is not None:
-            left -= 1
-            tried[row.fault] += 1
-            yield row
-
-
-def rarest(names: Sequence[str], tried: Counter[str], chance: random.Random) -> str:
-    least = min(tried[name] for name in names)
-    return chance.choice([name for name in names if tried[name] == least])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=50, help="how many faults at least")
-    parser.add_argument("--seed", type=int, default=0, help="of faults and moments")
-    parser.add_argument("--round", type=int, default=10, help="faults of a round at most")
-    args = parser.parse_args()
-    # A shell that starts this in the background has it ignored, also by all that is started here.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    chance, tried = random.Random(args.seed), Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        undisturbed = make_project(Path(folder) / "undisturbed", train=TRAIN)
-        complete(undisturbed, "all")
-        while tried.total() < args.faults:
-            project = make_project(Path(folder) / "round", train=TRAIN)
-            names = [*FAULTS, *BETWEEN_COMMANDS]
-            for row in storm(
-                project, "all", names=names, most=args.round, chance=chance, tried=tried
-            ):
-                cells = (row.fault, row.stage, row.repeated_steps, row.said)
-                print(f"| {' | '.join(map(str, cells))} |", flush=True)
-            complete(project, "all")
-            assert (found := differences(project, undisturbed)) == [], found
-            shutil.rmtree(project.root)
-    print(f"{tried.total()} faults: every artifact equals the undisturbed one")
-
-
-if __name__ == "__main__":
-    main()

@@ -36,8 +36,10 @@ def whole_of(local: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
 class Run:
     """A run in this process's group: a fresh model and optimizer, trained from `first_step` on."""
 
-    def __init__(self, base: Path, world: World, config: RunConfig = CONFIG) -> None:
-        self.world, self.config = world, config
+    def __init__(
+        self, base: Path, world: World, config: RunConfig = CONFIG, micro_batch_size: int = 3
+    ) -> None:
+        self.world, self.config, self.micro_batch_size = world, config, micro_batch_size
         self.training = built_model(base, config, make_plan(), world).training
         self.optimizer = make_optimizer(self.training, config.train)
 
@@ -47,7 +49,7 @@ class Run:
             self.optimizer,
             random_store(rows=13, seq_len=23),
             self.config.train,
-            micro_batch_size=3,
+            micro_batch_size=self.micro_batch_size,
             world=self.world,
         ).steps(first_step=first, num_steps=self.config.train.max_steps)
         return [next(loop).loss for _ in range(first, last)]

@@ -25,6 +25,7 @@ from tests.support.gathering import all_full
 from tests.support.models import quantized
 from tests.support.plans import make_plan
 from tests.support.rounding import allowed, lost
+from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
@@ -79,14 +80,11 @@ def family_store(rows: str) -> TokenStore:
     lengths = LENGTHS[rows]
     positions = np.array([np.concatenate([np.arange(n) for n in row]) for row in lengths])
     ids = draw.integers(3, VOCAB, size=positions.shape)
-    arrays = {
-        "train.input_ids.npy": ids.astype(np.uint32),
-        "train.loss_mask.npy": (draw.random(ids.shape) < 0.7) & (positions > 0),
-        "train.position_ids.npy": positions.astype(np.int32),
-        "heldout.input_ids.npy": draw.integers(3, VOCAB, size=13, dtype=np.uint32),
-        "heldout.loss_mask.npy": np.arange(13) > 0,
-        "heldout.offsets.npy": np.array([0, 13]),
-    }
+    mask = (draw.random(ids.shape) < 0.7) & (positions > 0)
+    document = draw.integers(3, VOCAB, size=13, dtype=np.uint32)
+    heldout = (document, np.arange(13) > 0, np.array([0, 13]))
+    rows_ = (ids.astype(np.uint32), mask, positions.astype(np.int32))
+    arrays = token_arrays(*rows_, heldout=heldout)
     return TokenStore(manifest={"seq_len": SEQ_LEN, "vocab_size": VOCAB}, arrays=arrays)
 
 

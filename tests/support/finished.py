@@ -13,6 +13,7 @@ from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from tests.support.plans import make_forecast, make_plan
 from tests.support.shared import made_once
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.token_arrays import token_arrays
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.manifest import chat_facts, tokenizer_facts
@@ -69,20 +70,16 @@ def prepare(folder: Path, *, model: Callable[..., Path] = tiny_llama) -> None:
 def save_tokens(folder: Path) -> None:
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     documents = [store.heldout_documents()[i] for i in range(store.num_heldout_documents)]
-    arrays = {
-        "train.input_ids.npy": store.input_ids,
-        "train.loss_mask.npy": store.loss_mask,
-        "train.position_ids.npy": store.position_ids,
-        "heldout.input_ids.npy": np.concatenate([ids for ids, _ in documents]),
-        "heldout.loss_mask.npy": np.concatenate([mask for _, mask in documents]),
-        "heldout.offsets.npy": np.cumsum([0, *(len(ids) for ids, _ in documents)]),
-    }
+    ids, masks = zip(*documents, strict=True)
+    heldout = (np.concatenate(ids), np.concatenate(masks), np.cumsum([0, *map(len, ids)]))
+    rows = (store.input_ids, store.loss_mask, store.position_ids)
+    arrays = token_arrays(*rows, heldout=heldout)
     folder.mkdir(parents=True)
     for name, array in arrays.items():
         np.save(folder / name, array.astype(ARRAYS[name]))
-    heldout = {"tokens": len(arrays["heldout.input_ids.npy"]), "documents": len(documents)}
-    heldout |= {"sources": [{"source": "questions", "documents": len(documents)}]}
-    splits = {"train": {"packed_rows": ROWS}, "heldout": heldout}
+    facts_of = {"tokens": sum(map(len, ids)), "documents": len(documents)}
+    facts_of |= {"sources": [{"source": "questions", "documents": len(documents)}]}
+    splits = {"train": {"packed_rows": ROWS}, "heldout": facts_of}
     facts = {"format_version": 1, "seq_len": SEQ_LEN, "vocab_size": VOCAB, "splits": splits}
     files = {name: file_sha256(folder / name) for name in arrays}
     write_checked_json(folder / "manifest.json", facts | {"files": files})

@@ -10,6 +10,7 @@ from bitsandbytes.functional import QuantState
 from safetensors.torch import save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
@@ -147,14 +148,8 @@ def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
     offsets = np.array([0, 7, 29, 60])
     heldout_mask = np.ones(60, dtype=bool)
     heldout_mask[offsets[:-1]] = False
-    arrays = {
-        "train.input_ids.npy": ids,
-        "train.loss_mask.npy": mask,
-        "train.position_ids.npy": positions,
-        "heldout.input_ids.npy": draw.integers(0, VOCAB, size=60, dtype=np.uint32),
-        "heldout.loss_mask.npy": heldout_mask,
-        "heldout.offsets.npy": offsets,
-    }
+    heldout = (draw.integers(0, VOCAB, size=60, dtype=np.uint32), heldout_mask, offsets)
+    arrays = token_arrays(ids, mask, positions, heldout=heldout)
     manifest = {"seq_len": seq_len, "vocab_size": VOCAB} | heldout_from(questions=3)
     return TokenStore(manifest=manifest, arrays=arrays)
 

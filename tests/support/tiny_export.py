@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
+from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import ARRAYS, Document
 from workflow.lib.system.files import file_sha256, write_checked_json
 
@@ -109,14 +110,8 @@ def tiny_tokens(
         length = len(row_ids)
         train[:2, number, :length] = row_ids, mask
         train[2, number] = [*range(length), *range(LONGEST - length)]
-    arrays = {
-        "train.input_ids.npy": train[0],
-        "train.loss_mask.npy": train[1],
-        "train.position_ids.npy": train[2],
-        "heldout.input_ids.npy": np.concatenate(ids),
-        "heldout.loss_mask.npy": np.concatenate(masks),
-        "heldout.offsets.npy": np.cumsum([0, *map(len, ids)]),
-    }
+    held = (np.concatenate(ids), np.concatenate(masks), np.cumsum([0, *map(len, ids)]))
+    arrays = token_arrays(*train, heldout=held)
     folder.mkdir(parents=True)
     for name, array in arrays.items():
         np.save(folder / name, array.astype(ARRAYS[name]))

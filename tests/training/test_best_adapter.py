@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, prepare
 from tests.support.models import adapted, heldout_from, random_store, tiny_llama
+from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.evaluation.heldout_loss import heldout_losses
@@ -259,14 +259,9 @@ def test_documents_fill_rows_in_their_order():
 
 def test_no_document_to_measure_on_is_an_error():
     store = random_store(rows=4, seq_len=17)
-    arrays: dict[str, Any] = {
-        "train.input_ids.npy": store.input_ids,
-        "train.loss_mask.npy": store.loss_mask,
-        "train.position_ids.npy": store.position_ids,
-        "heldout.input_ids.npy": np.zeros(0, dtype=np.uint32),
-        "heldout.loss_mask.npy": np.zeros(0, dtype=np.bool_),
-        "heldout.offsets.npy": np.array([0]),
-    }
+    nothing = (np.zeros(0, dtype=np.uint32), np.zeros(0, dtype=np.bool_), np.array([0]))
+    rows = (store.input_ids, store.loss_mask, store.position_ids)
+    arrays = token_arrays(*rows, heldout=nothing)
     manifest = {"seq_len": 17, "vocab_size": 211} | heldout_from()
     empty = TokenStore(manifest=manifest, arrays=arrays)
     with pytest.raises(UserError, match=r"train\.evaluate_every_steps asks for the held-out loss"):

@@ -17,6 +17,7 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, heldout_from, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
+from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.layers.nf4_linear import nf4_linears
@@ -51,14 +52,10 @@ def documentation():
     heldout = ids["heldout"][: 32 * SEQ_LEN]
     mask = np.ones(shape, dtype=bool)
     mask[:, 0] = False
-    arrays = {
-        "train.input_ids.npy": ids["train"][: ROWS * SEQ_LEN].reshape(shape),
-        "train.loss_mask.npy": mask,
-        "train.position_ids.npy": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (ROWS, 1)),
-        "heldout.input_ids.npy": heldout,
-        "heldout.loss_mask.npy": np.arange(len(heldout)) % SEQ_LEN > 0,
-        "heldout.offsets.npy": np.arange(0, len(heldout) + 1, SEQ_LEN),
-    }
+    train = ids["train"][: ROWS * SEQ_LEN].reshape(shape)
+    positions = np.tile(np.arange(SEQ_LEN, dtype=np.int32), (ROWS, 1))
+    trained, offsets = np.arange(len(heldout)) % SEQ_LEN > 0, range(0, len(heldout) + 1, SEQ_LEN)
+    arrays = token_arrays(train, mask, positions, heldout=(heldout, trained, np.array(offsets)))
     manifest = {"seq_len": SEQ_LEN, "vocab_size": 4000}
     manifest |= heldout_from(documentation=len(heldout) // SEQ_LEN)
     return TokenStore(manifest=manifest, arrays=arrays)

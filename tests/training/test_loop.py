@@ -13,6 +13,7 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
 from tests.support.models import VOCAB, adapted, random_store
 from tests.support.plans import PLANNED, make_plan
+from tests.support.token_arrays import token_arrays
 from tests.support.training_loops import (
     BATCH,
     CLIP,
@@ -337,22 +338,18 @@ def unpacked(store, row):
     `token_writer.write_train` does."""
     seq_len = store.seq_len
     starts = [*np.flatnonzero(store.position_ids[row] == 0), seq_len]
-    arrays = {name: np.zeros((len(starts) - 1, seq_len), dtype=array.dtype) for name, array in (
-        ("train.input_ids.npy", store.input_ids), ("train.loss_mask.npy", store.loss_mask),
-        ("train.position_ids.npy", store.position_ids),
-    )}  # fmt: skip
+    ids, mask, positions = (
+        np.zeros((len(starts) - 1, seq_len), dtype=array.dtype)
+        for array in (store.input_ids, store.loss_mask, store.position_ids)
+    )
     for number, (start, stop) in enumerate(itertools.pairwise(starts)):
         length = stop - start
-        arrays["train.input_ids.npy"][number, :length] = store.input_ids[row, start:stop]
-        arrays["train.loss_mask.npy"][number, :length] = store.loss_mask[row, start:stop]
-        arrays["train.position_ids.npy"][number, :length] = np.arange(length)
-        arrays["train.position_ids.npy"][number, length:] = np.arange(seq_len - length)
-    heldout = {
-        "heldout.input_ids.npy": np.zeros(1),
-        "heldout.loss_mask.npy": np.zeros(1),
-        "heldout.offsets.npy": np.array([0, 1]),
-    }
-    return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays | heldout)
+        ids[number, :length] = store.input_ids[row, start:stop]
+        mask[number, :length] = store.loss_mask[row, start:stop]
+        positions[number] = [*range(length), *range(seq_len - length)]
+    heldout = (np.zeros(1), np.zeros(1), np.array([0, 1]))
+    arrays = token_arrays(ids, mask, positions, heldout=heldout)
+    return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays)
 
 
 def test_packed_row_has_the_summed_loss_of_its_documents_one_per_row(base):

@@ -1,6 +1,5 @@
 """Optimizers over shards: equal to the stock ones, also when a run continues from a checkpoint."""
 
-from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
@@ -8,23 +7,22 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.built_models import built_model
+from tests.support.checkpointing import IDENTITY, Run
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized, random_llama, random_store, tiny_llama
-from tests.support.plans import make_plan
-from workflow.lib.distributed.world import World, process_group
+from tests.support.gathering import full
+from tests.support.models import quantized, random_llama, tiny_llama
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.optimizers import OPTIMIZERS
-from workflow.lib.training.checkpoint import CheckpointWriter, resume_
-from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.checkpoint import CheckpointWriter
 from workflow.lib.training.optimizers import KINDS, ShardwiseOptimizer
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = {"x.lora_A.weight": (7, 80), "x.lora_B.weight": (176, 3), "y": (131,), "z": (5, 9)}
-STEPS, SAVED, IDENTITY = 5, 3, "0123456789ab-cdef01234567"
+STEPS, SAVED = 5, 3
 
 
 def train_settings(kind, **more):
@@ -123,47 +121,34 @@ def in_peft():
     return get_peft_model(random_llama(num_hidden_layers=1), config)
 
 
-class Run:
+CONFIG = RunConfig(
+    lora=LoraSettings(r=5, use_dora=True),
+    train=train_settings("adamw_8bit", epochs=None, max_steps=STEPS, global_batch_size=6),
+)
+
+
+def made(base, world):
     """A run with moments in 8 bits in this process's group."""
+    return Run(base, world, CONFIG, micro_batch_size=1)
 
-    def __init__(self, base: Path, world: World) -> None:
-        length: dict[str, Any] = {"epochs": None, "max_steps": STEPS, "global_batch_size": 6}
-        train = train_settings("adamw_8bit", **length)
-        self.config = RunConfig(lora=LoraSettings(r=5, use_dora=True), train=train)
-        self.training = built_model(base, self.config, make_plan(), world).training
-        self.optimizer = make_optimizer(self.training, self.config.train)
-        self.world = world
 
-    def train(self, *, first: int, last: int) -> list[float]:
-        loop = Trainer(
-            self.training,
-            self.optimizer,
-            random_store(rows=13, seq_len=23),
-            self.config.train,
-            micro_batch_size=1,
-            world=self.world,
-        ).steps(first_step=first, num_steps=STEPS)
-        return [next(loop).loss for _ in range(first, last)]
-
-    def weights(self) -> list[float]:
-        """Return the sums of this process's shards of all that is trained."""
-        params = trainable_parameters(self.training).values()
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in params]
-        return [float(x.detach().double().sum()) for x in whole]
+def weights(run):
+    params = trainable_parameters(run.training)
+    return {name: full(param) for name, param in params.items()}
 
 
 def one_run(base, folder, world):
     """Train, with a checkpoint in the midst, and continue from it with a new model."""
-    run, there = Run(base, world), folder / f"of-{world.size}"
+    run, there = made(base, world), folder / f"of-{world.size}"
     writer = CheckpointWriter(there, keep=2, identity=IDENTITY, world=world)
     losses = run.train(first=0, last=SAVED)
     writer.save(run.training, run.optimizer, step=SAVED)
     writer.wait()
     losses += run.train(first=SAVED, last=STEPS)
-    again = Run(base, world)
-    resumed = resume_(there, again.training, again.optimizer, identity=IDENTITY, world=world)
-    late = again.train(first=resumed.step, last=STEPS)
-    same = again.weights() == run.weights()
+    again = made(base, world)
+    late = again.train(first=again.resume(there).step, last=STEPS)
+    theirs = weights(run)
+    same = all(tensor.equal(theirs[name]) for name, tensor in weights(again).items())
     return {"losses": losses, "late losses": late, "same weights": same}
 
 
@@ -178,9 +163,8 @@ def survey(base, folder, device="cpu"):
 def elsewhere(base, folder):
     """Continue a run of three processes alone."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run, there = Run(base, world), folder / "of-3"
-        step = resume_(there, run.training, run.optimizer, identity=IDENTITY, world=world).step
-        return run.train(first=step, last=STEPS)
+        run = made(base, world)
+        return run.train(first=run.resume(folder / "of-3").step, last=STEPS)
 
 
 @pytest.fixture(scope="module")

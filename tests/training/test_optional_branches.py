@@ -1,14 +1,164 @@
 """Every family with every branch of its config switched on: clips, caps, limits, biases, norms of
 queries, LongRoPE beyond its limit train as the stock model, and what draws random numbers has the
-same gradients with recomputation."""
+same gradients with recomputation.
+
+A field is a branch if the family's file reads it and its value in the tiny model is None, false or
+0, or if it is called a limit, which small values do not reach. Sizes and names are none: nothing
+says which would fit."""
+
+import importlib
+import inspect
+import re
+import traceback
+from collections.abc import Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoConfig, PreTrainedConfig
 
-from tests.support.distributed import run_distributed
-from tests.support.families import FAMILIES
-from tests.support.optional_branches import DRAWN, branches, run_branches
+from tests.support.built_models import built_model
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.families import FAMILIES, SIZES, WINDOW, tiny_model
+from tests.support.family_runs import (
+    attention_of,
+    difference_from_stock,
+    family_store,
+    randomize_,
+    run_family,
+)
+from tests.support.models import quantized
+from tests.support.plans import make_plan
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig, TrainConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.startup_checks import startup_checks
 
-OTHERS = ("olmo", "phimoe", "minimax_m2")
+FLOAT = 0.5  # of a clip, a cap, a scale: the values of tiny models lie on both sides
+LIMIT = re.compile(r"limit|clip|clamp|softcap")
+DRAWN = re.compile(r"drop|jitter|noise")
+# Values that nothing derives; None: no branch of a causal language model that is trained.
+BY_NAME: dict[str, Any] = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 3.0),
+    "router_jitter_noise": 0.1,
+    "input_jitter_noise": 0.1,
+    **dict.fromkeys(
+        (
+            "attention_k_eq_v", "enable_moe_block", "is_decoder", "output_router_logits",
+            "rescale_prenorm_residual", "rms_norm_eps", "tie_word_embeddings", "use_cache",
+            "use_bidirectional_attention", "use_double_wide_mlp", "use_mambapy",
+        )
+    ),
+}  # fmt: skip
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + n / 2 for n in range(8)],
+    "original_max_position_embeddings": 8,
+    "factor": 4.0,
+    "partial_rotary_factor": 1.0,
+}
+"""Its limit is shorter than documents."""
+MORE: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}
+}
+"""Branches that are no field of their own."""
+UNREAD = {"gemma3": "final_logit_softcapping"}
+"""What the stock class for several media leaves out (5.23), though its text class reads it: the
+check before the first step refuses such a model."""
+
+
+OTHERS = {
+    "olmo": AutoConfig.for_model("olmo", **SIZES),
+    "phimoe": AutoConfig.for_model("phimoe", **SIZES, sliding_window=WINDOW, num_local_experts=6),
+    "minimax_m2": AutoConfig.for_model(
+        "minimax_m2", **SIZES, num_local_experts=5, num_experts_per_tok=2
+    ),
+}
+
+
+def tiny(family: str) -> Any:
+    return FAMILIES[family].config(family) if family in FAMILIES else deepcopy(OTHERS[family])
+
+
+def branches(family: str) -> dict[str, Any]:
+    text = tiny(family).get_text_config()
+    file = type(text).__module__.replace(".configuration_", ".modeling_")
+    code = inspect.getsource(importlib.import_module(file))
+    kinds = [kind for kind in type(text).__mro__ if not issubclass(PreTrainedConfig, kind)]
+    told = [vars(kind).get("__annotations__", {}) for kind in kinds]
+    named = {name: str(a) for annotations in told for name, a in annotations.items()}
+    switches = {name: a for name, a in named.items() if "bool" in a or "float" in a}
+    found = {
+        name: _switched_on(text, name, a) for name, a in switches.items() if f".{name}" in code
+    }
+    found = {
+        name: value
+        for name, value in found.items()
+        if value is not None and name != UNREAD.get(family)
+    }
+    return found | MORE.get(family, {})
+
+
+def _switched_on(config: Any, name: str, annotation: str) -> Any:
+    if name not in vars(config):  # a property, or another for each layer
+        return None
+    value = vars(config)[name]
+    if name in BY_NAME:
+        return BY_NAME.get(name)
+    if value is False:
+        return True
+    off = value is None or (isinstance(value, float) and value == 0.0)
+    limits = isinstance(value, float) and LIMIT.search(name)
+    return FLOAT if limits or (off and "float" in annotation) else None
+
+
+def run_branches(folder: Path, families: Iterable[str], drawn: bool) -> dict[str, str]:
+    """Train tiny models with all branches on, those that draw random numbers or the others; return
+    what is wrong with each, nothing of a family that trains as stock."""
+    found: dict[str, str] = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for number, family in enumerate(families):
+            chosen = {n: x for n, x in branches(family).items() if bool(DRAWN.search(n)) is drawn}
+            try:
+                found[family] = _looked_at(folder / family, family, chosen, world, drawn, number)
+            except UserError as error:
+                found[family] = f"refused: {error}"
+            except Exception:
+                found[family] = f"{chosen}\n{traceback.format_exc()}"
+    return found
+
+
+def _looked_at(
+    place: Path, family: str, chosen: dict[str, Any], world: World, drawn: bool, number: int
+) -> str:
+    config = tiny(family)
+    text = config.get_text_config()
+    quiet = {n: 0.0 for n, x in vars(text).items() if DRAWN.search(n) and isinstance(x, float)}
+    for name, value in ((quiet if not drawn else {}) | chosen).items():
+        setattr(text, name, value)
+    quantized(tiny_model(config, place / "original"), place / "nf4")
+    if drawn:
+        return _steps(place / "nf4", world)
+    ours = run_family(place, world, "of-1", fused=True, break_checks=False, number=number)
+    return difference_from_stock(ours, place) if all(ours["checks"]) else str(ours["details"])
+
+
+def _steps(base: Path, world: World) -> str:
+    """Recomputed layers have the gradients of others: one of the start-up checks."""
+    config = RunConfig(
+        lora=LoraSettings(r=3),
+        train=TrainConfig(global_batch_size=4),
+        model=ModelConfig(attention_dropout="family"),
+    )
+    model = built_model(base, config, make_plan(), world, attention=attention_of(base))
+    randomize_(model.training)
+    checks = startup_checks(model, family_store("packed"), base, world)
+    return "" if all(check.passed for check in checks) else str(checks)
+
+
 SWITCHED = {family: branches(family) for family in (*FAMILIES, *OTHERS)}
 # Attention's dropout alone is one for all: `tests/training/test_build.py`.
 NOISY = [

@@ -13,14 +13,19 @@ from workflow.lib.system.errors import UserError
 
 def test_trained_module_that_the_model_has_not_is_refused(folder):
     adapter = {"base_model.model.embed_out.weight": torch.ones(1)}
-    with CheckpointReader(folder / "original") as source, CheckpointReader(folder / "nf4") as nf4:
+    with (
+        CheckpointReader(folder / "small" / "original") as source,
+        CheckpointReader(folder / "small" / "nf4") as nf4,
+    ):
         tensors = merged_tensors(adapter, {}, original=source, nf4=nf4, onto="original")
         with pytest.raises(UserError, match=r"tensors for base_model.model.embed_out.weight, wh"):
             list(tensors)
 
 
 def test_name_that_peft_would_find_elsewhere_too_is_refused(folder):
-    model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
+    model = build_nf4_on_meta(
+        folder / "small" / "nf4", compute_dtype=torch.float32, attention="sdpa"
+    )
     model.model.other_lm_head = torch.nn.Identity()
     settings = LoraSettings(modules_to_save=("lm_head",))
     with pytest.raises(UserError, match=r"'lm_head': model\.other_lm_head ends so too"):
