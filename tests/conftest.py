@@ -103,6 +103,23 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of 2 layers."""
+    from tests.support.models import quantized, tiny_llama  # imports torch
+
+    folder = tmp_path_factory.mktemp("two-layers")
+    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
+
+
+@pytest.fixture(scope="session")
+def run(shared_folder: Path) -> Path:
+    """A folder after a finished `finetune` stage. Never change what is there."""
+    from tests.support.finished import finished  # imports torch
+
+    return finished(shared_folder)
+
+
+@pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny tokenizer, saved once for all tests of `tokenize_dataset`."""
     from tests.support.tiny import tiny_tokenizer  # imports torch, which most tests do without

@@ -3,9 +3,6 @@
 import types
 import typing
 
-import pytest
-
-from tests.support.finished import finished
 from tests.support.tokenizing import Stage
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Manifest, Probe
 from workflow.lib.artifacts.records import Record
@@ -31,11 +28,6 @@ def undeclared(document, annotation):
             yield from (f"{annotation.__name__}.{name}" for name in document.keys() - fields.keys())
         for name in document.keys() & fields.keys():
             yield from undeclared(document[name], fields[name].annotation)
-
-
-@pytest.fixture(scope="module")
-def run(shared_folder):
-    return finished(shared_folder)
 
 
 def test_every_field_of_the_summary_is_declared(run):

@@ -11,7 +11,6 @@ from jinja2 import TemplateError
 from peft import AutoPeftModelForCausalLM
 from transformers import GenerationConfig
 
-from tests.support.finished import finished
 from tests.support.models import VOCAB, quantized, tiny_llama, write_shards
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.artifacts.manifest_record import ConversationFacts
@@ -42,11 +41,6 @@ from workflow.lib.system.files import read_checked_json, read_json, write_checke
 
 NAME = "base_model.model.model.layers.1.mlp.down_proj"
 A, B = f"{NAME}.lora_A.weight", f"{NAME}.lora_B.weight"
-
-
-@pytest.fixture(scope="module")
-def run(shared_folder):
-    return finished(shared_folder)
 
 
 @pytest.fixture(scope="module")

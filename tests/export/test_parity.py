@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.finished import finished
 from tests.support.models import adapted, random_store
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import POSITIONS, compare_logits, save_logits, trained_logits
@@ -16,11 +15,6 @@ from workflow.lib.system.files import read_checked_json
 
 CPU = torch.device("cpu")
 A = "base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"
-
-
-@pytest.fixture(scope="module")
-def run(shared_folder):
-    return finished(shared_folder)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import torch
 
 from tests.objectives.test_objective import build, configured, dense, one_step, store_of
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized, tiny_llama
 from tests.support.scored_rows import PROMPTED, ROWS, prompted_rows
 from workflow.lib.distributed.world import process_group
 
@@ -18,12 +17,6 @@ OBJECTIVES = ("dpo", "kto", "distill")
 # Of what stock code in bf16 is off: ours rounds elsewhere, but no more.
 MORE_THAN_STOCK = 2.0
 HEAD = "frozen head"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("objectives")
-    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
 def steps(base, device="cuda", attention="varlen") -> dict[str, Any]:

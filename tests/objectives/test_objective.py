@@ -12,7 +12,6 @@ import torch
 from tests.objectives.dense import DENSE, TokenTable
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.scored_rows import ROWS, scored_rows
 from tests.support.stock_training import whole
@@ -122,12 +121,6 @@ def survey(base: Path) -> dict[str, Any]:
                     found[f"{head}, {name}, dense"] = dense(model, name)
                     model.training.zero_grad()
     return found
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("objectives")
-    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
 @pytest.fixture(scope="module")

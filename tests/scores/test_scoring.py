@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import VOCAB, adapted, quantized, random_store, tiny_llama
+from tests.support.models import VOCAB, adapted, random_store, tiny_llama
 from tests.support.rounding import allowed, lost
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
@@ -107,12 +107,11 @@ def test_scores_are_those_of_each_document_alone_in_stock_transformers(
     assert lost(rest, others) <= share
 
 
-def test_scores_of_the_base_are_those_of_the_first_forward_of_a_training(tmp_path, store):
+def test_scores_of_the_base_are_those_of_the_first_forward_of_a_training(tiny_base, store):
     """Its adapters begin at zero. Stock bitsandbytes here, modules of ours there."""
-    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "base")
-    with whole(base) as scorer:
+    with whole(tiny_base) as scorer:
         found = all_scores(scorer, store).log_probs
-    training = adapted(base, r=4)
+    training = adapted(tiny_base, r=4)
     batch = stored_batch(store, np.arange(store.num_rows))
     with torch.no_grad():
         hidden = training.hidden_states(batch.input_ids, batch.position_ids)

@@ -2,7 +2,6 @@
 exported."""
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
-from tests.support.finished import CONFIG, finished, write_manifest
-from tests.support.forked_stage import forked_stage
+from tests.support.finished import CONFIG, write_manifest
+from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.models import write_shards
 from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
 from workflow.lib.data.encoding.probes import PROBE
@@ -35,11 +34,6 @@ OWN_TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 EOS, END_OF_TURN = 2, 3
-
-
-@pytest.fixture(scope="module")
-def run(shared_folder):
-    return finished(shared_folder)
 
 
 def settings(**export):
@@ -190,25 +184,15 @@ def test_one_value_altered_after_training_exports_nothing(run, tmp_path):
         if file.is_file():
             (copy / file.name).write_bytes(file.read_bytes())
     write_shards(copy / "adapter", altered)
-    paths = {
-        "--finetune": copy,
-        "--base": run / "base",
-        "--model": run / "model",
-        "--manifest": run / "tokens" / "manifest.json",
-        "--output": tmp_path / "consolidate",
-        "--log": tmp_path / "log",
-    }
-    words = [str(word) for option in paths.items() for word in option]
-    done = forked_stage("consolidate", "--config", json.dumps(settings()), *words)
-    assert done.returncode == 1
-    assert (
-        "the exported adapter is not the trained one: its values differ, logits differ by"
-        in done.stderr
-    )
-    assert "Nothing is exported." in done.stderr
-    assert "Traceback" not in done.stderr
+    done = forked_stage(
+        "consolidate", config=settings(), finetune=copy, base=run / "base", model=run / "model",
+        manifest=run / "tokens" / "manifest.json", output=tmp_path / "consolidate",
+        log=tmp_path / "log",
+    )  # fmt: skip
+    said = refusal_of(done, output=tmp_path / "consolidate")
+    assert "exported adapter is not the trained one: its values differ, logits differ by" in said
+    assert "Nothing is exported." in said
     assert "its values differ" in (tmp_path / "log").read_text()
-    assert not (tmp_path / "consolidate").exists()
 
 
 def refused(run, folder, **export):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
-from tests.support.forked_stage import forked_stage
+from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import (
     random_documents,
@@ -18,7 +18,7 @@ from tests.system.test_checksums import flip, flip_tensor
 from workflow.lib.evaluation.certificate import statement
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import EvaluateConfig
-from workflow.lib.system.files import canonical_json, read_json, write_checksums
+from workflow.lib.system.files import read_json, write_checksums
 
 MEASURED = ["original", "base", "tuned", "merged"]
 
@@ -38,27 +38,18 @@ def folder(tmp_path_factory):
 
 
 def evaluate(folder, output, settings):
+    options = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
+    options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
+    options |= {"archive": output / "archive", "log": output / "log"}
+    options |= {"output": output / "evaluation", "chat_template": folder / "template.jinja"}
+    options["config"] = {"model": {}, "evaluate": settings.model_dump(mode="json")}
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    arguments = command_line(folder, output, settings)
-    return forked_stage("evaluate_run", *arguments, environment=environment)
+    subjects = ["--subjects", *MEASURED]
+    return forked_stage("evaluate_run", *subjects, environment=environment, **options)
 
 
 def refused(folder, output, settings):
-    """Expect the stage to end by a message; return what it said."""
-    done = evaluate(folder, output, settings)
-    assert done.returncode == 1, done.stderr
-    return done.stderr
-
-
-def command_line(folder, output, settings):
-    config = canonical_json({"model": {}, "evaluate": settings.model_dump(mode="json")})
-    options = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
-    options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
-    options |= {name: output / name for name in ("archive", "evaluation", "log")}
-    options["output"] = options.pop("evaluation")
-    options |= {"config": config, "chat-template": folder / "template.jinja"}
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [*arguments, "--subjects", *MEASURED]
+    return refusal_of(evaluate(folder, output, settings), output=output / "evaluation")
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +131,6 @@ def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, t
     settings = EvaluateConfig(tasks=(), max_documents=1)
     said = refused(folder, tmp_path, settings)
     assert "evaluate.heldout = True: an interval needs at least 2" in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "evaluation").exists()
 
 
 def flip_token(folder):
@@ -169,4 +158,3 @@ def test_damaged_files_are_named_though_all_parts_were_measured_before(
         f"{path} is damaged: it does not have the SHA-256 that was recorded when it was made. "
         f"Delete the folder {path.parent} and repeat the command; the folder is made again."
     )
-    assert not (tmp_path / "evaluation").exists()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.finished import CONFIG, STEPS, arguments, finished
+from tests.support.finished import CONFIG, STEPS, arguments
 from tests.system.test_checksums import flip
 from workflow.lib.distributed.sharded_files import read_whole
 from workflow.lib.export.adapter_files import read_sharded_adapter
@@ -17,11 +17,6 @@ from workflow.lib.system.errors import UserError
 from workflow.scripts.export_step import main
 
 SAVED = 4  # the checkpoint before the last
-
-
-@pytest.fixture(scope="module")
-def run(shared_folder):
-    return finished(shared_folder)
 
 
 def exported(run, output, *, step, checkpoints=None):

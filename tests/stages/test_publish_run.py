@@ -2,7 +2,6 @@
 why."""
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.support.certificates import add_items, certify
+from tests.support.forked_stage import command_line
 from tests.support.hub_server import WRITE_TOKEN, HubRepo, start_hub
 from tests.support.report_examples import edit, write_run
 from tests.support.workflow_project import make_project
@@ -48,7 +48,7 @@ def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
     root, run = run.parents[1], run.relative_to(run.parents[1])
     adapter = run / "consolidate" / "adapter"
     options = {
-        "config": json.dumps({"export": {"hub_repo": "acme/demo", **export}}),
+        "config": {"export": {"hub_repo": "acme/demo", **export}},
         "run": "demo",
         "folder": adapter,
         "card": adapter / "README.md",
@@ -58,8 +58,7 @@ def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
         "evaluation": run / "evaluate_run",
         "output": run / "publish_run" / "published.json",
     }
-    command = [sys.executable, "-m", "workflow.scripts.publish_run"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "workflow.scripts.publish_run", *command_line(options)]
     variables = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
     variables["HF_HUB_DISABLE_XET"] = "1"  # the stand-in takes large files by git LFS
     variables |= {"HF_HOME": str(root / "cache"), "PYTHONPATH": str(ROOT)}

@@ -1,12 +1,11 @@
 """The stage as a program: a folder that appears whole, or not at all."""
 
-import json
 import shutil
 
 import pytest
 import torch
 
-from tests.support.forked_stage import forked_stage
+from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.system.test_checksums import flip, recorded_as_download
@@ -15,22 +14,9 @@ from workflow.lib.system.files import file_sha256, read_checked_json, read_json
 
 
 def stage(model, output):
-    return forked_stage("quantize_base", *arguments(model, output))
-
-
-def refused(model, output):
-    """Expect the stage to end by one message and to leave no base; return what it said."""
-    done = forked_stage("quantize_base", *arguments(model, output))
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert not output.exists()
-    return done.stderr
-
-
-def arguments(model, output):
-    settings = json.dumps({"quantize": {"block_size": 64, "double_quant": True}})
-    paths = ["--model", str(model), "--output", str(output)]
-    return ["--config", settings, *paths, "--log", str(output.parent / "log.txt")]
+    config = {"quantize": {"block_size": 64, "double_quant": True}}
+    log = output.parent / "log.txt"
+    return forked_stage("quantize_base", config=config, model=model, output=output, log=log)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +58,6 @@ def test_record_counts_what_was_quantized(folder):
 def test_damaged_download_leaves_no_base_and_is_named(folder, tmp_path, name):
     model = recorded_as_download(shutil.copytree(folder / "model", tmp_path / "model"))
     flip(model / name, -2)
-    said = refused(model, tmp_path / "base")
+    said = refusal_of(stage(model, tmp_path / "base"), output=tmp_path / "base")
     assert f"{model}/{name} is damaged: it does not have the SHA-256" in said
     assert f"Delete the folder {model} and repeat the command" in said

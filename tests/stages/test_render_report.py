@@ -1,4 +1,3 @@
-import json
 import re
 import subprocess
 import sys
@@ -25,10 +24,10 @@ def render(root, *names):
         {"folder": str(root / "runs" / name), "tokens": str(root / "tokens" / f"{name}-data")}
         for name in names
     ]
-    options = ["--config", json.dumps(config), "--runs", json.dumps(folders)]
-    options += ["--output", str(root / "report.html"), "--comparison", str(root / "table.csv")]
-    options += ["--log", str(root / "log" / "report.log")]
-    return forked_stage("render_report", *options)
+    return forked_stage(
+        "render_report", config=config, runs=folders, output=root / "report.html",
+        comparison=root / "table.csv", log=root / "log" / "report.log",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tests.support.workflow_project import Finished, Project, executed, make_pro
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.report.verdict import Measured, refuse_unmet, verdicts
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import canonical_json, read_checked_json, write_checked_json
+from workflow.lib.system.files import read_checked_json, write_checked_json
 
 TUNED = evaluation(
     "demo", "tuned"
@@ -113,9 +113,8 @@ def gate(folder, least):
     write_checked_json(evaluations / "tuned.json", TUNED)
     write_checked_json(evaluations / "base.json", evaluation("demo", "base"))
     config = {"demo": {"require": {"heldout_loss": least}, "require_by": "estimate"}}
-    arguments = ["--config", canonical_json(config), "--runs-dir", str(folder / "runs")]
-    output = ["--output", str(folder / "requirements.json")]
-    return forked_stage("require_gain", *arguments, *output)
+    output = folder / "requirements.json"
+    return forked_stage("require_gain", config=config, runs_dir=folder / "runs", output=output)
 
 
 def test_stage_writes_its_verdicts_if_all_are_met(tmp_path):

@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,14 +8,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.support.forked_stage import forked_stage
+from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.rounding import allowed, lost
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.support.tiny_export import random_documents, tiny_adapter, tiny_base, tiny_tokens
 from tests.system.test_checksums import flip
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.scores.store import ScoreStore, read_manifest
-from workflow.lib.system.files import canonical_json, write_checksums
+from workflow.lib.system.files import write_checksums
 
 DATA = (".npy", ".safetensors")
 HELDOUT, TRAINED = random_documents(5), random_documents(3, seed=1)
@@ -33,28 +34,16 @@ def folder(tmp_path_factory):
 
 def score(folder: Path, output: Path, **options: object):
     """Run the stage on the adapter, or on what the options say."""
-    given: dict[str, object] = {"base": folder / "base", "model": folder / "adapter"}
+    given: dict[str, Any] = {"base": folder / "base", "model": folder / "adapter"}
     given |= {"tokens": folder / "tokens", "tokenizer": folder / "base-original"}
     given |= {"setting": "preferences.reference", "named": "a-run", "output": output}
-    given |= {"config": canonical_json({"model": {}})} | options
-    arguments = [
-        text
-        for name, value in given.items()
-        if value is not None
-        for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    return forked_stage(
-        "score_tokens", *arguments, environment=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    )
+    given |= {"config": {"model": {}}} | options
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return forked_stage("score_tokens", environment=environment, **given)
 
 
 def refused(folder: Path, output: Path, **options: object) -> str:
-    """Expect the stage to end by one message; return it."""
-    done = score(folder, output, **options)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert not output.exists()
-    return done.stderr
+    return refusal_of(score(folder, output, **options), output=output)
 
 
 def log_probs(folder: Path, scores: Path, *, top_k: int = 0) -> torch.Tensor:

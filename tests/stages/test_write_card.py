@@ -1,7 +1,5 @@
 """The stage that writes the model card: from the artifacts of a run to `README.md`."""
 
-import json
-
 import pytest
 
 from tests.support.forked_stage import forked_stage
@@ -11,20 +9,19 @@ from workflow.lib.system.files import write_checked_json
 
 def write_card(root, **data):
     run = root / "runs" / "demo"
-    options = {
-        "config": json.dumps({"model": {"source": "example/base-8b"}, "data": data}),
-        "summary": run / "finetune" / "summary.json",
-        "adapter-config": run / "consolidate" / "adapter" / "adapter_config.json",
-        "base": root / "base",
-        "manifest": root / "tokens" / "demo-data" / "manifest.json",
-        "parity": run / "consolidate" / "parity.json",
-        "evaluation": run / "evaluate_run",
-        "output": root / "README.md",
-    }
     (root / "base").mkdir(exist_ok=True)
     write_checked_json(root / "base" / "quantization.json", quantization())
-    parts = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return forked_stage("write_card", *parts)
+    return forked_stage(
+        "write_card",
+        config={"model": {"source": "example/base-8b"}, "data": data},
+        summary=run / "finetune" / "summary.json",
+        adapter_config=run / "consolidate" / "adapter" / "adapter_config.json",
+        base=root / "base",
+        manifest=root / "tokens" / "demo-data" / "manifest.json",
+        parity=run / "consolidate" / "parity.json",
+        evaluation=run / "evaluate_run",
+        output=root / "README.md",
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,13 @@ from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
-from tests.support.stock_training import trained
+from tests.support.stock_training import save_run, trained
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
-from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.architecture import vocabulary_slices
 from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, write_json
-from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.loop import Trainer
 from workflow.lib.training.startup_checks import startup_checks
 
@@ -161,12 +159,7 @@ def train_one(folder: Path, kind: str, target: Path, world: World) -> dict[str, 
     checks = startup_checks(model, store, base_of(folder, kind), world)
     size = BATCH // world.size // 2
     found = trained(model, TRAIN, store, world, micro_batch_size=size)
-    (target / "adapter").mkdir(parents=True, exist_ok=True)
-    save_sharded(model.training, target / "adapter", world=world)
-    logits = trained_logits(model.training, store, device=world.device)
-    if world.is_main:
-        save_logits(logits, target / "parity.safetensors")
-        write_json(target / "adapter_config.json", model.adapter_config())
+    save_run(model, target, store, world)
     return {
         "checks": [check.passed for check in checks],
         "counted": model.num_parameters(),

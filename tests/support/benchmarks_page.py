@@ -5,14 +5,13 @@ GPUs: of each case, on whatever GPU, the newest line.
 
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from tests.support.measurements import all_lines
+from tests.support.pages import DOCS, with_part
 from workflow.lib.system.units import GIB
 
-PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "benchmarks.md"
-MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
+PAGE = DOCS / "benchmarks.md"
 SINCE = "2026-11-25"  # older lines are of an engine without today's kernels
 STEPS = 6  # of fewer the memory alone was asked
 HEAD = """| model | layers | GPUs | how | tokens/s per GPU | GiB | commit, date |
@@ -32,9 +31,7 @@ WORDS = {
 
 def written(page: str, lines: Iterable[dict[str, Any]]) -> str:
     """Return the page with the table of these lines of measurements."""
-    head, rest = page.split(MARKS[0])
-    _, tail = rest.split(MARKS[1])
-    return head + MARKS[0] + HEAD + "".join(_rows(lines)) + MARKS[1] + tail
+    return with_part(page, "measured", HEAD + "".join(_rows(lines)))
 
 
 def newest(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,13 +4,13 @@ makes of each family's tiny model.
 `python -m tests.support.families_page` writes it anew."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.families import FAMILIES
 from tests.support.measurements import all_lines, sizes_of
+from tests.support.pages import DOCS, with_part
 from workflow.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
@@ -21,8 +21,7 @@ from workflow.lib.model.nf4_model import auto_class
 from workflow.lib.model.prepared_decoder import separate_documents_
 from workflow.lib.system.compute_choice import automatic_attention
 
-PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "families.md"
-MARKS = ("<!-- families: begin -->\n", "<!-- families: end -->")
+PAGE = DOCS / "families.md"
 HEAD = (
     "| family (`model_type`) | its tiny model has | attention | `auto` on a GPU | fused "
     "| recurrent layers | memory |\n|---|---|---|---|---|---|---|\n"
@@ -93,8 +92,7 @@ def _fused(counts: dict[str, int], layers: int) -> str:
 
 
 def written(page: str) -> str:
-    before, rest = page.split(MARKS[0])
-    return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+    return with_part(page, "families", table())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ and each document by itself."""
 import traceback
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,12 +26,23 @@ from tests.support.gathering import all_full
 from tests.support.models import quantized
 from tests.support.plans import make_plan
 from tests.support.rounding import allowed, lost
+from tests.support.stock_training import save_run
 from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
-from workflow.lib.export.packed_stacks import dequantized_weight, exported_config, exported_names
-from workflow.lib.export.parity import save_logits, trained_logits
+from workflow.lib.export.adapter_files import (
+    merged_tensors,
+    read_sharded_adapter,
+    save_adapter,
+    write_merged,
+)
+from workflow.lib.export.packed_stacks import (
+    dequantized_weight,
+    exported_config,
+    exported_names,
+    merged_stacks,
+    without_stacks,
+)
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.backends import (
@@ -50,14 +62,13 @@ from workflow.lib.model.nf4_model import (
     read_specs,
     say_quantized_,
 )
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.settings.config import ExportConfig, LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json, short_hash, write_json
+from workflow.lib.system.files import read_json, short_hash
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.build import TrainingModel
-from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.startup_checks import check_attention, startup_checks
 
 CPU = torch.device("cpu")
@@ -160,7 +171,7 @@ def run_family(
     }
     _gather_(found, world)
     if target is not None:
-        _save(model, folder / target, packed, world)
+        save_run(model, folder / target, packed, world)
     if break_checks:
         found["shared"] = shared_values(model.training)
     return {
@@ -222,15 +233,6 @@ def _gather_(found: dict[str, Any], world: World) -> None:
         result["gradients"] = {name: whole[f"{rows} {name}"] for name in names}
 
 
-def _save(model: TrainingModel, target: Path, store: TokenStore, world: World) -> None:
-    (target / "shards").mkdir(parents=True, exist_ok=True)
-    save_sharded(model.training, target / "shards", world=world)
-    logits = trained_logits(model.training, store, device=world.device)
-    if world.is_main:
-        save_logits(logits, target / "parity.safetensors")
-        write_json(target / "adapter_config.json", model.adapter_config())
-
-
 @torch.no_grad()
 def randomize_(training: torch.nn.Module) -> None:
     """Give every trained tensor values of its own, B too, the same for any number of processes."""
@@ -269,7 +271,7 @@ def original_on_meta(folder: Path) -> PreTrainedModel:
 @cache
 def trained_adapter(run: Path) -> dict[str, torch.Tensor]:
     """Return the adapter in a run's folder by names in training; never change it."""
-    return read_sharded_adapter(run / "shards")
+    return read_sharded_adapter(run / "adapter")
 
 
 @cache
@@ -287,6 +289,28 @@ def exported(run: Path) -> Path:
     tensors = {names.exported(name): tensor for name, tensor in adapter.items()}
     save_adapter(tensors, config, run / "exported")
     return run / "exported"
+
+
+@torch.no_grad()
+def merge(folder: Path, run: Path, target: Path, *, onto: str) -> None:
+    """Write the merged model of a run, of linears and stacks of experts, to `target`; folder: has
+    the `original` and its quantized `nf4`."""
+    trained, config = trained_adapter(run), read_json(run / "adapter_config.json")
+    model = original_on_meta(folder)
+    stacks = expert_stacks(model)
+    with (
+        CheckpointReader(folder / "original") as original,
+        ConvertedReader(folder / "original", model) as converted,
+        CheckpointReader(folder / "nf4") as nf4,
+    ):
+        linears = merged_tensors(
+            without_stacks(trained, stacks), config,
+            original=original, nf4=nf4, onto=onto, module_name=ModuleNames(model).of,
+        )  # fmt: skip
+        experts = merged_stacks(
+            trained, config, original=converted, nf4=nf4, onto=onto, stacks=stacks
+        )
+        write_merged(chain(linears, experts), folder / "original", target, settings=ExportConfig())
 
 
 def stock_model(folder: Path, adapter: Path) -> PeftModel:

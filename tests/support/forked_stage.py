@@ -1,27 +1,47 @@
 """A stage as a command, in a fork of the process that has imported its packages.
 
-done = forked_stage("evaluate_run", "--config", "{}", "--log", "log")"""
+done = forked_stage("evaluate_run", config={}, log="log")"""
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def command_line(options: Mapping[str, Any]) -> list[str]:
+    """Return options as words, those that are None left out; of sections their JSON."""
+    words = []
+    for name, value in options.items():
+        if value is not None:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
+    return words
+
+
 def forked_stage(
-    stage: str, *arguments: str, environment: Mapping[str, str] | None = None
+    stage: str, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run it to its end; return exit status, standard output and standard error.
 
     environment: variables that replace this process' own."""
     return subprocess.run(
-        [preloaded_python(), "-m", f"workflow.scripts.{stage}", *arguments],
+        [preloaded_python(), "-m", f"workflow.scripts.{stage}", *arguments, *command_line(options)],
         cwd=ROOT,
         env=dict(os.environ if environment is None else environment) | SETTLED,
         capture_output=True,
         text=True,
     )
+
+
+def refusal_of(done: subprocess.CompletedProcess[str], *, output: Path) -> str:
+    """Expect that a stage ended by a message and left no output; return what it said."""
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not output.exists()
+    return done.stderr

@@ -6,13 +6,13 @@ workflow/docs/memory-model.md, in minutes."""
 
 import gzip
 import json
-import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.support.pages import DOCS, with_part
 from workflow.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
@@ -23,8 +23,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import FLEX
 
 FOLDER = Path(__file__).parents[1] / "gpu" / "measurements"
-PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "memory-model.md"
-MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
+PAGE = DOCS / "memory-model.md"
 # Of one process these commits do what the engine of today does: adapters are cast once a step,
 # dropout and DoRA computed by nodes. Of norms that multiply by 1 + w, mixtures and matmuls in 8
 # bits these, whose kernels are those of today.
@@ -216,10 +215,6 @@ def _kind(row: Row) -> str:
     return "mixtures" if any(kind.top_k for kind in kinds) else "dense"
 
 
-def written(page: str, found: list[Row]) -> str:
-    pattern = f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}"
-    return re.sub(pattern, lambda _: MARKS[0] + table(found) + MARKS[1], page, flags=re.DOTALL)
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), rows()), encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(with_part(page, "measured", table(rows())), encoding="utf-8")

@@ -5,24 +5,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S
-from tests.support.gathering import all_full
 from tests.support.models import VOCAB, random_store
 from tests.support.plans import make_plan
+from tests.support.stock_training import save_run, stock_peft, trained
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.export.parity import save_logits, trained_logits
-from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
-from workflow.lib.system.files import write_json
-from workflow.lib.training.build import TrainingModel
-from workflow.lib.training.checkpoint import save_adapter as save_sharded
-from workflow.lib.training.loop import Trainer, make_optimizer
 
 STEPS, BATCH, ROWS, SEQ_LEN = 2, 12, 13, 23
 CPU = torch.device("cpu")
@@ -93,65 +85,23 @@ def train(
     dtype: torch.dtype = torch.float32,
     attention: str = "eager",
 ) -> dict[str, Any]:
-    """Take the steps of a run; return metrics, initial and trained values, and the gradients of
-    each step. folder: where the run is saved, if anywhere."""
+    """Take the steps of a run, as `trained` does. folder: where it is saved, if anywhere."""
     levers = {"activation_checkpointing": False} | (plan or {})
     model = built_model(
         base, settings, make_plan(**levers), world, dtype=dtype, attention=attention
     )
-    training = model.training
-    params = trainable_parameters(training)
-    initial = all_full(params)
-    optimizer = make_optimizer(training, settings.train)
-    gradients: list[dict[str, torch.Tensor]] = []
-    optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(all_full({name: p.grad for name, p in params.items()}))
-    )
     size = BATCH // world.size // micro_batches
-    trainer = Trainer(
-        training, optimizer, store, settings.train, size, world, graphs and graphs(training, world)
-    )
-    steps = list(trainer.steps(first_step=0, num_steps=STEPS))
+    found = trained(model, settings.train, store, world, micro_batch_size=size, graphs=graphs)
     if folder is not None:
-        save(model, folder, store, world)
-    return {
-        "losses": [m.loss for m in steps],
-        "balance": [m.router_aux_loss for m in steps],
-        "norms": [m.grad_norm for m in steps],
-        "initial": initial,
-        "gradients": gradients,
-        "weights": all_full(params),
-    }
-
-
-def save(model: TrainingModel, folder: Path, store: TokenStore, world: World) -> None:
-    """Write what a run leaves for its export."""
-    (folder / "adapter").mkdir(parents=True)
-    save_sharded(model.training, folder / "adapter", world=world)
-    logits = trained_logits(model.training, store, device=world.device)
-    save_logits(logits, folder / "parity.safetensors")
-    write_json(folder / "adapter_config.json", model.adapter_config())
+        save_run(model, folder, store, world)
+    return found
 
 
 def stock(base: Path, family: str, initial: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
     """Return stock PEFT on the stock model, with these values, and its parameters by their exported
     names."""
-    model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention="eager")
-    model = get_peft_model(
-        model,
-        LoraConfig(
-            r=4,
-            lora_alpha=32,
-            target_modules=list(targets(family)),
-            modules_to_save=[router(family)],
-            task_type="CAUSAL_LM",
-        ),
-    )
-    params = {
-        name.replace(".modules_to_save.default", "").replace(".default", ""): param
-        for name, param in model.named_parameters()
-        if name.replace(".default", "").replace(".modules_to_save", "") in initial
-    }
+    model, params = stock_peft(base, config(family).lora, attention="eager")
+    params = {name: param for name, param in params.items() if name in initial}
     assert params.keys() == initial.keys()
     for name, param in params.items():
         param.data.copy_(initial[name])

@@ -14,15 +14,19 @@ from tests.support.distributed import TIMEOUT_S
 from tests.support.gathering import all_full, full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
+from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
+from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.files import write_json
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.build import TrainingModel
+from workflow.lib.training.checkpoint import save_adapter
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.optimizers import learning_rate
 from workflow.lib.training.startup_checks import startup_checks
@@ -77,9 +81,17 @@ def whole(tensors: Mapping[str, torch.Tensor | None], world: World) -> dict[str,
 
 
 def trained(
-    model: TrainingModel, train: TrainConfig, store: Any, world: World, *, micro_batch_size: int
+    model: TrainingModel,
+    train: TrainConfig,
+    store: Any,
+    world: World,
+    *,
+    micro_batch_size: int,
+    graphs: Any = None,
 ) -> dict[str, Any]:
-    """Make all steps of a run; return whole tensors on every process."""
+    """Make all steps of a run; return whole tensors on every process.
+
+    graphs: makes those of micro-batches of the model and the world, if any."""
     params = trainable_parameters(model.training)
     initial = whole(params, world)
     optimizer = make_optimizer(model.training, train)
@@ -87,17 +99,28 @@ def trained(
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(whole({name: p.grad for name, p in params.items()}, world))
     )
-    trainer = Trainer(
-        model.training, optimizer, store, train, micro_batch_size=micro_batch_size, world=world
-    )
+    replayed = graphs and graphs(model.training, world)
+    trainer = Trainer(model.training, optimizer, store, train, micro_batch_size, world, replayed)
     metrics = list(trainer.steps(first_step=0, num_steps=train.max_steps))
     return {
         "initial": initial,
         "losses": [m.loss for m in metrics],
+        "balance": [m.router_aux_loss for m in metrics],
         "norms": [m.grad_norm for m in metrics],
         "gradients": gradients,
         "weights": whole(params, world),
     }
+
+
+def save_run(model: TrainingModel, folder: Path, store: TokenStore, world: World) -> None:
+    """Write what a run leaves for its export: the adapter in `adapter`, its settings, and the
+    record of its logits. Collective."""
+    (folder / "adapter").mkdir(parents=True, exist_ok=True)
+    save_adapter(model.training, folder / "adapter", world=world)
+    logits = trained_logits(model.training, store, device=world.device)
+    if world.is_main:
+        save_logits(logits, folder / "parity.safetensors")
+        write_json(folder / "adapter_config.json", model.adapter_config())
 
 
 def _trained_rows(model: Any) -> dict[str, list[int]] | None:
@@ -108,13 +131,19 @@ def _trained_rows(model: Any) -> dict[str, list[int]] | None:
 
 
 def stock_peft(
-    base: Path, lora: LoraSettings, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+    base: Path,
+    lora: LoraSettings,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
 ) -> tuple[Any, dict[str, torch.nn.Parameter]]:
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    model: Any = load_base(base, device=place, compute_dtype=dtype, attention="sdpa")
+    model: Any = load_base(base, device=place, compute_dtype=dtype, attention=attention)
+    targets = lora.target_modules
     options: dict[str, Any] = {
         "lora_alpha": lora.alpha,
-        "target_modules": lora.target_modules,
+        "target_modules": targets if isinstance(targets, str) else [*targets],
         "use_rslora": lora.use_rslora,
         "modules_to_save": list(lora.modules_to_save) or None,
         "trainable_token_indices": _trained_rows(model),

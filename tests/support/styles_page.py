@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.pages import DOCS, with_part
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import KeyAccount
@@ -21,7 +22,7 @@ from workflow.lib.settings.data import DataColumns
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError
 
-PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "data.md"
+PAGE = DOCS / "data.md"
 SAMPLES = Path(__file__).parents[1] / "data" / "encoding" / "styles"
 TEMPLATE = (SAMPLES / "template.jinja").read_text(encoding="utf-8")
 HEAD = "| style | columns read | its first row becomes | not read |\n|---|---|---|---|\n"
@@ -162,9 +163,7 @@ def _role(message: dict[str, Any], is_trained: bool) -> str:
 
 def written(page: str) -> str:
     for name, table in tables().items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}{table}{end}{rest.split(end)[1]}"
+        page = with_part(page, name, table)
     return page
 
 

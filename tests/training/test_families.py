@@ -4,7 +4,6 @@ packed documents and without, on one process and two; what is exported is read b
 import re
 from copy import deepcopy
 from functools import cache, partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.support.family_runs import (
     family_store,
     in_float64,
     make_bases,
+    merge,
     names_of,
     original_on_meta,
     rows_as_documents,
@@ -28,23 +28,15 @@ from tests.support.family_runs import (
     stock_attention,
     stock_gradients,
     stock_model,
-    trained_adapter,
 )
 from tests.support.models import adapted
 from tests.support.rounding import allowed, assert_rounded, lost
-from workflow.lib.export.adapter_files import merged_tensors, write_merged
-from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import auto_class
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
-from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json
 from workflow.lib.training.startup_checks import check_attention
 
 CPU = torch.device("cpu")
@@ -208,24 +200,9 @@ def test_stock_packages_reload_base_and_adapter_as_they_were_trained(folder, fou
 def test_stock_transformers_reloads_the_merged_model(folder, found, family, tmp_path):
     """Every tensor is that of PEFT's own merge, or the original's where no adapter is."""
     of_family(found, family, 2)
-    place, run = folder / family, folder / family / "of-2"
-    trained, config = trained_adapter(run), read_json(run / "adapter_config.json")
+    place = folder / family
+    merge(place, place / "of-2", tmp_path / "merged", onto="dequantized")
     model = original_on_meta(place)
-    names, stacks = ModuleNames(model), expert_stacks(model)
-    with (
-        CheckpointReader(place / "original") as original,
-        ConvertedReader(place / "original", model) as converted,
-        CheckpointReader(place / "nf4") as nf4,
-    ):
-        linears = merged_tensors(
-            without_stacks(trained, stacks), config,
-            original=original, nf4=nf4, onto="dequantized", module_name=names.of,
-        )  # fmt: skip
-        experts = merged_stacks(
-            trained, config, original=converted, nf4=nf4, onto="dequantized", stacks=stacks
-        )
-        tensors = chain(linears, experts)
-        write_merged(tensors, place / "original", tmp_path / "merged", settings=ExportConfig())
     merged, report = auto_class(model.config).from_pretrained(
         tmp_path / "merged", dtype=torch.bfloat16, output_loading_info=True
     )

@@ -18,13 +18,6 @@ def test_metrics_are_restored_from_the_checkpoints_own_copy(tmp_path):
 METRICS = [{"step": step, "loss": step / 7} for step in (1, 2, 4, 6)]
 
 
-def test_metrics_are_rewound_to_the_checkpoint(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(checked_line(row) for row in METRICS))
-    assert rewind_metrics(path, step=4) == METRICS[:3]
-    assert read_lines(path) == METRICS[:3]
-
-
 @pytest.mark.parametrize("cut", ['{"step": 7, "lo', "", "\n", '{"step": 7'])
 def test_line_cut_by_a_kill_is_dropped(tmp_path, cut):
     path = tmp_path / "metrics.jsonl"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.captures import ALONE
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS, finished
+from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS
 from tests.support.models import random_store
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.distributed.world import process_group
@@ -29,11 +29,6 @@ METRICS = Step(
     peak_bytes=2**30,
     elapsed_s=0.5,
 )
-
-
-@pytest.fixture(scope="module")
-def run(shared_folder):
-    return finished(shared_folder)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import torch
 
 from tests.objectives.test_objective import build, configured, one_step
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized, tiny_llama
 from tests.support.scored_rows import PROMPTED, prompted_rows
 from workflow.lib.distributed.world import process_group
 from workflow.lib.objectives.from_settings import objective_of
@@ -34,12 +33,6 @@ def survey(base):
                     step = one_step(model, config, world, rows, store=store)
                     found.setdefault((name, shares), []).append(step)
     return found
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared")
-    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
 # With two processes the embedding's rows are exchanged, equally many.

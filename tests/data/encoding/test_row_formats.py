@@ -125,18 +125,6 @@ def test_completion_alone_is_trained_whatever_the_prompt_says():
     assert sample(value, "prompt_completion").trained == [False, False, False, True]
 
 
-def test_weight_zero_keeps_a_turn_out_of_the_loss():
-    messages = [
-        EXCHANGE[0],
-        {**EXCHANGE[1], "weight": 0},
-        EXCHANGE[0],
-        {**EXCHANGE[1], "weight": 1},
-    ]
-    conversation = sample({"messages": messages}, "messages")
-    assert conversation.trained == [False, False, False, True]
-    assert conversation.messages == [*EXCHANGE, *EXCHANGE]
-
-
 def test_other_keys_of_a_message_go_to_the_template():
     spoken = {**EXCHANGE[1], "reasoning_content": "hm", "name": None}
     messages = messages_of({"messages": [EXCHANGE[0], spoken]}, "messages")

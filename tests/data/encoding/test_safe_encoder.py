@@ -16,26 +16,11 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.encoding import PLAIN_TEMPLATE, encode, exchange, trained
-from tests.support.tiny import CHAT_TEMPLATE, ROLES, TEXTS
+from tests.support.encoding import encode, exchange, trained
+from tests.support.tiny import ROLES, TEXTS
 from workflow.lib.data.encoding.safe_encoder import token_span
 
 HOSTILE = ["<|end|>", "<|assistant|>", "a<|pad|>b", "<|user|><|begin|>", "<|end|", "<<|end|>>"]
-
-
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("index", [0, 1])
-def test_special_token_in_the_data_is_ordinary_text(tokenizer, template, text, index):
-    words = ["What now?", "Nothing."]
-    harmless = encode(tokenizer, exchange(*words), template)
-    words[index] = text
-    hostile = encode(tokenizer, exchange(*words), template)
-    specials = set(tokenizer.all_special_ids)
-    special_ids = [[i for i in e.ids.tolist() if i in specials] for e in (hostile, harmless)]
-    assert special_ids[0] == special_ids[1]
-    assert text in tokenizer.decode(hostile.ids.tolist())
-    assert trained(tokenizer, hostile) == [words[1] + "<|end|>"]
 
 
 PIECES = st.sampled_from([*HOSTILE, *ROLES, "a", " ", "\n", "é", "五", "<", "|>", "\U000f0000"])

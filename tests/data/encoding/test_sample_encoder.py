@@ -96,12 +96,6 @@ def test_turn_that_changes_once_others_follow_is_trained_as_inference_sees_it(to
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
-def test_last_turn_alone_is_trained_on_request(tokenizer, template):
-    encoded = encode(tokenizer, CHAT, template, loss_on="last_turn")
-    assert trained(tokenizer, encoded) == [" é<|end|>"]
-
-
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
 def test_turn_of_weight_zero_is_not_trained(tokenizer, template):
     weighed = Conversation(CHAT, [False, False, True, False, False])
     assert trained(tokenizer, encode(tokenizer, weighed, template)) == ["Forty-two.<|end|>"]

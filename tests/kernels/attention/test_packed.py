@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import VOCAB, quantized, random_store, tiny_llama
+from tests.support.models import VOCAB, random_store
 from workflow.lib.kernels.attention import packed as packed_attention
 from workflow.lib.kernels.attention.packed import document_bounds, flash_arguments, varlen_attention
 from workflow.lib.kernels.attention.wide import Seen
@@ -212,9 +212,8 @@ def logits(training, ids, rows):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_changed_document_changes_no_other_document(tmp_path, attention):
-    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
-    training = whole_model(base, attention=attention)
+def test_a_changed_document_changes_no_other_document(tiny_base, attention):
+    training = whole_model(tiny_base, attention=attention)
     store = random_store(rows=2, seq_len=37, seed=3)
     ids = torch.from_numpy(store.input_ids.astype("int64"))
     positions = torch.from_numpy(store.position_ids.astype("int64"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.models import adapted, quantized, tiny_llama
+from tests.support.models import adapted
 from workflow.lib.model.layers import lora_linear
 from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.lora import trainable_parameters
@@ -22,9 +22,8 @@ def norms_made(monkeypatch):
     return made
 
 
-def test_row_norms_are_made_once_while_adapters_are_unchanged(tmp_path, norms_made):
-    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
-    training = adapted(base, r=3, use_dora=True)
+def test_row_norms_are_made_once_while_adapters_are_unchanged(tiny_base, norms_made):
+    training = adapted(tiny_base, r=3, use_dora=True)
     ids, places = torch.arange(13)[None], torch.arange(13)
 
     def logits():

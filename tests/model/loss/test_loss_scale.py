@@ -10,7 +10,7 @@ import torch
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
-from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.models import random_store
 from tests.support.plans import make_plan
 from tests.support.training_loops import STEPS, settings
 from workflow.lib.distributed.world import process_group
@@ -23,12 +23,6 @@ IDENTITY = "0123456789ab-cdef01234567"
 FAR_TOO_LARGE = (
     2.0**130
 )  # matmuls with gradients of fp32 overflow until it has been halved some times
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("loss_scale")
-    return quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
 
 
 def trained(base, world, *, factor, dtype, folder=None):

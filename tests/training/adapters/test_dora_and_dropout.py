@@ -92,12 +92,11 @@ def test_gradient_of_doras_magnitudes_is_made_in_fp32():
 
 
 @torch.no_grad()
-def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_path):
+def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tiny_base):
     """B is zero, so m / n is 1: the lengths read from the file are those of the weights that are
     multiplied with."""
-    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
-    ours = adapted(base, r=4, use_dora=True)
-    theirs = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    ours = adapted(tiny_base, r=4, use_dora=True)
+    theirs = load_base(tiny_base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
     ids, places = torch.arange(13)[None], torch.arange(13)
     expected = theirs(input_ids=ids, use_cache=False).logits[0]
     found = ours.logits(ids, places[None], places)

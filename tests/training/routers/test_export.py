@@ -1,6 +1,5 @@
 """Trained routers on their way out: PEFT's files, stock packages, and the merged model."""
 
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -10,31 +9,25 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.family_runs import merge
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.router_runs import CPU, config, router, single_documents, train
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.adapter_files import (
-    merged_tensors,
     read_sharded_adapter,
     save_adapter,
     with_corrections,
-    write_merged,
 )
 from workflow.lib.export.packed_stacks import (
     exported_config,
     exported_names,
-    merged_stacks,
-    without_stacks,
 )
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.routers import CORRECTION
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import read_json
 
 IDS = torch.arange(3, 40)[None]
@@ -123,7 +116,7 @@ def test_routers_trained_in_bfloat16_are_served_as_trained(family, tmp_path):
 def test_merged_model_has_the_trained_routers(family, folder, tmp_path):
     """Against stock PEFT on the original, whose weights are rounded to bf16 once."""
     exported(folder, tmp_path / "adapter")
-    merge(folder, tmp_path / "merged")
+    merge(folder, folder / "run-torch.float32", tmp_path / "merged", onto="original")
     original: Any = AutoModelForCausalLM.from_pretrained(
         folder / "original", dtype=torch.float32, attn_implementation="eager"
     )
@@ -140,24 +133,3 @@ def test_merged_model_has_the_trained_routers(family, folder, tmp_path):
         if f".{router(family)}." in name:
             kept = merged.state_dict()[name.removeprefix("base_model.model.")]
             assert torch.equal(kept, tensor.bfloat16().float()) or name.endswith(CORRECTION)
-
-
-@torch.no_grad()
-def merge(folder, target):
-    run = folder / "run-torch.float32"
-    model = build_on_meta(folder / "original", dtype=torch.float32)
-    adapter = read_sharded_adapter(run / "adapter")
-    settings, stacks = read_json(run / "adapter_config.json"), expert_stacks(model)
-    with (
-        CheckpointReader(folder / "original") as original,
-        ConvertedReader(folder / "original", model) as converted,
-        CheckpointReader(folder / "nf4") as nf4,
-    ):
-        linears = merged_tensors(
-            without_stacks(adapter, stacks), settings, original=original, nf4=nf4,
-            onto="original", module_name=ModuleNames(model).of,
-        )  # fmt: skip
-        experts = merged_stacks(
-            adapter, settings, original=converted, nf4=nf4, onto="original", stacks=stacks
-        )
-        write_merged(chain(linears, experts), folder / "original", target, settings=ExportConfig())
