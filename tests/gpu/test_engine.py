@@ -23,16 +23,28 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+def trained(
+    base, *, processes=2, dtype=torch.float32, attention="sdpa", config=None, rows=1, **levers
+):
+    """Return the run of a plan, `rows` a micro-batch."""
+    planned = plan(processes=processes, micro_batch_size=rows, device="cuda", **levers)
+    given = (config or settings(), planned, dtype, attention)
+    return run_distributed(ours, base, *given, world_size=processes)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_training_equals_a_stock_single_gpu_loop(base, enough_gpus, processes, dtype):
-    check_against_stock(base, processes=processes, dtype=dtype)
+def assert_alike(one, other, *, dtype):
+    torch.testing.assert_close(one["losses"], other["losses"], **TOLERANCE[dtype])
+    torch.testing.assert_close(one["gradients"][0], other["gradients"][0], **TOLERANCE[dtype])
+
+
+of_gpus = pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
+of_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@of_dtypes
+@of_gpus
+def test_training_equals_a_stock_single_gpu_loop(tiny_base, enough_gpus, processes, dtype):
+    check_against_stock(tiny_base, processes=processes, dtype=dtype)
 
 
 def test_training_with_wide_heads_equals_a_stock_single_gpu_loop(tmp_path, one_gpu):
@@ -42,34 +54,20 @@ def test_training_with_wide_heads_equals_a_stock_single_gpu_loop(tmp_path, one_g
 
 
 def check_against_stock(base, *, processes, dtype, attention="sdpa"):
-    planned = plan(processes=processes, micro_batch_size=2, device="cuda")
-    results = run_distributed(
-        ours, base, settings(), planned, dtype, attention, world_size=processes
-    )
-    reference = stock(base, settings(), results[0]["initial"], device="cuda", dtype=dtype)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(results[0]["losses"], reference["losses"], **tolerance)
-    torch.testing.assert_close(results[0]["norms"], reference["norms"], **tolerance)
-    for step in range(
-        1 if dtype == torch.bfloat16 else STEPS
-    ):  # AdamW amplifies rounding of tiny gradients
-        torch.testing.assert_close(
-            results[0]["gradients"][step], reference["gradients"][step], **tolerance
-        )
+    found = trained(base, processes=processes, dtype=dtype, attention=attention, rows=2)
+    reference = stock(base, settings(), found["initial"], device="cuda", dtype=dtype)
+    assert_alike(found, reference, dtype=dtype)
+    torch.testing.assert_close(found["norms"], reference["norms"], **TOLERANCE[dtype])
+    if dtype == torch.float32:  # AdamW amplifies rounding of tiny gradients
+        gradients = (run["gradients"][:STEPS] for run in (found, reference))
+        torch.testing.assert_close(*gradients, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_float16_with_a_scaled_loss_trains_like_float32(base, enough_gpus, processes):
+@of_gpus
+def test_float16_with_a_scaled_loss_trains_like_float32(tiny_base, enough_gpus, processes):
     """11 bits of mantissa where bfloat16 has 8; gradients arrive unscaled."""
     half, exact = (
-        run_distributed(
-            ours,
-            base,
-            settings(),
-            plan(processes=processes, micro_batch_size=2, device="cuda"),
-            dtype,
-            world_size=processes,
-        )[0]
+        trained(tiny_base, processes=processes, dtype=dtype, rows=2)
         for dtype in (torch.float16, torch.float32)
     )
     torch.testing.assert_close(half["losses"], exact["losses"], rtol=5e-3, atol=0.0)
@@ -77,16 +75,13 @@ def test_float16_with_a_scaled_loss_trains_like_float32(base, enough_gpus, proce
 
 
 @pytest.mark.parametrize("attention", ["varlen", "flex"])
-def test_packed_attention_equals_eager(base, two_gpus, attention):
+def test_packed_attention_equals_eager(tiny_base, two_gpus, attention):
     """Losses and gradients over two GPUs, two rows a micro-batch, one to four documents a row."""
-    planned = plan(processes=2, micro_batch_size=2, device="cuda")
     packed, eager = (
-        run_distributed(ours, base, settings(), planned, torch.bfloat16, name, world_size=2)[0]
+        trained(tiny_base, dtype=torch.bfloat16, attention=name, rows=2)
         for name in (attention, "eager")
     )
-    tolerance = TOLERANCE[torch.bfloat16]
-    torch.testing.assert_close(packed["losses"], eager["losses"], **tolerance)
-    torch.testing.assert_close(packed["gradients"][0], eager["gradients"][0], **tolerance)
+    assert_alike(packed, eager, dtype=torch.bfloat16)
 
 
 LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
@@ -123,10 +118,10 @@ def differences_by_document(base, device="cuda"):
     return found
 
 
-def test_change_in_one_packed_document_reaches_no_other(base, one_gpu):
+def test_change_in_one_packed_document_reaches_no_other(tiny_base, one_gpu):
     """By every attention that is installed. Two rows, of four documents each; the second of the
     first row changes."""
-    (found,) = run_distributed(differences_by_document, base, world_size=1)
+    (found,) = run_distributed(differences_by_document, tiny_base, world_size=1)
     print(found)
     assert {"sdpa", "eager", "varlen", "flex"} <= found.keys()
     for name, moved in found.items():
@@ -135,74 +130,33 @@ def test_change_in_one_packed_document_reaches_no_other(base, one_gpu):
         assert max(moved) < 1e-5, (name, moved)
 
 
-@pytest.mark.parametrize("recomputed", [False, 2], ids=["no layer", "every second layer"])
-def test_recomputing_fewer_layers_changes_nothing(base, two_gpus, recomputed):
-    fewer, every = (
-        run_distributed(
-            ours,
-            base,
-            settings(),
-            plan(processes=2, micro_batch_size=1, device="cuda", activation_checkpointing=level),
-            world_size=2,
-        )[0]
-        for level in (recomputed, True)
+# A lever, its value, and that of the run which is the same.
+LEVERS = [
+    ("activation_checkpointing", False, True),
+    ("activation_checkpointing", 2, True),
+    ("offload_embedding", True, False),
+    ("offload_layers", 1, 0),
+    ("offload_layers", 3, 0),
+]
+
+
+@of_dtypes
+@of_gpus
+@pytest.mark.parametrize(("lever", "value", "usual"), LEVERS)
+def test_lever_changes_nothing(tiny_base, enough_gpus, processes, lever, value, usual, dtype):
+    """With two GPUs the head is in slices either way; without offload, so is the embedding. Bytes
+    are copied, so only the order of sums that a GPU does not fix may differ."""
+    pulled, plain = (
+        trained(tiny_base, processes=processes, dtype=dtype, rows=2 // processes, **{lever: x})
+        for x in (value, usual)
     )
-    tolerance = TOLERANCE[torch.float32]
-    torch.testing.assert_close(fewer["losses"], every["losses"], **tolerance)
-    torch.testing.assert_close(fewer["gradients"], every["gradients"], **tolerance)
+    assert_alike(pulled, plain, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_embedding_rows_from_the_host_change_nothing(base, enough_gpus, processes, dtype):
-    """With two GPUs the head is in slices either way; without offload, so is the embedding. Rows
-    are copied bit for bit."""
-    away, there = (
-        run_distributed(
-            ours,
-            base,
-            settings(),
-            plan(processes=processes, micro_batch_size=2, device="cuda", offload_embedding=offload),
-            dtype,
-            world_size=processes,
-        )[0]
-        for offload in (True, False)
-    )
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(away["losses"], there["losses"], **tolerance)
-    torch.testing.assert_close(away["gradients"][0], there["gradients"][0], **tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-@pytest.mark.parametrize("count", [1, 3])
-def test_layers_on_the_host_change_nothing(base, enough_gpus, processes, count, dtype):
-    """Of three. Bytes are copied, so only the order of sums that a GPU does not fix may differ."""
-    away, there = (
-        run_distributed(
-            ours,
-            base,
-            settings(),
-            plan(
-                processes=processes,
-                micro_batch_size=2 // processes,
-                device="cuda",
-                offload_layers=x,
-            ),
-            dtype,
-            world_size=processes,
-        )[0]
-        for x in (count, 0)
-    )
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(away["losses"], there["losses"], **tolerance)
-    torch.testing.assert_close(away["gradients"][0], there["gradients"][0], **tolerance)
-
-
-@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
-def test_optimizers_equal_the_stock_ones_and_resume(tmp_path, base, enough_gpus, processes):
+@of_gpus
+def test_optimizers_equal_the_stock_ones_and_resume(tmp_path, tiny_base, enough_gpus, processes):
     """Three updates against the stock ones; and a run that continues from a checkpoint."""
-    found = run_distributed(optimizers.survey, base, tmp_path, "cuda", world_size=processes)[0]
+    found = run_distributed(optimizers.survey, tiny_base, tmp_path, "cuda", world_size=processes)[0]
     for kind, updates in found["updates"].items():
         expected = optimizers.reference(kind, cuts=processes, device="cuda")
         for name, ours_ in updates.items():
@@ -211,19 +165,12 @@ def test_optimizers_equal_the_stock_ones_and_resume(tmp_path, base, enough_gpus,
     torch.testing.assert_close(found["run"]["late losses"], late, rtol=1e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", ["adamw_8bit"])
-def test_every_optimizer_trains_like_adamw(base, two_gpus, kind):
-    def trained(name):
-        config = settings()
-        train = config.train.model_copy(update={"optimizer": name})
-        planned = plan(processes=2, micro_batch_size=1, device="cuda")
-        return run_distributed(
-            ours, base, config.model_copy(update={"train": train}), planned, world_size=2
-        )[0]
-
-    torch.testing.assert_close(
-        trained(kind)["losses"], trained("adamw")["losses"], rtol=2e-2, atol=0.0
-    )
+def test_optimizer_of_8_bits_trains_like_adamw(tiny_base, two_gpus):
+    kinds = ("adamw_8bit", "adamw")
+    trains = [settings().train.model_copy(update={"optimizer": kind}) for kind in kinds]
+    configs = [settings().model_copy(update={"train": train}) for train in trains]
+    one, other = (trained(tiny_base, config=config) for config in configs)
+    torch.testing.assert_close(one["losses"], other["losses"], rtol=2e-2, atol=0.0)
 
 
 def resident_bytes(base, count):
@@ -284,19 +231,13 @@ def test_step_of_two_gpus_takes_less_memory_than_half_a_table(tmp_path, two_gpus
 
 
 @pytest.mark.parametrize("lora", [{"use_dora": True}, {"dropout": 0.3}], ids=str)
-def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(base, two_gpus, lora):
+def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(tiny_base, two_gpus, lora):
     """Magnitudes too, though each process decodes its own rows alone, and the masks."""
     one, two = (
-        run_distributed(
-            ours, base, settings(**lora),
-            plan(processes=processes, micro_batch_size=1, device="cuda"), world_size=processes,
-        )[0]
-        for processes in (1, 2)
-    )  # fmt: skip
-    tolerance = TOLERANCE[torch.float32]
+        trained(tiny_base, config=settings(**lora), processes=processes) for processes in (1, 2)
+    )
     torch.testing.assert_close(two["initial"], one["initial"], rtol=1e-6, atol=0)
-    torch.testing.assert_close(two["losses"], one["losses"], **tolerance)
-    torch.testing.assert_close(two["gradients"][0], one["gradients"][0], **tolerance)
+    assert_alike(two, one, dtype=torch.float32)
 
 
 def gather_random_bytes(storage):

@@ -24,6 +24,7 @@ from tests.support.kernel_cases import (
     sums_with_low_rank,
 )
 from tests.support.ops import IN_FLOAT8, all_ops, variants_in
+from tests.support.recurrence_cases import convolutions, gated_norms
 from workflow.lib.kernels.attention.flex import all_scores, flex_arguments, flex_attention
 from workflow.lib.kernels.attention.flex_masks import MaskKind, first_keys
 from workflow.lib.kernels.attention.packed import varlen_attention
@@ -74,12 +75,26 @@ def test_activation_and_product_equal_autograd(activation, ranks, halves):
     assert torch.equal(product, again)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_parts_of_low_rank_are_added_and_rounded_once(dtype):
-    """Within a step of the type: fp32 may lie on either side of the middle of two values."""
-    results = sums_with_low_rank(dtype=dtype, device="cuda")
+SIXTEEN_BITS, FP32 = [torch.bfloat16, torch.float16], torch.float32
+# Kernels that round once, their types, and bounds: fp32 may lie on either side of the middle of two
+# values. Gradients of a row of zeros are up to a thousand times the others.
+ROUNDED = {
+    "parts of low rank": (sums_with_low_rank, [*SIXTEEN_BITS, FP32], 2**-7, 1e-4),
+    "sums of a token's rows": (sums_by_token, [torch.bfloat16, FP32], 2**-8, 1e-6),
+    "norms": (norms, [torch.bfloat16, FP32], 2**-7, 1e-4),
+    "short convolutions": (convolutions, [*SIXTEEN_BITS, FP32], 2**-7, 1e-5),
+    "gated norms": (gated_norms, [*SIXTEEN_BITS, FP32], 2**-7, 1e-4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name, case in ROUNDED.items() for dtype in case[1]]
+)
+def test_kernel_rounds_once(name, dtype):
+    made, _, rtol, atol = ROUNDED[name]
+    results = made(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
-    torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(results[::2], expected, rtol=rtol, atol=atol)
 
 
 def test_rotation_equals_its_definition_and_turns_back():
@@ -100,21 +115,6 @@ def test_backward_of_row_lengths_equals_autograd(activation, halves):
     made = lengthenings(activation, halves=halves, dtype=torch.bfloat16, device="cuda")
     results = [x.float() for x in made]
     torch.testing.assert_close(results[::2], results[1::2], rtol=1e-2, atol=3e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sums_of_a_token_s_rows_are_rounded_once(dtype):
-    results = sums_by_token(dtype=dtype, device="cuda")
-    expected = [exact.to(dtype) for exact in results[1::2]]
-    torch.testing.assert_close(results[::2], expected, rtol=2**-8, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_norms_are_rounded_once(dtype):
-    """As above. Gradients of the row of zeros are a thousand times the others of an RMS norm."""
-    results = norms(dtype=dtype, device="cuda")
-    expected = [exact.to(dtype) for exact in results[1::2]]
-    torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])

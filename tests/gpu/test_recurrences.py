@@ -3,45 +3,20 @@
 import pytest
 import torch
 
-from tests.support.recurrence_cases import convolutions, deltas, gated_norms, largest_error, spaces
+from tests.support.recurrence_cases import deltas, largest_error, spaces
 from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_run")]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_short_convolutions_are_rounded_once(dtype):
-    results = convolutions(dtype=dtype, device="cuda")
-    expected = [exact.to(dtype) for exact in results[1::2]]
-    torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-5)
+# Of 16 bits, what lies between the kernels is rounded, too.
+BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gated_norms_are_rounded_once(dtype):
-    """Gradients of the row of zeros are hundreds of times the others where the gate comes first."""
-    results = gated_norms(dtype=dtype, device="cuda")
-    expected = [exact.to(dtype) for exact in results[1::2]]
-    torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bound"),
-    [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-4)],
-    ids=str,
-)
-def test_delta_rule_equals_autograds(dtype, bound):
-    """Of 16 bits, what lies between the kernels is rounded, too."""
-    assert largest_error(deltas(dtype=dtype, device="cuda")) < bound
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bound"),
-    [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-4)],
-    ids=str,
-)
-def test_state_space_equals_autograds(dtype, bound):
-    """As above."""
-    assert largest_error(spaces(dtype=dtype, device="cuda")) < bound
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("rule", [deltas, spaces])
+def test_recurrence_equals_autograds(rule, dtype):
+    assert largest_error(rule(dtype=dtype, device="cuda")) < BOUNDS[dtype]
 
 
 def test_delta_rule_is_captured_as_a_graph():
