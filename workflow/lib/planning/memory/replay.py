@@ -283,12 +283,18 @@ def _terms(tape: Tape, moments: dict[str, int]) -> dict[str, Terms]:
     return found
 
 
+def page_locked(size: int) -> int:
+    """Return the host memory that a tensor of so many bytes takes: torch rounds up to a power of
+    two, and never frees it."""
+    return 1 << (size - 1).bit_length()
+
+
 def _host_bytes(tape: Tape) -> int:
-    """Return the page-locked bytes of a tape: rounded to powers of two, and never freed."""
+    """Return the page-locked bytes of a tape."""
     there = most = 0
     for event in tape.events:
         if isinstance(event, int) and tape.streams[tensor := max(event, ~event)] == HOST:
-            size = 1 << (tape.sizes[tensor] - 1).bit_length()
+            size = page_locked(tape.sizes[tensor])
             there += size if event >= 0 else -size
             most = max(most, there)
     return most

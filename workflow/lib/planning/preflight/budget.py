@@ -1,11 +1,15 @@
 """Memory that a process may take of its GPU and of the host, and its use of the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.memory.replay import page_locked
+from workflow.lib.planning.model_sizes import packed_bytes, trainable_parameters
 from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
@@ -81,3 +85,50 @@ def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks
     rows = plan.rows_from_host * shape.hidden_size * plan.compute_bytes
     each = GPU_PROCESS_BYTES + peaks.host_bytes + rows
     return machine.processes_per_node * each + max(table, stack)
+
+
+def certain_lack(shape: ModelShape, plan: StepPlan, machine: Machine, limits: Budget) -> str | None:
+    """Say why no values of the memory options can make a plan fit; None if some might. Counted is
+    what each of them keeps, and never what a step needs besides."""
+    if machine.device == "cpu":
+        return None
+    resident = resident_bytes(shape, plan)
+    free = limits.capacity_bytes - limits.outside_allocator_bytes - limits.margin_bytes - resident
+    if free < 0:
+        needed, there = limits.capacity_bytes - free, limits.capacity_bytes
+        return (
+            f"each GPU needs more than {needed / GIB:.2f} of {there / GIB:.2f} GiB for what is "
+            "trained, embedding and head"
+        )
+    layers = map(shape.layer, range(shape.num_layers))
+    slices = [packed_bytes(layer.linears, plan) // plan.shards for layer in layers]
+    locked = _least_locked(slices, offloaded=sum(slices) - free)
+    needed = host_bytes(shape, plan, machine, Peaks({}, host_bytes=locked))
+    if limits.host_capacity_bytes is None or needed <= limits.host_capacity_bytes:
+        return None
+    there = limits.host_capacity_bytes
+    return (
+        f"of {sum(slices) / GIB:.2f} GiB of packed weights {free / GIB:.2f} have room on each GPU; "
+        f"with the rest a node needs {needed / GIB:.2f} of {there / GIB:.2f} GiB of host memory"
+    )
+
+
+def _least_locked(slices: Sequence[int], *, offloaded: int) -> int:
+    """Return the least page-locked memory for so many bytes of layers' packed weights."""
+    locked = 0.0
+    for size in sorted(filter(None, slices), key=lambda size: page_locked(size) / size):
+        taken = max(0, min(size, offloaded))
+        locked += taken * page_locked(size) / size
+        offloaded -= taken
+    return int(locked)
+
+
+def resident_bytes(shape: ModelShape, plan: StepPlan) -> int:
+    """Return what no memory option takes from a GPU at the end of backward: what is trained in
+    fp32, its gradients and moments, and embedding and head in the compute dtype."""
+    trained = trainable_parameters(shape, plan)
+    states = 2 * 4 * trained + OPTIMIZERS[plan.optimizer].moment_bytes(trained)
+    head = not (plan.trains_head or (shape.tied_embeddings and plan.trains_embedding))
+    embedding = not (shape.tied_embeddings or plan.trains_embedding or plan.offload_embedding)
+    table = shape.vocab_size * shape.hidden_size * plan.compute_bytes
+    return states // plan.shards + (head + embedding) * table // plan.slices

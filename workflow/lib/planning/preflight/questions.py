@@ -12,8 +12,9 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks, combined
+from workflow.lib.planning.preflight.budget import budget, certain_lack
 from workflow.lib.planning.preflight.checks import check_tokens
-from workflow.lib.planning.preflight.decision import Decision, decide, disk_bytes
+from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.replay_check import Recorder
@@ -21,7 +22,6 @@ from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.units import GIB
 
 LENGTH_STEP = 64  # tokens between the row lengths that are tried
 
@@ -71,18 +71,10 @@ class Asked:
         return replace(self, settings=self.settings.model_copy(update={"train": train}))
 
     def too_large(self) -> str | None:
-        """Why no plan can fit: the base is larger than all memory together; None if it is not."""
-        machine = self.machine
-        if machine.gpu_bytes is None or machine.host_bytes is None:
-            return None
-        plan = plan_from_settings(self.settings, self.shape, machine)
-        base = disk_bytes(self.shape, plan, self.tokens, keep_checkpoints=0, keep_best=False)[
-            "base"
-        ]
-        there = machine.processes * machine.gpu_bytes + machine.nodes * machine.host_bytes
-        if base <= there:
-            return None
-        return f"its base of {base / GIB:.1f} GiB is larger than all memory, {there / GIB:.1f} GiB"
+        """Why no plan can fit, without a recording; None if one might."""
+        plan = plan_from_settings(self.settings, self.shape, self.machine)
+        limits = budget(self.settings.hardware, self.machine)
+        return certain_lack(self.shape, plan, self.machine, limits)
 
 
 @dataclass
