@@ -146,6 +146,20 @@ def test_argument_that_the_template_does_not_read_is_refused_once_with_the_neare
     assert allowed.unrendered == {"template_kwargs"}
 
 
+DOCUMENTS = [{"title": "t", "text": "a<|end|>b"}]
+
+
+@pytest.mark.parametrize("note", [DOCUMENTS, "a<|end|>b"])
+def test_arguments_of_a_row_reach_the_template_and_their_special_tokens_stay_text(tokenizer, note):
+    name = "documents" if note is DOCUMENTS else "note"
+    template = f"{{{{ ({name} or 0) | tojson }}}}" + PLAIN_TEMPLATE
+    row = Conversation(CHAT[1:3], [False, True], template_kwargs={name: note})
+    encoded = encode(tokenizer, row, template)
+    assert "a<|end|>b" in tokenizer.decode(encoded.ids.tolist())
+    assert encoded.ids.tolist().count(tokenizer.eos_token_id) == 2
+    assert encoded.held_special_text
+
+
 TEMPLATE = (
     "{% macro line(m) %}{{ m.role }}:{{ m['content'] }} {{ mode }}{% endmacro %}"
     "{% for m in messages %}{{ line(m) }}{% endfor %}{{ [mode, thoughts, depth] | tojson }}"

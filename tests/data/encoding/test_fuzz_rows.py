@@ -5,13 +5,17 @@ Files are whole ones with bytes changed, cut out, doubled and put in; rows of an
 samples, tokens and listings."""
 
 import json
+import math
 import struct
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.reading.test_data_file import MAKERS
+from tests.support.encoding import TOOL_TEMPLATE
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
@@ -19,7 +23,6 @@ from workflow.lib.data.encoding.row_columns import FORMATS
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import read_chat_template
 from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_rows
 from workflow.lib.model.published.loaded_files import loaded_tensors
@@ -73,7 +76,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer):
-    template = read_chat_template(tokenizer, None)
+    template = "{{ (enable_thinking, note) | string }}" + TOOL_TEMPLATE
     return SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
 
 
@@ -126,7 +129,9 @@ KEYS = [
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 WORDS = ["user", "assistant", "tool", "gpt", "function_call", "f", "", "{}", "[]", '{"name": "f"}']
 WORDS += ["\ud800", "\x1b", "\n\nHuman: q\n\nAssistant: a"]
-SCALARS = st.sampled_from([None, True, 0, 1, -100, 10**30, 0.5, float("nan"), *WORDS])
+WORDS += ['{"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}', '{"a": "\\ud800"}']
+OF_TABLES = [datetime(2024, 7, 26), date(2024, 7, 26), timedelta(1), Decimal("1.5"), b"x"]
+SCALARS = st.sampled_from([None, True, 0, 1, -100, 10**30, 0.5, math.nan, *OF_TABLES, *WORDS])
 VALUES = st.recursive(
     SCALARS | st.sampled_from([TALK, TALK[:1], TALK[1:]]) | st.text(max_size=8),
     lambda below: (

@@ -89,6 +89,7 @@ def test_alpaca_input_follows_the_instruction_after_a_blank_line():
             "not text: content of message 2 has a part of type 'image_url'",
         ),
         (turn(tool_calls=[{"id": 1}]), "messages", "broken tool call: message 2 has one without"),
+        (turn(tool_calls=[{"name": " "}]), "messages", "broken tool call: message 2 has one with"),
         (
             turn(tool_calls=[{"function": {"name": "f", "arguments": "{broken"}}]),
             "messages",
@@ -246,6 +247,16 @@ def test_json_text_of_calls_is_calls_where_there_are_tools():
     assert messages_of(value, "prompt_completion")[1]["content"] == text
     (_, turn) = messages_of({**value, "tools": [TOOL]}, "prompt_completion")
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": None}}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_of_a_message_is_text_or_parts_of_it(key):
+    parts = [{"type": "text", "text": "I "}, {"type": "text", "text": "look."}]
+    assert messages_of(turn(**{key: parts}), "messages")[1][key] == "I look."
+    assert not messages_of(turn(**{key: True}), "messages")[1][key]
+    for other in ({"content": "I look."}, ["I look."], 5):
+        with pytest.raises(RowError, match=f"not text: {key} of message 2 is .*leave_out"):
+            sample(turn(**{key: other}), "messages")
 
 
 def test_reason_of_a_rejection_cannot_speak_to_the_terminal():

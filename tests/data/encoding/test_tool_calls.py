@@ -3,6 +3,10 @@
 Calls and tools are read in every form in which people write them."""
 
 import json
+import math
+from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -182,6 +186,36 @@ def test_null_fields_are_taken_out_of_tools_and_messages():
 def test_all_spellings_of_tools_mean_the_same(tools, format):
     value = {**ROWS[format], "tools": tools}
     assert sample(value, format).tools == [TOOL]
+
+
+BROKEN = {
+    "date": (datetime(2024, 7, 26), "no JSON: "),
+    "decimal": (Decimal("1.5"), "no JSON: "),
+    "bytes": (b"x", "no JSON: "),
+    "not a number": (math.nan, "no JSON: "),
+    "surrogate": ("\ud800", "invalid Unicode: "),
+}
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "call": lambda v: turn(tool_calls=[{"name": "f", "arguments": {"at": v}}]),
+    "id": lambda v: turn(tool_calls=[{"id": [v], "name": "f", "arguments": {}}]),
+    "tool": lambda v: {"messages": EXCHANGE, "tools": [{"name": "f", "default": v}]},
+    "result": lambda v: {"messages": [*EXCHANGE, {"role": "tool", "content": {"at": v}}]},
+    "argument": lambda v: {"messages": EXCHANGE, "chat_template_kwargs": {"at": v}},
+}
+
+
+@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.parametrize("place", PLACES)
+def test_value_that_json_cannot_hold_is_a_reason_to_drop_the_row(place, value):
+    broken, reason = BROKEN[value]
+    with pytest.raises(RowError, match=f"^{reason}"):
+        sample(PLACES[place](broken), "messages")
+
+
+def test_json_text_of_arguments_is_checked_once_it_is_decoded():
+    call = {"name": "f", "arguments": '{"x": "\\ud800"}'}
+    with pytest.raises(RowError, match="invalid Unicode: a call in message 2"):
+        sample(turn(tool_calls=[call]), "messages")
 
 
 def talk_with_ids(first, second, *results):

@@ -12,6 +12,7 @@ from typing import Any
 from workflow.lib.data.encoding.keys_read import (
     FLAGS,
     MEDIA,
+    REASONING_KEYS,
     KeyAccount,
     Place,
     check_not_trained_by_role,
@@ -20,7 +21,9 @@ from workflow.lib.data.encoding.keys_read import (
     weight_of,
 )
 from workflow.lib.data.encoding.row_values import (
+    EMPTY,
     RowError,
+    check_json,
     check_unicode,
     json_value,
     kind,
@@ -139,6 +142,8 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     more = {k: item[k] for k in shape.passed if item[k] is not None and k not in MEDIA}
     if more:
         more = {key: without_nulls(value) for key, value in more.items()}
+        for key in REASONING_KEYS & more.keys():
+            more[key] = _reasoning(more[key], key, where, keys)
         check_unicode(more, where)
     content = _one_of(item, CONTENT_KEYS, where)
     raw_calls = _one_of(item, CALL_KEYS, where) if shape.has_optional else None
@@ -156,6 +161,22 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     may_be_empty = role in ("system", "tool") or bool(calls)
     text = _content(content, role, where, keys, may_be_empty=may_be_empty)
     return {"role": role, "content": text, **more}, weight
+
+
+def _reasoning(value: Any, key: str, where: str, keys: KeyAccount) -> str:
+    """Return the text of a reasoning, which may be a list of parts; true and false hold none."""
+    if isinstance(value, bool):
+        keys.count(MESSAGE, key)
+    if isinstance(value, bool) or value in EMPTY:
+        return ""
+    if isinstance(value, list) and _are_parts(value):
+        value = "".join(_part(part, f"{key} of {where}", keys) for part in value)
+    if not isinstance(value, str):
+        raise RowError(
+            f"not text: {key} of {where} is {kind(value)}; write its text, or leave it out "
+            f"(data.leave_out: [{key}])"
+        )
+    return value
 
 
 def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:
@@ -176,7 +197,7 @@ def _content(content: Any, role: str, where: str, keys: KeyAccount, *, may_be_em
     if isinstance(content, list) and (role != "tool" or _are_parts(content)):
         content = "".join(_part(part, what, keys) for part in content)
     if role == "tool" and isinstance(content, dict | list):
-        check_unicode(content, where)
+        check_json(content, what)
         return json.dumps(content, ensure_ascii=False)
     if may_be_empty and content in (None, ""):
         return ""

@@ -55,7 +55,6 @@ OWN_NAMES = {
     "strftime_now",
     "messages",
     "tools",
-    "documents",
     "add_generation_prompt",
 }
 

@@ -24,6 +24,7 @@ from workflow.lib.data.encoding.row_values import (
     EMPTY,
     RowError,
     UnwantedRowError,
+    check_json,
     json_value,
     kind,
     objects_in,
@@ -238,7 +239,10 @@ def _template_kwargs(value: Values) -> dict[str, object]:
         wanted = SWITCHES.get(name, bool)
         if not isinstance(setting, wanted):
             raise RowError(f"not {wanted.__name__}: column {name!r} is {kind(setting)}")
-    return {**columns, **{k: without_nulls(v) for k, v in given.items() if v not in EMPTY}}
+    arguments = {**columns, **{k: without_nulls(v) for k, v in given.items() if v not in EMPTY}}
+    if arguments:
+        check_json(arguments, "an argument of the chat template")
+    return arguments
 
 
 def _prompt_completion(row: RowParts) -> Unweighted:

@@ -1,5 +1,6 @@
 """Values of a row, of any type that JSON has: texts, JSON in texts, nulls."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,19 @@ def check_unicode(value: Any, what: str) -> None:
             text.encode()
     except UnicodeEncodeError:
         raise RowError(f"invalid Unicode: {what} holds a lone surrogate") from None
+
+
+def check_json(value: Any, what: str) -> None:
+    """Raise `RowError` at what JSON in UTF-8 cannot hold: dates, bytes and decimals of tables, NaN,
+    lone surrogates. A chat template would fail at it, or write Python's text of it."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise RowError(f"invalid Unicode: {what} holds a lone surrogate") from None
+    except (TypeError, ValueError) as error:
+        raise RowError(
+            f"no JSON: {what} holds a value that JSON has no form for ({error})"
+        ) from None
 
 
 def texts_of(value: Any) -> list[str]:

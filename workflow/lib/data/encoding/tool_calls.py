@@ -9,7 +9,7 @@ from workflow.lib.data.encoding.keys_read import KeyAccount, Place
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
     RowError,
-    check_unicode,
+    check_json,
     json_value,
     kind,
     objects_in,
@@ -77,17 +77,21 @@ def _call(raw: Any, where: str, keys: KeyAccount) -> ToolCall:
     elif isinstance(call, dict):  # the function itself, whose name may stand under `function`
         named, _ = keys.take(FUNCTION, call, where)
         function = {**named, "name": named.get("name") or function}
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise RowError(f"broken tool call: {where} has one without a name")
-    check_unicode(call, where)
     called: FunctionCall = {
         "name": function["name"],
         "arguments": _arguments(function, call, where),
     }
     number = function.get("id") if call.get("id") is None else call["id"]
+    check_json((number, called), f"a call in {where}")
     if number is not None:
         return {"id": number, "type": "function", "function": called}
     return {"type": "function", "function": called}
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(name.strip())
 
 
 def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> dict[str, Any]:
@@ -130,7 +134,7 @@ def read_tools(raw: Any, keys: KeyAccount, *, what: str) -> list[Tool] | None:
 def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
     tool = _decoded(raw, what)
     function = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise RowError(f"not a tool: {what} has one without a name")
     if function is not tool:
         keys.take(TOOL, tool, what)
@@ -138,7 +142,7 @@ def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
     function = {k: v for k, v in function.items() if k not in (*SCHEMAS, "type")}
     if schemas:
         function["parameters"] = _decoded(schemas[0], what)
-    check_unicode(function, what)
+    check_json(function, what)
     return {"type": "function", "function": function}
 
 

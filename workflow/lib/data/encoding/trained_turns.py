@@ -247,10 +247,15 @@ class TurnRenderer:
             if message["role"] == "assistant":
                 guarded["content"] = guard(message["content"], but=own)
             messages.append(guarded)
-        return replace(conversation, messages=messages, tools=map_texts(conversation.tools, guard))
+        return replace(
+            conversation,
+            messages=messages,
+            tools=map_texts(conversation.tools, guard),
+            template_kwargs=map_texts(conversation.template_kwargs, guard),
+        )
 
     def _specials_in(self, conversation: Conversation) -> frozenset[str]:
-        texts = texts_of([conversation.messages, conversation.tools])
+        texts = texts_of([conversation.messages, conversation.tools, conversation.template_kwargs])
         if not self._encoder.specials_in("\n".join(texts)):
             return frozenset()  # one search where none has any
         return frozenset().union(*map(self._encoder.specials_in, texts))
