@@ -43,6 +43,7 @@ def not_read(*rows, format="messages", **options):
         ([{"prompt": "q", "completion": "a", "rejected": "b"}], "prompt_completion",
          {"rejected": 1}),
         ([row({**QUESTION, "id": 1}, {**ANSWER, "id": 2})], "messages", {"id (message)": 2}),
+        ([row(QUESTION, {**ANSWER, "label": False})], "messages", {"label (message)": 1}),
         ([row({"role": "user", "content": [{"type": "text", "text": "q", "note": "x"}]}, ANSWER)],
          "messages", {"note (part)": 1}),
         ([row(QUESTION, {"role": "assistant", "tool_calls": [CALL]})], "messages",
@@ -126,6 +127,8 @@ def trained(first, **columns):
         {"masked": True},
         {"train": True, "weight": 0},
         {"train": {"loss": False}},
+        {"train": "False"},
+        {"weight": "0.0"},
         {"metadata": {"turn": {"train": False}}},
         {"notes": [{"by": "x"}, {"train": False}]},
         {"loss": {"weight": 0, "why": "bad"}},
@@ -138,6 +141,7 @@ def test_turn_that_is_marked_is_not_trained(keys):
 @pytest.mark.parametrize(
     "keys",
     [{"train": True}, {"loss": 1}, {"weight": 1.0}, {"train": None}, {"masked": False},
+     {"train": "true"}, {"train": ""}, {"loss": "1"}, {"train_notes": "0.5 of it"},
      {"metadata": {"train": True}}, {"trainer": "x"}, {"loss_reason": "text"}],
 )  # fmt: skip
 def test_turn_that_is_not_marked_is_trained(keys):
@@ -154,7 +158,9 @@ def test_turn_that_is_not_marked_is_trained(keys):
         ({"weight": math.inf}, "unknown weight: message 2 has weight = inf"),
         ({"weight": 1e-40}, "unknown weight: message 2 has weight = 1e-40"),
         ({"weight": 10**400}, "unknown weight: message 2 has weight = 1000"),
-        ({"weight": "0.5"}, "unknown weight: message 2 has weight = '0.5'"),
+        ({"weight": "half"}, "unknown weight: message 2 has weight = 'half'"),
+        ({"train_on_turn": "False"}, "unknown mask: message 2 has train_on_turn = False"),
+        ({"loss_scale": "0.0"}, "unknown mask: message 2 has loss_scale = 0.0"),
         ({"train": 0.5}, "unknown weight: message 2 has train = 0.5, known are 0 and 1"),
         ({"mask": 1}, "unclear mask: message 2 has mask = 1, which means trained for some"),
         ({"train_on_turn": False}, "unknown mask: message 2 has train_on_turn = False"),
@@ -190,6 +196,9 @@ def test_question_of_weight_one_is_a_question():
         ({"weight": 0}, "not trained: column 'weight' is 0"),
         ({"metadata": {"train": False}}, "not trained: column 'train' is False"),
         ({"label": False}, "not trained: column 'label' is False"),
+        ({"label": "False"}, "not trained: column 'label' is False"),
+        ({"train": "0"}, "not trained: column 'train' is 0.0"),
+        ({"sample_weight": "0.5"}, "unknown mask: the row has sample_weight = 0.5"),
         ({"weight": -0.5}, "unknown weight: the row has weight = -0.5"),
         ({"weight": "high"}, "unknown weight: the row has weight = 'high'"),
         ({"mask": "User"}, "unclear mask: the row has mask = 'User'"),
@@ -208,7 +217,8 @@ def test_flag_of_a_row_is_obeyed_or_refused(columns, reason):
 
 @pytest.mark.parametrize(
     "columns",
-    [{"label": True}, {"label": 0}, {"weight": 1}, {"loss": None}, {"weight_kg": 70.5},
+    [{"label": True}, {"label": 0}, {"label": "0"}, {"label": "false friend"}, {"weight": 1},
+     {"weight": ""}, {"loss": None}, {"weight_kg": 70.5},
      {"attention_mask": [1, 1]}, {"train_steps": 7}],
 )  # fmt: skip
 def test_row_that_no_flag_forbids_is_trained(columns):
@@ -223,6 +233,7 @@ def test_row_that_no_flag_forbids_is_trained(columns):
         ({"loss": {"weight": 0.25}}, {}, [0, 0.25, 0, 1], 1),
         ({"weight": 3, "train": False}, {}, None, 1),
         ({"weight": 0.5}, {"weight": 4}, [0, 0.5, 0, 1], 4),
+        ({"weight": "0.5"}, {"weight": "4"}, [0, 0.5, 0, 1], 4),
         ({}, {"weight": 2, "loss_weight": 0.25}, None, 0.5),
         ({}, {"importance": 0.5}, None, 0.5),
     ],

@@ -83,8 +83,8 @@ SIDES = [("good", True)], [("bad", True)]
 def test_every_style_of_pairs_gives_the_same_two_conversations(value):
     prompt, chosen, rejected = shown(value)
     assert prompt == [USER]
-    assert [text.strip() for text, _ in chosen] == ["good"]
-    assert [text.strip() for text, _ in rejected] == ["bad"]
+    assert [text for text, _ in chosen] == ["good"]
+    assert [text for text, _ in rejected] == ["bad"]
 
 
 def test_what_two_conversations_share_is_the_prompt_and_all_answers_behind_it_are_trained():
@@ -172,11 +172,12 @@ PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
         ({"chosen": [USER, GOOD], "rejected": [TURNS[2], BAD]}, "differ first in message 1"),
         ({"chosen": [*TURNS, GOOD], "rejected": [*TURNS[:2], USER, BAD]}, "first in message 3"),
         ({"chosen": f"{HH} good", "rejected": HH}, "empty: turn 4 of the transcript"),
+        (PAIR | {"chosen": str([USER, GOOD])}, "broken JSON: column 'chosen' holds text of mess"),
         ({"chosen": "q good", "rejected": "q bad"}, "prompt that is the beginning of two"),
         (PAIR | {"chosen": [TURNS[2], GOOD], "rejected": [TURNS[2], BAD]}, "prompt beside"),
         ({"chosen": [USER, GOOD | {"train": False}], "rejected": [USER, BAD]}, "no trained token"),
         ({"prompt": "q", "answers": [{"text": "a", "rank": 1}]}, "holds 1 answers, and a pair"),
-        ({"prompt": "q", "answers": ["a", "b"]}, "not a list of answers: column 'answers' is list"),
+        ({"prompt": "q", "answers": ["a", "b"]}, "'answers' is list, and wanted are obj"),
         ({"prompt": "q", "answers": [{"text": "a"}, {"text": "b"}]}, "no number: score .data.col"),
         ({"prompt": "q", "answers": [{"x": "a", "rank": 1}, {"x": "b", "rank": 2}]}, "no pair: an"),
     ],

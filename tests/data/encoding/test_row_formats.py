@@ -79,6 +79,16 @@ def test_alpaca_input_follows_the_instruction_after_a_blank_line():
         ({"messages": []}, "messages", "no assistant turn"),
         ({"messages": ["hi"]}, "messages", "not a message: message 1 is str"),
         (turn(role="user"), "messages", "no assistant turn"),
+        (
+            {"prompt": "q", "completion": str(EXCHANGE[1:])},
+            "prompt_completion",
+            "broken JSON: column 'completion' holds text of messages that is no JSON",
+        ),
+        (
+            {"prompt": "[{'role': 'user' 'content': 'q'}\n {'x': 1}]", "completion": "a"},
+            "prompt_completion",
+            "broken JSON: column 'prompt' holds text of messages that is no JSON",
+        ),
         (turn(role="boss"), "messages", "unknown role: message 2 has 'boss'"),
         (turn(role=["a"]), "messages", "unknown role: message 2 has ['a']"),
         (turn(content=""), "messages", "empty: content of message 2"),
@@ -224,13 +234,36 @@ def test_arguments_of_the_template_go_with_the_row(format, columns):
         [{"input": "q", "output": "a"}],
         [["q", "a"]],
         [{"role": "prompter", "text": "q"}, {"role": "assistant", "text": "a"}],
+        [{"from": "Human", "value": "q"}, {"from": "Assistant ", "value": "a"}],
+        [["user", "q"], ["assistant", "a"]],
+        [["HUMAN", "q"], ["ASSISTANT", "a"]],
+        "\n\nHuman: q\n\nAssistant: a",
     ],
 )
 def test_other_shapes_of_a_conversation_mean_the_same(messages):
     assert messages_of({"messages": messages}, "messages") == EXCHANGE
 
 
-@pytest.mark.parametrize("text", ["3", '"q"', '{"a": 1}', '["x"]', "[1, 2", '[{"a": 1}]'])
+def test_pairs_of_which_one_is_no_role_are_questions_and_answers():
+    pairs = [["user", "assistant"], ["q", "a"]]
+    texts = [m["content"] for m in messages_of({"messages": pairs}, "messages")]
+    assert texts == ["user", "assistant", "q", "a"]
+
+
+def test_transcript_that_ends_with_a_question_is_turns_and_its_answer_has_no_blank_before_it():
+    prompt = "\n\nHuman: q\n\nAssistant: a\n\nHuman: q\n\nAssistant:"
+    conversation = sample({"prompt": prompt, "completion": " a"}, "prompt_completion")
+    assert conversation.messages == [*EXCHANGE, *EXCHANGE]
+    assert conversation.trained == [False, False, False, True]
+    texts = [prompt + " a\n\nTrue?", "Human: alone", "Assistant: a"]
+    for text in texts:
+        value = {"prompt": text, "completion": " a"}
+        assert [m["content"] for m in messages_of(value, "prompt_completion")] == [text, " a"]
+
+
+@pytest.mark.parametrize(
+    "text", ["3", '"q"', '{"a": 1}', '["x"]', "[1, 2", '[{"a": 1}]', "[{'content': 1}]"]
+)
 def test_text_that_happens_to_be_json_stays_text(text):
     value = {"prompt": text, "completion": text}
     assert [m["content"] for m in messages_of(value, "prompt_completion")] == [text, text]

@@ -165,6 +165,14 @@ def test_result_of_parts_is_their_text_and_others_are_json(result, text):
     assert messages_of({"messages": messages}, "messages")[-1]["content"] == text
 
 
+@pytest.mark.parametrize("key", ["output", "tool_result", "tool_responses", "response"])
+def test_result_under_another_key_is_not_lost(key):
+    result = {"role": "tool", key: [{"name": "f", "response": "12"}]}
+    with pytest.raises(RowError, match=f"no content, but {key}: message 3 .*leave_out: .{key}."):
+        sample({"messages": [*EXCHANGE, result, EXCHANGE[1]]}, "messages")
+    assert sample({"messages": [*EXCHANGE, {**result, "content": "12"}]}, "messages")
+
+
 def test_null_fields_are_taken_out_of_tools_and_messages():
     tool = {"type": "function", "x": None, "function": {**TOOL["function"], "strict": None}}
     spoken = {**EXCHANGE[1], "extra": {"a": None, "b": 1}}

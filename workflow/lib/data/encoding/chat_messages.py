@@ -5,6 +5,7 @@ do pairs of a question and its answer. All other keys of a message (name, reason
 to the template as they are. Any other form raises `RowError`."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,10 @@ ROLES = {
 }
 ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "text")
+# A transcript as those of HH-RLHF, its turns, and the end of one whose answer is another column.
+TRANSCRIPT = re.compile(r"\s*Human:.*\n\nAssistant:", re.DOTALL)
+SPEAKER = re.compile(r"(?:^\s*|\n\n)(Human|Assistant):")
+ANSWER_TO_COME = re.compile(r"\s*Assistant:\s*$")
 # An item without a role may hold a question and its answer.
 PAIRS = (
     ("input", "output"),
@@ -72,6 +77,13 @@ MESSAGE = Place(
     passed=True,
     flags=frozenset(FLAGS),
 )
+# Of a tool's message without content: its result, which would be lost.
+RESULT_KEYS = {
+    f"{what}{word}{s}"
+    for what in ("", "tool_")
+    for word in ("output", "result", "response")
+    for s in ("", "s")
+}
 TEXT_PARTS = ("text", "input_text", "output_text")
 PART = Place("part", frozenset({"type", "text"}))
 
@@ -92,6 +104,8 @@ class Conversation:
 def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[float]]:
     """Return the messages of a list, or of its JSON text, and each one's weight in the loss: 0, but
     for the assistant's 1 unless one of its flags says otherwise."""
+    if is_transcript(raw):
+        return read_transcript(raw, what)
     value = json_value(raw, what) if isinstance(raw, str) else raw
     items = _by_message(value) if isinstance(value, dict) else value
     if not isinstance(items, list):
@@ -105,6 +119,31 @@ def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Messag
     return messages, weights
 
 
+def is_transcript(given: Any) -> bool:
+    return isinstance(given, str) and TRANSCRIPT.match(given) is not None
+
+
+def read_transcript(text: str, what: str) -> tuple[list[Message], list[float]]:
+    """Return the turns of a transcript as messages, and their weights, as `read_messages`."""
+    start, *parts = SPEAKER.split(text)
+    assert not start.strip(), "a transcript begins with a speaker"
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    for number, (_, said) in enumerate(pairs, 1):
+        if not said.strip():
+            raise RowError(f"empty: turn {number} of the transcript in {what}")
+    messages = [{"role": ROLES[who.lower()], "content": said.strip()} for who, said in pairs]
+    return messages, [float(message["role"] == "assistant") for message in messages]
+
+
+def question_of(given: Any) -> str | None:
+    """Return a transcript without the `Assistant:` at its end; None if it is none, or does not end
+    with a question."""
+    if not is_transcript(given):
+        return None
+    asked = ANSWER_TO_COME.sub("", given)
+    return asked if SPEAKER.findall(asked)[-1:] == ["Human"] else None
+
+
 def _by_message(value: dict[str, Any]) -> object:
     """Return a list of objects from an object of lists, as `datasets` once stored them."""
     columns = list(value.values())
@@ -116,6 +155,8 @@ def _by_message(value: dict[str, Any]) -> object:
 
 def _single_messages(items: list[Any]) -> Iterator[Any]:
     """Yield each message, two for a pair of a question and its answer."""
+    if items and all(map(_is_role_and_text, items)):
+        items = [{"role": role, "content": text} for role, text in items]
     for item in items:
         pair = None
         if isinstance(item, dict) and "role" not in item and "from" not in item:
@@ -131,11 +172,22 @@ def _single_messages(items: list[Any]) -> Iterator[Any]:
             yield item
 
 
+def _is_role_and_text(item: Any) -> bool:
+    """Tell whether an item is `["user", "Hi"]`, as LangChain and FastChat write messages."""
+    return (
+        isinstance(item, list)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and item[0].strip().lower() in ROLES
+    )
+
+
 def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     if not isinstance(raw, dict):
         raise RowError(f"not a message: {where} is {kind(raw)}")
     item, shape = keys.take(MESSAGE, raw, where)
     given = _one_of(item, ROLE_KEYS, where)
+    given = given.strip().lower() if isinstance(given, str) else given
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise RowError(f"unknown role: {where} has {given!r}, known are {', '.join(ROLES)}")
@@ -160,7 +212,18 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     weight = weight_of(flags, where) if role == "assistant" else 0.0
     may_be_empty = role in ("system", "tool") or bool(calls)
     text = _content(content, role, where, keys, may_be_empty=may_be_empty)
+    if role == "tool" and not text:
+        _check_no_other_result(item, where)
     return {"role": role, "content": text, **more}, weight
+
+
+def _check_no_other_result(item: Values, where: str) -> None:
+    for key in RESULT_KEYS & item.keys():
+        if item[key] not in EMPTY:
+            raise RowError(
+                f"no content, but {key}: {where} is a tool's; rename it to content, or leave it "
+                f"out (data.leave_out: [{key}])"
+            )
 
 
 def _reasoning(value: Any, key: str, where: str, keys: KeyAccount) -> str:

@@ -62,11 +62,25 @@ def is_like_flag(key: str, *, of_row: bool) -> bool:
 
 def check_unknown_flag(key: str, value: Any, where: str) -> None:
     """Raise `RowError` if a key that is like a flag has a value that could be one."""
+    value = flag_value(value)
     if not isinstance(value, str):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         cure = "; name it in data.columns.weight if it is one" if is_number else ""
         shown = repr(value)[:PREVIEW_CHARS]
         raise _error(f"unknown mask: {where} has {key} = {shown}{cure}", key)
+
+
+def flag_value(value: Any) -> Any:
+    """Return what a text says if it is true, false or a number: a CSV file holds nothing else."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    try:
+        return float(word)
+    except ValueError:
+        return value
 
 
 def flags_of(item: Values, flags: Iterable[str], others: Iterable[str]) -> list[Flag]:
@@ -81,8 +95,8 @@ def _values(key: str, value: Any) -> Iterator[Flag]:
     """Yield a flag; of an object, such as `{"loss": false}`, those inside."""
     if isinstance(value, dict):
         yield from _inside(value)
-    elif value is not None:
-        yield Flag(key, value)
+    elif value not in (None, ""):
+        yield Flag(key, flag_value(value))
 
 
 def _inside(value: dict[str, Any] | list[Any]) -> Iterator[Flag]:
@@ -197,7 +211,7 @@ class KeyAccount:
         shape = self._shapes.get((place.name, *item)) or self._learn(place, item)
         for key in shape.unread:
             value = item[key]
-            if value not in EMPTY and not (key == LABEL and isinstance(value, bool)):
+            if value not in EMPTY and not (key == LABEL and not place.name and _is_bool(value)):
                 self._check(place, key, value, where)
                 self.count(place, key)
         if self._leave_out:
@@ -252,11 +266,15 @@ def _label(place: str, key: str) -> str:
     return printable(key[:MAX_NAME_CHARS]) + (f" ({place})" if place else "")
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(flag_value(value), bool)
+
+
 def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = None) -> float:
     """Return the weight of a row, not 0; `column`: beside known names; label: false for a bad
     answer. In objects about anything only true and false count. Raises `RowError` if it is not
     trained, or unreadable."""
-    if label is not None and value.get(label) is False:
+    if label is not None and _is_bool(value.get(label)) and not flag_value(value[label]):
         raise UnwantedRowError(
             f"not trained: column {label!r} is False, so the answer is a bad one"
         )

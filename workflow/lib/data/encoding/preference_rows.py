@@ -6,7 +6,6 @@ Transcripts as those of HH-RLHF are divided into turns first. Two texts without 
 refused: nothing in them says where one would end."""
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,13 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.chat_messages import (
+    Conversation,
+    Message,
+    is_transcript,
+    read_transcript,
+)
 from workflow.lib.data.encoding.keys_read import KeyAccount, Place, row_weight
 from workflow.lib.data.encoding.row_columns import PAIRS
 from workflow.lib.data.encoding.row_formats import (
     NOTHING,
     READ,
     RowParts,
+    answer_behind,
     check_has_answer,
     check_prompt_is_in,
     read_history,
@@ -40,10 +45,6 @@ from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
 from workflow.lib.data.reading.chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
-# A transcript, its turns, and their separator.
-TRANSCRIPT = re.compile(r"\s*Human:.*\n\nAssistant:", re.DOTALL)
-SPEAKER = re.compile(r"(?:^\s*|\n\n)(Human|Assistant):")
-ROLE_OF = {"Human": "user", "Assistant": "assistant"}
 # A prompt with its tools, as in OpenAI's preference format.
 PROMPT = Place("prompt", frozenset({"messages", "tools"}))
 ANSWER_KEYS = ("response", "answer", "completion", "text", "content", "messages")
@@ -147,7 +148,10 @@ def _ranked(row: RowParts) -> tuple[Turns, Turns]:
     given = row.value.get(row.columns.answers)
     items = json_value(given, what) if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise RowError(f"not a list of answers: {what} is {kind(items)}")
+        raise RowError(
+            f"not a list of answers: {what} is {kind(items)}, and wanted are objects that hold an "
+            "answer and its score"
+        )
     if len(items) < 2:
         raise RowError(f"no pair: {what} holds {len(items)} answers, and a pair needs two")
     is_named = row.columns.score != DataColumns().score
@@ -199,20 +203,9 @@ def _check_no_tie(better: float, worse: float) -> None:
 def _side(row: RowParts, given: Any, what: str) -> Turns:
     if given in EMPTY:
         raise RowError(f"no pair: {what} is empty, and a pair needs both answers")
-    if isinstance(given, str) and TRANSCRIPT.match(given):
-        return _transcript(given, what)
-    return read_turns(row, given, what, role="assistant")
-
-
-def _transcript(text: str, what: str) -> Turns:
-    start, *parts = SPEAKER.split(text)
-    assert not start.strip(), "a transcript begins with a speaker"
-    pairs = list(zip(parts[::2], parts[1::2], strict=True))
-    for number, (_, said) in enumerate(pairs, 1):
-        if not said.strip():
-            raise RowError(f"empty: turn {number} of the transcript in {what}")
-    messages = [{"role": ROLE_OF[speaker], "content": said.strip()} for speaker, said in pairs]
-    return messages, [float(message["role"] == "assistant") for message in messages]
+    if is_transcript(given):
+        return read_transcript(given, what)
+    return read_turns(row, answer_behind(row, given), what, role="assistant")
 
 
 def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
@@ -228,8 +221,6 @@ def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
                 raise RowError(f"two lists of tools: {what} and column {columns.tools!r}")
             row = row._replace(optional={**row.optional, columns.tools: given["tools"]})
         given = given["messages"]
-    if isinstance(given, str) and TRANSCRIPT.match(given):
-        return _transcript(re.sub(r"\s*Assistant:\s*$", "", given), what)[0], row
     if columns.prompt == columns.instruction and isinstance(given, str):
         more = row.value.get(columns.input)
         given = given if more in EMPTY else f"{given}\n\n{more}"

@@ -43,11 +43,12 @@ OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
     ("prompt_completion", {"prompt": "query", "completion": "answers"}),
     ("prompt_completion", {"prompt": "query", "completion": "response"}),
     ("prompt_completion", {"prompt": "input", "completion": "output"}),
-    ("alpaca", {"instruction": "instruction", "input": "context", "output": "response"}),
-    ("alpaca", {"instruction": "question", "input": "context", "output": "answer"}),
-    ("alpaca", {"instruction": "question", "input": "context", "output": "response"}),
-    ("alpaca", {"instruction": "problem", "input": "context", "output": "solution"}),
+    ("alpaca", {"instruction": "instruction", "output": "response"}),
+    ("alpaca", {"instruction": "question", "output": "answer"}),
+    ("alpaca", {"instruction": "question", "output": "response"}),
+    ("alpaca", {"instruction": "problem", "output": "solution"}),
 )
+OTHER_INPUT = "context"  # of the column `input`, if that is not there
 # Other names of columns of preference formats, each tuple as a whole.
 PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     ("prompt",): tuple(
@@ -98,6 +99,8 @@ def choose_format(
         )
     if not present:
         return candidates[0], columns
+    if DEFAULTS.input not in present and OTHER_INPUT in present and columns.input == DEFAULTS.input:
+        columns = columns.model_copy(update={"input": OTHER_INPUT})
     for candidate in candidates:
         names = _preference_names(candidate, present, columns, examples)
         if _fits(candidate, present, names, examples, is_set=format != "auto"):

@@ -5,12 +5,21 @@ or lists of messages), `alpaca` a question and its answer, `tokens` ids with lab
 `text` plain text. Any other row raises `RowError`; its message is the reason in `rejects.jsonl`,
 and the part before the colon is counted."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from workflow.lib.data.encoding.chat_messages import ROLE_KEYS, Conversation, Message, read_messages
+from workflow.lib.data.encoding.chat_messages import (
+    ROLE_KEYS,
+    ROLES,
+    Conversation,
+    Message,
+    question_of,
+    read_messages,
+    read_transcript,
+)
 from workflow.lib.data.encoding.keys_read import (
     FLAGS,
     LABEL,
@@ -52,6 +61,8 @@ READ_COLUMNS: dict[Format, tuple[str, ...]] = {
     "pairs": ("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
     "ranked": ("prompt", "answers"),
 }
+BEGIN_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
+ROLE_IN_TEXT = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join(ROLES)})['"]""")
 WITHOUT_REASONING: tuple[Format, ...] = ("text", "pairs", "ranked")  # without a message for it
 
 
@@ -248,7 +259,12 @@ def _template_kwargs(value: Values) -> dict[str, object]:
 def _prompt_completion(row: RowParts) -> Unweighted:
     before, _ = read_history(row)
     prompt, _ = _turns(row, row.columns.prompt, role="user")
-    completion, weights = _turns(row, row.columns.completion, role="assistant")
+    completion, weights = read_turns(
+        row,
+        answer_behind(row, _given(row.value, row.columns.completion)),
+        f"column {row.columns.completion!r}",
+        role="assistant",
+    )
     weights = [0.0] * (len(before) + len(prompt)) + weights
     return _conversation([*before, *prompt, *completion], weights, row)
 
@@ -260,8 +276,12 @@ def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[
 def read_turns(
     row: RowParts, given: Any, what: str, *, role: str
 ) -> tuple[list[Message], list[float]]:
-    """Return the messages of a value; a text is one message of `role`, but JSON text of objects
-    with roles is messages, and with names, where there are tools, calls."""
+    """Return the messages of a value; a text is one message of `role`, but a transcript that ends
+    with a question is messages, JSON text of objects with roles too, and with names, where there
+    are tools, calls."""
+    question = question_of(given) if role == "user" else None
+    if question is not None:
+        return read_transcript(question, what)
     items = objects_in(given) if isinstance(given, str) else given
     if isinstance(items, dict):
         items = [items]
@@ -278,7 +298,24 @@ def read_turns(
             return [{"role": role, "content": "", "tool_calls": calls}], [1.0]
     if isinstance(given, list):
         return read_messages(given, row.keys, what=what)
+    if items is None and isinstance(given, str):
+        _check_is_no_broken_text_of_messages(given, what)
     return [{"role": role, "content": text_of(given, what)}], [float(role == "assistant")]
+
+
+def _check_is_no_broken_text_of_messages(text: str, what: str) -> None:
+    """Raise `RowError` at Python's text of messages, as `to_csv` of pandas writes them."""
+    if BEGIN_OF_MESSAGES.match(text) and ROLE_IN_TEXT.search(text):
+        raise RowError(
+            f"broken JSON: {what} holds text of messages that is no JSON; write JSON, or a Parquet "
+            "file"
+        )
+
+
+def answer_behind(row: RowParts, given: Any) -> Any:
+    """Return an answer; of a transcript's question it is a text without the blanks around it."""
+    is_text = isinstance(given, str) and question_of(row.value.get(row.columns.prompt)) is not None
+    return given.strip() if is_text else given
 
 
 def _are_calls(items: list[Any]) -> bool:
