@@ -1,8 +1,8 @@
 """Sharding over the processes of a run (`world`), applied to a finished model from outside.
 
 Every decoder layer is an FSDP2 unit, the rest is another; embedding and head are sliced by rows
-(`vocabulary_parallel`), and packed weights of decoder layers gathered by `packed_layers`. One
-process is not sharded. With replicas (HSDP) gradients are summed over the groups too.
+(`vocabulary_parallel`), and `packed_layers` gathers packed weights of decoder layers. A single
+process is not sharded. With replicas (HSDP) gradients are also summed over the groups.
 
 Frozen packed data are float32 views (see `nf4_linear`). Gradients are summed, not averaged: the
 loss is divided by the global number of trained tokens. Adapters are float32 masters, which decoder
@@ -29,8 +29,8 @@ from workflow.lib.distributed.vocabulary_parallel import share_vocabulary_
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.training_module import CausalLMForTraining
 
-# What a forward or backward under way leaves, and what stands there between micro-batches, by
-# owner. torch 2.11 keeps one reduce-scatter, later ones a list of them, so not all have every name.
+# State of a running forward or backward, and its values between micro-batches, by owner. torch 2.11
+# keeps one reduce-scatter, later ones a list, so not all have every name.
 COMMUNICATION = {"all_gather_state": None, "reduce_scatter_state": None}
 ITERATION = {"iter_forward_root": None, "post_backward_final_callback_queued": False}
 GROUP = {
@@ -58,8 +58,8 @@ def shard_(
     ignored: set[nn.Parameter] | None = None,
 ) -> list[FSDPModule]:
     """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; on a meta
-    model. `reshard_after_forward`: free weights after forward (FULL_SHARD). ignored: parameters to
-    leave (`packed_layers`)."""
+    model. reshard_after_forward: free weights after forward (FULL_SHARD). ignored: parameters to
+    leave alone (`packed_layers`)."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     training.adapters.sharded = True
     if training.router_balance is not None:
@@ -85,7 +85,7 @@ def shard_(
     units.append(
         fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
     )
-    # FSDP gathers for `forward` alone unless told.
+    # By default FSDP gathers for `forward` alone.
     methods = ("logits", "family_logits", "hidden_states", "family_hidden_states", "trained_states")
     for method in methods:
         register_fsdp_forward_method(training, method)
@@ -97,7 +97,7 @@ def shard_(
 
 def _gathered_in(dtype: torch.dtype, layers: Iterable[nn.Module]) -> MixedPrecisionPolicy:
     """Return the policy by which decoder layers gather in `dtype`, the compute dtype. DoRA's
-    magnitudes are used in float32, so where there are any all is gathered as it is."""
+    magnitudes need float32: with any of them all parameters keep their dtype."""
     names = (name for layer in layers for name, _ in layer.named_parameters())
     if any(".lora_magnitude_vector." in name for name in names):
         return MixedPrecisionPolicy()
@@ -107,8 +107,8 @@ def _gathered_in(dtype: torch.dtype, layers: Iterable[nn.Module]) -> MixedPrecis
 
 
 def _keep_gradients_float32_(layer: nn.Module) -> None:
-    """Let what a layer gathers take float32 gradients, in whichever type it is itself. FSDP2 makes
-    these parameters in the layer's first forward, and uses the same ones from then on."""
+    """Let a layer's gathered parameters take float32 gradients, whatever their own dtype. FSDP2
+    makes these parameters in the layer's first forward, and reuses them."""
 
     def begin(layer: nn.Module, _: object) -> None:
         for param in layer.parameters():
@@ -124,7 +124,7 @@ def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is not head.weight:  # a tied weight must stay in one unit: the root
+    if embedding.weight is not head.weight:  # a tied weight must stay in one unit, the root
         fully_shard(embedding, mesh=mesh, reshard_after_forward=True)
         fully_shard(head, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -132,8 +132,8 @@ def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def forward_only(training: CausalLMForTraining) -> Iterator[None]:
-    """Within the block forward keeps nothing for backward; after it a process holds its shards
-    alone, which FSDP2 leaves to backward."""
+    """Within the block forward keeps nothing for backward. After it a process holds only its
+    shards, which FSDP2 would leave to backward."""
     with torch.no_grad():
         yield
     for module in training.modules():
@@ -144,10 +144,9 @@ def forward_only(training: CausalLMForTraining) -> Iterator[None]:
 
 
 def abandon_micro_batch_(training: CausalLMForTraining) -> None:
-    """Put all units back to where they are between two micro-batches, after one that broke off
-    while it was captured; gradients were there before. FSDP2 would finish in a backward that never
-    comes, and waits for events of the capture, an error (also torch 2.13's reset). Nothing has run
-    here."""
+    """Reset all units to their state between two micro-batches, after an aborted capture; gradients
+    existed before. FSDP2 would finish in a backward that never comes, and wait for events of the
+    capture, which is an error (also torch 2.13's reset). Nothing has run here."""
     for module in training.modules():
         if isinstance(module, FSDPModule):
             _abandon_(module._get_fsdp_state())
@@ -166,7 +165,7 @@ def _abandon_(state: Any) -> None:
     group._to_sharded()
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
-        gathered = getattr(param, "unsharded_param", None)  # not there until it has been once
+        gathered = getattr(param, "unsharded_param", None)  # absent before its first use
         if gathered is not None:
             gathered.grad = None
 

@@ -1,10 +1,10 @@
-"""Signs of life: what each process is doing, and who holds up the others when nothing moves.
+"""Heartbeats: what each process is doing, and which one blocks the others when nothing moves.
 
-A worker's `Pulse` is a thread that writes a small file each second: the phase, and whether it moves
-(`moved`); after some seconds without a move also the line of Python, whether that waits for others,
-and the last collective of torch's flight recorder. The launcher's `Watch` reads all of them. A
-process hangs if its phase's bound is over and it waits for nobody, if its thread does not beat, or
-if all wait: for the one with the fewest phases and collectives."""
+A worker's `Pulse` is a thread that writes a small file each second: the phase, and whether it
+progresses (`moved`). After some seconds without progress it adds the line of Python, whether that
+waits for others, and the last collective of torch's flight recorder. The launcher's `Watch` reads
+all of them. A process hangs if its phase exceeds its bound and it waits for nobody, if its thread
+does not beat, or if all wait: the one with the fewest phases and collectives."""
 
 import json
 import os
@@ -20,22 +20,22 @@ from typing import Any
 
 FOLDER_VARIABLE = "FINETUNE_HEARTBEATS"
 BEAT_S = 1.0
-LASTING_S = 5.0  # from then on a beat tells where the process is
-SILENT_S = 5.0  # a process without a beat for so long does not run at all
-WARM_UP = 10.0  # a step may take so many times the longest before it
-QUIET_S = 120.0  # outside steps: without a move, or without a beat
-SLOWEST_BYTES_PER_S = 10e6  # of a disk that is busy with other work; for all processes together
+LASTING_S = 5.0  # after this a beat has the process's position
+SILENT_S = 5.0  # a process without a beat for this long does not run at all
+WARM_UP = 10.0  # bound of a step, as a multiple of the longest before it
+QUIET_S = 120.0  # outside steps: without progress, or without a beat
+SLOWEST_BYTES_PER_S = 10e6  # of a disk busy with other work; for all processes together
 STARTING, JOINING = "starting", "joining the others"
 JOIN_S = 900.0  # for the slowest machine to start Python from a shared disk
 FIRST_PASS_S = 600.0  # the first forward pass, of a large model on a CPU
-WAITING = "all processes of this machine wait for those of others"  # who hangs is known there
+WAITING = "all processes of this machine wait for those of others"  # which hangs is known there
 ENDED = frozenset("ZX")  # states of a process that has ended (proc(5))
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process tells of itself. number: of phases begun; moves: in all; limit_s: a phase's
-    without a move, silent_s: without a beat; once it lasts, at: the line of Python; waits: for
+    """A process's heartbeat. number: of started phases; moves: in all; limit_s: bound of a phase
+    without progress, silent_s: without a beat; once it lasts, at: the line of Python; waits: for
     others; collective: number and name of the newest."""
 
     rank: int
@@ -51,25 +51,25 @@ class Facts:
 
 
 class Pulse:
-    """Context manager of a worker; does nothing if its launcher watches nothing."""
+    """Context manager of a worker; does nothing without a watching launcher."""
 
     def __init__(
         self, *, rank: int, start_s: float, step_s: float, quiet_s: float = QUIET_S
     ) -> None:
         """Take the least bounds: start_s of the start and the first step, which may compile; step_s
-        of a later step; quiet_s of all else, and without any sign of life."""
+        of a later step; quiet_s of all else, and without any beat."""
         folder = os.environ.get(FOLDER_VARIABLE)
         self._path = Path(folder) / f"rank-{rank}.json" if folder else None
         self._rank, self._start_s, self._step_s, self._quiet_s = rank, start_s, step_s, quiet_s
         self._main = threading.get_ident()
-        self._stopped, self._telling = threading.Event(), threading.Lock()
-        self._steps_s: list[float] = []  # the first one compiles, and says nothing of later ones
+        self._stopped, self._writing = threading.Event(), threading.Lock()
+        self._steps_s: list[float] = []  # without the first one, which compiles
         self._phase, self._limit_s, self._number, self._moves = STARTING, start_s, 0, 0
         self._since_s = time.monotonic()
 
     def __enter__(self) -> "Pulse":
         if self._path is not None:
-            self._tell()
+            self._write()
             self._thread = threading.Thread(target=self._beat, daemon=True)
             self._thread.start()
         return self
@@ -78,11 +78,11 @@ class Pulse:
         self._stopped.set()
         if self._path is not None:
             self._thread.join()
-            self._path.unlink(missing_ok=True)  # who has ended holds up nobody
+            self._path.unlink(missing_ok=True)  # an ended process blocks nobody
 
     def phase(self, name: str, *, num_bytes: int = 0, least_s: float = 0.0) -> None:
-        """Say what begins outside steps (`saving`), and what may pass there between moves:
-        num_bytes on a slow disk, least_s anyway, a forward pass always."""
+        """Begin a phase outside steps (`saving`), and set its time without progress: num_bytes on a
+        slow disk, at least least_s, and a forward pass."""
         self._end_step()
         pass_s = WARM_UP * max(self._steps_s, default=0.0)
         disk_s = self._quiet_s + num_bytes / SLOWEST_BYTES_PER_S
@@ -95,7 +95,7 @@ class Pulse:
         self._begin(f"step {number}", limit_s)
 
     def moved(self, *_: object) -> None:
-        """Say that this phase goes on: the bound counts anew."""
+        """Note progress of this phase: its bound counts anew."""
         self._moves, self._since_s = self._moves + 1, time.monotonic()
 
     def _end_step(self) -> None:
@@ -105,18 +105,17 @@ class Pulse:
     def _begin(self, name: str, limit_s: float) -> None:
         self._phase, self._limit_s = name, limit_s
         self._number, self._since_s = self._number + 1, time.monotonic()
-        self._tell()  # at once: it may be stopped before the next beat
+        self._write()  # at once: it may be stopped before the next beat
 
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT_S):
-            self._tell()
+            self._write()
 
-    def _tell(self) -> None:
+    def _write(self) -> None:
         if self._path is None:
             return
-        # when the launcher has gone, its folder has gone with it; this process will be told
-        # otherwise
-        with self._telling, suppress(OSError):
+        # an ended launcher's folder is gone, too; this process gets another signal then
+        with self._writing, suppress(OSError):
             partial = self._path.with_suffix(".partial")
             partial.write_text(json.dumps(asdict(self._facts())), encoding="utf-8")
             partial.replace(self._path)
@@ -145,7 +144,7 @@ def _stack(thread: int) -> list[traceback.FrameSummary]:
 
 
 def _position(stack: list[traceback.FrameSummary]) -> str:
-    """Return where a thread is: the innermost line of this workflow, and the innermost of all."""
+    """Return the position of a thread: the innermost line of this workflow, and of all."""
     if not stack:
         return "nowhere"
     ours = [entry for entry in stack if f"{os.sep}workflow{os.sep}" in entry.filename]
@@ -154,7 +153,7 @@ def _position(stack: list[traceback.FrameSummary]) -> str:
 
 
 def _waits(stack: list[traceback.FrameSummary]) -> bool:
-    """Tell whether a thread is within torch's communication: others may take their time then."""
+    """Tell whether a thread is within torch's communication: then others may take their time."""
     return bool(stack) and f"{os.sep}torch{os.sep}distributed{os.sep}" in stack[-1].filename
 
 
@@ -175,8 +174,8 @@ def last_collective() -> tuple[int, str] | None:
 class _Seen:
     facts: Facts
     mtime_ns: int
-    beat_s: float = 0.0  # how long no new beat has come
-    lasted_s: float = 0.0  # how long nothing has moved
+    beat_s: float = 0.0  # seconds without a new beat
+    lasted_s: float = 0.0  # seconds without progress
 
     @property
     def silent(self) -> bool:
@@ -188,16 +187,16 @@ class _Seen:
 
 
 class Watch:
-    """The launcher's side: looks at all workers. Time counts in looks: machines may sleep."""
+    """The launcher's side: checks all workers. Time counts in checks: machines may sleep."""
 
     def __init__(self, folder: Path, *, ranks: range, size: int) -> None:
-        """Take the folder of beats, this machine's ranks, and how many all machines have."""
+        """Take the folder of beats, this machine's ranks, and the number of all ranks."""
         self._folder, self._ranks, self._size = folder, ranks, size
         self._seen: dict[int, _Seen] = {}
         self._looked_s: float | None = None
 
     def look(self) -> str | None:
-        """Return who hangs and where, None if nobody does."""
+        """Return which process hangs and where, None if none does."""
         now = time.monotonic()
         passed_s = 0.0 if self._looked_s is None else min(now - self._looked_s, 5.0)
         self._looked_s = now
@@ -212,7 +211,7 @@ class Watch:
         return None
 
     def _notes(self, passed_s: float) -> Iterator[tuple[int, _Seen]]:
-        """Yield rank and state of running workers; others' end is seen elsewhere."""
+        """Yield rank and state of running workers; their end is detected elsewhere."""
         for rank in self._ranks:
             try:
                 path = self._folder / f"rank-{rank}.json"
@@ -248,7 +247,7 @@ class Watch:
         who = f"process {culprit.facts.rank} of {self._size}"
         head = f"{who} hangs in {culprit.facts.phase}: nothing has moved for {quiet_s:.0f} s"
         if len(self._ranks) < self._size and not culprit.silent:
-            # a process that waits for its GPU, and so perhaps for others, looks like one that works
+            # a process that waits for its GPU, and so perhaps for others, looks busy
             head += (
                 ". (If another machine says the same of its own, the process with the fewest "
                 "collectives holds up all)"

@@ -1,10 +1,10 @@
 """Packed weights of decoder layers: each process keeps a slice, and gathers the rest for the
 layer's own forward and backward.
 
-A layer's packed tensors lie one behind the other, a slice of these bytes on the device or in
-page-locked host memory. While another layer computes, a stream gathers all slices into one buffer,
-whose views are the parameters: FSDP2, which shards the rest, would copy twice. One process only
-copies layers from host memory. CPUs do the same without streams."""
+A layer's packed tensors are concatenated, and each process has a slice of these bytes on the device
+or in page-locked host memory. While another layer computes, a stream gathers all slices into one
+buffer, whose views are the parameters: FSDP2, which shards the rest, would copy twice. A single
+process only copies layers from host memory. CPUs do the same without streams."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -32,7 +32,7 @@ ALIGNMENT = 512  # bytes; of every part in its layer's buffer, and of the slices
 
 @dataclass(frozen=True)
 class _Part:
-    """One packed parameter, and where its bytes begin in the buffer of its layer."""
+    """One packed parameter, and its offset in the buffer of its layer."""
 
     linear: NF4Linear
     path: str
@@ -53,8 +53,8 @@ class _Part:
 
 
 class _PackedLayer:
-    """The packed weights of one layer: this process's slice of them, and all of them while in use.
-    on_host: keep the slice in host memory; stream: that gathers, None on the CPU."""
+    """The packed weights of one layer: this process's slice, and all of them while in use. on_host:
+    keep the slice in host memory; stream: of the gather, None on the CPU."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _PackedLayer:
         return sum(part.num_bytes for part in self._parts)
 
     def empty_(self) -> None:
-        """Take the packed parameters from a meta-device model: nothing else loads them then."""
+        """Remove the packed parameters from a meta-device model: nothing else loads them then."""
         for part in self._parts:
             nothing = torch.empty(0, device="meta")
             setattr(part.linear, part.name, nn.Parameter(nothing, requires_grad=False))
@@ -111,22 +111,22 @@ class _PackedLayer:
         return bytes_read
 
     def fetch(self) -> None:
-        """Start to gather the weights, unless they are there. Collective."""
+        """Start to gather the weights, unless they are gathered. Collective."""
         if self._buffer is not None:
             return
         device, shards = self._world.device, self._axis.size()
         if shards == 1 and not self.on_host:
             self._buffer = self.slice
             return
-        # The allocator gives memory back to the stream on which it was allocated, as soon as no
-        # tensor has it. So the buffer is allocated on the computing stream, which waits for the
-        # copy before it uses the bytes or frees them: `record_stream` is not needed.
+        # The allocator returns freed memory to the stream of its allocation at once. So the buffer
+        # is allocated on the computing stream, which waits for the copy before it uses the bytes or
+        # frees them: `record_stream` is not needed.
         self._buffer = torch.empty(shards * self.slice_bytes, dtype=torch.uint8, device=device)
         with self._beside():
             self._gather(self._buffer)
 
     def _gather(self, buffer: torch.Tensor) -> None:
-        """Fill a buffer with all processes' slices; what comes from the host is copied first."""
+        """Fill a buffer with all processes' slices; slices on the host are copied first."""
         mine = self.slice
         if self.on_host:
             mine = buffer.narrow(0, self._slice_start, self.slice_bytes)
@@ -136,7 +136,7 @@ class _PackedLayer:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Within the block work behind all that is computed so far, beside what follows."""
+        """Within the block queue work after all computation so far, beside later computation."""
         if self._stream is None:
             yield
             return
@@ -147,7 +147,7 @@ class _PackedLayer:
         self._gathered = self._stream.record_event()
 
     def unshard(self) -> None:
-        """Give the parameters their values, which later work waits for. Collective."""
+        """Give the parameters their values; later work waits for them. Collective."""
         self.fetch()
         self._wait()
         assert self._buffer is not None
@@ -157,7 +157,7 @@ class _PackedLayer:
     def reshard(self) -> None:
         if self._buffer is None:
             return
-        self._wait()  # a copy that is under way must not write to memory that others have got
+        self._wait()  # a running copy must not write to memory that others have got
         nothing = torch.empty(0, device=self._buffer.device)
         for part in self._parts:
             part.clear_(nothing)
@@ -192,9 +192,9 @@ def _aligned(num_bytes: int) -> int:
 
 
 class PackedLayers:
-    """Decoder layers of a model, by number, whose packed weights are gathered for their use. Made
-    of a meta model before sharding (FSDP2 ignores `parameters`), filled by `load_`. Hooks gather
-    the layer in use and the next one."""
+    """Decoder layers of a model, by number, whose packed weights are gathered for each use. Made of
+    a meta model before sharding (FSDP2 ignores `parameters`), filled by `load_`. Hooks gather the
+    layer in use and the next one."""
 
     def __init__(
         self,
@@ -205,8 +205,8 @@ class PackedLayers:
         keep_to_backward: bool,
         world: World,
     ) -> None:
-        """on_device, on_host: the layers by where a process keeps its slice of them;
-        keep_to_backward: layers whose slices are on the device stay gathered after forward."""
+        """on_device, on_host: layers by the place of a process's slice; keep_to_backward: layers
+        with slices on the device stay gathered after forward."""
         layers = decoder_layers(model)
         gpu = torch.get_device_module(world.device)
         stream = gpu.Stream(world.device) if world.device.type in GPUS else None
@@ -221,7 +221,7 @@ class PackedLayers:
             packed.empty_()
             self._layers[number] = packed
         self._world, self._keep_to_backward = world, keep_to_backward
-        self._backward: int | None = None  # the layer whose backward runs
+        self._backward: int | None = None  # the layer in backward
         model.get_decoder().register_forward_pre_hook(self._begin)
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._before_forward, number))
@@ -233,13 +233,13 @@ class PackedLayers:
         return sum(x.slice_bytes for x in self._layers.values() if not x.on_host)
 
     def fair_share(self) -> float:
-        """Return the bytes that this process should keep on its device, but for rounding."""
+        """Return the bytes that this process should keep on its device, apart from rounding."""
         whole = sum(layer.whole_bytes for layer in self._layers.values() if not layer.on_host)
         return whole / self._world.shard_size
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of those that it keeps in host memory."""
+        """Bytes of the slices in host memory."""
         return sum(x.slice_bytes for x in self._layers.values() if x.on_host)
 
     @property
@@ -247,11 +247,11 @@ class PackedLayers:
         return sum(layer.on_host for layer in self._layers.values())
 
     def parameters(self) -> set[nn.Parameter]:
-        """Return the packed parameters of these layers, which hold nothing out of use."""
+        """Return the packed parameters of these layers, which are empty out of use."""
         return set().union(*(layer.parameters() for layer in self._layers.values()))
 
     def allocate_(self) -> None:
-        """Make this process's slices, of zeros: all that a recording of memory needs."""
+        """Make this process's slices, of zeros: enough for a recording of memory."""
         for layer in self._layers.values():
             layer.allocate_()
 
@@ -266,7 +266,7 @@ class PackedLayers:
 
     @property
     def slices(self) -> dict[int, torch.Tensor]:
-        """What this process keeps of each layer, by its number: (bytes,) uint8."""
+        """This process's slice of each layer, by its number: (bytes,) uint8."""
         return {number: layer.slice for number, layer in self._layers.items()}
 
     @contextmanager
@@ -290,17 +290,17 @@ class PackedLayers:
         return names_of_all(wrong, self._world)
 
     def free(self) -> None:
-        """Leave this process its slices alone."""
+        """Free all but this process's slices."""
         for layer in self._layers.values():
             layer.reshard()
 
     def abandon(self) -> None:
-        """Do so after a capture that failed."""
+        """Free them after a failed capture."""
         for layer in self._layers.values():
             layer.abandon()
 
     def _begin(self, *_: Any) -> None:
-        """A forward begins: its first layer is gathered while the embedding is looked up."""
+        """At the begin of a forward, gather its first layer during the embedding's lookup."""
         self._backward = None
         self.free()
         if 0 in self._layers:
@@ -308,7 +308,7 @@ class PackedLayers:
 
     def _before_forward(self, number: int, *_: Any) -> None:
         if self._backward == number:
-            return  # it is recomputed, with what is there
+            return  # it is recomputed, with gathered weights
         staying = self._keep_to_backward and torch.is_grad_enabled()
         for other, layer in self._layers.items():
             if other not in (number, number + 1) and (layer.on_host or not staying):
@@ -332,7 +332,7 @@ class PackedLayers:
         self._enter(number, following=number - 1)
 
     def _enter(self, number: int, *, following: int) -> None:
-        """Have the weights of layer `number` there, and those of the following one on their way."""
+        """Wait for the gathered weights of layer `number`, and start to gather the next one's."""
         if number in self._layers:
             self._layers[number].unshard()
         if following in self._layers:
@@ -346,8 +346,8 @@ def gather_layers_(
     keep_to_backward: bool,
     world: World,
 ) -> PackedLayers | None:
-    """Take the packed weights of decoder layers out of a meta-device model: of all where several
-    processes train it, else of those that are offloaded to host memory. None for none."""
+    """Remove the packed weights of decoder layers from a meta-device model: of all if several
+    processes train it, else of those with weights in host memory. None without any."""
     on_device = range(len(decoder_layers(model))) if world.size > 1 else ()
     if not on_device and not numbers_on_host:
         return None

@@ -1,8 +1,8 @@
 """Sharded tensors on disk: a safetensors file per process, and an index of the pieces.
 
 `index.json` is written last, with size and SHA-256 of every file and its own checksum. Pieces are
-placed by offset (DTensor's chunk list), so any number of processes reads them. torch's distributed
-checkpoint keeps a pickle (`.metadata`), which could run code, and has no checksums."""
+placed by offset (DTensor's chunk list), so any number of processes can read them. torch's
+distributed checkpoint keeps a pickle (`.metadata`), which could run code, and has no checksums."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 
 
 class DamagedError(Exception):
-    """A folder is not what its index says; the text names the file."""
+    """A folder differs from its index; the text names the file."""
 
 
 class WriteError(Exception):
@@ -38,7 +38,7 @@ class WriteError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one process holds of a tensor: `local` lies at `offset` of the whole `shape`."""
+    """One process's part of a tensor: `local` lies at `offset` of the whole `shape`."""
 
     local: torch.Tensor
     offset: tuple[int, ...]
@@ -46,7 +46,7 @@ class Piece:
     mine: bool  # False: another process writes the same values
 
     def staged(self) -> "Piece":
-        """Return a copy on the CPU, which training does not change."""
+        """Return a copy on the CPU, which training cannot change."""
         copy = self.local.detach().to("cpu", copy=True).contiguous()
         return Piece(copy, self.offset, self.shape, self.mine)
 
@@ -74,11 +74,11 @@ def write_sharded(
     companions: Iterable[Path] = (),
 ) -> None:
     """Write every process's pieces and, on the group's first process, the index with `facts`; all
-    synced. Collective. folder: exists. companions: files in it that rank 0 has written, to be
+    fsynced. Collective. folder: exists. companions: files in it that rank 0 has written, to be
     covered by checksums. Raises `WriteError` on all processes if one of them fails."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = f"shard-{rank:05d}-of-{size:05d}.safetensors"
-    # A failure travels as a value: a process that raised here would leave the others waiting.
+    # A failure is returned as a value: an exception here would leave the others waiting.
     part = _attempt(lambda: _write_part(folder / name, pieces, companions if rank == 0 else ()))
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, part, group=group)
@@ -89,7 +89,7 @@ def write_sharded(
 
 
 def _attempt(action: Any) -> Any:
-    """Return the action's result, or what went wrong as a string."""
+    """Return the action's result, or its error as a string."""
     try:
         return action()
     except (OSError, SafetensorError) as error:
@@ -137,7 +137,7 @@ def _write_index(folder: Path, parts: list[dict[str, Any]], facts: Mapping[str, 
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the index of a folder; raises `DamagedError` if there is none that can be read."""
+    """Return the index of a folder; raises `DamagedError` if it is missing or unreadable."""
     try:
         index = read_checked_json(folder / INDEX)
         version = index["format_version"]
@@ -180,8 +180,8 @@ def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(Non
 
 
 def read_into_(folder: Path, index: dict[str, Any], targets: Mapping[str, Piece]) -> None:
-    """Fill the pieces' local tensors in place from whatever pieces are in the folder. Raises
-    `DamagedError` if the folder holds other tensors than `targets`, or does not cover one."""
+    """Fill the pieces' local tensors in place from any pieces in the folder. Raises `DamagedError`
+    if the folder holds other tensors than `targets`, or does not cover one."""
     if index["tensors"].keys() != targets.keys():
         other = min(index["tensors"].keys() ^ targets.keys())
         raise DamagedError(f"it holds other tensors than this run ({other})")
@@ -203,7 +203,7 @@ def read_into_(folder: Path, index: dict[str, Any], targets: Mapping[str, Piece]
 def _overlaps(
     name: str, entry: dict[str, Any], target: Piece
 ) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield file, region of its piece, and region of the target, wherever they overlap."""
+    """Yield file, region of its piece, and region of the target, for all overlaps."""
     stored = (tuple(entry["shape"]), entry["dtype"])
     expected = (target.shape, str(target.local.dtype).removeprefix("torch."))
     if stored != expected:

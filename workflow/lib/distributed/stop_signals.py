@@ -1,8 +1,8 @@
-"""Stopping a run on request: a signal to any process becomes one decision of all, taken between two
+"""Stopping a run on request: all processes together act on a signal to any of them, between two
 steps.
 
-SIGTERM and SIGUSR1 are what a cluster sends before it takes a machine back, SIGINT is Ctrl-C,
-SIGHUP a lost terminal."""
+Clusters send SIGTERM or SIGUSR1 before they take a machine back; SIGINT is Ctrl-C, SIGHUP a lost
+terminal."""
 
 import signal
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
-    """Context manager: within it `SIGNALS` only ask; `asked` tells whether this process was asked.
-    A signal that is ignored (SIGHUP under `nohup`) stays ignored."""
+    """Context manager: within it `SIGNALS` only set `asked`, on this process. A signal that is
+    ignored (SIGHUP under `nohup`) stays ignored."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -33,8 +33,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        # No more than a flag, at which all look together between two steps (`on_any`): a process
-        # that raised here would leave the others waiting in their next collective.
+        # Only a flag, which all processes exchange between two steps (`on_any`): an exception here
+        # would leave the others waiting in their next collective.
         self.asked = True
 
 

@@ -1,12 +1,11 @@
-"""A vocabulary that processes share: each holds a slice of the rows of embedding and output head,
+"""A vocabulary shared by processes: each holds a slice of the rows of embedding and output head,
 and no table is ever gathered.
 
-What travels instead are rows: hidden states of trained tokens to all slices of the head, and their
+Rows are exchanged instead: hidden states of trained tokens to all slices of the head, and their
 gradients back; token ids to the owners of their embeddings, and the rows back. So the largest
-buffer is one chunk of rows, whatever the vocabulary. The parallel cross-entropy is that of
-Megatron-LM (arXiv 1909.08053, section 3), applied to the rows of processes that share the data too.
-All functions that communicate are collective over `group`, the processes that share the vocabulary.
-"""
+buffer is one chunk of rows for any vocabulary. The parallel cross-entropy is Megatron-LM's (arXiv
+1909.08053, section 3), applied also to the rows of processes that share the data. All functions
+that communicate are collective over `group`, the processes that share the vocabulary."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,15 +32,15 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.objective import Teacher
 from workflow.lib.system.device_types import GPUS
 
-# Named anew in torch 2.13; the old names warn there.
+# Renamed in torch 2.13; the old names warn there.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Cut embedding, head and other tables of tokens into slices; return these parameters, which
-    FSDP must leave alone. mesh: of `process_mesh`. Call on a meta-device model. A tied table stays
-    one parameter; an embedding without rows stays as it is."""
+    FSDP must ignore. mesh: of `process_mesh`. Call on a meta-device model. A tied table stays one
+    parameter; an embedding without rows does not change."""
     mesh, axis = vocabulary_mesh(mesh)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -147,7 +146,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk of the loss of `num_rows` rows. Collective."""
-        # every process takes part in every chunk, so all make as many as the one with most rows
+        # Every process takes part in every chunk, so their number follows the most rows.
         num_rows = num_rows if self._equal_rows else largest_count(num_rows)
         size = self.chunk_rows()
         for start in range(0, num_rows, size):
@@ -168,7 +167,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same of this process's rows of a chunk. Collective."""
         count, group = rows.stop - rows.start, self._group
-        if weights is not None and trained is not None:  # this slice's gradient is of all rows
+        if weights is not None and trained is not None:  # this slice's gradient is over all rows
             weights = _gathered(_padded(weights[rows], count, fill=0), group)
         own_states = _padded(hidden[rows], count, fill=0)
         all_targets = _gathered(_padded(targets[rows], count, fill=IGNORED), group)
@@ -213,7 +212,7 @@ class _TargetColumns:
         self.ignored = targets == IGNORED
 
     def numbers(self) -> torch.Tensor:
-        """Return (rows,): `ELSEWHERE` where another slice has the target, `IGNORED` for none."""
+        """Return (rows,): `ELSEWHERE` for targets in another slice, `IGNORED` for none."""
         here = self._columns[:, 0].masked_fill(~self._inside, ELSEWHERE)
         return here.masked_fill_(self.ignored, IGNORED)
 
@@ -231,7 +230,7 @@ class _TargetColumns:
 
 @dataclass
 class _Part:
-    """Sources of a slice's logits: states (rows, hidden), `loss`'s head, trained rows' weights."""
+    """Inputs of a slice's logits: states (rows, hidden), `loss`'s head, trained rows' weights."""
 
     loss: SlicedCrossEntropy
     states: torch.Tensor
@@ -241,7 +240,7 @@ class _Part:
 
 
 class _StoredPart(_Part):
-    """The logits of a slice, in fp32, which become their own gradients."""
+    """The logits of a slice, in fp32, which their own gradients overwrite."""
 
     @cached_property
     def _leaf_and_logits(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,7 +252,7 @@ class _StoredPart(_Part):
 
     @property
     def logits(self) -> torch.Tensor:
-        """They themselves (rows, columns), without a gradient."""
+        """The logits (rows, columns), without a gradient."""
         return self._leaf_and_logits[1].detach()
 
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
@@ -273,7 +272,7 @@ class _StoredPart(_Part):
 
 
 class _FusedPart(_Part):
-    """The same by kernels."""
+    """The same with kernels."""
 
     @cached_property
     def _logits(self) -> FusedLogits:
@@ -292,7 +291,7 @@ class _FusedPart(_Part):
 
 
 def _gathered_teacher(teacher: Teacher, count: int, group: dist.ProcessGroup) -> Teacher:
-    """Return what the teachers of all processes say of `count` rows each."""
+    """Return the teachers' outcomes on all processes, for `count` rows each."""
     ids, log_probs = (_gathered(_padded(x, count, fill=0), group) for x in teacher[:2])
     return teacher._replace(ids=ids, log_probs=log_probs)
 
@@ -307,9 +306,9 @@ def _over_slices(
 
 
 class ExchangedRows:
-    """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, each
-    adds the rows that it has. Of a trained table backward sends the rows' gradients the same way,
-    and the owners of the rows add them up in fp32."""
+    """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, and
+    each adds its own rows. For a trained table backward sends the rows' gradients the same way, and
+    the owners add them up in fp32."""
 
     def __init__(self, embedding: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         """dtype: of the rows."""
@@ -363,7 +362,7 @@ class ExchangedRows:
             if start == stop:
                 continue
             absent, indices = _located(all_ids, ranges)
-            if self._padding is not None:  # torch gives its row no gradient
+            if self._padding is not None:  # torch gives the padding row no gradient
                 absent |= all_ids == self._padding
             _add_rows_(total, indices, rows.float().masked_fill_(absent[:, None], 0.0))
         return total
@@ -393,8 +392,8 @@ def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, 
 
 
 def _add_rows_(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add each row at its index, duplicates in the same order every time."""
-    # Atomic additions would come in any order: index_add_ has them on a GPU, index_put_ on a CPU.
+    """Add each row at its index, duplicates always in the same order."""
+    # Atomic additions have a random order: index_add_ uses them on a GPU, index_put_ on a CPU.
     if total.device.type in GPUS:
         total.index_put_((indices,), rows, accumulate=True)  # sorts first
     else:
@@ -402,21 +401,21 @@ def _add_rows_(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -
 
 
 def largest_count(count: int) -> int:
-    """Return the largest `count` of any process, by the CPU: no GPU's queue waits. Collective."""
+    """Return the largest `count` of any process, on the CPU: no GPU's queue waits. Collective."""
     largest = torch.tensor(count)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 
 
 def _padded(rows: torch.Tensor, count: int, *, fill: int) -> torch.Tensor:
-    """Return `count` rows: those given, and after them rows of `fill`."""
+    """Return `count` rows: the given ones, then rows of `fill`."""
     if len(rows) == count:
         return rows.contiguous()
     return torch.cat([rows, rows.new_full((count - len(rows), *rows.shape[1:]), fill)])
 
 
 def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the rows of all processes one after the other; all give equally many."""
+    """Return the rows of all processes, concatenated; all have equal numbers."""
     whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
     ALL_GATHER(whole, rows, group=group)
     return whole

@@ -55,7 +55,7 @@ def mismatched_tensors(
     moved: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Gather every unit through FSDP and compare it bit by bit with the checkpoint, on one rank
-    each, and slices of the vocabulary by themselves; return differing tensors. `moved` after each.
+    each, and slices of the vocabulary locally; return differing tensors. `moved` after each.
     Collective, after a forward. One process: the whole model."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     write_rows_(model, base=True)
@@ -63,7 +63,7 @@ def mismatched_tensors(
         return _differences(model, reader)
     wrong = _different_slices(training, reader)
     for number, unit in enumerate(units):
-        unit.unshard()  # all gather, in the same order, also those that compare nothing
+        unit.unshard()  # all gather, in the same order, also processes that compare nothing
         if number % world.size == world.rank:
             wrong += _differences(model, reader)
         unit.reshard()
@@ -72,7 +72,7 @@ def mismatched_tensors(
 
 
 def names_of_all(names: list[str], world: World) -> list[str]:
-    """Return the names that any process has, sorted. Collective."""
+    """Return the names of all processes, sorted. Collective."""
     return sorted(set(chain.from_iterable(world.gathered(names))))
 
 
@@ -83,7 +83,7 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
         wrong += different_parts(linear, checkpoint_name(path), reader)
     for name, tensor in [*plain_parameters(model), *stored_buffers(model)]:
         if type(tensor.data) is not torch.Tensor or not tensor.numel():
-            continue  # without elements: its rows are looked up in the checkpoint itself
+            continue  # without elements: rows are looked up in the checkpoint itself
         stored = reader.tensor(checkpoint_name(name)).to(tensor.dtype)
         if not _same_bytes(tensor.data.cpu(), stored):
             wrong.append(checkpoint_name(name))

@@ -1,8 +1,8 @@
 """Several processes that share one evaluation, or the hashing of files: every n-th item each.
 
 Answers are gathered in the order of the items, so results do not depend on the number of processes.
-Of a sharded model every forward is collective: in `in_step` a process that has done its share
-forwards a single token, for nobody, as long as another still works."""
+Every forward of a sharded model is collective: in `in_step` a process that has finished its share
+runs forwards of a single token, without use, until all have finished."""
 
 import logging
 import os
@@ -28,17 +28,16 @@ from workflow.lib.system.errors import UserError, setting_error
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-# Of a GPU's memory, what the weights may take if each process is to have a copy; the rest is for
-# activations.
+# Largest share of a GPU's memory for the weights of a copy; the rest is for activations.
 WEIGHTS_SHARE = 0.6
-# The same for a slice: no other GPUs are to be had, and batches shrink to what is left.
+# The same for a slice: there are no other GPUs, and batches shrink to the rest.
 SLICE_SHARE = 0.9
-HOST_SHARE = 0.6  # of the memory that is free, for all copies in float32
+HOST_SHARE = 0.6  # of free memory, for all copies in float32
 
 
 @dataclass(frozen=True)
 class Division:
-    """How many processes evaluate, and whether they hold slices of one copy of the weights."""
+    """The number of evaluating processes, and whether they share one copy of the weights."""
 
     processes: int
     sharded: bool
@@ -51,10 +50,10 @@ def divide(
     folders: Sequence[Path],
     gpu_bytes: Sequence[int],
 ) -> Division:
-    """Return how an evaluation is divided by `processes` and `shard`. `auto`: a process a GPU,
+    """Return the division of an evaluation by `processes` and `shard`. `auto`: a process a GPU,
     sharded only if models do not fit on one; one on the CPU. folders: safetensors; gpu_bytes: of
-    each GPU. Raises `UserError` for more than the GPUs, copies that do not fit, or nothing to shard
-    over."""
+    each GPU. Raises `UserError` for more processes than GPUs, copies that do not fit, or a single
+    process to shard over."""
     largest = max(sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in folders)
     fits = all(largest <= WEIGHTS_SHARE * total for total in gpu_bytes)
     alone = processes == 1 or len(gpu_bytes) == 1
@@ -110,8 +109,8 @@ def shared_out(
     world: World | None,
     model: nn.Module | None = None,
 ) -> list[ResultT]:
-    """Return `compute(items)`, one result an item, each process its share (perhaps none), whatever
-    comes together. Collective; None = alone. model: what it calls, if that may be sharded."""
+    """Return `compute(items)`, one result an item; each process computes its share (perhaps empty).
+    Collective; None: alone. model: the model in `compute`, if it may be sharded."""
     if world is None or world.size == 1:
         return list(compute(list(items)))
     with in_step(model, world=world):
@@ -129,8 +128,8 @@ def is_sharded(model: nn.Module | None) -> bool:
 
 @contextmanager
 def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
-    """Let processes run different numbers of forwards of a sharded model in the block, and leave
-    together. Collective; nothing for other models."""
+    """Let processes run different numbers of forwards of a sharded model in the block, and leave it
+    together. Collective; no effect on other models."""
     if model is None or world is None or not is_sharded(model):
         yield
         return
@@ -138,7 +137,7 @@ def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
     def announce(*_: object) -> None:
         _announce(world, working=True)
 
-    # before FSDP's hook, which gathers weights: all must know by then that they are to take part
+    # before FSDP's hook, which gathers weights: all must know by then that they take part
     hook = model.register_forward_pre_hook(announce, prepend=True)
     try:
         yield
@@ -151,7 +150,7 @@ def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
 
 
 def _announce(world: World, *, working: bool) -> bool:
-    """Say whether this process is about to forward, and return whether any is. Collective."""
+    """Tell the others whether this process runs a forward; return whether any does. Collective."""
     anyone = torch.tensor(int(working))
     dist.all_reduce(anyone, dist.ReduceOp.MAX, group=world.io_group)
     return bool(anyone)
@@ -174,7 +173,7 @@ def check_recorded(
     moved: Callable[[], None] = lambda: None,
 ) -> None:
     """Hash files, each on one process, by its torch threads; raise `UserError` on all if one is
-    damaged. Collective (None: alone). `moved` after every MiB."""
+    damaged. Collective (None: alone). Calls `moved` after every MiB."""
     ordered = agreed(largest_first(files), world=world)
     look = partial(findings, threads=torch.get_num_threads(), moved=moved)
     refuse_damaged(ordered, shared_out(ordered, look, world=world))
@@ -182,8 +181,8 @@ def check_recorded(
 
 @contextmanager
 def main_first(world: World | None) -> Iterator[None]:
-    """Let the main process go through the block first: its files are there for others, which raise
-    `UserError` if it fails. Collective; None = alone."""
+    """Let the main process run the block first: the others find its files, or raise `UserError` if
+    it fails. Collective; None: alone."""
     if world is not None and not world.is_main:
         if not agreed(True, world=world):
             raise UserError("The main process failed; its message tells why.")
@@ -199,7 +198,7 @@ def main_first(world: World | None) -> Iterator[None]:
 
 logger = logging.getLogger("workflow")
 
-TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another, if that moves
+TIMEOUT_S = 24 * 3600.0  # bound of the wait for another process's share, if that progresses
 
 
 @dataclass(frozen=True)
@@ -213,17 +212,17 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether it is the one that writes and tells."""
+        """Whether this process writes files and logs."""
         return self.world is None or self.world.is_main
 
     @property
     def shards(self) -> World | None:
-        """The processes that share the weights."""
+        """The processes that share the weights, if any."""
         return self.world if self.sharded else None
 
 
 def join(stack: ExitStack, *, sharded: bool) -> Process:
-    """Return this process, which has joined the others until `stack` closes."""
+    """Join the other processes until `stack` closes; return this one."""
     pulse = stack.enter_context(
         Pulse(rank=int(os.environ.get("RANK", 0)), start_s=JOIN_S, step_s=JOIN_S)
     )
@@ -232,5 +231,5 @@ def join(stack: ExitStack, *, sharded: bool) -> Process:
         return Process(device, None, pulse, sharded)
     world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
     if not world.is_main:
-        logger.setLevel(logging.CRITICAL)  # what the settings break is told once
+        logger.setLevel(logging.CRITICAL)  # the main process alone reports errors of settings
     return Process(world.device, world, pulse, sharded)

@@ -29,10 +29,10 @@ class World:
     device: torch.device
     mesh: DeviceMesh  # of `process_mesh`
     io_group: dist.ProcessGroup
-    """gloo, for decisions and checkpoints: beside the training's collectives, without a GPU."""
+    """gloo, for decisions and checkpoints beside the training's collectives, without a GPU."""
 
     def axis(self, name: Literal["replica", "shard"]) -> DeviceMesh:
-        """Return the processes along one axis of the mesh, this one among them."""
+        """Return the processes along one axis of the mesh, including this one."""
         return self.mesh[name]
 
     @property
@@ -74,7 +74,7 @@ def process_group(
     mesh = process_mesh(device_type, size=size, shard_size=shard_size or size)
     try:
         yield World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
-    except SystemExit:  # asked to stop, all processes alike
+    except SystemExit:  # a requested stop, on all processes
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -92,7 +92,7 @@ def process_mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
 
 def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh of all processes with the axis along which they share the vocabulary:
-    `shard`, or where fewer are enough (`vocabulary_slices`) its own, `vocabulary`."""
+    `shard`, or its own `vocabulary` if fewer are enough (`vocabulary_slices`)."""
     shards = mesh["shard"].size()
     slices = vocabulary_slices(shards)
     if slices == shards:
@@ -104,15 +104,15 @@ def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (torchrun's workers have sessions of
-    their own); end here if it has died before."""
+    """Let the kernel kill this process when its parent dies (torchrun's workers have their own
+    sessions); exit if it is already dead."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def largest_of_all(counts: Sequence[int], *, world: World) -> list[int]:
-    """Return the largest of each count of any process, by the CPU. Collective."""
+    """Return the largest of each count of any process, on the CPU. Collective."""
     if world.size == 1:
         return list(counts)
     largest = torch.tensor(counts)
@@ -127,7 +127,7 @@ def any_of_all(value: ValueT | None, *, world: World) -> ValueT | None:
 
 
 def decide_kernels(world: World, decision: Decision = DECISION) -> None:
-    """Let no process use a kernel that one of them has found unusable. Collective."""
+    """Turn off on all processes the kernels that one cannot use. Collective."""
     if world.size > 1:
         known = world.gathered(decision.faults)
         decision.adopt({key: fault for faults in known for key, fault in faults.items()})

@@ -1,12 +1,12 @@
-"""A whole NF4 base by calibration: rows, layers, what lies outside of layers, and the measurement
-of what 4 bits cost.
+"""A whole NF4 base by calibration: rows, layers, tensors outside of layers, and the measured cost
+of 4 bits.
 
-Too little GPU memory is told before anything is computed. The largest moment is a linear's or an
-expert's: the matrices over its inputs, its weight a few times, the layer itself.
+Too little GPU memory is an error before any computation. Memory peaks at a linear or an expert: the
+matrices over its inputs, several copies of its weight, the layer itself.
 
-It goes on where it was stopped. A layer is a file as soon as it is finished. The hidden states
-between two layers are one more file, written anew every `STATE_S` seconds; after a kill the layers
-since then are computed again, to the same bytes. Both lie in the folder that becomes the base."""
+A stopped calibration resumes. A finished layer is a file. The hidden states between two layers are
+one more file, rewritten every `STATE_S` seconds; after a kill the layers since then are computed
+again, to the same bytes. Both lie in the folder that becomes the base."""
 
 import logging
 import math
@@ -61,8 +61,8 @@ def calibrated_layers(
     *,
     fingerprint: str,
 ) -> Hidden:
-    """Quantize every layer into `layer_path(folder, number)`; return what comes out of the last.
-    fingerprint: of all that the result depends on; work of another one is not continued."""
+    """Quantize every layer into `layer_path(folder, number)`; return the last one's output.
+    fingerprint: of all that the result depends on; other work is not resumed."""
     count = len(stream.layers)
     done, hidden, beside = read_state(folder, fingerprint) or (0, calibration.first_hidden(), {})
     for name, values in beside.items():
@@ -130,7 +130,7 @@ def write_state(
     layers: int,
     fingerprint: str,
 ) -> None:
-    """Keep the hidden states after so many layers, and `beside`, in place of earlier ones."""
+    """Save the hidden states after so many layers, and `beside`, in place of earlier ones."""
     tensors = {
         f"{name}.{number}.{HIDDEN}": states.contiguous()
         for name, batches in hidden.items()
@@ -149,7 +149,7 @@ def write_state(
 def read_state(
     folder: Path, fingerprint: str
 ) -> tuple[int, Hidden, dict[str, list[Beside]]] | None:
-    """Return how many layers are finished, and the state after them; None if there is none."""
+    """Return the number of finished layers, and the state after them; None without a state."""
     try:
         with safe_open(folder / STATE, framework="pt") as file:
             facts = file.metadata()
@@ -171,11 +171,11 @@ def read_state(
     return layers, {model: [] for model in MODELS} | hidden, beside
 
 
-SEED = 0  # of the rows and documents that are drawn
-BATCH_TOKENS = 8192  # that go through a layer at once
-MEASURED_DOCUMENTS = 64  # held out, that show what 4 bits cost
-MEASURED_TOKENS = 32_768  # of them at most: each is cut at its share
-# Of eager attention, that a layer makes at once: 2 GiB in 8 bytes each. One row may have more.
+SEED = 0  # of drawn rows and documents
+BATCH_TOKENS = 8192  # in one forward of a layer
+MEASURED_DOCUMENTS = 64  # held out, for the cost of 4 bits
+MEASURED_TOKENS = 32_768  # of these at most: each is cut to its share
+# Scores of eager attention in a layer at once: 2 GiB in 8 bytes each. One row may have more.
 SCORES = 2**28
 MOST_BYTES = 2**32  # of a calibration text, which is read whole
 
@@ -188,8 +188,8 @@ def calibration_batches(
     device: torch.device,
     eager_heads: int = 0,
 ) -> list[Batch]:
-    """Return batches of `calibration_tokens` training tokens, half of them of `calibration_text` if
-    given. eager_heads: that make all scores of a row. Raises `UserError` for too few rows or
+    """Return batches of `calibration_tokens` training tokens, half of them from `calibration_text`
+    if given. eager_heads: heads with all scores of a row. Raises `UserError` for too few rows or
     tokens."""
     wanted = settings.calibration_tokens
     size = rows_at_once(store.seq_len, eager_heads=eager_heads)
@@ -267,7 +267,7 @@ def measured_batches(
     store: TokenStore, *, device: torch.device, eager_heads: int = 0
 ) -> list[Batch]:
     """Return held-out documents, a batch each, drawn by `SEED`, about `MEASURED_TOKENS` in all, cut
-    where `eager_heads` would make more than `SCORES`."""
+    if `eager_heads` would make more than `SCORES`."""
     documents = store.heldout_documents()
     chosen = choose_documents(documents, at_most=MEASURED_DOCUMENTS, seed=SEED)
     longest = max(1, MEASURED_TOKENS // max(1, len(chosen)))
@@ -283,12 +283,12 @@ def measured_batches(
 
 # fp32 matrices of (in, in) at a time: correlation, inverse, and its factor.
 MATRICES = 3
-# fp32 copies of a weight at a time: what is rounded, what is left, decoded by both methods, scales,
-# and what indexing takes.
+# fp32 copies of a weight at a time: the rounded one, the rest, decoded by both methods, scales, and
+# indexing.
 WEIGHT_COPIES = 7
-# Experts of a token: the most of the families that we know (Qwen3-Next).
+# Experts of a token: the most of known families (Qwen3-Next).
 TOP_K = 10
-# Bytes of a score of eager attention in 16 bits: capped or with a sink, and the softmax of it.
+# Bytes of a score of eager attention in 16 bits: capped or with a sink, and its softmax.
 SCORE_BYTES = 8
 # fp32 copies of a stack's scales at a time, of a block of 64 weights each.
 SCALE_COPIES, BLOCK_SIZE = 5, 64
@@ -307,8 +307,8 @@ class CalibrationInputs:
 def write_calibrated(
     folder: Path, inputs: CalibrationInputs, settings: QuantizeConfig, *, fingerprint: str
 ) -> tuple[int, CalibrationFacts]:
-    """Write a calibrated checkpoint's weights to `folder`; return their bytes, and what was
-    measured. Continues what is in the folder if it was begun with the same fingerprint."""
+    """Write a calibrated checkpoint's weights to `folder`; return their bytes, and the measured
+    facts. Resumes work of the same fingerprint in the folder."""
     stream = LayerStream(inputs.model, inputs.reader, device=inputs.device, dtype=inputs.dtype)
     heads = stream.eager_heads
     rows = calibration_batches(
@@ -381,14 +381,14 @@ def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:
     in_stacks = sum(stack.weights.nbytes for stack in stacks)
     matrices = 4 * (MATRICES * widest**2 + WEIGHT_COPIES * largest)
     inputs = 3 * 4 * BATCH_TOKENS * widest
-    # the layer, and of its linears the original weights and codes of a byte
+    # the layer, and its linears' original weights and one-byte codes
     layer_and_codes = weights + 3 * (weights - in_stacks) // 2
     # attention has ended before the matrices are made
     return layer_and_codes + max(matrices, SCORE_BYTES * scores) + inputs + _stack_bytes(stacks)
 
 
 def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
-    """Bytes that experts take besides: rows sorted by expert around both matmuls, and scales."""
+    """Additional bytes of experts: rows sorted by expert around both matmuls, and scales."""
     if not stacks:
         return 0
     widths = sum(sum(stack.shape[1:]) for stack in stacks)

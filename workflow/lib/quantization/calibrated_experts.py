@@ -1,8 +1,8 @@
-"""Stacks of experts by calibration: each expert is rounded as a linear is, by its own tokens.
+"""Stacks of experts by calibration: each expert is rounded as a linear, by its own tokens.
 
-The scales of a stack are nested together, because the mean that is taken off them is that of the
-whole stack (`nf4_codes`). So all experts get their scales first, and then their codes. The second
-stack sees what the first gives in 4 bits. One expert at a time is on the device in fp32."""
+The scales of a stack are nested together, because the mean subtracted from them is the whole
+stack's (`nf4_codes`). So all experts get their scales first, and then their codes. The second stack
+gets the 4-bit output of the first. One expert at a time is on the device in fp32."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -39,9 +39,9 @@ class PackedStack:
 
 @dataclass(frozen=True)
 class LoadedStack:
-    """The weights of a stack in a loaded layer; experts are read and put back as (out, in)."""
+    """The weights of a stack in a loaded layer; experts are read and replaced as (out, in)."""
 
-    weights: torch.Tensor  # as the module has them
+    weights: torch.Tensor  # in the module's layout
     transposed: bool
 
     def __len__(self) -> int:
@@ -74,8 +74,8 @@ def loaded_stacks(experts: nn.Module) -> dict[str, LoadedStack]:
 def quantize_experts(
     experts: nn.Module, tokens: ExpertTokens, settings: QuantizeConfig, *, path: str
 ) -> Iterator[tuple[str, PackedStack]]:
-    """Yield name and codes of both stacks of an experts module (`path`, for errors), and put
-    decoded weights in their place. Raises `UserError` if a weight is not finite."""
+    """Yield name and codes of both stacks of an experts module (`path`, for errors), and replace
+    the weights by decoded ones. Raises `UserError` if a weight is not finite."""
     device = next(experts.parameters()).device
     (up, first), (down, second) = loaded_stacks(experts).items()
     enough = enough_tokens(first.shape[2])
@@ -97,7 +97,7 @@ def quantize_experts(
 
 
 def _between(experts: nn.Module, number: int, states: torch.Tensor) -> torch.Tensor:
-    """Return what goes into the second matmul of an expert, (rows, intermediate)."""
+    """Return the input of the second matmul of an expert, (rows, intermediate)."""
     name, stack = next(iter(loaded_stacks(experts).items()))
     bias = experts.get_parameter(f"{name}_bias")[number] if experts.has_bias else None
     up = nn.functional.linear(states, stack.part(number), bias)
@@ -125,7 +125,7 @@ def _quantize_stack(
 
 
 def absmax_experts(stack: LoadedStack, settings: QuantizeConfig) -> Iterator[torch.Tensor]:
-    """Yield the weight (out, in) fp32 of each expert as bitsandbytes' choice decodes."""
+    """Yield the weight (out, in) fp32 of each expert as decoded from bitsandbytes' codes."""
     block_size, numbers = settings.block_size, range(len(stack))
     largest = [largest_of_blocks(stack.expert(n), block_size=block_size) for n in numbers]
     scales = store_scales(torch.cat(largest), double_quant=settings.double_quant)

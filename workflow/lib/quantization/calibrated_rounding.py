@@ -1,10 +1,10 @@
-"""Codes and scales of one weight that lose least for the inputs that the weight really sees.
+"""Codes and scales of one weight with the least loss for its actual inputs.
 
-The error of a linear is E |(W - Q) x|^2 = tr (W - Q) H (W - Q)^T with H = E x x^T. By it are chosen
-each block's scale, of some shares of its largest weight, and the codes: columns are rounded one
-after the other, and their loss is made good in later columns as far as inputs are correlated (GPTQ,
-arXiv 2210.17323). Columns with the largest inputs come first: on SmolLM2-135M that won back 95% of
-NF4's loss, the columns' own order 81% (docs/results.md)."""
+The error of a linear is E |(W - Q) x|^2 = tr (W - Q) H (W - Q)^T with H = E x x^T. It selects each
+block's scale, from some shares of its largest weight, and the codes: columns are rounded one after
+the other, and later columns compensate their loss as far as inputs are correlated (GPTQ, arXiv
+2210.17323). Columns with the largest inputs come first: on SmolLM2-135M that recovered 95% of NF4's
+loss, the columns' own order 81% (docs/results.md)."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -25,13 +25,13 @@ from workflow.lib.settings.config import QuantizeConfig
 
 logger = logging.getLogger("workflow")
 
-# Shares of a block's largest weight that its scale may have. 1 is bitsandbytes' choice; below 0.79
-# the clipped weights cost more than the finer steps gain.
+# Scales as shares of a block's largest weight. 1 is bitsandbytes' choice; below 0.79 clipped
+# weights cost more than the finer steps gain.
 SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79)
-DAMPING = 0.02  # of the correlation's mean diagonal, added to its diagonal before it is inverted
+DAMPING = 0.02  # of the mean of the correlation's diagonal, added to it before inversion
 MORE_DAMPING = (0.02, 0.1, 1.0)  # where the factorization fails, in float64
-COLUMNS = 128  # whose errors are taken to all later columns at once
-BLOCKS = 2**18  # that are searched at once: more would take gigabytes for the widest linears
+COLUMNS = 128  # in a group: its errors go to all later columns at once
+BLOCKS = 2**18  # searched at once: more would take gigabytes for the widest linears
 PROGRAM_ROWS = 4
 
 
@@ -43,7 +43,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """How a column's error is made good in others; weights with one input share it."""
+    """The compensation of a column's error in others; weights with one input share it."""
 
     order: torch.Tensor  # (in,) int64: the columns, those with the largest inputs first
     factor: torch.Tensor
@@ -65,9 +65,9 @@ def round_calibrated(
 
 
 def error_feedback(correlation: torch.Tensor, *, what: str) -> ErrorFeedback:
-    """Return the order of columns, and how errors are fed back, for inputs of a correlation (in,
-    in). Inputs that are always 0 count as uncorrelated with all others. Where float32 does not
-    suffice, float64 is tried, then more damping, and a warning tells it."""
+    """Return the order of columns, and the feedback of errors, for inputs of a correlation (in,
+    in). Inputs that are always 0 count as uncorrelated with all others. If float32 does not
+    suffice, float64 is tried, then more damping, with a warning."""
     order = correlation.diagonal().argsort(descending=True, stable=True)
     for dtype, damping in ((torch.float32, DAMPING), *((torch.float64, d) for d in MORE_DAMPING)):
         factor = _factor(correlation[order][:, order].to(dtype), damping)
@@ -91,7 +91,7 @@ def _factor(damped: torch.Tensor, damping: float) -> torch.Tensor | None:
     if failed:
         return None
     inverse = torch.cholesky_inverse(lower, out=damped)
-    # of the widest linears each of these matrices takes gigabytes
+    # each of these matrices takes gigabytes for the widest linears
     upper, failed = torch.linalg.cholesky_ex(inverse, upper=True, out=(lower, failed))
     return None if failed or not upper.isfinite().all() else upper
 
@@ -100,8 +100,8 @@ def searched_scales(
     weight: torch.Tensor, importance: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
     """Return a scale (blocks,) fp32 for each block of the flattened weight (out, in): of `SHARES`
-    of its largest weight, the one with the least squared error, each input's times its `importance`
-    (in,). The first of equal ones: bitsandbytes' own where nothing is better."""
+    of its largest weight, the one with the least squared error, weighted by each input's
+    `importance` (in,). Of equal ones the first: bitsandbytes' own unless another is better."""
     scales = []
     for first, blocks in _numbered(_blocks(weight, block_size).split(BLOCKS)):
         places = torch.arange(blocks.numel(), device=weight.device) + first * block_size
@@ -110,7 +110,7 @@ def searched_scales(
 
 
 def _best_scales(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the scale (blocks,) of blocks (blocks, block_size) whose errors have these weights."""
+    """Return the scale (blocks,) of blocks (blocks, block_size), with these weights of errors."""
     edges = code_edges(table := code_table(blocks.device))
     largest = blocks.abs().amax(1, keepdim=True)
     best, least = largest, torch.full_like(largest, torch.inf)
@@ -132,7 +132,7 @@ def _blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
 def codes_with_feedback(
     weight: torch.Tensor, feedback: ErrorFeedback, scales: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Return codes (out, in) uint8, nearest with errors fed on; scales: decoded (blocks,)."""
+    """Return codes (out, in) uint8, nearest with error feedback; scales: decoded (blocks,)."""
     order, factor = feedback.order, feedback.factor
     remaining, codes = weight[:, order], torch.empty_like(weight, dtype=torch.uint8)
     for first in range(0, len(order), COLUMNS):
@@ -224,7 +224,7 @@ def columns_by_kernel(
         rows=PROGRAM_ROWS,
         columns=power_of_two(num_columns),
         num_warps=1,
-        # a product and a sum in one operation would be rounded once, PyTorch's loop rounds twice
+        # PyTorch's loop rounds a product and a sum each; fused they would be rounded once
         enable_fp_fusion=False,
     )
     return codes, errors
@@ -245,6 +245,6 @@ round_columns = Op(
     case=_case,
     variant=lambda *_: (),
 )
-"""Returns codes (out, columns) uint8, and by how much each column is off, divided by its diagonal
-element of `upper`, fp32. part: (out, columns), which may be overwritten; scale: of every weight;
-upper: (columns, columns), upper triangular. All are fp32."""
+"""Returns codes (out, columns) uint8, and each column's error divided by its diagonal element of
+`upper`, fp32. part: (out, columns), may be overwritten; scale: of every weight; upper: (columns,
+columns), upper triangular. All are fp32."""

@@ -1,8 +1,8 @@
-"""Quantize a model layer by layer, each with the inputs that the quantized layers before it give.
+"""Quantization of a model layer by layer, each with the inputs from the quantized layers before it.
 
-Beside the calibration rows, held-out documents go through three models at once: the original one,
-the one of bitsandbytes' choice (absmax), and the calibrated one. Their losses say what 4 bits cost
-and what calibration won back, at the price of three passes, without ever loading a whole model."""
+Beside the calibration rows, held-out documents run through three models at once: the original one,
+bitsandbytes' (absmax), and the calibrated one. Their losses show the cost of 4 bits and the gain of
+calibration, at the price of three passes, without ever loading a whole model."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class QuantizedLayer:
 
 
 class Calibration:
-    """Takes calibration rows and measured documents through the layers of a stream."""
+    """Runs calibration rows and measured documents through the layers of a stream."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Calibration:
         *,
         linears: Collection[str],
     ) -> None:
-        """linears: paths of those to quantize; of experts all are."""
+        """linears: paths of those to quantize; of experts all are quantized."""
         self._linears = linears
         self._stream, self._settings = stream, settings
         self._outside = _Outside(stream, linears, settings)
         self.batches = {ROWS: rows}
-        """Of the calibration rows, and of the measured documents for each model."""
+        """Batches of the calibration rows, and of the measured documents for each model."""
         for model in MODELS:
             self.batches[model] = [batch.for_another_model() for batch in measured]
         for name, batches in self.batches.items():
@@ -81,7 +81,7 @@ class Calibration:
 
     @torch.no_grad()
     def quantize(self, number: int, hidden: Hidden) -> QuantizedLayer:
-        """Quantize a layer; `hidden` then holds what comes out of it."""
+        """Quantize a layer; `hidden` then holds its output."""
         with self._stream.loaded(number) as layer:
             parts = quantized_modules(layer, self._linears, prefix=self._stream.prefixes[number])
             originals = [(weight, _put_aside(weight)) for weight in _weights(parts)]
@@ -101,7 +101,7 @@ class Calibration:
     def _quantize_group(
         self, number: int, parts: dict[str, nn.Module], hidden: Hidden, result: QuantizedLayer
     ) -> None:
-        """Quantize what shares an input, and put the decoded weights in place of the original."""
+        """Quantize modules that share an input, and replace their weights by decoded ones."""
         linears = {path: part for path, part in parts.items() if isinstance(part, nn.Linear)}
         if linears:
             self._quantize_linears(number, linears, hidden, result)
@@ -114,7 +114,7 @@ class Calibration:
     def _quantize_linears(
         self, number: int, linears: dict[str, nn.Linear], hidden: Hidden, result: QuantizedLayer
     ) -> None:
-        """Quantize linears that share an input, and put the decoded weights in their place."""
+        """Quantize linears that share an input, and replace their weights by decoded ones."""
         path, first = next(iter(linears.items()))
         name = f"{self._stream.prefixes[number]}.{path}"
         correlation = input_correlation(name, first, self._runs(number, hidden))
@@ -125,7 +125,7 @@ class Calibration:
             linear.weight.copy_(decode(rounded, block_size=self._settings.block_size))
 
     def _runs(self, number: int, hidden: Hidden) -> list[tuple[partial[torch.Tensor], Counted]]:
-        """Return calls of each calibration batch through the layer, and what counts in it."""
+        """Return calls of each calibration batch through the layer, and its counted tokens."""
         self._outside.put_(stored=True)
         pairs = zip(self.batches[ROWS], hidden[ROWS], strict=True)
         return [
@@ -134,7 +134,7 @@ class Calibration:
         ]
 
     def _run(self, number: int, hidden: Hidden, name: str) -> None:
-        """Take the states of one of `batches` through the layer as it is now."""
+        """Run the states of one of `batches` through the layer as it is now."""
         self._outside.put_(stored=name != ORIGINAL)
         pairs = zip(self.batches[name], hidden[name], strict=True)
         hidden[name] = [self._forward(number, *pair) for pair in pairs]
@@ -145,14 +145,14 @@ class Calibration:
         return document_losses(self._stream, self.batches[model], hidden[model])
 
     def _forward(self, number: int, batch: Batch, states: torch.Tensor) -> torch.Tensor:
-        """Return what the layer makes of hidden states in host memory, in host memory."""
+        """Return the layer's output for hidden states in host memory, in host memory."""
         device = batch.input_ids.device
         return self._stream.run(number, batch, states.to(device)).cpu()
 
 
 class _Outside:
-    """Linears beside the decoder layers (Gemma 4's of the embeddings of all layers): as they are,
-    or as the base will store them. bitsandbytes' choice is made for them by both methods."""
+    """Linears outside of the decoder layers (Gemma 4's of the embeddings of all layers), original
+    or as the base stores them: in bitsandbytes' codes by both methods."""
 
     def __init__(
         self, stream: LayerStream, linears: Collection[str], settings: QuantizeConfig
@@ -167,13 +167,13 @@ class _Outside:
 
     @torch.no_grad()
     def put_(self, *, stored: bool) -> None:
-        """Give them the weights that are stored, or their own."""
+        """Give them the stored weights, or their own."""
         values = self._stored if stored else self._originals
         for weight, value in zip(self._weights, values, strict=True):
             weight.copy_(value)
 
 
-LOGITS_AT_ONCE = 256  # positions: a vocabulary of 256k takes 0.3 GiB in fp32
+LOGITS_AT_ONCE = 256  # positions at a time: a vocabulary of 256k takes 0.3 GiB in fp32
 
 
 @torch.no_grad()
@@ -215,12 +215,12 @@ def _weights(parts: dict[str, nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def _put_aside(weight: torch.Tensor) -> torch.Tensor:
-    """Return a copy: of a stack in host memory, since all of its experts may fill a GPU."""
+    """Return a copy; of a stack in host memory, as all of its experts may fill a GPU."""
     return weight.clone() if weight.dim() == 2 else weight.detach().to("cpu", copy=True)
 
 
 def put_absmax_(part: nn.Module, settings: QuantizeConfig) -> None:
-    """Replace the weights of a linear or of experts by what bitsandbytes' choice decodes to."""
+    """Replace the weights of a linear or of experts by those decoded from bitsandbytes' codes."""
     if isinstance(part, nn.Linear):
         rounded = round_absmax(part.weight.float(), settings)
         part.weight.copy_(decode(rounded, block_size=settings.block_size))

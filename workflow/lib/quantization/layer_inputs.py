@@ -1,8 +1,8 @@
-"""What linears and experts of a decoder layer see, of the tokens that calibrate: which share an
-input, correlations of inputs, and the tokens that the router sends to each expert.
+"""Inputs of a decoder layer's linears and experts, from calibration tokens: which share an input,
+correlations of inputs, and each expert's routed tokens.
 
-Of few tokens the correlation says little, so an expert gets tokens of others too, spread evenly,
-until there are `ENOUGH` times as many as a weight has inputs (llm-compressor sends all to all)."""
+The correlation of few tokens is poor. So an expert also gets tokens of others, spread evenly, up to
+`ENOUGH` times its number of inputs (llm-compressor sends all to all)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from workflow.lib.system.errors import UserError
 
 @dataclass(frozen=True)
 class Counted:
-    """Masks of rows that count. whole: (tokens,) of packed rows, None: all; apart: by call of a
-    module in a recurrent layer, which gets documents by group."""
+    """Masks of counted rows. whole: (tokens,) of packed rows, None: all; apart: by call of a module
+    in a recurrent layer, which gets documents by group."""
 
     whole: torch.Tensor | None = None
     apart: tuple[torch.Tensor, ...] = ()
 
     def of(self, rows: torch.Tensor, *, call: int) -> torch.Tensor:
-        """Return the counted rows of a module's rows (rows, ...) in its `call`-th call, from 0."""
+        """Return the counted rows of a module's rows (rows, ...) in call number `call`, from 0."""
         mask = self.whole
         if call < len(self.apart) and len(self.apart[call]) == len(rows):
             mask = self.apart[call]
@@ -33,15 +33,15 @@ class Counted:
 
 
 def counted_tokens(counted: torch.Tensor | None, documents: Documents | None) -> Counted:
-    """Return what counts in rows of which `counted` (rows, tokens) does (None: all). documents:
-    that recurrent layers take one by one; None if the model has none."""
+    """Return the counted rows from `counted` (rows, tokens) (None: all). documents: for recurrent
+    layers, which take them one by one; None if the model has none."""
     whole = None if counted is None else counted.flatten()
     if documents is None or documents.order is None:
         return Counted(whole)
     of_tokens = torch.ones_like(documents.order, dtype=torch.bool) if whole is None else whole
     places = sum(count * length for count, length in documents.shapes)
     at_places = torch.zeros(places, dtype=torch.bool, device=of_tokens.device)
-    at_places[documents.order] = of_tokens  # what is filled up does not count
+    at_places[documents.order] = of_tokens  # padding does not count
     sizes = [count * length for count, length in documents.shapes]
     return Counted(whole, at_places.split(sizes))
 
@@ -50,10 +50,10 @@ Run = Callable[[], object]
 
 
 def groups_by_input(parts: dict[str, nn.Module], run: Run) -> list[list[str]]:
-    """Return the paths of linears and experts in the order in which `run` calls them first, those
-    with one input together. What it never calls are groups of their own, at the end."""
+    """Return the paths of linears and experts by their first calls in `run`, grouped by input.
+    Parts without a call are groups of their own, at the end."""
     by_input: dict[int, list[str]] = {}
-    alive: list[torch.Tensor] = []  # an input that was freed would give its address to the next
+    alive: list[torch.Tensor] = []  # a freed input would give its address to the next one
 
     def look(path: str, features: torch.Tensor) -> None:
         alive.append(features)
@@ -95,7 +95,7 @@ def input_correlation(
 def _with_inputs(
     parts: dict[str, nn.Module], look: Callable[[str, torch.Tensor], None], run: Run
 ) -> None:
-    """Call `run`; whenever it calls one of the parts, `look` gets its path and its input."""
+    """Call `run`; at each call of a part, `look` gets its path and its input."""
     hooks = [
         part.register_forward_pre_hook(lambda _, inputs, path=path: look(path, inputs[0]))
         for path, part in parts.items()
@@ -107,24 +107,24 @@ def _with_inputs(
             hook.remove()
 
 
-# Tokens for each input of a weight. Of 0, 1/4 and 1 this lost least where tokens were few: those of
-# an expert are worth more than many of others, since damping makes a singular correlation
-# invertible (docs/results.md).
+# Tokens for each input of a weight. Of 0, 1/4 and 1 this lost least with few tokens: an expert's
+# own are worth more than many of others, since damping makes a singular correlation invertible
+# (docs/results.md).
 ENOUGH = 0.25
-TOKENS_AT_ONCE = 8192  # that go through an expert
+TOKENS_AT_ONCE = 8192  # in one forward of an expert
 
 
 def enough_tokens(in_features: int) -> int:
-    """Return how many tokens calibrate a weight of an expert at least."""
+    """Return the least number of tokens that calibrate a weight of an expert."""
     return round(ENOUGH * in_features)
 
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """What goes into the experts of a layer, in host memory."""
+    """The inputs of a layer's experts, in host memory."""
 
     states: torch.Tensor  # (tokens, hidden), in the type of activations
-    chosen: torch.Tensor  # (tokens, k) int64: the experts that each token goes to
+    chosen: torch.Tensor  # (tokens, k) int64: the experts of each token
 
     def routed(self, expert: int) -> int:
         return int((self.chosen == expert).any(1).sum())
@@ -142,8 +142,8 @@ class ExpertTokens:
 def expert_tokens(
     path: str, experts: nn.Module, runs: Iterable[tuple[Run, Counted]]
 ) -> ExpertTokens:
-    """Return the tokens that these runs take to the experts of a layer. runs: with which of their
-    tokens count. Raises `UserError` if a state is not finite."""
+    """Return the tokens that these runs route to the experts of a layer. runs: each with its
+    counted tokens. Raises `UserError` if a state is not finite."""
     states: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []
     for run, counted in runs:

@@ -1,10 +1,10 @@
-"""A model of any family, run one decoder layer at a time: no more than one layer has weights.
+"""A model of any family, run one decoder layer at a time: at most one layer has weights.
 
 For each layer the family's own forward runs anew, with stand-ins for the others: those before it
-return the last layer's states, the one behind it ends the forward. So masks, rotary tables and what
-follows the layers are the family's own. Between layers wait hidden states and `Batch.beside`: a
-layer may return more than hidden states (tokens that an indexer chose, states of its router), and
-put tensors into a mapping that all layers get (keys and values that later layers attend to)."""
+return the last layer's states, the one after it ends the forward. So masks, rotary tables and parts
+after the layers are the family's own. Hidden states and `Batch.beside` are kept between layers: a
+layer may return more (tokens that an indexer chose, states of its router), and put tensors into a
+mapping for all layers (keys and values that later layers attend to)."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,20 +33,20 @@ Shared = dict[str, dict[str, tuple[torch.Tensor, ...]]]
 
 @dataclass(frozen=True)
 class Beside:
-    """What goes into a layer beside hidden states, of the layers before it, in host memory."""
+    """A layer's inputs beside hidden states, from the layers before it, in host memory."""
 
     others: tuple[torch.Tensor | None, ...] | None = None
-    """What the layer before returns behind hidden states; None: it returns these alone."""
+    """Outputs of the layer before after its hidden states; None: it returns these alone."""
     shared: Shared = field(default_factory=dict)
 
     def output(self, hidden: torch.Tensor) -> Any:
-        """Return what the layer before returns, with these hidden states."""
+        """Return the output of the layer before, with these hidden states."""
         if self.others is None:
             return hidden
         return hidden, *(None if x is None else x.to(hidden.device) for x in self.others)
 
     def put_into(self, given: Given) -> None:
-        """Let a layer's arguments have what the layers before it share."""
+        """Put the shared values of the layers before into a layer's arguments."""
         device = next(tensors_in(given)).device
         for argument, mapping in _mappings(given):
             for key, tensors in self.shared.get(argument, {}).items():
@@ -76,15 +76,15 @@ def beside_of(tensors: Mapping[str, torch.Tensor]) -> Beside:
 
 
 class Watched:
-    """A layer's forward, and what it hands on beside hidden states."""
+    """A layer's forward, and its outputs beside hidden states."""
 
     def __init__(self, given: Given) -> None:
         self._given = given
         self._before = {name: dict(mapping) for name, mapping in _mappings(given)}
 
     def handed_on(self, output: Any, before: Beside, next_given: Given | None) -> Beside:
-        """Return what goes beside hidden states into the layer behind, which gets `next_given`
-        (None: no layer), on the host. before: what went into this layer."""
+        """Return the next layer's inputs beside hidden states, on the host. next_given: its
+        arguments (None: no layer). before: inputs of this layer."""
         shared = {name: dict(mapping) for name, mapping in before.shared.items()}
         for name, mapping in _mappings(self._given):
             for key, value in mapping.items():
@@ -98,7 +98,7 @@ class Watched:
 
 
 def refuse_unlike(layer: str, given: Given, followed: Given) -> None:
-    """Raise `UserError` if a layer is given other tensors (`followed`) than it is to get."""
+    """Raise `UserError` if a layer's actual tensors (`followed`) differ from the expected ones."""
     pairs = zip(tensors_in(given), tensors_in(followed), strict=True)
     if not all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs):
         raise UserError(
@@ -133,30 +133,30 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _mappings(given: Given) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-    """Yield name and value of arguments that a layer can change."""
+    """Yield name and value of mutable mappings among the arguments."""
     positional, named = given
     for name, value in [*((str(n), x) for n, x in enumerate(positional)), *named.items()]:
         if isinstance(value, MutableMapping):
             yield name, value
 
 
-# By safetensors' names: what a weight can be quantized from.
+# Dtypes of quantizable weights, by safetensors' names.
 TORCH_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass
 class Batch:
-    """Rows that go through the layers of one model together."""
+    """Rows that pass through the layers of one model together."""
 
     input_ids: torch.Tensor  # int64, shape (rows, tokens)
     position_ids: torch.Tensor | None
     """int64, shape (rows, tokens): 0 where a document begins. None: one document a row."""
     counted: torch.Tensor | None = None
-    """bool, shape (rows, tokens): which tokens calibrate. None: all."""
+    """bool, shape (rows, tokens): the calibration tokens. None: all."""
     first_hidden: torch.Tensor | None = None
-    """What goes into the first layer, shape (rows, tokens, hidden)."""
+    """Input of the first layer, shape (rows, tokens, hidden)."""
     beside: dict[int, Beside] = field(default_factory=lambda: {0: Beside()})
-    """What goes into a layer besides hidden states, by its number; of one layer, or of two."""
+    """A layer's inputs besides hidden states, by its number; of one layer, or of two."""
 
     @property
     def positions(self) -> torch.Tensor:
@@ -166,7 +166,7 @@ class Batch:
         return places.expand_as(self.input_ids)
 
     def for_another_model(self) -> "Batch":
-        """Return the same rows, which have gone through no layer of another model."""
+        """Return the same rows, before any layer of another model."""
         return replace(self, beside={0: Beside()})
 
 
@@ -181,18 +181,18 @@ class _Turn:
     output: Any = None  # of the layer that ran
     watched: Watched | None = None
     given: Given | None = None
-    """To the layer behind it, or to it if it does not run; None behind the last."""
+    """Arguments of the layer after it, or its own if it does not run; None after the last."""
 
 
 NO_TURN = _Turn(0)
 
 
 class _ReachedError(Exception):
-    """The family's forward has come as far as it is needed."""
+    """The family's forward has reached the needed point."""
 
 
 class _StandIn(nn.Module):
-    """In place of a decoder layer in the family's forward; its attributes are the layer's."""
+    """Replaces a decoder layer in the family's forward, with the layer's attributes."""
 
     def __init__(self, number: int, layer: nn.Module) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class LayerStream:
         dtype: torch.dtype,
         attention: str | None = None,
     ) -> None:
-        """attention: of rows that are one document; None: what stock Transformers has for it."""
+        """attention: of rows of one document; None: stock Transformers' for the model."""
         self._reader, self._device = reader, device
         self._alone = attention or attention_of(folder)
         needs = replace(read_attention_needs(folder), dropout=0.0)
@@ -262,7 +262,7 @@ class LayerStream:
         self.model.get_submodule(parent).register_module(name, module)
 
     def _fill_(self, module: nn.Module, prefix: str) -> None:
-        """Give a module its weights; of the model, all that does not belong to a decoder layer."""
+        """Give a module its weights; of the model, all outside of decoder layers."""
         allocate_(module, device=self._device)
         compute_buffers_(self.model, module)  # first: it may draw random weights too
         for name, tensor in [*module.named_parameters(), *stored_buffers(module)]:
@@ -270,7 +270,7 @@ class LayerStream:
 
     @property
     def eager_heads(self) -> int:
-        """Heads of a layer that make all scores of a row; 0 where none are made."""
+        """Heads of a layer that make all scores of a row; 0 without such."""
         heads: int = self.model.config.get_text_config().num_attention_heads
         on_cpu = self._device.type == "cpu" and self.attention_of_packed == FLEX
         return heads if on_cpu or "eager" in (self._alone, self.attention_of_packed) else 0
@@ -291,7 +291,7 @@ class LayerStream:
     def loaded(self, number: int) -> Iterator[nn.Module]:
         """Read the weights of a layer for as long as the context lasts."""
         layer = self.layers[number]
-        self._put(number, layer)  # a family may compute a layer's buffers with its decoder
+        self._put(number, layer)  # a family may compute a layer's buffers together with its decoder
         self._fill_(layer, self.prefixes[number])
         self._put(number, self._stand_ins[number])
         try:
@@ -301,7 +301,7 @@ class LayerStream:
 
     @torch.no_grad()
     def record(self, batches: Sequence[Batch]) -> None:
-        """Learn what goes into the first layer for all batches."""
+        """Record the inputs of the first layer for all batches."""
         for batch in batches:
             given = self._take(_Turn(0), batch).given
             assert given is not None, "a family's forward calls each of its layers"
@@ -309,8 +309,8 @@ class LayerStream:
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what a loaded layer makes of a batch's states, after those before it. Raises
-        `UserError` if the family hands it more of them than the last one returns."""
+        """Return a loaded layer's output for a batch's states, after the layers before it. Raises
+        `UserError` if the family passes it more of them than the last one returns."""
         before = batch.beside[number]
         turn = self._take(_Turn(number, hidden, before, runs=True), batch)
         assert turn.watched is not None, "a family's forward calls each of its layers"
@@ -338,7 +338,7 @@ class LayerStream:
         return logits
 
     def _take(self, turn: _Turn, batch: Batch) -> _Turn:
-        """Return a turn until the layer behind it is reached, or the decoder's end."""
+        """Return a turn that ends at the layer after it, or at the decoder's end."""
         with suppress(_ReachedError):
             self._forward(self.model.get_decoder(), turn, batch)
         return turn
@@ -359,6 +359,6 @@ class LayerStream:
 
 
 def attention_of(folder: Path) -> str:
-    """Return the attention of stock Transformers that computes what the family means by it."""
+    """Return the attention of stock Transformers that computes the family's function."""
     needs = read_attention_needs(folder)
     return "eager" if needs.softcap or needs.sinks or needs.no_sdpa else "sdpa"

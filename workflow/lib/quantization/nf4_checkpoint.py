@@ -2,8 +2,8 @@
 
 Per linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double quantization
 `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
-(packed JSON); a stack of experts alike (`nf4_codes`). All else is copied. Of a base published in
-NF4 the bytes are taken as they are, if the engine can compute with them."""
+(packed JSON); a stack of experts alike (`nf4_codes`). All else is copied. The bytes of a base
+published in NF4 are kept, if the engine can compute with them."""
 
 import json
 import re
@@ -42,11 +42,11 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import atomic_path, write_json
 
 BLOCK_OF_BITSANDBYTES = 64  # weights a scale; `BitsAndBytesConfig` (Transformers 5.23) has no other
-SHARD_BYTES = 2**30  # bounds the host memory that waits to be written
+SHARD_BYTES = 2**30  # bounds the host memory before a write
 
 TIE = "tie_word_embeddings"
 
-# Files that make a model folder complete besides its weights.
+# Files of a complete model folder besides its weights.
 COMPANION_PATTERNS = ("generation_config.json", PROCESSOR_PATTERN, *TOKENIZER_PATTERNS)
 
 
@@ -68,7 +68,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 def packed_on_meta(
     model: PreTrainedModel, *, dtype: torch.dtype, block_size: int = 64, double_quant: bool = True
 ) -> PreTrainedModel:
-    """Return a meta model (without other parts) as if its base had been quantized."""
+    """Return a meta model (without other parts) as of a quantized base."""
     shapes = {path: (1, *shape) for path, shape in quantizable_linears(model).items()}
     shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
     specs = {
@@ -78,7 +78,7 @@ def packed_on_meta(
     return replace_linears_(model, specs, compute_dtype=dtype)
 
 
-# A module's own name alone could be the end of others' (`proj`, a router of Gemma 4).
+# The last name alone may also match other modules (`proj`, a router of Gemma 4).
 BEFORE_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -111,7 +111,7 @@ def quantize_tensor(
 
 
 def check_model(model: PreTrainedModel, linears: dict[str, tuple[int, int]]) -> None:
-    """Raise `UserError` unless the model has linears to quantize, and experts that are known."""
+    """Raise `UserError` unless the model has linears to quantize, and known experts only."""
     if not linears:
         raise UserError(
             f"{type(model).__name__} has no linear layer besides its head (GPT-2 keeps its weights "
@@ -126,7 +126,7 @@ def check_model(model: PreTrainedModel, linears: dict[str, tuple[int, int]]) -> 
 
 
 def _unknown_stacks(model: PreTrainedModel) -> list[str]:
-    """Return the decoder's (experts, out, in) weights of no known linear, convolution or stack."""
+    """Return the decoder's (experts, out, in) weights outside of known linears and stacks."""
     known, others = expert_stacks(model), tuple(f"{path}." for path in other_parts(model))
     return [
         f"{path}.{name}"
@@ -146,7 +146,7 @@ def quantized_tensors(
     names: Iterable[str] | None = None,
     stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the name of every source tensor (or of `names`), and what replaces it. linears: of
+    """Yield the name of every source tensor (or of `names`), and its replacement. linears: of
     `quantizable_linears`; stacks: of `expert_stacks`, by expert."""
     for name in reader.names() if names is None else names:
         if name in stacks:
@@ -157,7 +157,7 @@ def quantized_tensors(
             continue
         path = name.removesuffix(".weight")
         stored = reader.nf4_parts(name) if path in linears else None
-        if stored is not None:  # taken as it is
+        if stored is not None:  # kept unchanged
             yield name, {f"{path}.{suffix}": part for suffix, part in stored.items()}
             continue
         weight = reader.tensor(name)
@@ -169,7 +169,7 @@ def quantized_tensors(
 
 
 class ShardWriter:
-    """Collects tensors and writes a safetensors shard whenever `shard_bytes` would be exceeded."""
+    """Collects tensors and writes a safetensors shard before `shard_bytes` would be exceeded."""
 
     def __init__(self, folder: Path, *, shard_bytes: int) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes
@@ -187,7 +187,7 @@ class ShardWriter:
         self.total_bytes += size
 
     def adopt(self, path: Path) -> None:
-        """Take a safetensors file of the folder, as one shard."""
+        """Add a safetensors file of the folder, as one shard."""
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             self.total_bytes += sum(file.get_tensor(name).nbytes for name in names)
@@ -221,8 +221,8 @@ class ShardWriter:
 
 
 def only_here(method: str, settings: QuantizeConfig, *, stacks: bool, packed: bool) -> str | None:
-    """Return why Transformers' own quantization makes other weights of the original; None if it
-    makes these. stacks: experts are in NF4, too; packed: the original was decoded first."""
+    """Return why Transformers' own quantization of the original gives other weights; None if it
+    gives these. stacks: experts are in NF4, too; packed: the original was decoded first."""
     if method == "calibrated":
         return "their codes and scales are calibrated"
     if settings.block_size != BLOCK_OF_BITSANDBYTES:
@@ -274,11 +274,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a
-    quantized model that cannot be decoded. What is packed is decoded when it is read, so the result
-    says nothing of it; of ties it says what Transformers makes of the tensors."""
+    quantized model that cannot be decoded. The result has no quantization settings, as packed
+    weights are decoded on reading, and ties as Transformers has them for these tensors."""
     path = folder / "config.json"
     config = without_quantization(read_settings(path), path)
-    config.pop(WEIGHTS, None)  # a name of a file that what is written has not
+    config.pop(WEIGHTS, None)  # a file that the written model has not
     if config.get(TIE) is not False and not is_tied(build_on_meta(folder, dtype=torch.bfloat16)):
         part = config.get(TEXT_PART)
         config |= {TIE: False} | ({TEXT_PART: part | {TIE: False}} if part else {})
@@ -294,8 +294,8 @@ def check_taken(
     stacks: Mapping[str, ExpertStack],
     settings: QuantizeConfig,
 ) -> bool:
-    """Tell whether a checkpoint is in NF4 already; raise `UserError` if it is, but not as the
-    settings say, or not all of it. linears: paths of all that the engine expects in 4 bits."""
+    """Tell whether a checkpoint is in NF4 already; raise `UserError` if it is, but unlike the
+    settings, or only in part. linears: paths of all that the engine expects in 4 bits."""
     states = {path: reader.nf4_state(f"{path}.weight") for path in linears}
     packed = {path: state for path, state in states.items() if state is not None}
     if not packed:
@@ -320,7 +320,7 @@ def check_taken(
 
 
 def _check_state(path: str, state: Mapping[str, Any], settings: QuantizeConfig) -> None:
-    """Raise `UserError` unless a linear is stored as the settings (and memory plan) say."""
+    """Raise `UserError` unless a linear is stored by the settings (and the memory plan)."""
     found = {"block_size": state["blocksize"], "double_quant": "nested_offset" in state}
     for key, value in found.items():
         if getattr(settings, key) != value:

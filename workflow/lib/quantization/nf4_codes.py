@@ -1,11 +1,11 @@
-"""NF4 as bitsandbytes stores it, from codes and scales that were chosen elsewhere.
+"""NF4 in bitsandbytes' layout, from codes and scales that were chosen elsewhere.
 
 A weight decodes as w = code_table[code] * scale[block]; blocks run over the flattened weight. With
-double quantization the scales decode as scale = nested_table[s] * nested_scale + offset, so what a
-scale will be is known only after nesting. Codes have to be chosen for the decoded scales.
+double quantization the scales decode as scale = nested_table[s] * nested_scale + offset, so a scale
+is known only after nesting, and codes are chosen for decoded scales.
 
 A stack of experts is stored as one linear (experts * out, in); only the shape in `quant_state`
-tells it from one. Its scales are nested when all experts have theirs: the mean is the stack's."""
+distinguishes them. Its scales are nested after all experts have theirs: the mean is the stack's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ from workflow.lib.system.errors import setting_error
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a weight, one for each block: as stored, and as they decode."""
+    """The scales of a weight, one for each block: stored and decoded."""
 
     decoded: torch.Tensor  # fp32, shape (blocks,)
     stored: torch.Tensor  # uint8 with double quantization, else fp32; shape (blocks,)
     nested: QuantState | None
-    """How `stored` decodes, but for `offset`; None without double quantization."""
+    """Decoding of `stored` without `offset`; None without double quantization."""
     offset: torch.Tensor | None  # fp32, shape (): the mean of the scales
 
 
 def store_scales(scales: torch.Tensor, *, double_quant: bool) -> Scales:
-    """Return the scales (blocks,) fp32 as bitsandbytes stores those of `quantize_4bit`."""
+    """Return the scales (blocks,) fp32 in the storage of bitsandbytes' `quantize_4bit`."""
     if not double_quant:
         return Scales(decoded=scales, stored=scales, nested=None, offset=None)
     offset = scales.mean()
@@ -54,7 +54,7 @@ def code_table(device: torch.device) -> torch.Tensor:
 
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """Return the codes (int64) whose values times `scale` are nearest to `weight`. edges: (15,)
-    fp32, middles of the table. A scale of 0 decodes to 0."""
+    fp32, midpoints of the table. A scale of 0 decodes to 0."""
     ratio = torch.where(scale == 0, 0.0, weight / scale)
     return torch.bucketize(ratio, edges)
 
@@ -71,7 +71,7 @@ def stored_tensors(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Return checkpoint tensors of a weight by suffix, CPU. dtype: the old one."""
+    """Return checkpoint tensors of a weight by suffix, CPU. dtype: before quantization."""
     state = QuantState(
         absmax=scales.stored,
         shape=torch.Size(shape),
@@ -95,7 +95,7 @@ def packed_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) -> None:
-    """Raise `UserError` if an expert would not begin at a block of weights that share a scale."""
+    """Raise `UserError` if an expert would not begin at a block of a scale."""
     for path, stack in stacks.items():
         _, out_features, in_features = stack.shape
         weights = out_features * in_features

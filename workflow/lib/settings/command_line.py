@@ -1,7 +1,7 @@
 """Settings of the command line (`--config data='{heldout: null}'`), typed as in a file.
 
-Snakemake reads a section of the command line with every value in it as text (YAML's BaseLoader),
-and hands it to its jobs in the same way."""
+Snakemake reads every value in a section of the command line as text (YAML's BaseLoader), and passes
+it to its jobs in the same way."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +10,12 @@ import yaml
 from workflow.lib.settings.yaml_files import misread_number
 from workflow.lib.system.errors import UserError
 
-# Each with its other spellings; of an option that stands twice Snakemake takes the last alone.
+# Each with its other spellings; of a repeated option Snakemake takes only the last.
 LISTS = (("--config", "-C"), ("--configfile", "--configfiles"))
 
 
 def check_options(words: Sequence[str]) -> None:
-    """Raise `UserError` for settings that Snakemake drops without a word: behind an option that
-    stands again later."""
+    """Raise `UserError` for settings before a repeated option, which Snakemake silently drops."""
     for names in LISTS:
         given = [word.partition("=")[0] for word in words if word.partition("=")[0] in names]
         if len(given) > 1:
@@ -27,7 +26,7 @@ def check_options(words: Sequence[str]) -> None:
 
 
 def as_in_yaml(value: object) -> object:
-    """Return a value in which each text that YAML reads as null, true, false or a number is one.
+    """Return a value in which texts that YAML reads as null, true, false or a number are these.
 
     Raises `UserError` for one that YAML reads as another number than it looks like."""
     if isinstance(value, Mapping):

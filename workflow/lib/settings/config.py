@@ -1,9 +1,9 @@
 """Every setting of the workflow: its type, bound, unit, default and effect.
 
-One frozen pydantic model per section; the docstring under a field is its only documentation, from
-which the JSON schema, the reference table and `config.yaml`'s comments are checked. `load_config`
-turns the YAML document into one `RunConfig` per run (`runs:` overrides any setting), so everything
-downstream sees complete, validated values. Imports no torch."""
+One frozen pydantic model per section; the docstring under a field is its only documentation, with
+which the JSON schema, the reference table and `config.yaml`'s comments are compared. `load_config`
+turns the YAML document into one `RunConfig` per run (`runs:` overrides any setting), so all other
+code gets complete, validated values. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -70,8 +70,8 @@ __all__ = [
 # What the hub allows.
 MODEL_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 SectionT = TypeVar("SectionT", bound=Section)
-OWN_KEYS = "x-"  # what the user's own top-level keys begin with
-# Of all files and options together: which of them a setting stands in, only Snakemake knows.
+OWN_KEYS = "x-"  # prefix of the user's own top-level keys
+# Of all files and options together: only Snakemake knows which one has a setting.
 NOT_VALID = "the settings are not valid:"
 
 
@@ -115,7 +115,7 @@ class RunConfig(Sections):
         return self._start
 
     def starting_from(self, start: "RunConfig | None", lora: LoraSettings) -> "RunConfig":
-        """Return these settings with what `train.start_from` means for them."""
+        """Return these settings with the effects of `train.start_from`."""
         run = self.model_copy(update={"lora": lora})
         run._start = start
         return run
@@ -123,7 +123,7 @@ class RunConfig(Sections):
     @property
     def recovers(self) -> "RunConfig | None":
         """The run for whose base this one trains a recovery adapter (`artifacts.recoveries`); None
-        for what the user names."""
+        for runs that the user names."""
         return self._recovers
 
     def recovering(self, run: "RunConfig") -> "RunConfig":
@@ -133,8 +133,8 @@ class RunConfig(Sections):
 
     @property
     def rung_of(self) -> str | None:
-        """The name of the run whose first steps this one is (`artifacts.rungs`); None for what the
-        user names."""
+        """The name of the run whose first steps this one is (`artifacts.rungs`); None for runs that
+        the user names."""
         return self._rung_of
 
     def as_rung_of(self, name: str) -> "RunConfig":
@@ -144,7 +144,7 @@ class RunConfig(Sections):
 
     @property
     def served(self) -> Served:
-        """What will be served, which the verdict is about."""
+        """The served model, which the verdict is about."""
         if self.evaluate.served == "auto":
             if self.export.merged:
                 return "merged"
@@ -153,7 +153,7 @@ class RunConfig(Sections):
 
     @property
     def subjects(self) -> tuple[SubjectName, ...]:
-        """The models that are measured, in the order in which they are shown."""
+        """The measured models, in display order."""
         chosen: set[SubjectName] = set(self.evaluate.subjects)  # type: ignore[arg-type]
         if self.evaluate.subjects == "auto":
             chosen = {"original", "base", "tuned", self.served}
@@ -162,7 +162,7 @@ class RunConfig(Sections):
         return tuple(name for name in SUBJECTS if name in chosen)
 
     @model_validator(mode="after")
-    def _what_is_served_is_measured(self) -> "RunConfig":
+    def _served_model_is_measured(self) -> "RunConfig":
         if "merged" in (self.served, *self.subjects) and not self.export.merged:
             raise ValueError(
                 "export.merged = False: evaluate.served or evaluate.subjects names the merged "
@@ -251,7 +251,7 @@ class RunConfig(Sections):
 
     @property
     def beside_lora(self) -> dict[str, Any]:
-        """The settings by which the adapter has more than LoRA's pairs of matrices."""
+        """Settings that give the adapter more than LoRA's pairs of matrices."""
         return {
             "lora.use_dora": self.lora.use_dora,
             "lora.modules_to_save": self.lora.modules_to_save,
@@ -304,9 +304,9 @@ class Config(Sections):
 
 
 def merge(base: Mapping[str, object], override: Mapping[str, object]) -> dict[str, object]:
-    """Return `base` with `override` laid over it, section by section; lists are replaced.
+    """Return `base` overridden by `override`, section by section; lists are replaced.
 
-    A section with nothing below it (null) overrides nothing."""
+    An empty section (null) overrides nothing."""
     merged = dict(base)
     for key, value in override.items():
         old = merged.get(key)
@@ -395,14 +395,12 @@ def _validate(model: type[SectionT], document: Mapping[str, object], *, prefix: 
 
 
 def is_hub_id(source: str) -> bool:
-    """Tell whether `source` names a hub repository: `owner/name`, and no such path is here."""
+    """Tell whether `source` names a hub repository: `owner/name`, without such a path here."""
     return MODEL_ID.fullmatch(source) is not None and not path_exists(source)
 
 
 def path_exists(path: str) -> bool:
-    """Tell whether this user can see such a file or folder.
-
-    A name that no file can have is none."""
+    """Tell whether this user can see this file or folder; false for an impossible name."""
     try:
         return Path(path).exists()
     except OSError:

@@ -1,4 +1,4 @@
-"""Settings of the dataset: where its rows are, what they mean, how they become tokens."""
+"""Settings of the dataset: its rows, their meaning, and their conversion to tokens."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,8 +14,8 @@ FileType = Literal[
     "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
 ]
 TemplateArgument = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-# What of a conversation a chat template may leave out: the texts of its roles, what the assistant
-# thinks and calls, what tools return, tools on offer, and arguments of the template itself.
+# Parts of a conversation that a chat template may leave out: texts of its roles, the assistant's
+# reasoning and calls, results of tools, tools on offer, and arguments of the template itself.
 TextKind = Literal[
     "system", "user", "assistant", "reasoning", "calls", "results", "tools", "template_kwargs"
 ]
@@ -87,7 +87,7 @@ class DataColumns(Section):
         return self
 
 
-# Of each format: what is read from one row.
+# Columns of one row, by format.
 ROLES_OF_A_ROW = (
     ("prompt", "completion", "system", "history", "tools", "weight"),
     ("instruction", "input", "output", "system", "history", "tools", "weight"),
@@ -132,13 +132,12 @@ def _entries(value: Any) -> str:
 
 
 def _not_empty(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not entries:  # `min_length` would count wrong entries as none
+    if not entries:  # `min_length` would not count wrong entries
         raise PydanticCustomError("too_short", "must have an entry", {"min_length": 1})
     return entries
 
 
-# A tag instead of a try of every branch: a mistake is told of what the user wrote, not of all it
-# could have been.
+# A tag selects the branch, so an error names the user's own form, not all possible ones.
 _Entry = Annotated[
     Annotated[DataPath, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
     Discriminator(_entry),
@@ -225,7 +224,7 @@ class DataConfig(Section):
 
     @property
     def heldout_sources(self) -> tuple[DataSource, ...]:
-        """The held-out sources, every setting filled in; empty where they are split off."""
+        """The held-out sources with all settings; empty if they are split off."""
         return () if self.heldout is None else self._filled(self.heldout)
 
     def _filled(self, given: DataSources) -> tuple[DataSource, ...]:

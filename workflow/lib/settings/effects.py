@@ -1,11 +1,7 @@
-"""What a setting affects: which stages read it, and what changes when it is edited.
+"""Effects of a setting: the stages that read it, and what changes when it is edited.
 
-A section says it once for its settings (`affects`); a setting that differs has a marker of its own:
-
-    keep_checkpoints: Annotated[int, Affects("plan")] = 2
-
-Folder keys, the settings that a stage receives, what reruns and the settings page follow from it.
-"""
+A section declares them once for its settings (`affects`); a different setting has its own
+marker:"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -38,7 +34,7 @@ Effect = Literal["none", "plan", "result"]
 
 @dataclass(frozen=True)
 class Affects:
-    """What one setting affects; None = as its section says."""
+    """Effects of one setting; None: its section's."""
 
     effect: Effect | None = None
     read_by: tuple[Stage, ...] | None = None
@@ -51,7 +47,7 @@ class Affects:
     """The setting beside it, and the values of it without which it means nothing."""
 
     def within(self, section: "Affects") -> "Affects":
-        """Fill in what the section says of all its settings."""
+        """Fill in the section's effects."""
         said = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(section, **{name: own for name, own in said.items() if own is not None})
 

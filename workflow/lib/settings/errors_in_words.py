@@ -1,8 +1,8 @@
 """Pydantic's validation errors as lines that name the setting, its value, the bound and the change.
 
 Pydantic reports one error per branch of a union and adds the branch to the path; here each setting
-gets one line with all that it may be. Branches that are chosen by a tag have one in angle brackets;
-below `<source>` stand the keys of a section."""
+gets one line with all allowed forms. Branches of tagged unions have a tag in angle brackets; the
+keys of a section are below `<source>`."""
 
 import datetime
 import difflib
@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-# Of earlier versions: what to write instead.
+# Keys of earlier versions, and their replacements.
 RENAMED_KEYS = {
     "lora.rank": "lora.r",
     "train.products": "train.matmul_dtype",
@@ -41,10 +41,9 @@ QUOTE = (
     "as a number, and 2026-01-01 as a date."
 )
 SHOWN_CHARS = 2000
-MISSING = object()  # the value of a setting that is not given
+MISSING = object()  # the value of a missing setting
 
-# Plain words for pydantic's error types, with its context filled in; its own message for any other
-# type.
+# Plain words for pydantic's error types, filled with its context; its own message for others.
 _BOUNDS = {
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -91,7 +90,7 @@ def explain(
             lines.append(f"{place}{detail['ctx']['error']}.")
         elif detail["type"] == "invalid_key":
             lines.append(f"{_spell(detail['loc'])}: a key must be text. {CHANGE}")
-        elif not detail["loc"]:  # pydantic names no place for a key that is no text
+        elif not detail["loc"]:  # pydantic gives no place for a key that is no text
             lines.append(f"a key {_BOUNDS['string_unicode']}. {CHANGE}")
         elif detail["loc"][-1] == "[key]":
             lines.append(_wrong_name(document, detail))
@@ -108,7 +107,7 @@ def explain(
 
 
 def _is_misread(value: object) -> bool:
-    """Whether YAML has made something else of a word without quotes."""
+    """Whether YAML has converted a word without quotes."""
     return isinstance(value, bool | int | float | datetime.date)
 
 
@@ -119,7 +118,7 @@ def _replaced(document: Mapping[str, object], path: tuple[Any, ...]) -> str | No
 
 
 def _wrong_name(document: Mapping[str, object], detail: ErrorDetails) -> str:
-    """Say what is wrong with a name that is a key, such as that of a run."""
+    """Return the fault of a name that is a key, such as a run's."""
     *section, name, _ = detail["loc"]
     runs = document.get("runs")
     names = runs if isinstance(runs, Mapping) else ()
@@ -132,7 +131,7 @@ def _wrong_name(document: Mapping[str, object], detail: ErrorDetails) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Spell a value, cut where nobody reads on."""
+    """Spell a value, shortened."""
     try:
         text = value.isoformat() if isinstance(value, datetime.date) else repr(value)
     except (RecursionError, ValueError):  # nested too deep; an integer of thousands of digits
@@ -141,17 +140,17 @@ def _shown(value: Any) -> str:
 
 
 def _either(bounds: list[str]) -> str:
-    """Join what the branches of a union ask for: `must be a whole number or 'auto'`."""
+    """Join the bounds of a union's branches: `must be a whole number or 'auto'`."""
     if "must be a number" in bounds:
         bounds = [bound for bound in bounds if bound != "must be a whole number"]
-    if bounds[0].startswith("entry "):  # of a list the first that is wrong
+    if bounds[0].startswith("entry "):  # the first wrong entry of a list
         return bounds[0]
     others = [bound.removeprefix("must be ") for bound in bounds[1:]]
     return " or ".join([bounds[0], *(other for other in others if not bounds[0].endswith(other))])
 
 
 def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cut off what pydantic adds below a setting: branch of a union, index, `[key]`."""
+    """Cut off pydantic's additions below a setting: branch of a union, index, `[key]`."""
     depth = 1
     while depth < len(location) and is_section(
         _model_at(model, location[: depth - 1]), location[depth - 1]
@@ -161,7 +160,7 @@ def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[An
 
 
 def _bound(detail: Any, path: tuple[Any, ...]) -> str:
-    """Say which bound was broken, and by which key of which entry of a list (counted from 1)."""
+    """Return the broken bound, with its key and entry of a list (counted from 1)."""
     words = detail["msg"]
     if detail["type"] in _BOUNDS:
         words = _BOUNDS[detail["type"]].format_map(detail.get("ctx", {}))
@@ -214,14 +213,14 @@ def _model_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseMod
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that an annotation is or names in a union or list."""
+    """Return the section that an annotation is, or has in a union or list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def _given(document: Mapping[str, object], path: tuple[Any, ...]) -> str:
-    """Spell a setting with the value that the user gave; alone, if there is none."""
+    """Spell a setting with the user's value; alone without one."""
     value = _value(document, path)
     return _spell(path) if value is MISSING else f"{_spell(path)} = {_shown(value)}"
 

@@ -1,4 +1,4 @@
-"""Settings of what follows training: export, evaluation and report."""
+"""Settings of the stages after training: export, evaluation and report."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -9,7 +9,7 @@ from workflow.lib.settings.section_base import Section
 from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
-# Of held-out pairs or rated answers: what is required is the value itself, no gain over a model.
+# Of held-out pairs or rated answers: the required number is the value, no gain over a model.
 REWARDS = ("reward_accuracy", "reward_margin")
 HUB_REPO = r"^[A-Za-z0-9][\w.-]*/[\w.-]+$"
 CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
@@ -106,8 +106,8 @@ class ExportConfig(Section):
         return self
 
 
-# What no gain exceeds: shares lie between 0 and 1, correlations between -1 and 1, scores of texts
-# up to 100, and to guess among 2^28 tokens costs 19.4 nats.
+# Bounds of gains: shares lie between 0 and 1, correlations between -1 and 1, scores of texts up to
+# 100, and a guess among 2^28 tokens costs 19.4 nats.
 MOST_GAIN = {
     **dict.fromkeys(
         ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "exact_match", "f1", "em"),

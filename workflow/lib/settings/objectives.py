@@ -1,4 +1,4 @@
-"""Settings of what a step trains beside supervised training: preferences, and a teacher."""
+"""Settings of objectives beside supervised training: preferences, and a teacher."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -102,7 +102,7 @@ class DistillConfig(Section):
 
 
 class Needs(NamedTuple):
-    """What an objective asks of data, scores and settings."""
+    """An objective's needs of data, scores and settings."""
 
     examples: Examples
     scores_of: Literal["preferences.reference", "distill.teacher"] | None
@@ -140,7 +140,7 @@ NEEDS: Mapping[ObjectiveName, Needs] = {
 
 
 def needs_of(objective: ObjectiveName) -> Needs:
-    """Return which examples an objective is trained on, whose scores it reads, and its settings."""
+    """Return an objective's examples, the model whose scores it reads, and its settings."""
     return NEEDS[objective]
 
 

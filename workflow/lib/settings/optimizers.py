@@ -1,4 +1,4 @@
-"""The optimizers of `train.optimizer`: both are AdamW, and differ in how they keep its moments.
+"""The optimizers of `train.optimizer`: both are AdamW, with different storage of moments.
 
 Settings, checkpoints, planning and `training.optimizers` follow this table."""
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 BLOCK_SIZE = 256  # bitsandbytes/optim/optimizer.py, Optimizer2State.init_state
-MOMENTS = ("exp_avg", "exp_avg_sq")  # in checkpoints; their scales have `_absmax` behind it
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names in checkpoints; their scales end in `_absmax`
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """How an optimizer keeps a moment, and who decides on its updates."""
+    """An optimizer's storage of moments, and the place of its update decisions."""
 
     element_bytes: int
     in_blocks: bool
@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "adamw": OptimizerKind(element_bytes=4, in_blocks=False, device_decides=True),
     "adamw_8bit": OptimizerKind(element_bytes=1, in_blocks=True, device_decides=False),
 }
-# The one that keeps least.
+# The one with the least memory.
 SMALLEST = min(OPTIMIZERS, key=lambda name: OPTIMIZERS[name].moment_bytes(BLOCK_SIZE))
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What every section of the settings shares: its model, and the types that several sections use."""
+"""Shared code of all sections of the settings: their model, and types of several sections."""
 
 from collections.abc import Mapping
 from types import UnionType
@@ -33,7 +33,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, document: Any) -> Any:
-        """Let a section with nothing below it (null in YAML) mean its defaults."""
+        """Read an empty section (null in YAML) as its defaults."""
         if not isinstance(document, Mapping):
             return document
         return {k: v for k, v in document.items() if v is not None or not is_section(cls, k)}
@@ -57,8 +57,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true for a number, and a number or text for true. Pydantic would convert both
-        without a word."""
+        """Refuse true for a number, and a number or text for true: pydantic would silently convert
+        both."""
         assert info.field_name is not None, "a validator of fields runs for a field"
         annotation = cls.model_fields[info.field_name].annotation
         branches = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)

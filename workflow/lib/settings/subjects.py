@@ -1,12 +1,12 @@
-"""The models that an evaluation may measure, named by what they are."""
+"""The models that an evaluation may measure, and their names."""
 
 from typing import Literal, get_args
 
 SubjectName = Literal["original", "base", "start", "tuned", "tuned_on_original", "merged"]
 Served = Literal["tuned", "tuned_on_original", "merged"]
-# In the order in which they are shown; each is compared with those before it.
+# In display order; each is compared with those before it.
 SUBJECTS: tuple[SubjectName, ...] = get_args(SubjectName)
-# What people read in place of a subject's name.
+# Names of subjects for people.
 SUBJECT_LABELS: dict[SubjectName, str] = {
     "original": "original",
     "base": "NF4 base",
@@ -23,5 +23,5 @@ SUBJECT_MEANINGS: dict[SubjectName, str] = {
     "tuned_on_original": "the adapter on the original",
     "merged": "one model with the adapter in its weights, in 16 bits",
 }
-# What gains are measured against: the first of these that is measured.
+# References of gains: the first measured one.
 REFERENCES: tuple[SubjectName, ...] = ("original", "base")

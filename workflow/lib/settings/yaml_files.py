@@ -1,8 +1,8 @@
 """YAML files of users, composed to nodes: nothing is constructed, and aliases cannot blow up.
 
 Nine levels of nine aliases are a file of a hundred bytes and a document of 400 million values. A
-reader that walks it, or copies it, never ends. So what a document would be without aliases is
-counted before anything walks it."""
+reader that walks it, or copies it, never ends. So the size of the document without aliases is
+counted before any walk."""
 
 import json
 from contextlib import suppress
@@ -18,7 +18,7 @@ NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class AliasError(yaml.YAMLError):
-    """Aliases of a document hold one another, or stand for more values than any file needs."""
+    """Aliases of a document contain one another, or expand to more values than any file needs."""
 
 
 def compose_yaml(path: Path) -> yaml.Node | None:
@@ -37,7 +37,7 @@ def check_aliases(root: yaml.Node | None) -> None:
 
 
 def _count(node: yaml.Node, counted: dict[int, int], open_nodes: set[int]) -> int:
-    """Return how many nodes a node is, aliases written out."""
+    """Return the number of a node's nodes, aliases expanded."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in open_nodes:
@@ -54,7 +54,7 @@ def check_yaml(path: Path) -> None:
     """Raise `UserError`, with the line, for a file of settings that is no YAML, has a key twice, or
     a number that YAML reads as another one.
 
-    YAML's own loaders take the second of two equal keys, and 010 as 8, without a word."""
+    YAML's own loaders silently take the second of two equal keys, and 010 as 8."""
     try:
         loader = yaml.SafeLoader(_text(path))
         root = loader.get_single_node()
@@ -69,7 +69,7 @@ def check_yaml(path: Path) -> None:
             f"{location}: {error.problem or error.context}: this is no YAML. Correct that line or "
             "the one before it; indent with spaces, not with tabs."
         ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: it cannot be read as YAML ({error}). Correct the file.") from None
@@ -84,7 +84,7 @@ def _text(path: Path) -> str:
 
 
 def _check_nodes(root: yaml.Node | None, path: Path) -> None:
-    """Raise `UserError` for a key that stands twice in a section, or a number that is misread."""
+    """Raise `UserError` for a repeated key in a section, or a number that is misread."""
     waiting, seen = [(root, "")], set[int]()
     while waiting:
         node, prefix = waiting.pop()
@@ -114,8 +114,8 @@ def _check_nodes(root: yaml.Node | None, path: Path) -> None:
 
 
 def misread_number(text: str, value: object) -> str | None:
-    """Say so where YAML reads a plain text as another number than it looks like: `010` as 8 (base
-    8), `1:30` as 90 (base 60)."""
+    """Return the fault of a plain text that YAML reads as another number than it looks like: `010`
+    as 8 (base 8), `1:30` as 90 (base 60)."""
     digits = text.lstrip("+-").replace("_", "")
     is_other = isinstance(value, int | float) and (
         ":" in digits or (digits.isdecimal() and len(digits) > 1 and digits[0] == "0")

@@ -1,5 +1,5 @@
 """JSON artifacts: each object, or line, carries the SHA-256 of its content (`sha256`), and is read
-only if it agrees. Other packages' files are listed in `SHA256SUMS` instead."""
+only if it agrees. `SHA256SUMS` lists other packages' files instead."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ from workflow.lib.system.files import (
 
 
 def read_artifact(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON artifact, which lies in the folder of the stage that made it.
-    Raises `UserError` for one that is missing, or is not what was written."""
+    """Return the content of a JSON artifact, which lies in the folder of its stage. Raises
+    `UserError` for one that is missing, or was changed."""
     try:
         return read_checked_json(path)
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def _missing(path: Path) -> UserError:
 
 
 def said(error: Exception) -> str:
-    """Return what is wrong with a file that is not what was written, as the end of a sentence."""
+    """Return the fault of a changed file, as the end of a sentence."""
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 ({error.reason})"
     if isinstance(error, json.JSONDecodeError):
@@ -64,15 +64,15 @@ def row_of(line: str) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file that `write_lines` wrote, perhaps none. Raises `UserError`, with
-    the line, for one that is not what was written."""
+    """Return the rows of a file of `write_lines`, perhaps none. Raises `UserError`, with the line,
+    for one that was changed."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise _missing(path) from None
     rows = []
     for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line:  # behind the last line's end
+        if number == len(lines) and not line:  # after the last line's end
             break
         try:
             rows.append(row_of(line.decode()))

@@ -1,7 +1,7 @@
-"""Whether files are still what was written: their SHA-256 against the one recorded with them.
+"""Files against the SHA-256 that was recorded when they were written.
 
 Records are `SHA256SUMS`, `files` in the tokens' manifest, and `source.json` of a download. A lost
-bit changes neither size nor time, so every stage hashes what it reads (then in the page cache)."""
+bit changes neither size nor time, so every stage hashes its inputs (then cached)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +11,13 @@ from pathlib import Path
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import SUMS, file_sha256, is_passing, read_json, verified
 
-LOADED = (".safetensors", ".json")  # what of a model's folder must be listed: it would be loaded
+LOADED = (".safetensors", ".json")  # a model folder's types that must be listed
 NOT_AS_MADE = "does not have the SHA-256 that was recorded when it was made"
 
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A file that a stage has made, and its recorded SHA-256; `name` is its path in the folder."""
+    """A file of a stage, and its recorded SHA-256; `name` is its path in the folder."""
 
     folder: Path
     name: str
@@ -28,7 +28,7 @@ class RecordedFile:
         return self.folder / self.name
 
     def finding(self, moved: Callable[[], None] = lambda: None) -> str | None:
-        """Return what is wrong with the file, or None; calls `moved` after every MiB."""
+        """Return the file's fault, or None; calls `moved` after every MiB."""
         try:
             sha256 = file_sha256(self.path, moved=moved)
         except OSError as error:
@@ -46,8 +46,8 @@ def damaged(folder: Path, name: str, finding: str) -> UserError:
 
 
 def listed_files(folder: Path) -> list[RecordedFile]:
-    """Return the files that `SHA256SUMS` of a folder lists. Raises `UserError` if there is none, or
-    a file that would be loaded is not in it."""
+    """Return the files in a folder's `SHA256SUMS`. Raises `UserError` if there is none, or if it
+    lacks a file that would be loaded."""
     if not (folder / SUMS).is_file():
         raise UserError(
             f"{folder} holds no {SUMS}: it is no finished folder. Delete the folder {folder} and "
@@ -71,8 +71,8 @@ def _listed(folder: Path, line: str) -> RecordedFile:
 
 
 def downloaded_files(folder: Path) -> list[RecordedFile]:
-    """Return the files of a download, as its record lists them; none of a user's own folder. Raises
-    `UserError` if the record is damaged."""
+    """Return the files in a download's record; none of a user's own folder. Raises `UserError` if
+    the record is damaged."""
     if not (folder / HUB_RECORD).is_file():
         return []
     try:
@@ -90,7 +90,7 @@ def downloaded_files(folder: Path) -> list[RecordedFile]:
 
 
 def recorded_files(folder: Path) -> list[RecordedFile]:
-    """Return the files of a folder that a stage has made or downloaded; none of a user's own."""
+    """Return the recorded files of a stage's or download's folder; none of a user's own."""
     return listed_files(folder) if (folder / SUMS).is_file() else downloaded_files(folder)
 
 
@@ -100,7 +100,7 @@ def without_weights(files: Iterable[RecordedFile]) -> list[RecordedFile]:
 
 
 def largest_first(files: Iterable[RecordedFile]) -> list[RecordedFile]:
-    """Return the files by size, so that every n-th of them is about a fair share."""
+    """Return the files by size, so that every n-th of them is roughly a fair share."""
 
     def num_bytes(file: RecordedFile) -> int:
         return file.path.stat().st_size if file.path.is_file() else 0
@@ -126,9 +126,9 @@ def refuse_damaged(files: Sequence[RecordedFile], results: Sequence[str | None])
 
 
 def check_files(files: Sequence[RecordedFile], *, threads: int = 1) -> None:
-    """Hash files, and raise `UserError` if one is not what was recorded. Several processes share
-    that by `work_sharing.check_recorded`."""
+    """Hash files, and raise `UserError` if one differs from its record. Several processes share the
+    work by `work_sharing.check_recorded`."""
     refuse_damaged(files, findings(files, threads=threads))
 
 
-HUB_RECORD = "source.json"  # what a download writes beside a dataset's files
+HUB_RECORD = "source.json"  # record of a dataset's download

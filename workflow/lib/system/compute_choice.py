@@ -1,7 +1,7 @@
-"""Which types and attention `auto` means, by what a device and the packages can; without torch.
+"""Dtypes and attention of `auto`, by the capabilities of a device and packages; without torch.
 
-Preflight decides here for a machine that may not be at hand, training and evaluation for the device
-that they run on (`model.backends`)."""
+Preflight calls this for a machine that may not be available, training and evaluation for their own
+device (`model.backends`)."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from workflow.lib.system.errors import setting_error
 
 FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
-FAMILY = "family"  # as the model's family has it
-FLEX_BLOCK = 128  # tokens of a block of flex's masks; what torch's own have
+FAMILY = "family"  # the model family's own
+FLEX_BLOCK = 128  # tokens of a block of flex's masks, as in torch
 OWN_SCORES = "this model's layers compute their scores themselves"
 WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
 WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`kernels.attention.wide`)
@@ -18,19 +18,19 @@ WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`kernels.attention.wide`)
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model's attention does besides order, documents and sliding windows."""
+    """A model's attention beyond order, documents and sliding windows."""
 
     softcap: bool = False  # it soft-caps its scores (Gemma 2)
-    sinks: bool = False  # a learned score of each head takes its share of the weights (gpt-oss)
+    sinks: bool = False  # a learned score per head takes its share of the weights (gpt-oss)
     chunks: bool = False  # some layers see no further than their chunk of a document (Llama 4)
     head_dim: int = 128  # the widest of its queries and keys
     value_dim: int = 128
     dropout: float = 0.0  # share of attention weights that training drops
-    masked: bool = False  # its layers tell their attention nothing of documents but the mask
-    masks_of_rows: bool = False  # its masks of packed rows leave out where documents begin
+    masked: bool = False  # its layers separate documents by the mask alone
+    masks_of_rows: bool = False  # its masks of packed rows ignore documents' starts
     eager_alone: bool = False
     """Its layers compute all scores themselves: no other implementation serves it."""
-    no_sdpa: bool = False  # its class rules sdpa out
+    no_sdpa: bool = False  # its class excludes sdpa
 
     def asked(self, attention_dropout: str | int) -> "AttentionNeeds":
         """Return the needs of a training with this `model.attention_dropout`."""
@@ -47,7 +47,7 @@ class AttentionNeeds:
         )
 
     def lack_of(self, name: str) -> str | None:
-        """Return what an implementation cannot do of it on any device; None for nothing."""
+        """Return the need that an implementation lacks on any device; None if it lacks none."""
         if name in (VARLEN, FLEX):
             return self.varlen_lack() if name == VARLEN else self.flex_lack()
         if name.startswith("flash"):
@@ -79,7 +79,7 @@ class AttentionNeeds:
         return self._packed_lack() or self._width_lack(WIDEST_HEAD)
 
     def _bounds_lack(self) -> str | None:
-        """What cannot be said by the bounds of documents and a window."""
+        """Needs beyond the bounds of documents and a window, if any."""
         if self.eager_alone:
             return OWN_SCORES
         if self.sinks:
@@ -111,10 +111,10 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
-    """Return the type of `model.compute_dtype`: `auto` is bfloat16 on GPUs that have it
-    (`bfloat16`: capability 8.0), else float16, and float32 on all CPUs, so that numbers are the
-    same on any and parity holds within 1e-4, not 4e-2. Raises `UserError` for float16 on a CPU, or
-    bfloat16 on a GPU without it."""
+    """Return the dtype of `model.compute_dtype`. `auto` is bfloat16 on GPUs that have it
+    (`bfloat16`: capability 8.0), else float16. On CPUs it is float32, so that numbers are equal on
+    all and parity holds within 1e-4, not 4e-2. Raises `UserError` for float16 on a CPU, or bfloat16
+    on a GPU without it."""
     if name == "auto":
         return ("bfloat16" if bfloat16 else "float16") if cuda else "float32"
     if name == "float16" and not cuda:
@@ -136,8 +136,8 @@ class MatmulHardware:
 
 
 def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str) -> str:
-    """Return the type of `train.matmul_dtype`; `auto` leaves out CPUs, which emulate float8. Raises
-    `UserError` for a type that a GPU lacks, or that does not go with the compute dtype."""
+    """Return the dtype of `train.matmul_dtype`; `auto` excludes CPUs, which emulate float8. Raises
+    `UserError` for a dtype that a GPU lacks, or that does not fit the compute dtype."""
     if name == "auto":
         fits = device.cuda and device.float8 and compute_dtype == "bfloat16"
         return FLOAT8 if fits else COMPUTE_DTYPE
@@ -155,7 +155,7 @@ def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str
 def asked_attention_lack(
     name: str, needs: AttentionNeeds, *, cuda: bool, bfloat16: bool, compute_dtype: str
 ) -> str | None:
-    """Return why a named attention cannot run, packages and kernels not asked; None if it can."""
+    """Return why a named attention cannot run, apart from packages and kernels; None if it can."""
     if name == VARLEN or name.startswith("flash"):
         if not cuda:
             return "it needs a GPU, and this runs on cpu"
@@ -176,13 +176,13 @@ def automatic_attention(
     training: bool,
     varlen_runs: bool = True,
 ) -> AttentionChoice:
-    """Return what `model.attention: auto` means. varlen_runs: whether varlen's kernels can be built
-    there. On a GPU of capability 8.0 (`bfloat16`) in 16 bits: flash_attention_2 where its package
-    is, else for training varlen, and flex for what these cannot do. Else stock Transformers' sdpa,
-    or eager for soft-capped scores and sinks; but training takes flex for sinks, and where masks
-    would let packed documents see each other."""
+    """Return the attention of `model.attention: auto`. varlen_runs: whether varlen's kernels can be
+    built there. On a GPU of capability 8.0 (`bfloat16`) in 16 bits: flash_attention_2 with its
+    package, else for training varlen, and flex for needs that these lack. Otherwise stock
+    Transformers' sdpa, or eager for soft-capped scores and sinks; but training takes flex for
+    sinks, and if masks would let packed documents see each other."""
     if cuda and bfloat16 and compute_dtype != "float32":
-        # Transformers hands it the cap, and pads narrow values.
+        # Transformers passes the cap, and pads narrow values.
         packs = needs.flash_lack() is None and not (training and needs.masked)
         if flash_package and packs:
             return AttentionChoice(FLASH, "its package is installed")

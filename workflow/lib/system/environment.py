@@ -1,8 +1,8 @@
-"""This interpreter: what it hands on to shell commands and workers, how it imports packages, and on
-which node of a run it is.
+"""This interpreter: its environment for shell commands and workers, its imports, and its node of a
+run.
 
-Slurm starts one launcher per node (`srun --ntasks-per-node=1`) and says in its environment which
-one this is. The step is started on the first node, so its address is where the workers meet."""
+Slurm starts one launcher per node (`srun --ntasks-per-node=1`), and its environment names the node.
+The step starts on the first node, so the workers meet at its address."""
 
 import gc
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from workflow.lib.system.errors import setting_error
 
-LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of who has started a worker
+LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of a worker's launcher
 
 
 def use_this_interpreter(root: Path) -> None:
     """Let `python -m workflow.scripts.<stage>` run by this interpreter from any folder (root: the
-    workflow's), in this process and what it starts; a conda environment goes before it."""
+    workflow's), in this process and its children; a conda environment takes precedence."""
     search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     os.environ["PATH"] = os.pathsep.join(search)
     modules = [str(root), os.environ.get("PYTHONPATH", "")]
@@ -33,7 +33,7 @@ def is_worker() -> bool:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import packages without garbage collection, a quarter of the time."""
+    """Import packages without garbage collection, in a quarter less time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -44,8 +44,7 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-# Above the ports of system services, below those that Linux gives to outgoing connections (32768
-# on).
+# Above the ports of system services, below Linux's for outgoing connections (32768 on).
 FIRST_PORT, PORTS = 20000, 10000
 
 
@@ -71,7 +70,7 @@ def follows(environment: Mapping[str, str]) -> bool:
 
 def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
     """Return this process's place, from Slurm's variables of a step; `ALONE` for one node. Raises
-    `UserError` if the run wants several nodes and this is no step on as many."""
+    `UserError` if the run needs several nodes and this is no step on as many."""
     if nodes == 1:
         return ALONE
     started = environment.get("SLURM_STEP_NUM_NODES", "1")

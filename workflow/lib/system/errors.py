@@ -1,14 +1,14 @@
-"""What a user may see: own mistakes, a requested stop, and another process's failure."""
+"""Errors for a user: own mistakes, a requested stop, and another process's failure."""
 
 from workflow.lib.system.redaction import redacted
 
 
 class UserError(ValueError):
-    """A setting, file or machine that cannot work. The message says what, its value, the bound, and
-    what to change. Logins of URLs and tokens in it are masked."""
+    """A setting, file or machine that cannot work. The message has its name, its value, the bound,
+    and what to change. Logins of URLs and tokens in it are masked."""
 
     def __init__(self, message: str) -> None:
-        # half a character (a lone surrogate) of a name could be neither shown nor logged
+        # half a character (a lone surrogate) in a name could be neither shown nor logged
         super().__init__(redacted(message).encode(errors="backslashreplace").decode())
 
 
@@ -21,19 +21,19 @@ class BatchMemoryError(UserError):
 
 
 class PeerLostError(RuntimeError):
-    """Not a cause: this process only noticed that others are gone, or waits for them."""
+    """Not a cause: this process only lost others, or waits for them."""
 
-    MARK = "lost another process"  # how its message begins
+    MARK = "lost another process"  # prefix of its message
 
     def __init__(self, noticed: str) -> None:
         super().__init__(f"{self.MARK}: {noticed}")
 
 
 class StoppedError(Exception):
-    """Not a mistake: the run was asked to stop by a signal. The same command continues it."""
+    """Not a mistake: a signal asked the run to stop. The same command resumes it."""
 
 
 def setting_error(setting: str, value: object, bound: str, change: str) -> UserError:
     """Build the message `<setting> = <value>: <bound>. <change>.`: the key in `config.yaml` or an
-    option, the value, the bound that it broke, and what mends it."""
+    option, the value, the broken bound, and the remedy."""
     return UserError(f"{setting} = {value!r}: {bound.rstrip('.')}. {change.rstrip('.')}.")

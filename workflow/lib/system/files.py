@@ -1,4 +1,4 @@
-"""Files on disk: written under a temporary name, synced, renamed; hashed; traced to what made them.
+"""Files on disk: written under a temporary name, fsynced, renamed; hashed; with provenance.
 
 Nothing here imports torch: the driver, the preflight and the report use it too."""
 
@@ -48,7 +48,7 @@ def file_sha256(path: Path, *, moved: Callable[[], None] = lambda: None) -> str:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`: synced and renamed on success, else removed."""
+    """Yield a temporary path beside `path`: fsynced and renamed on success, else removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
@@ -63,7 +63,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, on the disk before this returns."""
+    """fsync a file or directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -72,7 +72,7 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a finished and synced folder its name; what had the name before is removed."""
+    """Rename a finished and fsynced folder to its final name; remove an existing one."""
     for path in [*partial.rglob("*"), partial]:
         sync(path)
     shutil.rmtree(final, ignore_errors=True)
@@ -107,7 +107,7 @@ def with_checksum(value: Mapping[str, object]) -> dict[str, Any]:
 
 
 def verified(value: Any) -> dict[str, Any]:
-    """Return what `with_checksum` made, without its `sha256`. Raises `ValueError` if that does not
+    """Return a result of `with_checksum` without its `sha256`. Raises `ValueError` if that does not
     agree with the rest, `TypeError` if it is no object."""
     if not isinstance(value, dict):
         raise TypeError(f"is no JSON object, but a {type(value).__name__}")
@@ -121,7 +121,7 @@ def write_checked_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read what `write_checked_json` wrote, without its `sha256`; raises as `verified`."""
+    """Read a file of `write_checked_json`, without its `sha256`; raises as `verified`."""
     return verified(read_json(path))
 
 
@@ -135,12 +135,12 @@ def write_checksums(folder: Path) -> None:
     write_text(folder / SUMS, "\n".join(lines) + "\n")
 
 
-# What a machine lacks, or a network disk does not do, at a moment; the file itself may be sound.
+# Momentary failures of a machine or a network disk; the file itself may be sound.
 PASSING = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT})
 
 
 def is_passing(error: BaseException) -> bool:
-    """Tell whether a failure to read a file says nothing of its content."""
+    """Tell whether a failure to read a file is independent of its content."""
     return isinstance(error, OSError) and error.errno in PASSING
 
 
@@ -176,7 +176,7 @@ DELETED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 def _deleted_meanwhile(name: object) -> str | None:
-    """Return the message for a file whose folder is not there, None if it is."""
+    """Return the message for a file whose folder is missing, None if it exists."""
     if not isinstance(name, str | os.PathLike) or Path(name).parent.is_dir():
         return None
     return (
@@ -229,8 +229,8 @@ def source_commit() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return what makes an artifact now: stage, commit, versions, platform, UTC time; no host, user
-    or absolute path."""
+    """Return the provenance of an artifact: stage, commit, versions, platform, UTC time; no host,
+    user or absolute path."""
     return {
         "stage": Path(sys.argv[0]).stem,
         "commit": source_commit(),

@@ -1,8 +1,8 @@
-"""GPUs of this host, leased: who holds a card's lock uses it, nobody else of this workflow.
+"""Leases of this host's GPUs: only the holder of a card's lock uses it, among this workflow's jobs.
 
 Snakemake counts GPUs but assigns none. So a job locks a file per card, named by its UUID, in a
 folder of all users; the kernel frees it with the process. A card with another program's memory is
-waited for too. Who came first is not kept."""
+not leased either. There is no queue."""
 
 import contextlib
 import fcntl
@@ -16,12 +16,12 @@ from pathlib import Path
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import Gpu, interchangeable, visible_gpus
 
-FOLDER = Path("/tmp/gpu-leases")  # not TMPDIR, which two jobs of a host may have set differently
+FOLDER = Path("/tmp/gpu-leases")  # not TMPDIR, which may differ between jobs of a host
 POLL_S = 1.0
 # A desktop and its browser hold about 1 GiB of a card; a process that computes, seldom less than 2.
 IN_USE_BYTES = 2 * 2**30
-ANY_MAY_ADD = stat.S_ISVTX | 0o777  # as /tmp: all may add, none may remove another's
-ANY_MAY_READ = 0o644  # which is enough for flock
+ANY_MAY_ADD = stat.S_ISVTX | 0o777  # as /tmp: all users may add files, none may remove another's
+ANY_MAY_READ = 0o644  # enough for flock
 
 
 def lease(
@@ -31,9 +31,9 @@ def lease(
     folder: Path = FOLDER,
     waiting: Callable[[str], None] = lambda message: None,
 ) -> list[Gpu]:
-    """Lock `count` of the GPUs that `gpus()` lists and return them; waits for free ones. The locks
-    last as long as this process, and pass to the program that it becomes by exec. `waiting` is told
-    once why the wait is long. Raises `UserError` if there are fewer GPUs than `count`."""
+    """Lock `count` of the GPUs that `gpus()` lists and return them; wait for free ones. The locks
+    last as long as this process, and pass to its exec'ed program. `waiting` gets once the reason of
+    a long wait. Raises `UserError` if there are fewer GPUs than `count`."""
     is_announced = False
     while count:
         listed = interchangeable(gpus(), count=count)
@@ -49,13 +49,13 @@ def lease(
         if not is_announced:
             waiting(f"waiting for {count} of {len(listed)} GPU(s): {'; '.join(why)}")
             is_announced = True
-        # Two that wait in step would meet at the same cards for ever.
+        # Two jobs that wait in step would collide at the same cards for ever.
         time.sleep(POLL_S * random.uniform(0.5, 1.5))
     return []
 
 
 def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list[Gpu], list[str]]:
-    """Lock `count` of `gpus`, or none; return those locked, and why others are not to be had."""
+    """Lock `count` of `gpus`, or none; return those locked, and why others are not available."""
     held: list[tuple[Gpu, int]] = []
     why = []
     for gpu in gpus:
@@ -89,15 +89,15 @@ def _lock(folder: Path, uuid: str) -> int | None:
 
 
 def _open(folder: Path, name: str) -> int:
-    """Open a lock file for reading, whoever made it; make folder and file if need be. Another user
-    may have put anything there: links are not followed, and a pipe is not waited for."""
+    """Open a lock file for reading, of any owner; make folder and file if needed. Another user may
+    have put anything there: links are not followed, and pipes do not block."""
     try:
         with _mode_as_given(), contextlib.suppress(FileExistsError):
             folder.mkdir(mode=ANY_MAY_ADD)
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             _share(place, ANY_MAY_ADD)
-            # Without O_CREAT where it is there: the kernel refuses that for another user's file.
+            # Without O_CREAT if it exists: the kernel refuses that for another user's file.
             with _mode_as_given(), contextlib.suppress(FileExistsError):
                 os.close(os.open(name, os.O_CREAT | os.O_EXCL, ANY_MAY_READ, dir_fd=place))
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
@@ -117,7 +117,7 @@ def _open(folder: Path, name: str) -> int:
 
 @contextlib.contextmanager
 def _mode_as_given() -> Iterator[None]:
-    """Give what is made its whole mode at once, whatever the user's umask takes away."""
+    """Create with the full mode at once, regardless of the user's umask."""
     before = os.umask(0)
     try:
         yield
@@ -126,7 +126,7 @@ def _mode_as_given() -> Iterator[None]:
 
 
 def _share(descriptor: int, mode: int) -> None:
-    """Give an own folder or file the mode by which all users can lease."""
+    """Give an own folder or file the mode with which all users can lease."""
     found = os.fstat(descriptor)
     if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != mode:
         os.fchmod(descriptor, mode)

@@ -1,10 +1,10 @@
-"""GPUs that predictions know without having one: speed by data sheet, memory as CUDA reports it.
+"""GPUs known for predictions: speed by data sheet, memory as CUDA reports it.
 
 Speeds: NVIDIA's architecture white papers (GA102, AD102, RTX Blackwell, A100, H100) and data sheets
 (A5000, A6000, L40S, RTX 6000 Ada, H200, HGX B200), AMD's data sheet of the MI300X; sparse figures
-halved. Links: the same sheets, one direction (NVLink's figures count both); bridges that some cards
-can have are not counted. Memory: `total_memory` of CUDA, as PyTorch's out-of-memory messages show
-it; it is below the figure on the box, and error correction takes more where it is switched on."""
+halved. Links: the same sheets, one direction (NVLink's figures count both), without optional
+bridges. Memory: `total_memory` of CUDA, as in PyTorch's out-of-memory messages; it is below the
+nominal figure, and error correction reduces it further."""
 
 import difflib
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from workflow.lib.system.errors import setting_error
 
-# A count stands before the kind or behind it: 2x4090, 2*4090, 4090x2, RTX4090:2 as Slurm writes it.
+# The count is before or after the kind: 2x4090, 2*4090, 4090x2, RTX4090:2 as in Slurm.
 COUNT_BEFORE = re.compile(r"(?P<count>[0-9]{1,9})\s*[x*]\s*(?P<kind>.+)", re.IGNORECASE)
 COUNT_BEHIND = re.compile(r"(?P<kind>.+?)\s*[x*:]\s*(?P<count>[0-9]{1,9})", re.IGNORECASE)
 FORM = "Write the number and the kind like 2x4090"
@@ -23,15 +23,15 @@ AMPERE = ("RTX 3090", "RTX A5000", "RTX A6000", "A100")  # compute capability 8.
 
 @dataclass(frozen=True)
 class Link:
-    """How GPUs of one machine are linked: bandwidth (bytes/s, one way), collectives' share."""
+    """Link between GPUs of one machine: bandwidth (bytes/s, one way), collectives' share."""
 
     name: str
     bandwidth: float
     share: float
 
 
-# Shares are assumed, but for NVLink's, which our 2 x H200 bear out. PCIe: without direct access
-# between cards, as on GeForce, a collective's bytes go through host memory.
+# Shares are assumed, except NVLink's, measured on our 2 x H200. PCIe: without direct access between
+# cards, as on GeForce, a collective's bytes go through host memory.
 PCIE_4, PCIE_5 = Link("PCIe 4.0", 32e9, 0.4), Link("PCIe 5.0", 64e9, 0.4)
 NVLINK_3, NVLINK_4, NVLINK_5 = (
     Link(f"NVLink {generation}", bandwidth, 0.8)
@@ -45,7 +45,7 @@ class GpuModel:
     """One kind of GPU. flops: dense bf16 FLOP/s (fp32 accumulation); bandwidth: bytes/s;
     memory_gib: seen by a process; link: to its neighbours; aliases: other names."""
 
-    name: str  # as the driver reports it
+    name: str  # the driver's name
     memory_gib: float
     flops: float
     bandwidth: float
@@ -55,8 +55,8 @@ class GpuModel:
 
     @property
     def host_gib(self) -> float:
-        """GiB of host memory for each GPU that machines with such GPUs usually have: 64 with
-        GeForce cards, 128 in workstations, 256 in servers (NVIDIA's DGX of eight have 2 TB)."""
+        """Usual GiB of host memory for each GPU: 64 with GeForce cards, 128 in workstations, 256 in
+        servers (NVIDIA's DGX of eight have 2 TB)."""
         if "GeForce" in self.name:
             return 64.0
         return 256.0 if self.memory_gib > 64 else 128.0
@@ -70,7 +70,7 @@ class GpuModel:
 def _model(
     name: str, gib: float, tflops: float, gb_per_s: float, link: Link, *aliases: str
 ) -> GpuModel:
-    """Return a GPU with its slot: PCIe 5.0 where its own links are newer than Ampere's."""
+    """Return a GPU with its slot: PCIe 5.0 if its own links are newer than Ampere's."""
     host = PCIE_4 if link in (PCIE_4, NVLINK_3) else PCIE_5
     return GpuModel(name, gib, tflops * 1e12, gb_per_s * 1e9, link, host.bandwidth, aliases)
 
@@ -100,8 +100,8 @@ BY_NAME = {model.name: model for model in MODELS}
 
 
 def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
-    """Return how many GPUs of which kind `2x4090`, `8 x H100`, `4090:2` or `A100` mean. Raises
-    `UserError`, naming `setting`, for an absurd count, an unknown kind or two readings."""
+    """Return number and kind of GPUs in `2x4090`, `8 x H100`, `4090:2` or `A100`. Raises
+    `UserError`, naming `setting`, for an absurd count, an unknown kind or an ambiguous text."""
     readings = list(dict.fromkeys(_readings(text.strip())))
     known = _models_by_plain_name()
     right = [(count, kind) for count, kind in readings if _plain(kind) in known]
@@ -118,7 +118,7 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
 
 
 def parse_gpu(text: str, *, setting: str) -> GpuModel:
-    """Return the kind of GPU that a setting names, or raise `UserError` as `parse_gpus`."""
+    """Return the kind of GPU of a setting; raises `UserError` as `parse_gpus`."""
     if model := _models_by_plain_name().get(_plain(text)):
         return model
     _, model = parse_gpus(text, setting=setting)
@@ -131,7 +131,7 @@ def parse_gpu(text: str, *, setting: str) -> GpuModel:
 
 
 def _readings(text: str) -> Iterator[tuple[int, str]]:
-    """Yield what a text can mean, the usual form first: how many, and of which kind."""
+    """Yield possible readings of a text, the usual form first: number, and kind."""
     for pattern in (COUNT_BEFORE, COUNT_BEHIND):
         if match := pattern.fullmatch(text):
             yield int(match["count"]), match["kind"]

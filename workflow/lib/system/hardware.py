@@ -1,6 +1,5 @@
-"""The machine: visible GPUs, host memory and disks, asked without torch.
-
-The driver and the kernel tell."""
+"""The machine: visible GPUs, host memory and disks, from the driver and the kernel, without
+torch."""
 
 import os
 import socket
@@ -16,7 +15,7 @@ from workflow.lib.system.errors import UserError
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-LEAST_FREE_BYTES = 2**20  # what a stage needs beyond this, preflight knows
+LEAST_FREE_BYTES = 2**20  # the rest of a stage's needs is preflight's to check
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Gpu:
 
     name: str
     total_bytes: int
-    used_bytes: int  # memory that programs hold on it now, whoever started them
+    used_bytes: int  # memory of all programs on it now
     uuid: str
     bfloat16: bool = True
     """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that
@@ -39,8 +38,8 @@ def visible_gpus() -> list[Gpu]:
 
 
 def drawn_j() -> float | None:
-    """Return the joules that the visible GPUs have drawn since their driver was loaded; None
-    without GPUs, and where one of them does not tell."""
+    """Return the joules of the visible GPUs since their driver was loaded; None without GPUs, or if
+    one does not report it."""
     drawn = _of_visible(_drawn_mj)
     return sum(drawn) / 1000 if drawn and min(drawn) >= 0 else None
 
@@ -51,7 +50,7 @@ def _drawn_mj(handle: object) -> int:
     return -1
 
 
-def _of_visible(told: Callable[[object], T]) -> list[T]:
+def _of_visible(query: Callable[[object], T]) -> list[T]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -65,7 +64,7 @@ def _of_visible(told: Callable[[object], T]) -> list[T]:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         if chosen is not None:
             handles = _until_unknown(chosen.split(","), by_id)
-        return [told(handle) for handle in handles]
+        return [query(handle) for handle in handles]
     finally:
         pynvml.nvmlShutdown()
 
@@ -109,8 +108,8 @@ def _describe(handle: object) -> Gpu:
 
 
 def _capability(handle: object) -> tuple[int, int]:
-    """Return the compute capability; 9.0 for an instance of a GPU that is split by MIG, which only
-    newer ones can be. Training asks the instance itself."""
+    """Return the compute capability; 9.0 for a MIG instance, which only newer GPUs can be. Training
+    reads the instance itself."""
     try:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     except pynvml.NVMLError:
@@ -119,14 +118,14 @@ def _capability(handle: object) -> tuple[int, int]:
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
-    """Return the GPUs that a run of `count` may get any of: no less memory than the count-th
+    """Return the GPUs of which a run of `count` may get any: no less memory than the count-th
     largest (cards of one kind differ by up to 1%)."""
     sizes = sorted((gpu.total_bytes for gpu in gpus), reverse=True)[:count]
     return [gpu for gpu in gpus if not sizes or gpu.total_bytes >= 0.99 * sizes[-1]]
 
 
 def available_host_bytes() -> int:
-    """Return host memory that can still be taken: of MemAvailable and the cgroup's rest."""
+    """Return the available host memory: of MemAvailable and the cgroup's rest."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -150,7 +149,7 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def check_writable(folders: Sequence[Path]) -> None:
-    """Check that there can be files in the folders, which need not exist yet. Raises `UserError`
+    """Check that files can be written in the folders, which need not exist yet. Raises `UserError`
     for one that may not be written, or whose disk is full."""
     for folder in folders:
         _check_way(folder)
@@ -207,7 +206,7 @@ def shared_memory_lack(folder: Path = SHARED_MEMORY) -> str | None:
 
 
 def loopback_lack(seconds: float = 5.0) -> str | None:
-    """Return why processes of this machine cannot meet, None if they can: over IPv4's loopback."""
+    """Return why processes here cannot connect over IPv4's loopback, None if they can."""
     try:
         with (
             socket.create_server((LOOPBACK, 0)) as server,
@@ -230,7 +229,7 @@ def check_processes_can_work() -> None:
 
 
 def threads_of_job() -> int:
-    """Return how many threads all processes of this job may have together. Snakemake gives every
-    job its threads as `OMP_NUM_THREADS`; without it, as many as cores that this process may use."""
+    """Return the number of threads for all processes of this job. Snakemake gives every job its
+    threads as `OMP_NUM_THREADS`; without it, the number of usable cores."""
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
     return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
-"""Files that a user names, which may be anything: a pipe never ends, a device has no size.
+"""Files that a user names, which may be of any kind: a pipe never ends, a device has no size.
 
-Whoever opens a file by a name of the settings asks here first; folders are asked for what would be
-read in them."""
+All files named in settings are checked here before they are opened; folders are checked for files
+that would be read."""
 
 import os
 import stat
@@ -17,12 +17,12 @@ KINDS = {
     stat.S_IFDIR: "a folder",
 }
 NOT_THERE = "there is no such file or folder"
-MOST_TEXT_BYTES = 2**26  # of a text that is read whole; the largest tokenizer.json has 32 MiB
+MOST_TEXT_BYTES = 2**26  # of a text that is read at once; the largest tokenizer.json has 32 MiB
 
 
 def why_unreadable(path: Path) -> str | None:
     """Return why neither a file nor a folder can be read at `path`, None if one can. Links are
-    followed. Whoever may not look into the folder above is told so."""
+    followed. A missing permission on the folder above is a reason of its own."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -44,8 +44,8 @@ def why_unreadable(path: Path) -> str | None:
 
 
 def read_input(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Return the text of a file that a user names. Raises `UserError` for what is no regular file,
-    cannot be read, is no UTF-8, or is larger than any such text; it never waits."""
+    """Return the text of a file that a user names. Raises `UserError` for one that is no regular
+    file, cannot be read, is no UTF-8, or is larger than any such text; never blocks."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(file)

@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM to Snakemake's process alone end its jobs too, in order.
+"""Order of the end after SIGINT or SIGTERM to Snakemake's process alone: its jobs end too.
 
-`kill` or a scheduler sends it so. Snakemake waits for its jobs, and a signal tells it only to start
-no more: a training would run to its end. A terminal tells all processes at once; here the jobs are
-told in the same way. Those on a cluster Snakemake cancels itself."""
+`kill` or a scheduler sends it so. Snakemake waits for its jobs, and after a signal only starts no
+more: a training would run to its end. A terminal signals all processes at once; here the jobs get
+the same signal. Snakemake itself cancels jobs on a cluster."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def end_with_jobs(*, jobs_run_here: bool) -> None:
 
 
 def _catch(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Answer both signals by `handler`, unless they are ignored."""
+    """Handle both signals by `handler`, unless they are ignored."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -50,19 +50,19 @@ def _end_with_jobs(jobs_run_here: bool, number: int, frame: FrameType | None) ->
     if not _ENDING:
         _ENDING.append(number)
         if jobs_run_here:
-            tell_jobs()
+            interrupt_jobs()
         raise SystemExit(INTERRUPTED)  # Snakemake catches it, and waits for the jobs
 
 
-def tell_jobs() -> None:
-    """Interrupt every job of this process as Ctrl-C does, also those that are just being started.
-    Under a shell script's `&` processes ignore that signal; there they are sent SIGTERM."""
+def interrupt_jobs() -> None:
+    """Interrupt every job of this process as Ctrl-C does, also jobs that are being started. Under a
+    shell script's `&` processes ignore that signal; there they get SIGTERM."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     number = signal.SIGTERM if ignored else signal.SIGINT
-    threading.Thread(target=_tell, args=(os.getpid(), number), daemon=True).start()
+    threading.Thread(target=_signal_jobs, args=(os.getpid(), number), daemon=True).start()
 
 
-def _tell(parent: int, number: signal.Signals) -> None:
+def _signal_jobs(parent: int, number: signal.Signals) -> None:
     signalled = set[int]()
     while True:
         for pid in set(group_below(parent)) - signalled:
@@ -73,7 +73,7 @@ def _tell(parent: int, number: signal.Signals) -> None:
 
 
 def group_below(pid: int) -> list[int]:
-    """Return the processes below `pid` in its group, as a terminal would; no workers."""
+    """Return the processes below `pid` in its group, as for a terminal; no workers."""
     processes = []
     for child in children_of(pid):
         with suppress(ProcessLookupError):
@@ -83,7 +83,7 @@ def group_below(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the ids of a process's children, however far they are; none once it has ended."""
+    """Return the ids of a process's descendants; none once it has ended."""
     try:
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:  # it has ended

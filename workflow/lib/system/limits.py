@@ -1,5 +1,5 @@
-"""Bounds of processor time and memory around work whose size foreign text decides: templates and
-regular expressions, whose loops and texts no sandbox bounds.
+"""Bounds of processor time and memory for work on foreign text: templates and regular expressions,
+whose loops and texts no sandbox bounds.
 
 The kernel counts: a timer of processor time, and the limit of the address space. Rendering a short
 conversation took 28 µs, the bounds 15 more (on a busy core, 2026-11-23)."""
@@ -16,15 +16,15 @@ from typing import NoReturn
 # 8 MiB.
 MAX_SECONDS = 60.0
 MAX_BYTES = 2**30
-REPEAT_SECONDS = 1.0  # for where the first signal comes while something ignores exceptions
+REPEAT_SECONDS = 1.0  # in case the first signal comes while exceptions are ignored
 
 
 class ExcessError(RuntimeError):
-    """Work that was stopped at a bound; the message says which, as in `it takes more than ...`."""
+    """Work that was stopped at a bound, which the message names: `it takes more than ...`."""
 
 
 class BoundedWork:
-    """Stop what happens within at so much processor time, or mapped address space more than now
+    """Stop work in the block after this processor time, or more mapped address space than now
     (None: `MAX_SECONDS`, `MAX_BYTES`); raises `ExcessError`. Not to be nested; outside of the main
     thread time has no bound."""
 
@@ -75,5 +75,5 @@ def _mapped_bytes() -> int:
 
 @cache
 def _statm(_pid: int) -> int:
-    """Return what reads this process's sizes; one opened before a fork reads the parent's."""
+    """Return the open file of this process's sizes; one opened before a fork reads the parent's."""
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
-"""One process at a time: a lock file that the kernel frees, whatever kills its holder.
+"""One process at a time: a lock file that the kernel frees, however its holder ends.
 
-So nobody has to remove it. Its holder's process id is in it. A holder that ends in order removes
-the file, so one that was killed can be named later."""
+So nobody has to remove it. It holds its holder's process id. A holder that ends in order removes
+the file, so a killed one can be named later."""
 
 import fcntl
 import logging
@@ -22,7 +22,7 @@ POLL_S = 0.5
 @contextmanager
 def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | None]:
     """Hold the lock file `path`; yield the process id of its last holder if that was killed: only
-    then, or while held, it is there. doing: for the message (`training this run`). Raises
+    then, or while held, the file exists. doing: for the message (`training this run`). Raises
     `UserError` if another holds it beyond `wait_s` seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, doing=doing, deadline=time.monotonic() + wait_s) as lock:
@@ -34,12 +34,12 @@ def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | 
         try:
             yield killed
         finally:
-            # It is still held: whoever has opened it already finds out in `_locked`.
+            # It is still held: a process that has opened it already finds out in `_locked`.
             path.unlink(missing_ok=True)
 
 
 def _locked(path: Path, *, doing: str, deadline: float) -> TextIO:
-    """Return the locked file at `path`; once more if its holder has removed it meanwhile."""
+    """Return the locked file at `path`; retry if its holder has removed it meanwhile."""
     while True:
         lock = path.open("a+")
         try:

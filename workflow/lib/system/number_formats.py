@@ -1,7 +1,6 @@
-"""Numbers and text as people read them: rounded, with units, and with nothing invisible left in.
+"""Numbers and text for people: rounded, with units, and without invisible characters.
 
-Formatting only: no function here computes a result. Digits are fixed by kind, so that a column
-lines up."""
+Formatting only: no function here computes a result. Digits are fixed by kind, so columns align."""
 
 import math
 import re
@@ -31,7 +30,7 @@ def signed(value: float) -> str:
 
 
 def general(value: float) -> str:
-    """Four significant digits, whatever the size: learning rates, tolerances, norms."""
+    """Four significant digits for any size: learning rates, tolerances, norms."""
     return minus(f"{value:.4g}")
 
 

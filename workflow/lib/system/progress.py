@@ -1,5 +1,5 @@
-"""How far a long piece of work is: a bar on a terminal, elsewhere a line in the log every half
-minute, whether or not anything was finished in it."""
+"""Progress of a long piece of work: a bar on a terminal, elsewhere a line in the log every half
+minute, even without progress."""
 
 import logging
 import sys
@@ -16,8 +16,8 @@ LINE_S = 30.0
 
 
 class Progress:
-    """Counts what is done of `total` things (None: nobody knows), shown by a bar or lines in the
-    block. total_work: cost of all, in any unit, by which the time left is told."""
+    """Counts finished ones of `total` things (None: unknown), shown by a bar or lines in the block.
+    total_work: cost of all, in any unit, for the remaining time."""
 
     def __init__(
         self,

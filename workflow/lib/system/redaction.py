@@ -1,8 +1,8 @@
-"""Passwords and tokens taken out of text that is shown or kept: messages, logs.
+"""Removal of passwords and tokens from text that is shown or kept: messages, logs.
 
-Secrets belong into the environment (`HF_TOKEN`), but a library's message may quote one. Services'
-tokens are known from `detect-secrets` (by form, not by entropy); here stands what it does not look
-for: logins of URLs, what follows `access_token=` and the like, tokens of the hub and of Google."""
+Secrets belong into the environment (`HF_TOKEN`), but a library's message may quote one.
+`detect-secrets` knows services' tokens (by form, not by entropy). This module adds logins of URLs,
+values of `access_token=` and the like, tokens of the hub and of Google."""
 
 import functools
 import re
@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
-SHORTEST = 8  # characters; a shorter value is a word that occurs by itself
-# A login's password may hold any character: all up to the last @ of the word is taken for it.
-# Bounded, as every repetition here that may start anywhere: a text may be made to be slow.
+SHORTEST = 8  # characters; a shorter value is an ordinary word
+# A login's password may hold any character: all up to the word's last @ counts. Repetitions that
+# may start anywhere are bounded: a text may be made to be slow.
 LOGIN = r"(?<=://)(?:[^/\s@:]{0,64}:\S{0,256}|[^/\s@'\"]{1,256})(?=@)"
 NAMED = (
     r"(?:access|refresh|auth|id|security)[_-]?token|api[_-]?key|secret[_-]?access[_-]?key"
@@ -34,7 +34,7 @@ SECRET_TEXT = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END[A-Z ]*-----|\Z)",
     re.IGNORECASE | re.DOTALL,
 )
-WORD = re.compile(r"[^\s'\"]{20,}")  # as long as the shortest token of the list
+WORD = re.compile(r"[^\s'\"]{20,}")  # the length of the shortest token in the list
 # Names of variables that hold secrets: HF_TOKEN, HF_TOKEN_READ, PGPASSWORD, MYSQL_PWD, CI_PAT, ...
 SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|APIKEY|PASSPHRASE|CREDENTIALS?|WEBHOOK)(_|$)"
@@ -53,7 +53,7 @@ SERVICES = (
 
 @functools.cache
 def token_forms() -> re.Pattern[str]:
-    """Return what matches a token of a service, by its own form. The package is imported when the
+    """Return the pattern of services' tokens, by their own forms. The package is imported when the
     first text may hold one: that takes a fifth of a second."""
     from detect_secrets.plugins.base import RegexBasedDetector
 
@@ -65,7 +65,7 @@ def token_forms() -> re.Pattern[str]:
         if isinstance(found, type) and issubclass(found, RegexBasedDetector)
         if found.__module__ == module.__name__
     ]
-    # But for those that look for a name before the token.
+    # Without those that search for a name before the token.
     patterns = [
         form.pattern
         for detector in detectors
@@ -104,6 +104,6 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def public_name(path: str) -> str:
-    """Return a path as the settings name it; of an absolute one, which tells of this machine, its
-    last part."""
+    """Return a path as in the settings; of an absolute one, which is of this machine, its last
+    part."""
     return PurePath(path).name if PurePath(path).is_absolute() else path

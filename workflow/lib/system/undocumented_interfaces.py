@@ -1,6 +1,6 @@
 """Undocumented names of packages that this workflow uses, checked before work begins.
 
-A release without one of them would fail late, by an AttributeError, or not at all: an attribute
+Without one of them a release would fail late, by an AttributeError, or not at all: an attribute
 that nobody reads any more can still be set. Only torch's flight recorder (`heartbeat`) has no
 check, since there is another way without it."""
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from workflow.lib.system.errors import UserError
 
-# Of classes whose instances need some.
+# Arguments of classes whose instances are checked.
 ARGUMENTS = {"Linear4bit()": {"input_features": 2, "output_features": 2, "device": "meta"}}
 
 
@@ -38,7 +38,7 @@ class Interface:
             if path.endswith("()"):
                 found = found(**ARGUMENTS.get(path, {}))
             return hasattr(found, self.name)
-        except (ImportError, AttributeError, TypeError):  # the owner is gone, or is made otherwise
+        except (ImportError, AttributeError, TypeError):  # no owner, or other arguments
             return False
 
 
@@ -65,7 +65,7 @@ INTERFACES = _of(
         f"{FSDP2}._fsdp_common:TrainingState": "IDLE",
         f"{FSDP2}._fsdp_param_group:FSDPParamGroup": "_to_sharded",
         f"{FSDP2}._fsdp_state:FSDPState()": "_comm_ctx _state_ctx _fsdp_param_group",
-        # a module's tensors without a search by attribute, and buffers that no checkpoint holds
+        # a module's tensors without attribute access, and buffers that no checkpoint holds
         "torch.nn:Module()": "_modules _parameters _buffers _non_persistent_buffers_set",
         # the state of a stored weight; moments made before the first step
         "bitsandbytes.functional:QuantState": "from_dict",
@@ -94,8 +94,8 @@ INTERFACES = _of(
         "lm_eval.models.huggingface:HFLM": "_loglikelihood_tokens _model_call _model_generate",
     }
 )
-# Recordings of the engine (`workflow.lib.recording`): tensors without values, what operations make
-# of them, a device and processes that are not there, what kernels allocate by operator.
+# Recordings of the engine (`workflow.lib.recording`): tensors without values, results of operations
+# on them, a simulated device and processes, allocations of kernels by operator.
 OF_RECORDINGS = _of(
     {
         "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode in_kernel_invocation_manager",
@@ -121,13 +121,13 @@ OF_MODELS = ("torch", "bitsandbytes", "transformers", "peft")
 
 
 def check_interfaces(*packages: str) -> None:
-    """Raise `UserError` if an installed release of these packages lacks a name that is used."""
+    """Raise `UserError` if an installed release of these packages lacks a needed name."""
     _check([used for used in INTERFACES if used.package in packages])
 
 
 def check_recordings() -> None:
-    """Raise `UserError` if torch lacks a name that recordings use."""
-    import_module("torch.nn.attention.varlen")  # which registers its operators
+    """Raise `UserError` if torch lacks a name for recordings."""
+    import_module("torch.nn.attention.varlen")  # it registers operators
     _check(OF_RECORDINGS)
 
 
