@@ -1,10 +1,10 @@
-"""Every family with every branch of its config switched on: clips, caps, limits, biases, norms of
-queries, LongRoPE beyond its limit train as the stock model, and what draws random numbers has the
-same gradients with recomputation.
+"""Every family with every branch of its config switched on: clips, caps, limits, factors, biases,
+norms of queries, LongRoPE beyond its limit train as the stock model, and what draws random numbers
+has the same gradients with recomputation.
 
-A field is a branch if the family's file reads it and its value in the tiny model is None, false or
-0, or if it is called a limit, which small values do not reach. Sizes and names are none: nothing
-says which would fit."""
+A field is a branch if the family's file reads it and its value in the tiny model is None, false, 0
+or a factor of 1, or if it is called a limit, which small values do not reach. Sizes and names are
+none: nothing says which would fit."""
 
 import importlib
 import inspect
@@ -37,6 +37,7 @@ from workflow.lib.training.startup_checks import startup_checks
 
 FLOAT = 0.5  # of a clip, a cap, a scale: the values of tiny models lie on both sides
 LIMIT = re.compile(r"limit|clip|clamp|softcap")
+SCALE = re.compile(r"multiplier|scal")
 DRAWN = re.compile(r"drop|jitter|noise")
 # Values that nothing derives; None: no branch of a causal language model that is trained.
 BY_NAME: dict[str, Any] = {
@@ -76,6 +77,7 @@ OTHERS = {
     "minimax_m2": AutoConfig.for_model(
         "minimax_m2", **SIZES, num_local_experts=5, num_experts_per_tok=2
     ),
+    "hyperclovax": AutoConfig.for_model("hyperclovax", **SIZES),
 }
 
 
@@ -110,7 +112,8 @@ def _switched_on(config: Any, name: str, annotation: str) -> Any:
         return BY_NAME.get(name)
     if value is False:
         return True
-    off = value is None or (isinstance(value, float) and value == 0.0)
+    scale = 1.0 if SCALE.search(name) else 0.0
+    off = value is None or (isinstance(value, float) and value in (0.0, scale))
     limits = isinstance(value, float) and LIMIT.search(name)
     return FLOAT if limits or (off and "float" in annotation) else None
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from tests.support.models import VOCAB, adapted
 from workflow.lib.kernels.attention.packed import document_bounds
@@ -107,6 +107,7 @@ def test_logits_of_a_whole_batch_never_exist(head, monkeypatch):
         ({}, 1.0, None),
         ({"logit_scale": 0.0625}, 0.0625, None),  # Cohere
         ({"logits_scaling": 8.0}, 0.125, None),  # Granite
+        ({"lm_head_multiplier": 0.0625}, 0.0625, None),  # Falcon H1
         ({"final_logit_softcapping": 30.0}, 1.0, 30.0),  # Gemma 2
         ({"logit_scale": None}, 1.0, None),  # MPT
     ],
@@ -115,6 +116,15 @@ def test_logits_of_a_whole_batch_never_exist(head, monkeypatch):
 def test_head_is_scaled_and_capped_as_its_family_does(config, scale, softcap):
     head = output_head(nn.Identity(), PretrainedConfig(**config))
     assert (head.scale, head.softcap) == (scale, softcap)
+
+
+def test_head_is_scaled_by_the_text_part_of_a_multimodal_model():
+    """Granite 4 Vision divides its logits, HyperCLOVA X's multiplies them."""
+    families = {"granite4_vision": 0.125, "hyperclovax_vision_v2": 8.0}
+    for family, scale in families.items():
+        config = AutoConfig.for_model(family)
+        config.text_config.logits_scaling = 8.0
+        assert output_head(nn.Identity(), config).scale == scale
 
 
 @pytest.fixture(scope="module")

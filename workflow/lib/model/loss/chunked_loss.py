@@ -6,6 +6,7 @@ head (`trained_modules`), so backward needs no logits. Only a trained head's gra
 slopes (`log_probs`) makes backward compute the chunks again. The idea is fused linear cross-entropy
 (Liger, arXiv 2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -61,13 +62,21 @@ class OutputHead:
         return logits
 
 
+# What families multiply logits by (Cohere, Falcon H1, Muse), and divide them by (Granite).
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+DIVISOR = "logits_scaling"
+MULTIPLIED_BY_IT = ("hyperclovax",)  # families that multiply by Granite's divisor (5.23)
+
+
 def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = True) -> OutputHead:
-    """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps
-    it. `startup_checks.startup_checks` finds a family with another head."""
-    scale = _number(config, "logit_scale") / _number(config, "logits_scaling")
-    # Gemma 4 caps by the text part of a multimodal config.
-    cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    return OutputHead(module, scale, cap, fused)
+    """Return a model family's head, which scales its output or caps it, by the text part of its
+    configuration. `startup_checks.startup_checks` finds a family with another head."""
+    text: Any = config.get_text_config()
+    divisor = _number(text, DIVISOR)
+    if text.model_type in MULTIPLIED_BY_IT:
+        divisor = 1 / divisor
+    scale = math.prod(_number(text, key) for key in FACTORS) / divisor
+    return OutputHead(module, scale, getattr(text, "final_logit_softcapping", None), fused)
 
 
 def _number(config: PretrainedConfig, key: str) -> float:
