@@ -32,7 +32,11 @@ from workflow.lib.system.compute_choice import AttentionNeeds
 NEEDS = [
     (LlamaConfig(hidden_size=96, num_attention_heads=2), AttentionNeeds(head_dim=48, value_dim=48)),
     (Qwen3Config(attention_dropout=0.1), AttentionNeeds(dropout=0.1)),
-    (Gemma2Config(), AttentionNeeds(softcap=True, head_dim=256, value_dim=256)),
+    (Gemma2Config(), AttentionNeeds(softcap=True, no_sdpa=True, head_dim=256, value_dim=256)),
+    (
+        Gemma2Config(attn_logit_softcapping=None),
+        AttentionNeeds(no_sdpa=True, head_dim=256, value_dim=256),
+    ),
     (Gemma3Config(), AttentionNeeds(head_dim=256, value_dim=256)),
     (GptOssConfig(), AttentionNeeds(sinks=True, masks_of_rows=True, head_dim=64, value_dim=64)),
     (Llama4Config(), AttentionNeeds(chunks=True)),
@@ -83,7 +87,6 @@ def test_config_that_says_little_is_read(config, tmp_path):
     assert not read_attention_needs(tmp_path).softcap
 
 
-SOFT_CAPPED = {"gemma2", "vaultgemma"}
 NO_DECODERS = {
     *("big_bird", "bigbird_pegasus", "cpmant", "git", "got_ocr2", "megatron-bert", "mvp"),
     *("openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "trocr", "xlm", "xlnet"),
@@ -96,5 +99,5 @@ def test_classes_that_rule_sdpa_out_are_known():
         for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NO_DECODERS
     }
     ruled_out = {family for family, kind in classes.items() if not kind._supports_sdpa}
-    assert ruled_out - WITH_SINKS - SOFT_CAPPED <= WITHOUT_SDPA
+    assert ruled_out - WITH_SINKS <= WITHOUT_SDPA
     assert WITHOUT_SDPA & classes.keys() - ruled_out <= {"codegen", "gptj"}  # sdpa from 5.24 on

@@ -24,10 +24,11 @@ EAGER_ALONE = frozenset(
         *("inkling2_loop_text", "inkling2_text"),
     }
 )
-# Those, and families whose class excludes sdpa for another reason than sinks or soft caps: some
-# have no attention.
+# Those, and families whose class excludes sdpa for another reason than sinks: some for a soft cap
+# that a config.json may leave out, some have no attention.
 WITHOUT_SDPA = EAGER_ALONE | {
-    *("deepseek_v4", "falcon_mamba", "flint", "hy_v4", "mamba", "mamba2", "rwkv", "xlstm")
+    *("deepseek_v4", "falcon_mamba", "flint", "gemma2", "hy_v4", "mamba", "mamba2", "rwkv"),
+    *("vaultgemma", "xlstm"),
 }
 # Names in configurations of Transformers (5.23) of the share of dropped attention weights.
 ATTENTION_DROPOUT = (
