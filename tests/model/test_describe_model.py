@@ -136,6 +136,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["'paligemma'", "its attention sees the tokens that follow"],
     ),
     (
+        SIZES | {"model_type": "mixtral", "num_local_experts": 1, "num_experts_per_tok": 1},
+        ["'mixtral'", "its mixtures have one expert"],
+    ),
+    (
         SIZES | MOE | {"model_type": "laguna", "shared_expert_intermediate_size": 64},
         ["'laguna'", "PEFT would not find an adapter on model.layers.1.mlp.shared_experts"],
     ),

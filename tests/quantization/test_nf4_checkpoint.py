@@ -157,6 +157,14 @@ def test_checkpoint_without_a_tensor_of_the_model_is_refused(tmp_path):
     assert message.endswith("check model.source.")
 
 
+def test_tensors_under_names_of_a_wrapper_are_told(tmp_path):
+    folder = tiny_llama(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    save_file(wrapped, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f", but {len(tensors)} others (_orig_mod.lm_head.weight first)" in refusal(folder)
+
+
 @pytest.mark.parametrize("name", [Q_PROJ, "model.embed_tokens.weight"])
 def test_tensor_of_another_shape_is_refused(tmp_path, name):
     expected = (VOCAB, 80) if "embed" in name else (80, 80)
@@ -167,12 +175,15 @@ def test_tensor_of_another_shape_is_refused(tmp_path, name):
     )
 
 
-@pytest.mark.parametrize(("dtype", "shown"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
-def test_weight_that_is_quantized_already_is_refused(tmp_path, dtype, shown):
+@pytest.mark.parametrize(
+    ("dtype", "shown"),
+    [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64")],
+)
+def test_weight_of_another_type_is_refused(tmp_path, dtype, shown):
     message = refusal(rewritten(tmp_path / "model", {Q_PROJ: torch.zeros(80, 80).to(dtype)}))
     assert message.endswith(
-        f"{Q_PROJ} is stored as {shown}: the model is quantized already, in a format that is not "
-        "known. Set model.source to the original bf16, fp16 or fp32 checkpoint."
+        f"{Q_PROJ} is stored as {shown}, which is neither bf16, fp16 nor fp32, nor a format that "
+        "is decoded. Set model.source to the original bf16, fp16 or fp32 checkpoint."
     )
 
 

@@ -64,6 +64,22 @@ def test_format_that_is_not_decoded_is_refused_where_weights_are_packed(tmp_path
         without_quantization(config, tmp_path / "config.json")
 
 
+@pytest.mark.parametrize("newer", [True, False], ids=["said twice", "by MLX's name alone"])
+def test_weights_that_mlx_has_quantized_are_refused_by_its_name(tmp_path, newer):
+    folder = tiny_llama(tmp_path, num_hidden_layers=1)
+    path, linear = folder / "model.safetensors", "model.layers.0.mlp.up_proj"
+    codes = torch.zeros(176, 80 // 8, dtype=torch.int32).view(torch.uint32)
+    parts = {"weight": codes, "scales": torch.ones(176, 1), "biases": torch.ones(176, 1)}
+    tensors = load_file(path) | {f"{linear}.{name}": part for name, part in parts.items()}
+    save_file(tensors, path, metadata={"format": "mlx"})
+    settings = {"group_size": 64, "bits": 4}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization": settings}
+    config |= {QUANTIZATION: settings} if newer else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"quantized already \(by MLX: quantization = .*'bits': 4"):
+        describe_folder(folder)
+
+
 def test_config_json_alone_is_believed(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(UserError, match=r"quantized already \(.*'quanto'; "):

@@ -118,7 +118,7 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
     stored = load_file(folder / "model.safetensors")
     left = {name: tensor for name, tensor in stored.items() if not name.endswith("_scale_inv")}
     save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="is stored as F8_E4M3: the model is quantized already"):
+    with pytest.raises(UserError, match="is stored as F8_E4M3, which is neither bf16"):
         describe_folder(folder)
 
 

@@ -226,7 +226,8 @@ def _described(calls: LayerCalls, linears: tuple[Linear, ...]) -> DecoderLayer:
 
 
 def _check(calls: LayerCalls, linears: Sequence[Linear], attended: Attended) -> None:
-    """Raise `UserError` for layers without linears, unshareable heads, and unknown experts."""
+    """Raise `UserError` for layers without linears, unshareable heads, a single expert, and unknown
+    experts."""
     if not linears:
         raise UserError(
             f"in a decoder layer {type(calls.layer).__name__} has no linear whose weights can be "
@@ -236,6 +237,11 @@ def _check(calls: LayerCalls, linears: Sequence[Linear], attended: Attended) -> 
         raise UserError(
             f"{attended.query[0]} query heads cannot share {attended.key[0]} key heads equally. "
             "Give the config.json that belongs to the checkpoint (model.source)."
+        )
+    if any(stack.shape[0] == 1 for stack in expert_stacks(calls.layer).values()):
+        raise UserError(
+            "its mixtures have one expert, so no router chooses anything. Publish it as a dense "
+            "model of its family, or choose another model.source."
         )
     for name, shape in others_of(calls, linears)[1]:
         owner = calls.layer.get_submodule(name.rpartition(".")[0])

@@ -12,6 +12,7 @@ from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.system.errors import UserError
 
 QUANTIZATION = "quantization_config"
+MLX = "quantization"  # MLX's name of it, beside which newer files have Transformers'
 TEXT_PART = "text_config"  # of a multimodal model
 METHOD = "quant_method"
 # Transformers' names; `published.decoded_reader` reads these formats.
@@ -37,7 +38,7 @@ DECODED_VALUES: dict[str, dict[tuple[str, ...], tuple[Any, tuple[Any, ...]]]] = 
     },
 }
 # Dtypes and suffixes of packed weights, and of tensors that lie beside packed weights alone.
-PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
+PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "I8", "U32")
 PACKED_NAMES = (".qweight", "weight_packed", "_blocks", "__nf4", "__fp4", ".SCB", "_qdata")
 SCALE_NAMES = ("_scale_inv", "weight_scale", ".scales", ".qzeros", ".g_idx", ".absmax", "_scales")
 
@@ -49,10 +50,13 @@ def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     is not decoded, and as `quantization_of`."""
     settings = quantization_of(config, path)
     if settings is not None and settings.get(METHOD) not in DECODED_FORMATS:
+        said = f"{QUANTIZATION}.{METHOD} = {settings.get(METHOD)!r}"
+        if MLX in config:
+            said = f"by MLX: {MLX} = {config[MLX]!r}"
         raise UserError(
-            f"{path} describes a model that is quantized already "
-            f"({QUANTIZATION}.{METHOD} = {settings.get(METHOD)!r}; {', '.join(DECODED_FORMATS)} "
-            "can be read). Set model.source to the original bf16, fp16 or fp32 checkpoint."
+            f"{path} describes a model that is quantized already ({said}; "
+            f"{', '.join(DECODED_FORMATS)} can be read). Set model.source to the original bf16, "
+            "fp16 or fp32 checkpoint."
         )
     if settings is not None:
         _check_nf4(settings, path)
@@ -137,4 +141,7 @@ def said_of_quantization(config: Mapping[str, Any]) -> Any:
     """Return the quantization settings of a config.json; None if absent or null."""
     part = config.get(TEXT_PART)
     inner = part.get(QUANTIZATION) if isinstance(part, Mapping) else None
-    return config.get(QUANTIZATION) or inner or None
+    by_mlx = config.get(MLX)
+    return (
+        config.get(QUANTIZATION) or inner or (by_mlx if isinstance(by_mlx, Mapping) else {}) or None
+    )

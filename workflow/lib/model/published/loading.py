@@ -106,10 +106,11 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
     owned = [name for name in tensors if reader.owner(name) == name]
     missing = sorted({name for name in owned if name not in reader} | report["missing_keys"])
     if missing:
+        others = f", but {len(reader.left)} others ({reader.left[0]} first)" if reader.left else ""
         raise UserError(
             f"{reader.folder}: the checkpoint has no tensor {missing[0]}, nor {len(missing) - 1} "
-            "more that the model of its config.json has. The files do not belong together, or the "
-            "download is not complete: check model.source."
+            f"more that the model of its config.json has{others}. The files do not belong "
+            "together, or the download is not complete: check model.source."
         )
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise UserError(
@@ -120,9 +121,9 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
         dtype = reader.dtype(name)
         if tensors[name].is_floating_point() and dtype not in FLOAT_BYTES:
             raise UserError(
-                f"{reader.folder}: {name} is stored as {dtype}: the model is quantized already, in "
-                "a format that is not known. Set model.source to the original bf16, fp16 or fp32 "
-                "checkpoint."
+                f"{reader.folder}: {name} is stored as {dtype}, which is neither bf16, fp16 nor "
+                "fp32, nor a format that is decoded. Set model.source to the original bf16, fp16 "
+                "or fp32 checkpoint."
             )
     _check_no_more_layers(model, report["unexpected_keys"], reader.folder)
     return LeftOver(stored=tuple(reader.left), unexpected=tuple(sorted(report["unexpected_keys"])))
