@@ -26,6 +26,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.start_adapter import of_this_class, plain_name
+from workflow.lib.training.startup_checks import startup_checks
 
 BATCH, ROWS, SEQ_LEN, CPU = 6, 7, 19, torch.device("cpu")
 TRAIN = TrainConfig(
@@ -111,11 +112,14 @@ def build(folder: Path, name: str, adapter: Path, world: Any) -> Any:
 
 
 def first_steps(folder: Path) -> dict[str, Any]:
-    """Return the values that every kind starts with, whole, and its first loss."""
+    """Return the values that every kind starts with, whole, and its first loss; the checks before
+    the first step hold."""
     found = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for name in KINDS:
+            kind = KINDS[name].model
             model = build(folder, name, folder / name, world)
+            startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), folder / kind, world)
             values = all_full(trainable_parameters(model.training))
             trainer = Trainer(
                 model.training,

@@ -52,20 +52,22 @@ def mismatched_tensors(
     reader: CheckpointReader,
     world: World,
     *,
+    masters: bool = True,
     moved: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Gather every unit through FSDP and compare it bit by bit with the checkpoint, on one rank
-    each, and slices of the vocabulary locally; return differing tensors. `moved` after each.
-    Collective, after a forward. One process: the whole model."""
+    each, and slices of the vocabulary locally; return differing tensors. masters: also those of
+    weights that are trained whole, which begin as the checkpoint's or as an adapter's. `moved`
+    after each. Collective, after a forward. One process: the whole model."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     write_rows_(model, base=True)
     if not units:
-        return _differences(model, reader)
-    wrong = _different_slices(training, reader)
+        return _differences(model, reader, masters)
+    wrong = _different_slices(training, reader, masters)
     for number, unit in enumerate(units):
         unit.unshard()  # all gather, in the same order, also processes that compare nothing
         if number % world.size == world.rank:
-            wrong += _differences(model, reader)
+            wrong += _differences(model, reader, masters)
         unit.reshard()
         moved()
     return names_of_all(wrong, world)
@@ -76,7 +78,7 @@ def names_of_all(names: list[str], world: World) -> list[str]:
     return sorted(set(chain.from_iterable(world.gathered(names))))
 
 
-def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
+def _differences(model: PreTrainedModel, reader: CheckpointReader, masters: bool) -> list[str]:
     """Compare all whole parameters (gathered, or never sharded) with the checkpoint."""
     wrong = []
     for path, linear in nf4_linears(model):
@@ -84,6 +86,8 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
     for name, tensor in [*plain_parameters(model), *stored_buffers(model)]:
         if type(tensor.data) is not torch.Tensor or not tensor.numel():
             continue  # without elements: rows are looked up in the checkpoint itself
+        if tensor.requires_grad and not masters:
+            continue
         stored = reader.tensor(checkpoint_name(name)).to(tensor.dtype)
         if not _same_bytes(tensor.data.cpu(), stored):
             wrong.append(checkpoint_name(name))
@@ -104,13 +108,15 @@ def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> l
     return wrong
 
 
-def _different_slices(training: CausalLMForTraining, reader: CheckpointReader) -> list[str]:
+def _different_slices(
+    training: CausalLMForTraining, reader: CheckpointReader, masters: bool
+) -> list[str]:
     """Compare this process's slices of embedding and head with the checkpoint."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     sliced = set(map(id, _vocabulary_parameters(training)))
     wrong = []
     for name, param in plain_parameters(model):
-        if id(param) in sliced:
+        if id(param) in sliced and (masters or not param.requires_grad):
             stored = reader.rows(checkpoint_name(name), *local_range(param)).to(param.dtype)
             if not _same_bytes(local(param).cpu(), stored):
                 wrong.append(checkpoint_name(name))

@@ -60,6 +60,8 @@ class TrainingModel:
     """Decoder layers whose packed weights are gathered layer by layer."""
     fused: Counter[str] = field(default_factory=Counter)
     """Number of fused modules of each kind (`fuse_layers`)."""
+    continues: bool = False
+    """Whether the trained weights begin with an adapter's values, not with the base's."""
 
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of PEFT's `adapter_config.json`."""
@@ -153,7 +155,7 @@ def build_training_model(
         load_start_(training, start, config, base=base)
     if dtype == torch.float16:
         training.loss_scale = LossScale()
-    return replace(laid_out, bytes_read=bytes_read, fused=fused)
+    return replace(laid_out, bytes_read=bytes_read, fused=fused, continues=start is not None)
 
 
 def dtype_of(plan: StepPlan) -> torch.dtype:

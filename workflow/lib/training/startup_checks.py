@@ -109,7 +109,9 @@ def _check_weights(
     model: TrainingModel, base: Path, world: World, *, moved: Callable[[], None]
 ) -> Check:
     with CheckpointReader(base) as reader:
-        wrong = mismatched_tensors(model.training, model.units, reader, world, moved=moved)
+        wrong = mismatched_tensors(
+            model.training, model.units, reader, world, masters=not model.continues, moved=moved
+        )
         packed = model.packed_layers
         wrong += packed.mismatched(reader, moved=moved) if packed else []
         count = len(reader.names())
