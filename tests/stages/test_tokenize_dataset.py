@@ -162,6 +162,39 @@ def test_without_a_pad_token_no_padding_is_trained_and_every_end_is(stage):
     assert not store.loss_mask[:, -1].any()
 
 
+@pytest.mark.parametrize("free", [-1, 0], ids=["own vocabulary", "eos"])
+def test_tokenizer_of_another_model_is_counted_whole(stage, free):
+    stage.tokenizer = shutil.copytree(stage.tokenizer, stage.folder / "other")
+    tokenizer = AutoTokenizer.from_pretrained(stage.tokenizer)
+    if free == 0:
+        tokenizer.add_special_tokens({"eos_token": "<late>"})
+        tokenizer.save_pretrained(stage.tokenizer)
+    config = {"model_type": "llama", "vocab_size": tokenizer.vocab_size + free}
+    (stage.tokenizer / "config.json").write_text(json.dumps(config))
+    assert stage.run().manifest["vocab_size"] == len(tokenizer)
+
+
+def test_added_token_that_the_model_has_no_row_for_is_in_no_row(stage):
+    """The image token of Gemma 3's text models, and a pad token that was only added."""
+    stage.tokenizer = stage.folder / "longer"
+    tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
+    known = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<more>"})
+    tokenizer.save_pretrained(stage.tokenizer)
+    config = {"model_type": "llama", "vocab_size": known}
+    (stage.tokenizer / "config.json").write_text(json.dumps(config))
+    spelled = {"prompt": "Question?", "completion": "An answer of <more> tokens."}
+    save_rows(stage.train, [*rows(NUM_TRAIN), spelled])
+    store = stage.run(special_tokens_in_text="tokens", max_rejected_share=0.5)
+    assert (store.manifest["vocab_size"], store.manifest["pad_token_origin"]) == (
+        known,
+        "eos_token",
+    )
+    assert store.input_ids.max() < known
+    (dropped,) = map(json.loads, (stage.output / "rejects.jsonl").read_text().splitlines())
+    assert f"id {known}, the model's embedding has {known} rows" in dropped["reason"]
+
+
 def test_source_of_weight_two_is_trained_twice_and_of_one_half_half(stage):
     twice = save_rows(stage.folder / "twice.jsonl", rows(10, start=100))
     half = save_rows(stage.folder / "half.jsonl", rows(10, start=200))

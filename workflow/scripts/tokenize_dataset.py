@@ -18,6 +18,7 @@ from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import (
+    known_tokens,
     load_tokenizer,
     read_chat_template,
     read_tool_template,
@@ -94,7 +95,8 @@ def tokenize(args: argparse.Namespace) -> None:
     check_downloads(args)
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
-    encodings = find_encodings(tokenizer, sources, settings, examples)
+    known = known_tokens(tokenizer, args.tokenizer)
+    encodings = find_encodings(tokenizer, known, sources, settings, examples)
     tokenizer_facts = manifest.tokenizer_facts(
         tokenizer, args.tokenizer, chat_template=encodings["train"].chat_template
     )
@@ -148,11 +150,13 @@ def check_downloads(args: argparse.Namespace) -> None:
 
 def find_encodings(
     tokenizer: PreTrainedTokenizerBase,
+    known: int,
     splits: dict[str, list[Source]],
     settings: DataConfig,
     examples: Examples,
 ) -> dict[str, Encoding]:
-    """Return how the rows of each split become tokens, once the template is known to serve."""
+    """Return how the rows of each split become tokens, once the template is known to serve. known:
+    how many tokens can be in them."""
     formats = {split: find_formats(split, sources, examples) for split, sources in splits.items()}
     chats = any(name not in WITHOUT_TEMPLATE for some in formats.values() for name, _ in some)
     template = tool_template = None
@@ -167,6 +171,7 @@ def find_encodings(
         template_kwargs=settings.template_kwargs,
         allow_unrendered=settings.allow_unrendered,
         special_tokens=settings.special_tokens_in_text or "text",
+        known_tokens=known,
     )
     exported = template and with_arguments(template, settings.template_kwargs)
     return {

@@ -62,9 +62,11 @@ class SampleEncoder:
         template_kwargs: Mapping[str, object] | None = None,
         allow_unrendered: Collection[TextKind] = (),
         special_tokens: Literal["text", "tokens"] = "text",
+        known_tokens: int | None = None,
     ) -> None:
         self._encoder = SafeEncoder(tokenizer)
         self._vocab_size = len(tokenizer)
+        self._known = self._vocab_size if known_tokens is None else known_tokens
         self._loss_on = loss_on
         self._reads_tokens = special_tokens == "tokens"
         bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -100,8 +102,22 @@ class SampleEncoder:
         """Return the encoder of the sample; a conversation is rendered now. Both raise `RowError`
         as `encode`. A block of rows rendered before it is encoded takes four fifths of the time, by
         the processor's caches."""
+        begun = self._begin(sample)
+        return begun if self._known == self._vocab_size else partial(self._with_rows, begun)
+
+    def _with_rows(self, begun: Callable[[], list[Encoded]]) -> list[Encoded]:
+        """Return the encoded examples; raises `RowError` for a token without a row in the model."""
+        examples = begun()
+        largest = max(int(example.ids.max(initial=0)) for example in examples)
+        if largest >= self._known:
+            raise RowError(
+                f"token without a row: id {largest}, the model's embedding has {self._known} rows"
+            )
+        return examples
+
+    def _begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
         if isinstance(sample, Weighted):
-            return partial(_weighted, self.begin(sample.sample), sample.weight)
+            return partial(_weighted, self._begin(sample.sample), sample.weight)
         if isinstance(sample, Conversation):
             if sample.weights is not None and self._loss_on == "all":
                 raise RowError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.input_files import read_input
@@ -53,6 +53,17 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         reason = "the tokenizer has no eos token, so a model could not learn to stop"
         raise _tokenizer_error(folder, reason, 'Set "eos_token" in its tokenizer_config.json')
     return tokenizer
+
+
+def known_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
+    """Return how many tokens can be in data: all of the tokenizer's, but for those behind its own
+    vocabulary that the model in `folder` has no rows for, by its config.json (the image token of
+    Gemma 3's text models). A tokenizer whose vocabulary or eos token does not fit is another
+    model's, and is refused by its size (`planning.preflight.checks`)."""
+    path = folder / "config.json"
+    rows = text_part(read_bounded(path)).get("vocab_size") if path.is_file() else None
+    needed = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
+    return min(len(tokenizer), rows) if rows is not None and needed <= rows else len(tokenizer)
 
 
 def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
+from workflow.lib.data.encoding.tokenizer import known_tokens, tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.splits import BLOCK, Numbers, Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
@@ -80,10 +80,14 @@ def manifest(
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str | None
 ) -> Facts:
-    """Return vocabulary size, special ids and digests; without pad, eos pads the rows."""
+    """Return vocabulary size, special ids and digests; eos pads the rows where the model knows no
+    pad token."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    known = known_tokens(tokenizer, folder)
+    if pad is not None and pad >= known:
+        pad = None
     return {
-        "vocab_size": len(tokenizer),
+        "vocab_size": known,
         "pad_token_id": eos if pad is None else pad,
         "pad_token_origin": "eos_token" if pad is None else "pad_token",
         "eos_token_id": eos,
