@@ -3,15 +3,19 @@ covered is refused by name."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.decoder_survey import tiny_config
 from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
+from tests.support.models import adapted, quantized, tiny_llama
+from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.describe_model import describe_config, describe_folder
@@ -184,3 +188,34 @@ def test_infinity_is_read_however_it_is_written(tmp_path):
     assert describe_config(read, origin=tmp_path) == describe_config(
         {k: v for k, v in config.items() if k != "time_step_limit"}, origin=tmp_path
     )
+
+
+LAST_USE: dict[str, Any] = {
+    "return_dict": False,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "_attn_implementation": "flash_attention_2",
+}
+
+
+@pytest.mark.parametrize("setting", LAST_USE)
+def test_what_a_models_last_user_wanted_of_its_calls_changes_nothing(tmp_path, setting):
+    """Training and stock packages compute as without it."""
+    folder = tiny_llama(tmp_path, num_hidden_layers=1)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    stock = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "attention": "sdpa"}
+    plain, logits = describe_folder(folder), load_base(folder, **stock)(ids).logits
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {setting: LAST_USE[setting]}))
+    assert replace(describe_folder(folder), config_sha256=plain.config_sha256) == plain
+    assert torch.equal(load_base(folder, **stock)(ids).logits, logits)
+    training = adapted(quantized(folder, tmp_path / "nf4"))
+    assert training.hidden_states(ids, torch.arange(5)[None]).shape == (5, plain.hidden_size)
+
+
+@pytest.mark.parametrize("said", ["{", '{"max_new_tokens": 0}'], ids=["broken", "refused"])
+def test_generation_settings_that_cannot_be_read_are_refused_with_the_model(tmp_path, said):
+    folder = tiny_llama(tmp_path, num_hidden_layers=1)
+    (folder / "generation_config.json").write_text(said)
+    with pytest.raises(UserError, match=r"generation_config\.json: Transformers .* cannot read it"):
+        describe_folder(folder)

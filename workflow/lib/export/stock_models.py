@@ -86,17 +86,15 @@ def load_base(
 
 
 def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """Return how a packed original is loaded: decoded, as for the training (its own kernels compute
-    otherwise). Settings of quantization over plain weights are left out."""
+    """Return how an original is loaded: by the configuration it has in training, and what is packed
+    is decoded as for the training (its own kernels compute otherwise)."""
     quantization: Any = getattr(model.config, QUANTIZATION, None)
-    if not quantization:
-        said = QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8")
-        return {"config": model.config} if said else {}
+    if not quantization or is_nf4(model):
+        return {"config": model.config}
     method = quantization.get("quant_method")
     if method in DECODED:
-        return {"quantization_config": DECODED[method](dequantize=True)}
-    if is_nf4(model):
-        return {}
+        decoded_by = DECODED[method](dequantize=True)
+        return {"config": model.config, "quantization_config": decoded_by}
     # Transformers has these decoded by packages that need a GPU, or keep them packed.
     with DecodedReader(folder) as reader:
         tensors = {name: reader.tensor(name) for name in reader.names()}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from workflow.lib.model.architecture.attention_needs import attention_dropout
 from workflow.lib.model.architecture.config_file import (
@@ -101,6 +102,7 @@ def describe_folder(folder: Path) -> ModelShape:
             "%s speaks of quantization (%s), but no weights beside it are packed: it is ignored"
         )
         logger.warning(message, path, QUANTIZATION)
+    _check_generation(folder)
     shape = describe_file(path)
     model = build_on_meta(folder, dtype=torch.bfloat16)
     with ConvertedReader(folder, model) as reader:
@@ -121,6 +123,20 @@ def describe_folder(folder: Path) -> ModelShape:
         tied_embeddings=is_tied(model),
         left_tensors=len(left.stored),
     )
+
+
+def _check_generation(folder: Path) -> None:
+    """Raise `UserError` for settings of generation that Transformers refuses, with the model."""
+    path = folder / GENERATION_CONFIG_NAME
+    try:
+        if path.is_file():
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, *UNBUILDABLE) as error:
+        raise UserError(
+            f"{path}: Transformers {transformers.__version__} cannot read it "
+            f"({type(error).__name__}: {_first_line(error)}). Correct it, or remove it from a copy "
+            "of the folder."
+        ) from None
 
 
 def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
@@ -154,13 +170,18 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
 
 
 def _unbuildable(error: Exception, origin: Path) -> UserError:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    said = _first_line(error)
     if isinstance(error, StrictDataclassError):  # its first line names a function of the library
-        said = " ".join(str(error).split())
+        said = " ".join(str(error).split())[:MOST_SAID]
     return UserError(
         f"{origin} does not describe a decoder that Transformers {transformers.__version__} "
-        f"can build and run ({type(error).__name__}: {said[:MOST_SAID]}). Check model.source."
+        f"can build and run ({type(error).__name__}: {said}). Check model.source."
     )
+
+
+def _first_line(error: Exception) -> str:
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return said[:MOST_SAID]
 
 
 def _check_class(config: dict[str, Any], origin: Path) -> None:

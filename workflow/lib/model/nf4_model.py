@@ -88,6 +88,7 @@ def build_on_meta(
         if quantization_of(read_bounded(path), path) is None:
             for part in (config, config.get_text_config()):
                 part.__dict__.pop(QUANTIZATION, None)
+        return_states_alone_(config)
         if not attention_dropout:
             drop_no_attention_(config)
         model = build_config_on_meta(config, dtype=dtype, attention=attention)
@@ -108,6 +109,12 @@ def build_on_meta(
             f"{folder}/config.json does not describe a causal language model that Transformers can "
             f"build with {attention} attention ({error}). Check model.source and model.attention."
         ) from None
+
+
+def return_states_alone_(config: PretrainedConfig) -> None:
+    """Have a model return its last states by name, whatever its last user wanted beside them."""
+    for part in (config, config.get_text_config()):
+        part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
 
 
 def drop_no_attention_(config: PretrainedConfig) -> None:
