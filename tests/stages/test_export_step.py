@@ -14,12 +14,12 @@ from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.errors import UserError
-from workflow.scripts.export_step import main
+from workflow.scripts.export_step import NOT_REACHED, main
 
 SAVED = 4  # the checkpoint before the last
 
 
-def exported(run, output, *, step, checkpoints=None):
+def export(run, output, *, step, checkpoints=None, summary=None):
     main(
         argparse.Namespace(
             config=CONFIG.model_dump(mode="json", include={"model", "export"}),
@@ -30,9 +30,14 @@ def exported(run, output, *, step, checkpoints=None):
             model=run / "model",
             manifest=run / "tokens" / "manifest.json",
             recovery=None,
+            summary=summary,
             output=output,
         )
     )
+
+
+def exported(run, output, **options):
+    export(run, output, **options)
     return load_file(output / "adapter_model.safetensors")
 
 
@@ -71,6 +76,17 @@ def test_step_without_a_checkpoint_is_refused_with_those_that_are_there(run, tmp
     begins = f"export.steps = 6: {folder} has no checkpoint of it, there are those of steps 4, 7. "
     assert str(refused.value).startswith(begins)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_step_that_an_early_end_kept_the_run_from_is_told_and_fails_nothing(run, tmp_path):
+    export(run, tmp_path / "step", step=STEPS + 1, summary=run / "finetune" / "summary.json")
+    listed = listed_files(tmp_path / "step")
+    check_files(listed)
+    assert [file.name for file in listed] == [NOT_REACHED]
+    assert (tmp_path / "step" / NOT_REACHED).read_text() == (
+        f"export.steps = {STEPS + 1}: there is no adapter of this step, since "
+        f"train.early_stopping_patience ended the run after step {STEPS}.\n"
+    )
 
 
 def test_damaged_checkpoint_exports_nothing(run, tmp_path):

@@ -14,6 +14,7 @@ from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.system.test_checksums import recorded_as_download
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.evaluation.certificate import licence_of
 from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.system.checksums import check_files, downloaded_files
 from workflow.lib.system.files import read_checked_json, read_json
@@ -122,6 +123,15 @@ def test_folder_has_the_origin_and_the_checksums_of_a_download(tmp_path):
     assert {f.name for f in files} == {
         p.name for p in (tmp_path / "extended").iterdir() if p.name != "source.json"
     }
+
+
+def test_copy_of_a_local_model_keeps_its_licence(tmp_path):
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "LICENSE.txt").write_text("terms\n")
+    (tmp_path / "original" / "README.md").write_text("---\nlicense: mit\n---\n")
+    folder = extended(tmp_path, vocab_size=VOCAB_SIZE)
+    assert (folder / "LICENSE.txt").read_text() == "terms\n"
+    assert licence_of([folder]) == "mit"
 
 
 def test_token_that_the_tokenizer_has_is_refused(tmp_path):

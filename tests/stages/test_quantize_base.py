@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantize")
     tiny_llama(folder / "model", dtype=torch.bfloat16)
     tiny_tokenizer(folder / "model")
+    (folder / "model" / "LICENSE").write_text("terms\n")
     (folder / "base").mkdir()
     (folder / "base" / "stale").touch()  # a folder that Snakemake had made, or that was left over
     done = stage(folder / "model", folder / "base")
@@ -32,8 +33,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_base_brings_tokenizer_and_checksums_and_nothing_stale(folder):
+def test_base_brings_tokenizer_licence_and_checksums_and_nothing_stale(folder):
     names = {p.name for p in (folder / "base").iterdir()}
+    assert (folder / "base" / "LICENSE").read_text() == "terms\n"
     assert {"tokenizer.json", "tokenizer_config.json", "config.json", "quantization.json"} <= names
     assert "stale" not in names
     lines = (folder / "base" / "SHA256SUMS").read_text().splitlines()

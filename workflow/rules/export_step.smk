@@ -1,4 +1,4 @@
-# What `export.steps` names has a checkpoint when the run has ended. Any other step, which a command names
+# What `export.steps` names has a checkpoint when the run has ended, if the run came so far. Any other step, which a command names
 # (`snakemake results/runs/RUN/export_step/STEP`), is taken from what there is: nothing is trained for it.
 rule export_step:
     input:
@@ -29,8 +29,9 @@ rule export_step:
         ),
         model=lambda w: there(layout.model_dir(RUNS[w.run])),
         recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
+        summary=lambda w, input, output: ["--summary", input.finetune] if input.finetune else [],
     shell:
         "python -m workflow.scripts.export_step --config {params.config:q} --step {wildcards.step}"
         " --checkpoints {params.checkpoints:q} --adapter-config {params.adapter_config:q}"
         " --base {input.base:q} --model {params.model:q} --manifest {input.tokens:q}"
-        " {params.recovery:q} --output {output:q} --log {log:q}"
+        " {params.recovery:q} {params.summary:q} --output {output:q} --log {log:q}"

@@ -1,7 +1,8 @@
 """Write the adapter of a checkpoint as a folder that PEFT loads, like that of `consolidate`.
 
 The checkpoint is one that `export.steps` had kept, or any other that is still there, also of a run
-that has not come to its end.
+that has not come to its end. Of a run that ended before the step, `not_reached.txt` says so, in
+place of an adapter.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.settings.config import RunConfig
@@ -21,14 +23,38 @@ from workflow.lib.system.checksums import (
     listed_files,
     without_weights,
 )
-from workflow.lib.system.files import put_in_place
+from workflow.lib.system.files import put_in_place, write_checksums, write_text
 from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
+NOT_REACHED = "not_reached.txt"
+
 
 def main(args: argparse.Namespace) -> None:
+    partial = args.output.with_name(f".{args.output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    last = read_record(args.summary, Summary).num_steps if args.summary else args.step
+    if args.step > last:
+        write_not_reached(partial, step=args.step, last=last)
+    else:
+        write_adapter(args, partial)
+    put_in_place(partial, args.output)
+
+
+def write_not_reached(folder: Path, *, step: int, last: int) -> None:
+    reason = (
+        f"export.steps = {step}: there is no adapter of this step, since "
+        f"train.early_stopping_patience ended the run after step {last}."
+    )
+    logger.warning("%s", reason)
+    folder.mkdir(parents=True)
+    write_text(folder / NOT_REACHED, f"{reason}\n")
+    write_checksums(folder)
+
+
+def write_adapter(args: argparse.Namespace, folder: Path) -> None:
     config = RunConfig.model_validate(args.config)
     checkpoint = chosen_checkpoint(
         args.checkpoints, args.step, setting="export.steps", change=GO_BACK
@@ -37,18 +63,15 @@ def main(args: argparse.Namespace) -> None:
     trained_config = read_artifact(args.adapter_config)
     if trained_config.get("modules_to_save"):  # whose other tensors are the base's
         check_files(listed_files(args.base))
-    partial = args.output.with_name(f".{args.output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     write_peft_folder(
         Trained(read_sharded_adapter(checkpoint, below="adapter/"), trained_config),
-        partial,
+        folder,
         config,
         model=args.model,
         base=args.base,
         recovery=args.recovery,
         facts=read_record(args.manifest, ConversationFacts),
     )
-    put_in_place(partial, args.output)
     logger.info("adapter after step %d: %s", args.step, args.output)
 
 
@@ -63,5 +86,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
     parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
     parser.add_argument("--recovery", type=Path, help="shards of the base's recovery adapter")
+    parser.add_argument("--summary", type=Path, help="summary.json of the run, if it has ended")
     parser.add_argument("--output", type=Path, required=True, help="folder of the adapter")
     run(main, parser)

@@ -200,8 +200,9 @@ def licence_of(paths: Iterable[Path]) -> str | None:
 
 
 def _licence(folder: Path) -> str | None:
-    if (folder / HUB_RECORD).is_file():
-        return licence_words(read_artifact(folder / HUB_RECORD).get("licence"))
+    record = read_artifact(folder / HUB_RECORD) if (folder / HUB_RECORD).is_file() else {}
+    if "licence" in record:  # not in that of a local model's copy
+        return licence_words(record["licence"])
     card = folder / "README.md"
     said = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else {}
     return licence_words(said.get("license"))

@@ -4,6 +4,7 @@ Their rows of embedding and head begin as the mean of the others, as Transformer
 for their noise of 1e-9. They lie behind the tokenizer's last token, in rows that are free or new.
 `config.json` names them (`TRAINED_ROWS`) for the training. All else is copied as it is stored."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD, downloaded_files
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, write_checked_json, write_json
+
+CARD = "README.md"
 
 
 def write_extended(source: Path, folder: Path, tokens: Sequence[str]) -> range:
@@ -60,6 +63,8 @@ def write_extended(source: Path, folder: Path, tokens: Sequence[str]) -> range:
         raise _error(tokens, f"{min(missing)} is stored packed, where no row can be added")
     write_tokenizer(tokenizer, folder)
     _write_config(source, folder, rows, added)
+    if (source / CARD).is_file():  # it names the licence
+        shutil.copyfile(source / CARD, folder / CARD)
     _write_record(source, folder)
     return added
 

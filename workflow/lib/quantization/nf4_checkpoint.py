@@ -48,6 +48,8 @@ TIE = "tie_word_embeddings"
 
 # Files of a complete model folder besides its weights.
 COMPANION_PATTERNS = ("generation_config.json", PROCESSOR_PATTERN, *TOKENIZER_PATTERNS)
+# What goes with every copy of its weights, by its terms.
+LICENCE_PATTERNS = ("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*")
 
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -256,7 +258,8 @@ def nf4_config(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    names = {path for pattern in COMPANION_PATTERNS for path in source.glob(pattern)}
+    patterns = (*COMPANION_PATTERNS, *LICENCE_PATTERNS)
+    names = {path for pattern in patterns for path in source.glob(pattern)}
     for path in sorted(names):
         if path.is_file():
             copy = target / path.relative_to(source)
