@@ -76,6 +76,35 @@ def test_each_value_of_a_call_is_looked_for(tokenizer, value):
         encode(tokenizer, sample, names)
 
 
+PARAMETERS = {
+    "schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "without a schema": {"city": {"type": "str", "description": "Of whom?"}},
+    "named as a word of schemas": {"type": {"type": "str"}},
+    "list": [{"name": "city", "type": "string"}],
+}
+
+
+@pytest.mark.parametrize("form", PARAMETERS)
+def test_arguments_of_a_tool_are_looked_for_in_every_form(tokenizer, form):
+    """Also where their names stand in the question, and after tools of other forms."""
+    question = {"role": "user", "content": "Which city, of which type?"}
+
+    def offering(parameters):
+        tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+        return conversation([question, EXCHANGE[1]], tools=[tool])
+
+    properties = TOOL_TEMPLATE.replace(
+        "t.function | tojson", "t.function.name ~ t.function.parameters.properties | list"
+    )
+    encoder = SampleEncoder(tokenizer, chat_template=properties, loss_on="completions")
+    encoder.encode(offering({}))
+    encoder.encode(offering(PARAMETERS["schema"]))
+    if form != "schema":
+        with pytest.raises(RowError, match="leaves out the tool 'weather', or an argument of it"):
+            encoder.encode(offering(PARAMETERS[form]))
+    assert not encode(tokenizer, offering(PARAMETERS[form]), TOOL_TEMPLATE).unrendered
+
+
 def test_first_turn_has_no_prompt_and_is_not_trained(tokenizer):
     talk = [{"role": "assistant", "content": "Welcome."}, *EXCHANGE]
     encoded = encode(tokenizer, talk, PLAIN_TEMPLATE)

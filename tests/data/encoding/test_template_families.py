@@ -276,6 +276,20 @@ def test_calls_are_trained_behind_the_prompt_that_offers_the_tools(name):
     assert all("weather" in tokenizer_of(name).decode(e.ids.tolist()) for e in examples)
 
 
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_blank_that_a_template_writes_before_an_answer_is_trained(system):
+    template = template_of("mistral").replace(
+        "{{- message.content + e", "{{- ' ' ~ message.content + e"
+    )
+    tokenizer = tokenizer_of("mistral")
+    encoder = SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
+    talk = chat("What?", "Forty-two.", system=system)
+    (encoded,) = encoder.encode(
+        to_sample({"messages": talk}, format="messages", columns=DataColumns())
+    )
+    assert tokenizer.decode(encoded.ids[encoded.mask].tolist()) == " Forty-two.</s>"
+
+
 def test_reasoning_before_a_call_is_trained_though_it_is_gone_once_an_answer_follows():
     thinking = [AGENT[0], {**AGENT[1], "thinking": "Hm."}, *AGENT[2:]]
     call = f"<|start|>assistant{CALLS['gpt_oss']}"

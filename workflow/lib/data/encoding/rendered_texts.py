@@ -13,9 +13,11 @@ from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.template_texts import (
     END_OF_REASONING,
     Text,
+    argument_names,
     marked,
     texts_of_conversation,
 )
+from workflow.lib.data.encoding.tool_calls import Tool
 from workflow.lib.settings.data import TextKind
 
 MAX_SHAPES = 4096
@@ -118,8 +120,15 @@ def _shape(conversation: Conversation) -> Hashable:
         frozenset(pairwise(kinds)),
         len(kinds).bit_length(),
         min(len(conversation.tools or ()), 2),
+        frozenset(map(_form, conversation.tools or ())),
         repr(conversation.template_kwargs) if conversation.template_kwargs else "",
     )
+
+
+def _form(tool: Tool) -> Hashable:
+    parameters = tool["function"].get("parameters")
+    is_schema = isinstance(parameters, dict) and "properties" in parameters
+    return is_schema, bool(argument_names(tool["function"]))
 
 
 def _kind(message: Message, is_trained: bool) -> Hashable:

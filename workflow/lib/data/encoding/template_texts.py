@@ -5,7 +5,7 @@ or rewrite it: if the search fails, a copy of the conversation decides, in which
 at both of its ends."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ KINDS: dict[str, TextKind] = {
     "user": "user",
     "tool": "results",
 }
+# Keys of a JSON schema; an object under one is an argument of this name (xLAM).
+SCHEMA_KEYS = {"type", "required", "title", "description", "strict", "$schema", "default", "format"}
 FIRST_NUMBER = 7_700_000  # marks for numbers have seven digits
 
 
@@ -30,7 +32,7 @@ NAMES: dict[TextKind, str] = {
     "assistant": "the assistant text of message {number}",
     "reasoning": "the reasoning of message {number}",
     "calls": "the call of {what!r} in message {number}",
-    "tools": "the tool {what!r}",
+    "tools": "the tool {what!r}, or an argument of it",
 }
 
 
@@ -82,7 +84,7 @@ class Collector:
         described = function.get("description")
         parts = [function["name"], described if isinstance(described, str) else ""]
         whole = json.dumps(function, ensure_ascii=False)
-        self._add(place, whole, *parts, *_properties(function))
+        self._add(place, whole, *parts, *argument_names(function))
         return function
 
     def arguments(self, place: Place, arguments: Any) -> Any:
@@ -119,17 +121,9 @@ class Marker:
         marked = {**function, "name": self.word(place, function["name"])}
         if isinstance(marked.get("description"), str) and marked["description"].strip():
             marked["description"] = self.text(place, marked["description"])
-        if not _properties(function):
-            return marked
-        parameters = function["parameters"]
-        names = {name: self.word(place, name) for name in _properties(function)}
-        properties = {names[name]: value for name, value in parameters["properties"].items()}
-        marked["parameters"] = {**parameters, "properties": properties}
-        if isinstance(parameters.get("required"), list):
-            required = [
-                names.get(n, n) if isinstance(n, str) else n for n in parameters["required"]
-            ]
-            marked["parameters"]["required"] = required
+        names = {name: self.word(place, name) for name in argument_names(function)}
+        if names:
+            marked["parameters"] = _with_names(function["parameters"], names)
         return marked
 
     def arguments(self, place: Place, arguments: Any) -> Any:
@@ -227,10 +221,36 @@ def _visit_tool(tool: Tool, visitor: Visitor) -> Tool:
     return {**tool, "function": visitor.schema(place, function)}
 
 
-def _properties(function: dict[str, Any]) -> Sequence[str]:
+def argument_names(function: dict[str, Any]) -> list[str]:
+    """Return the names of a tool's arguments: the properties of its JSON schema; without them the
+    keys beside those of JSON Schema (xLAM), or the names in a list."""
     parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return list(properties) if isinstance(properties, dict) else []
+    if isinstance(parameters, list):
+        return [item["name"] for item in parameters if _is_named(item)]
+    if not isinstance(parameters, dict):
+        return []
+    properties = parameters.get("properties")
+    if isinstance(properties, dict):
+        return list(properties)
+    return [n for n, value in parameters.items() if n not in SCHEMA_KEYS or isinstance(value, dict)]
+
+
+def _with_names(parameters: Any, names: dict[str, str]) -> Any:
+    """Return the parameters of a tool with other names of its arguments."""
+    if isinstance(parameters, list):
+        return [{**p, "name": names[p["name"]]} if _is_named(p) else p for p in parameters]
+    properties = parameters.get("properties")
+    if not isinstance(properties, dict):
+        return {names.get(name, name): value for name, value in parameters.items()}
+    renamed = {**parameters, "properties": {names[n]: value for n, value in properties.items()}}
+    if isinstance(parameters.get("required"), list):
+        required = [names.get(n, n) if isinstance(n, str) else n for n in parameters["required"]]
+        renamed["required"] = required
+    return renamed
+
+
+def _is_named(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("name"), str)
 
 
 def _map_leaves(

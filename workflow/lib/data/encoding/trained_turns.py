@@ -123,6 +123,8 @@ class TurnRenderer:
         for index in reversed(self._chosen(conversation)):
             rendered = (whole, blocks) if index + 1 == number else None
             text, turn = self._turn(conversation, index, rendered)
+            if rendered and text.startswith(whole):
+                texts[0] = TurnText(text, number)  # an open turn has got its end
             beginning = text[: turn.stop]
             host = next((other for other in texts if other.text.startswith(beginning)), None)
             if host is None:

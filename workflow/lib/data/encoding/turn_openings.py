@@ -75,6 +75,8 @@ class MarkedTurn:
     def kept(self, tail: str, header: str, prompt: str) -> str | None:
         """Return the part of `header` that the model has to write after the prompt's `tail`; None
         if the tail is neither the beginning of a reasoning nor an empty one."""
+        if not tail:
+            return header
         if tail.strip() == header.strip():
             return ""
         if not tail.strip():
@@ -155,7 +157,7 @@ class TurnOpenings:
             add_generation_prompt=True,
         )
         bare = {k: v for k, v in message.items() if k not in REASONING_KEYS} | {"content": CONTENT}
-        for turn in [bare, {"role": "assistant", "content": CONTENT}]:
+        for turn in [bare, *_named(bare), {"role": "assistant", "content": CONTENT}]:
             marked = self._marked(conversation, index, turn)
             for shared, tail, header in self._splits(prompt, marked.before):
                 begun = marked.before.removesuffix(header)
@@ -211,6 +213,14 @@ class TurnOpenings:
             tools=conversation.tools,
             template_kwargs=conversation.template_kwargs,
         )[0]
+
+
+def _named(turn: Message) -> Iterator[Message]:
+    """Yield a turn whose first call has the mark for a name, for templates that write no text
+    beside calls."""
+    if calls := turn.get("tool_calls"):
+        function = {**calls[0]["function"], "name": CONTENT}
+        yield {**turn, "content": "", "tool_calls": [{**calls[0], "function": function}]}
 
 
 def _holds(begun: str, before: str, conversation: Conversation, index: int) -> bool:
