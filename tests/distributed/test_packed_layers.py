@@ -124,20 +124,14 @@ def found(request, base):
     return run_distributed(survey, base, world_size=request.param)
 
 
-@pytest.mark.parametrize(("level", "count"), CHANGED)
-def test_layers_on_the_host_change_no_loss_and_no_gradient(found, level, count):
+@pytest.mark.parametrize(
+    ("level", "count"), [*CHANGED, *((level, WHOLE) for level in CASES)], ids=str
+)
+def test_layers_on_the_host_or_gathered_to_stay_change_no_loss_and_no_gradient(found, level, count):
     for result in found:
-        away, there = result[count, level], result[0, level]
-        assert away["losses"] == there["losses"]
-        torch.testing.assert_close(away["gradients"], there["gradients"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("level", CASES)
-def test_layers_that_stay_gathered_change_no_loss_and_no_gradient(found, level):
-    for result in found:
-        stay, go = result[WHOLE, level], result[0, level]
-        assert stay["losses"] == go["losses"]
-        torch.testing.assert_close(stay["gradients"], go["gradients"], rtol=0, atol=0)
+        one, other = result[count, level], result[0, level]
+        assert one["losses"] == other["losses"]
+        torch.testing.assert_close(one["gradients"], other["gradients"], rtol=0, atol=0)
 
 
 def test_every_check_passes_with_layers_on_the_host(found):

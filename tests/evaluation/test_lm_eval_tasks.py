@@ -314,29 +314,19 @@ FLOODS = [
 ]
 
 
-@pytest.fixture
-def little_time(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+MEMORY, TIME = "takes more than 1,024 MiB of memory", r"more than 0\.05 seconds"
+STOPPED = [*((flood, MEMORY) for flood in FLOODS), (LOOPS, TIME), ("{{ 10 ** (10 ** 9) }}", TIME)]
 
 
-@pytest.mark.usefixtures("little_time")
-@pytest.mark.parametrize("loops", [LOOPS, "{{ 10 ** (10 ** 9) }}"])
-def test_task_template_cannot_compute_for_ever(loops):
-    with pytest.raises(
-        UserError, match=r"evaluate\.tasks: the template .* more than 0\.05 seconds"
-    ):
-        utils.apply_template(loops, {})
-
-
-@pytest.mark.parametrize("flood", FLOODS)
-def test_task_template_cannot_fill_the_memory_with_text(flood):
-    with pytest.raises(UserError, match=r"evaluate\.tasks: .* takes more than 1,024 MiB of memory"):
-        utils.apply_template(flood, {"size": 3 * 10**9, "x": "a\nb"})
-
-
-def test_task_template_cannot_write_more_than_any_model_reads():
-    with pytest.raises(UserError, match="writes 20000000 characters, more than 16777216"):
-        utils.apply_template("{{ 'x' * size }}", {"size": 20_000_000})
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [*STOPPED, ("{{ 'x' * 20000000 }}", "writes 20000000 characters, more than 16777216")],
+)
+def test_task_template_is_stopped_at_bounds_of_time_memory_and_text(template, said, monkeypatch):
+    if said == TIME:
+        monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+    with pytest.raises(UserError, match=rf"evaluate\.tasks: .*{said}"):
+        utils.apply_template(template, {"size": 3 * 10**9, "x": "a\nb"})
 
 
 def test_task_whose_template_is_stopped_is_refused_in_one_message(tmp_path, monkeypatch):

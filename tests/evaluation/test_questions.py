@@ -8,13 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.evaluation.test_lm_eval_tasks import task_file
-from tests.support.tiny_export import (
-    random_documents,
-    tiny_adapter,
-    tiny_base,
-    tiny_merged,
-    tiny_tokens,
-)
+from tests.support.tiny_export import exported_run, random_documents, tiny_adapter, tiny_tokens
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.evaluated_models import (
@@ -42,12 +36,9 @@ DOCUMENTS = random_documents(9)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export")
-    tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
-    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    folder = exported_run(tmp_path_factory.mktemp("export"))
     tiny_adapter(load(folder), folder / "start", rank=1)
-    for name in ("base", "adapter", "merged", "start"):
-        write_checksums(folder / name)
+    write_checksums(folder / "start")
     tiny_tokens(folder / "tokens", DOCUMENTS)
     tiny_tokens(folder / "one", DOCUMENTS[:1])
     return folder

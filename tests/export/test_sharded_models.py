@@ -12,14 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.tiny import tiny_tokenizer
-from tests.support.tiny_export import (
-    random_documents,
-    tiny_adapter,
-    tiny_base,
-    tiny_merged,
-    tiny_tokens,
-)
+from tests.support.tiny_export import exported_run, random_documents, tiny_tokens
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.weight_checks import local_bytes
@@ -37,7 +30,6 @@ from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.subjects import SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import write_checksums
 
 Measurements = dict[SubjectName, Measurement]
 EXACT = ModelConfig(compute_dtype="float32")
@@ -61,16 +53,12 @@ def folder(tmp_path_factory):
 
 def make_export(folder):
     """Make all that an evaluation reads, and an adapter that lacks a tensor."""
-    tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
-    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    exported_run(folder)
     shutil.copytree(folder / "adapter", folder / "start")
-    tiny_tokenizer(folder / "base")
     incomplete = shutil.copytree(folder / "adapter", folder / "incomplete")
     tensors = load_file(incomplete / ADAPTER_WEIGHTS)
     tensors.pop(min(tensors))
     save_file(tensors, incomplete / ADAPTER_WEIGHTS)
-    for name in ("base", "adapter", "merged", "start"):
-        write_checksums(folder / name)
     tiny_tokens(folder / "tokens", random_documents(7))
     (folder / "tasks").mkdir()
     return folder

@@ -39,23 +39,26 @@ def test_model_that_can_be_converted_passes_and_leaves_nothing_else(model):
     assert sorted(path.name for path in model.parent.iterdir()) == ["check.json", "model"]
 
 
-def test_tokenizer_that_llama_cpp_does_not_know_is_refused(model):
+def other_tokenizer(model):
     (model / "tokenizer.model").unlink()
     tiny_tokenizer(model)
-    with (
-        forked_converters(model.parent),
-        pytest.raises(UserError, match=r"(?s)^export\.gguf: .*pre-tokenizer.*leave out export\."),
-    ):
-        check(model)
 
 
-def test_class_that_llama_cpp_does_not_know_is_refused(model):
+def other_class(model):
     config = read_json(model / "config.json")
     write_json(model / "config.json", config | {"architectures": ["OfTomorrowForCausalLM"]})
-    with (
-        forked_converters(model.parent),
-        pytest.raises(UserError, match=r"(?s)OfTomorrowForCausalLM is not supported.*newer"),
-    ):
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_tokenizer, r"(?s)^export\.gguf: .*pre-tokenizer.*leave out export\."),
+        (other_class, r"(?s)OfTomorrowForCausalLM is not supported.*newer"),
+    ],
+)
+def test_what_llama_cpp_does_not_know_is_refused(model, change, said):
+    change(model)
+    with forked_converters(model.parent), pytest.raises(UserError, match=said):
         check(model)
 
 

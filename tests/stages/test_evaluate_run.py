@@ -7,13 +7,7 @@ import pytest
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
 from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.support.tiny_export import (
-    random_documents,
-    tiny_adapter,
-    tiny_base,
-    tiny_merged,
-    tiny_tokens,
-)
+from tests.support.tiny_export import exported_run, random_documents, tiny_tokens
 from tests.system.test_checksums import flip, flip_tensor
 from workflow.lib.evaluation.certificate import statement
 from workflow.lib.report.verdict import read_measured
@@ -25,12 +19,9 @@ MEASURED = ["original", "base", "tuned", "merged"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
-    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    folder = exported_run(tmp_path_factory.mktemp("run"))
     tiny_tokenizer(folder / "base", chat_template=False)
-    for name in ("base", "adapter", "merged"):
-        write_checksums(folder / name)
+    write_checksums(folder / "base")
     (folder / "template.jinja").write_text(CHAT_TEMPLATE)
     tiny_tokens(folder / "tokens", random_documents(7))
     (folder / "tasks").mkdir()

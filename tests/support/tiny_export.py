@@ -22,7 +22,7 @@ from transformers import (
 from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import ARRAYS, Document
-from workflow.lib.system.files import file_sha256, write_checked_json
+from workflow.lib.system.files import file_sha256, write_checked_json, write_checksums
 
 LONGEST = 41  # tokens of a document at most
 
@@ -80,6 +80,15 @@ def tiny_merged(base: Path, adapter: Path, folder: Path) -> None:
     plain.load_state_dict(merged.state_dict())
     plain.to(torch.bfloat16).save_pretrained(folder)
     tiny_tokenizer(folder)
+
+
+def exported_run(folder: Path) -> Path:
+    """Fill `folder` with `base` and its original, `adapter`, and `merged`; return it."""
+    tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
+    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    for name in ("base", "adapter", "merged"):
+        write_checksums(folder / name)
+    return folder
 
 
 def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Document]:

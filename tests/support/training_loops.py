@@ -47,16 +47,17 @@ def restart_(training: CausalLMForTraining, values: dict[str, torch.Tensor]) -> 
 
 
 def trainer(
-    training: CausalLMForTraining, config: RunConfig, world: World, *, micro_batch_size: int
+    training: CausalLMForTraining,
+    config: RunConfig,
+    world: World,
+    *,
+    micro_batch_size: int,
+    graphs: Any = None,
+    kind: type[Trainer] = Trainer,
 ) -> Trainer:
-    return Trainer(
-        training,
-        make_optimizer(training, config.train),
-        random_store(rows=ROWS, seq_len=SEQ_LEN),
-        config.train,
-        micro_batch_size,
-        world,
-    )
+    optimizer = make_optimizer(training, config.train)
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    return kind(training, optimizer, store, config.train, micro_batch_size, world, graphs)
 
 
 def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = None) -> Any:

@@ -24,6 +24,7 @@ from tests.support.training_loops import (
     loop,
     restart_,
     settings,
+    trainer,
     values_of,
 )
 from workflow.lib.artifacts.training_record import Step
@@ -32,7 +33,6 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.optimizers import learning_rate
 
 MICRO_BATCH = 3  # rows of one process
@@ -121,7 +121,7 @@ def train_variants(base, variants, micro_batch):
 
 
 def train_one(training, config, plan, world):
-    optimizer = make_optimizer(training, config.train)
+    made = trainer(training, config, world, micro_batch_size=plan.micro_batch_size)
     params = trainable_parameters(training)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -129,17 +129,8 @@ def train_one(training, config, plan, world):
         if not gradients:
             gradients.update(all_full({name: p.grad for name, p in params.items()}))
 
-    optimizer.register_step_pre_hook(keep_first)
-    metrics = list(
-        Trainer(
-            training,
-            optimizer,
-            random_store(rows=ROWS, seq_len=SEQ_LEN),
-            config.train,
-            micro_batch_size=plan.micro_batch_size,
-            world=world,
-        ).steps(first_step=0, num_steps=STEPS, elapsed_s=100.0)
-    )
+    made.optimizer.register_step_pre_hook(keep_first)
+    metrics = list(made.steps(first_step=0, num_steps=STEPS, elapsed_s=100.0))
     offload = training.activation_offload
     return {
         "metrics": metrics,

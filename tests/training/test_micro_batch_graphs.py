@@ -10,13 +10,12 @@ import torch
 from tests.support.captures import ALONE, Captures
 from tests.support.distributed import TIMEOUT_S
 from tests.support.families import tiny_family
-from tests.support.models import adapted, quantized, random_store
-from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
+from tests.support.models import adapted, quantized
+from tests.support.training_loops import BATCH, CLIP, SEQ_LEN, STEPS, settings, trainer
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 
 SLOPE = torch.tensor(0.25)
@@ -68,17 +67,8 @@ def run(base, captures):
     training, config = adapted(base, r=4), settings(max_grad_norm=CLIP)
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         graphs = None if captures is None else MicroBatchGraphs(training, world, lambda: captures)
-        metrics = list(
-            Trainer(
-                training,
-                make_optimizer(training, config.train),
-                random_store(rows=ROWS, seq_len=SEQ_LEN),
-                config.train,
-                micro_batch_size=2,
-                world=world,
-                graphs=graphs,
-            ).steps(first_step=0, num_steps=STEPS)
-        )
+        made = trainer(training, config, world, micro_batch_size=2, graphs=graphs)
+        metrics = list(made.steps(first_step=0, num_steps=STEPS))
     params = trainable_parameters(training)
     return metrics, {name: param.detach().clone() for name, param in params.items()}
 

@@ -12,14 +12,13 @@ from tests.support.built_models import built_model
 from tests.support.captures import BreaksOff, Captures
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.gathering import all_full
-from tests.support.models import random_store
 from tests.support.plans import make_plan
-from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, restart_, settings, values_of
+from tests.support.training_loops import CLIP, STEPS, restart_, settings, trainer, values_of
 from workflow.lib.distributed import vocabulary_parallel
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
-from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
 PROCESSES = 2
@@ -54,18 +53,16 @@ def trained(training, world, config, way):
         layer = training.peft_model.get_base_model().model.layers[1]  # type: ignore[operator]
         captures = BreaksOff(training, layer, backward=way == "breaks off in backward")
     graphs = None if way == "plain" else MicroBatchGraphs(training, world, lambda: captures)
-    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    optimizer = make_optimizer(training, config.train)
-    trainer = Trainer(training, optimizer, store, config.train, 1, world, graphs)
+    made = trainer(training, config, world, micro_batch_size=1, graphs=graphs)
     with patch.object(vocabulary_parallel, "largest_count", counted):
-        steps = list(trainer.steps(first_step=0, num_steps=STEPS))
+        steps = list(made.steps(first_step=0, num_steps=STEPS))
     return {
         "losses": [metrics.loss for metrics in steps],
         "norms": [metrics.grad_norm for metrics in steps],
         "weights": all_full(trainable_parameters(training)),
         "counts": (captures.count, captures.replays),
         "asked": asked[0],
-        "off": trainer.graphs_off,
+        "off": made.graphs_off,
     }
 
 

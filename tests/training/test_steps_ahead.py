@@ -10,13 +10,13 @@ import torch
 
 from tests.support.captures import Captures
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import adapted, random_store
-from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, settings
+from tests.support.models import adapted
+from tests.support.training_loops import CLIP, STEPS, settings, trainer
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.loop import Trainer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
 MICRO_BATCHES = 3  # of a step: 6 rows, 2 at a time
@@ -32,15 +32,8 @@ class InTurn(Trainer):
 
 def made(training, world, *, kind, graphs=True):
     config, captures = settings(max_grad_norm=CLIP), Captures()
-    return kind(
-        training,
-        make_optimizer(training, config.train),
-        random_store(rows=ROWS, seq_len=SEQ_LEN),
-        config.train,
-        micro_batch_size=2,
-        world=world,
-        graphs=MicroBatchGraphs(training, world, lambda: captures) if graphs else None,
-    )
+    replays = MicroBatchGraphs(training, world, lambda: captures) if graphs else None
+    return trainer(training, config, world, micro_batch_size=2, graphs=replays, kind=kind)
 
 
 def values(training):

@@ -62,28 +62,6 @@ def test_column_names_cannot_speak_to_the_terminal():
     assert r"\x1b[2J" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("columns", "format", "names"),
-    [
-        (["conversation", "source"], "messages", {"messages": "conversation"}),
-        (["instruction", "context", "response"], "alpaca",
-         {"input": "context", "output": "response"}),
-        (["question", "answer"], "alpaca",
-         {"instruction": "question", "output": "answer"}),
-        (["instruction", "input", "response"], "alpaca", {"output": "response"}),
-        (["instruction", "input", "context", "response"], "alpaca", {"output": "response"}),
-        (["instruction", "context", "output"], "alpaca", {"input": "context"}),
-        (["query", "answers", "tools"], "prompt_completion",
-         {"prompt": "query", "completion": "answers"}),
-        (["input", "output", "system_prompt"], "prompt_completion",
-         {"prompt": "input", "completion": "output"}),
-    ],
-)  # fmt: skip
-def test_names_of_public_datasets_are_known(columns, format, names):
-    chosen = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
-    assert chosen == (format, DataColumns(**names))
-
-
 def test_names_that_the_user_chose_are_not_replaced():
     names = DataColumns(output="reply")
     with pytest.raises(UserError, match=r"data\.columns\.output = 'reply' is none of them"):
@@ -129,6 +107,19 @@ def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setti
 @pytest.mark.parametrize(
     ("columns", "examples", "format", "names"),
     [
+        (["conversation", "source"], "texts", "messages", {"messages": "conversation"}),
+        (["instruction", "context", "response"], "texts", "alpaca",
+         {"input": "context", "output": "response"}),
+        (["question", "answer"], "texts", "alpaca",
+         {"instruction": "question", "output": "answer"}),
+        (["instruction", "input", "response"], "texts", "alpaca", {"output": "response"}),
+        (["instruction", "input", "context", "response"], "texts", "alpaca",
+         {"output": "response"}),
+        (["instruction", "context", "output"], "texts", "alpaca", {"input": "context"}),
+        (["query", "answers", "tools"], "texts", "prompt_completion",
+         {"prompt": "query", "completion": "answers"}),
+        (["input", "output", "system_prompt"], "texts", "prompt_completion",
+         {"prompt": "input", "completion": "output"}),
         (["prompt", "chosen", "rejected"], "pairs", "pairs", {}),
         (["chosen", "rejected", "messages", "prompt"], "pairs", "pairs", {}),
         (["question", "chosen", "rejected"], "pairs", "pairs", {"prompt": "question"}),
@@ -144,7 +135,7 @@ def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setti
         (["prompt", "chosen", "rejected"], "rated", "pairs", {}),
     ],
 )  # fmt: skip
-def test_columns_of_preferences_are_known_by_their_public_names(columns, examples, format, names):
+def test_columns_are_known_by_their_public_names(columns, examples, format, names):
     chosen = choose_format(
         columns, format="auto", columns=DataColumns(), setting="data.train", examples=examples
     )

@@ -27,6 +27,12 @@ from workflow.lib.data.encoding.row_values import RowError
             {"messages": "conversations"},
         ),
         ({"messages": json.dumps(EXCHANGE)}, "messages", {}),
+        ({"messages": EXCHANGE, "prompt": "q"}, "messages", {}),
+        (
+            {"prompt": json.dumps(EXCHANGE[:1]), "completion": json.dumps(EXCHANGE[1:])},
+            "prompt_completion",
+            {},
+        ),
         ({"prompt": EXCHANGE[:1], "completion": EXCHANGE[1:]}, "prompt_completion", {}),
         ({"prompt": EXCHANGE[:1], "completion": "a"}, "prompt_completion", {}),
         (
@@ -203,10 +209,6 @@ def test_thinking_is_a_switch_or_a_text():
     assert spoken.template_kwargs == {}
 
 
-def test_prompt_that_is_in_the_messages_is_no_other():
-    assert messages_of({"messages": EXCHANGE, "prompt": "q"}, "messages") == EXCHANGE
-
-
 @pytest.mark.parametrize("format", ROWS)
 def test_reasoning_of_a_column_is_that_of_the_answer(format):
     answer = {**EXCHANGE[1], "reasoning_content": "hm"}
@@ -267,11 +269,6 @@ def test_transcript_that_ends_with_a_question_is_turns_and_its_answer_has_no_bla
 def test_text_that_happens_to_be_json_stays_text(text):
     value = {"prompt": text, "completion": text}
     assert [m["content"] for m in messages_of(value, "prompt_completion")] == [text, text]
-
-
-def test_json_text_of_messages_is_messages_wherever_messages_may_stand():
-    value = {"prompt": json.dumps(EXCHANGE[:1]), "completion": json.dumps(EXCHANGE[1:])}
-    assert messages_of(value, "prompt_completion") == EXCHANGE
 
 
 def test_json_text_of_calls_is_calls_where_there_are_tools():

@@ -1,6 +1,7 @@
 """Packing: each document once and whole, in as few rows as best fit finds, the same every time."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,18 +40,16 @@ def test_any_two_rows_are_together_fuller_than_one(values):
     assert packing.num_rows == 1 or filled[0] + filled[1] > SEQ_LEN
 
 
-def test_best_fit_prefers_the_fullest_row_with_room():
-    """Rows open with 20 and 25 of 37; 12 fits both and goes to 25, which it fills."""
-    packing = pack(lengths_of([20, 25, 12]), seq_len=SEQ_LEN, seed=0)
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [([20, 25, 12], [[0], [1, 2]]), ([20, 15, 9, 8, 22], [[0, 2, 3], [1, 4]])],
+)
+def test_document_goes_to_the_fullest_row_with_room_or_two_close_a_row(lengths, expected):
+    """Rows open with 20 and 25 of 37; 12 fits both and goes to 25, which it fills. Longest-first
+    alone puts 20 and 15 into a row; 20 and 9 and 8 leave nothing free."""
+    packing = pack(lengths_of(lengths), seq_len=SEQ_LEN, seed=0)
     rows = [sorted(packing.row(row).tolist()) for row in range(packing.num_rows)]
-    assert sorted(rows) == [[0], [1, 2]]
-
-
-def test_rows_are_closed_exactly_where_two_documents_can():
-    """Longest-first alone puts 20 and 15 into a row; 20 and 9 and 8 leave nothing free."""
-    packing = pack(lengths_of([20, 15, 9, 8, 22]), seq_len=SEQ_LEN, seed=0)
-    rows = [sorted(packing.row(row).tolist()) for row in range(packing.num_rows)]
-    assert sorted(rows) == [[0, 2, 3], [1, 4]]
+    assert sorted(rows) == expected
 
 
 def test_row_order_depends_on_seed_alone():
