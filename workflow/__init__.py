@@ -1,5 +1,4 @@
-"""FSDP-QLoRA fine-tuning as a Snakemake workflow: `lib` holds how, `scripts` in what order, `rules`
-what depends on what.
-"""
+"""FSDP-QLoRA fine-tuning as a Snakemake workflow: the code in `lib`, its order in `scripts`,
+dependencies in `rules`."""
 
 VERSION = "0.1.0"  # of the release; pyproject.toml, CITATION.cff and CHANGELOG.md name it too

@@ -1,8 +1,8 @@
-"""The cases of the benchmark: a list in YAML, chosen by the settings, each with every number of
+"""The cases of the benchmark: a list in YAML, selected by the settings, each with every number of
 processes.
 
-A case is data: a name and the settings that differ. It becomes a `Request`, which names all that a
-measurement depends on but the machine."""
+A case is data: a name and the settings that differ. It becomes a `Request` with all that a
+measurement depends on, except the machine."""
 
 import difflib
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from workflow.lib.step_plan.memory_options import unsearched_settings
 from workflow.lib.system.errors import UserError, setting_error
 
 SHIPPED = Path(__file__).parents[1] / "resources" / "benchmark" / "cases.yaml"
-# What a case cannot change, because it decides which cases there are.
+# Settings that a case cannot change, because they select the cases.
 CHOICE = frozenset({"cases", "cases_file", "peers", "processes", "device"})
-CPU_PROCESSES = 2  # the least that shards
+CPU_PROCESSES = 2  # the least number with shards
 
 
 class BenchmarkConfig(Section):
@@ -89,7 +89,7 @@ class BenchmarkConfig(Section):
 
 
 class PeerSettings(Section):
-    """How other software does the same work."""
+    """The same work by other software."""
 
     strategy: Literal["ddp", "fsdp1", "fsdp2"]
     liger: bool = False
@@ -116,12 +116,12 @@ class CaseEntry(Section):
 
 @dataclass(frozen=True)
 class Request:
-    """One measurement to be made."""
+    """A requested measurement."""
 
     name: str
     title: str
     processes: int
-    sizes: BenchmarkConfig  # the benchmark's settings with the case's own laid over them
+    sizes: BenchmarkConfig  # the benchmark's settings, overridden by the case's
     settings: Mapping[str, Any]
     peer: Mapping[str, Any] | None
 
@@ -131,7 +131,7 @@ class Request:
         return f"{self.name}-x{self.processes}"
 
     def document(self) -> dict[str, Any]:
-        """Return all that the measurement depends on but the machine, as JSON."""
+        """Return as JSON all that the measurement depends on, except the machine."""
         return {
             "case": self.name,
             "title": self.title,
@@ -161,8 +161,8 @@ def _sizes(document: Any, *, where: str) -> BenchmarkConfig:
 
 
 def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
-    """Return what is to be measured, in order; num_gpus: those that this machine shows. Raises
-    `UserError` for an unknown case, and for a list of cases that cannot be read."""
+    """Return the requested measurements, in order; num_gpus: visible here. Raises `UserError` for
+    an unknown case, and for a list of cases that cannot be read."""
     entries = read_cases(benchmark.cases_file)
     on_gpus = benchmark.device == "auto" and num_gpus > 0
     counts = benchmark.processes
@@ -236,13 +236,13 @@ def step_rows(sizes: BenchmarkConfig, *, processes: int) -> int:
     """Return the rows of a step."""
     if sizes.pairs is None:
         return processes * sizes.micro_batch_size * sizes.accumulation
-    # How long pairs are does not depend on the vocabulary.
+    # Lengths of pairs do not depend on the vocabulary.
     pairs = random_pairs(sizes.pairs, seq_len=sizes.seq_len, vocab_size=2)
     return packed(pairs, seq_len=sizes.seq_len).num_rows
 
 
 def run_settings(request: Request, *, device: str) -> RunConfig:
-    """Return the settings of a request's run; raises `UserError` for one that no run may have."""
+    """Return the settings of a request's run; raises `UserError` for an impossible one."""
     sizes, count = request.sizes, request.processes
     document: dict[str, Any] = {
         "data": {"seq_len": sizes.seq_len},
@@ -256,7 +256,7 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
         },
         "hardware": {"gpus": count} if device == "cuda" else {"gpus": 0, "cpu_processes": count},
     }
-    # What preflight would choose is not what a case measures.
+    # A case does not measure the choices of preflight.
     document = merge(unsearched_settings(), document)
     try:
         return load_config(merge(document, request.settings) | {"runs": {"case": {}}})[1]["case"]
@@ -266,7 +266,7 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
 
 
 def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
-    """Return the config.json of the measured decoder, or raise `UserError` if there is none."""
+    """Return the config.json of the measured decoder; raises `UserError` if there is none."""
     path = Path(sizes.model) / "config.json"
     config = read_bounded(path) if path.is_file() else known_config(sizes.model)
     if config is None:
@@ -283,7 +283,7 @@ def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _first_layers(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
-    """Return the entries of a config.json that name the kind of every layer, for the first ones."""
+    """Return the entries of a config.json with the kind of every layer, for the first ones."""
     whole = config.get("num_hidden_layers")
     named = {key: value for key, value in config.items() if isinstance(value, list | str)}
     return {key: value[:layers] for key, value in named.items() if len(value) == whole}

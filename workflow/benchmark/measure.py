@@ -1,7 +1,7 @@
-"""One case of the benchmark in its worker processes, by the very functions that `finetune` uses.
+"""One case of the benchmark in its worker processes, by the functions of `finetune` itself.
 
-A step ends when its loss and gradient norm have arrived from the device, which works in order: so
-the time between two ends is the device's work of the steps between, also if launched ahead."""
+A step ends when its loss and gradient norm have arrived from the device, which works in order. So
+the time between two ends is the device's work on the steps between, also if launched ahead."""
 
 import gc
 import os
@@ -35,9 +35,9 @@ from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.startup_checks import startup_checks
 
-STEP_S = 60.0  # a later step may always take so long
+STEP_S = 60.0  # least bound of a later step
 OUT_OF_MEMORY = "out of GPU memory"
-# Of these the largest value of any process counts, of all else that of the main process.
+# The largest value over processes counts; of other fields the main process's.
 LARGEST = (
     "allocated_bytes",
     "reserved_bytes",
@@ -50,7 +50,7 @@ LARGEST = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is asked to do, as JSON in a file."""
+    """A worker's task, as JSON in a file."""
 
     base: str  # folder of the random NF4 base
     run: dict[str, Any]
@@ -89,7 +89,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
             except torch.OutOfMemoryError as error:
                 raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
             everyone = world.gathered(seen)
-            if world.device.type == "cuda":  # for what this process measures next
+            if world.device.type == "cuda":  # for the next measurement of this process
                 gc.collect()
                 torch.cuda.empty_cache()
             yield together(everyone, job) if world.is_main else None
@@ -112,7 +112,7 @@ def together(everyone: Sequence[Observed], job: Job) -> Measurement:
 
 
 def start_training(seen: Observed) -> None:
-    """Note the peak of what came before, and count anew."""
+    """Note the peak so far, and reset it."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         seen.setup_allocated_bytes = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -126,10 +126,10 @@ def end_training(seen: Observed) -> None:
 
 
 def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pulse) -> None:
-    """Build, check and train the job's model; note in `seen` what is measured. Collective."""
+    """Build, check and train the job's model; fill `seen` with the measurement. Collective."""
     plan = job.plan
     store = _rows(job, config)
-    if world.device.type == "cuda":  # those of the case before are no part
+    if world.device.type == "cuda":  # without those of the case before
         torch.cuda.reset_peak_memory_stats()
     model = _load(job, config, world, seen)
     if job.pairs is not None:
@@ -202,6 +202,6 @@ def _load(job: Job, config: RunConfig, world: World, seen: Observed) -> Training
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was asked; nothing on a CPU."""
+    """Wait until a GPU has finished its work; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

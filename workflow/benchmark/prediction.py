@@ -1,7 +1,7 @@
-"""A measurement before it is made: its run, and what preflight plans and predicts for it.
+"""The plan and prediction of a measurement, by preflight.
 
-Preflight's own decision gives the plan and its verdict the memory, so a lever that it knows needs
-nothing here. Nothing here imports torch."""
+Preflight's own decision gives the plan and its verdict the memory, so a memory option needs no code
+here. Nothing here imports torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +23,14 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
 
-# What a line says of the forecast.
+# Fields of the forecast in a line.
 PREDICTED = {"peak_bytes", "reserved_bytes", "host_bytes", "phases", "time"}
-ROWS_OF_STEPS = 2  # the random rows suffice for so many steps, then they come again
+ROWS_OF_STEPS = 2  # random rows for this many steps, then they repeat
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request on this machine: everything that its workers need, and what is predicted."""
+    """A request on this machine: its workers' inputs, and its prediction."""
 
     request: Request
     run: RunConfig
@@ -92,7 +92,7 @@ def _cap_bytes(request: Request, machine: Machine) -> int | None:
 
 
 def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
-    """Return the machine as one of whose GPUs PyTorch may take no more than `cap_bytes`."""
+    """Return the machine with GPUs of which PyTorch may take at most `cap_bytes`."""
     if cap_bytes is None:
         return machine
     limits = budget(run.hardware, machine)
@@ -101,8 +101,8 @@ def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
 
 
 def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
-    """Return the counts of the random rows: all tokens are trained but a document's first, of pairs
-    the answers."""
+    """Return the counts of the random rows: all tokens are trained except each document's first,
+    and the prompts of pairs."""
     sizes = request.sizes
     if sizes.pairs is not None:
         pairs = random_pairs(sizes.pairs, seq_len=sizes.seq_len, vocab_size=shape.vocab_size)

@@ -1,8 +1,8 @@
-"""What a machine reaches in the operations of a step, measured on it: the probe.
+"""The probe: a machine's measured rates in the operations of a step.
 
-Shapes are the same on all machines, since results are held against one machine's
-(`planning.timing.rates`). What a GPU does is timed in CUDA graphs of several calls, so that Python
-does not count. Units: FLOP/s, bytes/s, calls/s."""
+Shapes are the same on all machines, as results are compared with one machine's
+(`planning.timing.rates`). A GPU is timed in CUDA graphs of several calls, so that Python does not
+count. Units: FLOP/s, bytes/s, calls/s."""
 
 import statistics
 import time
@@ -21,16 +21,16 @@ TOKENS = 4096
 SHAPES = ((HIDDEN, HIDDEN), (HIDDEN, FEED_FORWARD), (FEED_FORWARD, HIDDEN))
 CPU_TOKENS, CPU_SHAPES = 512, ((512, 512), (512, 2048), (2048, 512))
 MOVED = 2**28  # bytes that an addition reads and writes; a fourth of it on a CPU
-SMALL = 2**16  # the same, of what takes no time but its start
+SMALL = 2**16  # the same, of an addition that takes only its start
 COPIED, COPIES = 2**26, 8  # bytes of a copy to the host or back, and copies at once
-TIMES = 9  # that a call is timed
-PASSES, PASSES_TIMES = 100, 60  # of a small module, at once; another program disturbs a few
+TIMES = 9  # timings of a call
+PASSES, PASSES_TIMES = 100, 60  # of a small module, at once; few are disturbed by other programs
 WARM_S = 0.3
 
 
 def probed(device: torch.device) -> dict[str, Measured]:
-    """Return what this process reaches by name, as `planning.timing.rates` reads it; of GPUs all
-    that are visible copy to the host at once. Takes a minute on a GPU, 15 s on a CPU."""
+    """Return this process's rates by name, as `planning.timing.rates` reads them; all visible GPUs
+    copy to the host at once. Takes a minute on a GPU, 15 s on a CPU."""
     if device.type == "cpu":
         x = torch.randn(MOVED // 48), torch.randn(MOVED // 48)
         out = torch.empty_like(x[0])
@@ -111,7 +111,7 @@ def _addition(device: torch.device, moved: int) -> Callable[[], object]:
 
 
 def _collective(count: int) -> Measured:
-    """Bytes/s that a GPU receives where all gather of all, by NCCL in one process."""
+    """Bytes/s that a GPU receives in an all-gather, by NCCL in one process."""
     devices = [torch.device("cuda", number) for number in range(count)]
     parts = [torch.ones(COPIED, dtype=torch.uint8, device=device) for device in devices]
     wholes = [torch.empty(count * COPIED, dtype=torch.uint8, device=x.device) for x in parts]
@@ -139,7 +139,7 @@ def _by_copies(count: int) -> list[float]:
 
 
 def _by_python(device: torch.device) -> list[float]:
-    """Seconds of small forward and backward passes, which Python takes longer for than a device."""
+    """Seconds of small forward and backward passes, bound by Python and not by the device."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = torch.nn.Linear(16, 16, device=device, dtype=dtype)
     x = torch.randn(4, 16, device=device, dtype=dtype, requires_grad=True)
@@ -154,7 +154,7 @@ def _by_python(device: torch.device) -> list[float]:
 
 
 def _by_cpu(call: Callable[[], object], times: int = TIMES) -> list[float]:
-    """Seconds of this thread, without those of other programs: a process' threads work in step."""
+    """Seconds of this thread, without other programs': a process' threads work in step."""
     return _timed(call, lambda: None, clock=time.thread_time, times=times)
 
 
@@ -209,7 +209,7 @@ def _wait(count: int) -> None:
 
 
 def _rate(amount: float, seconds: list[float]) -> Measured:
-    """Return the rate by the median; repeatable is what the medians of three thirds agree on."""
+    """Return the rate by the median; it is repeatable if the medians of three thirds agree."""
     middle, size = statistics.median(seconds), len(seconds) // 3
     thirds = [statistics.median(seconds[i : i + size]) for i in (0, size, 2 * size)]
     return Measured(value=amount / middle, spread=(max(thirds) - min(thirds)) / middle)

@@ -1,8 +1,8 @@
-"""An NF4 base of any shape with random weights, and random rows: what speed and memory are measured
-on.
+"""An NF4 base of any shape with random weights, and random rows, for measurements of speed and
+memory.
 
 All linears of one size share one random tensor, so 70B parameters are quantized in seconds, on the
-CPU; each lies in the files for itself, so that loading reads as many bytes as of a real model."""
+CPU. Each is stored separately, so that loading reads as many bytes as of a real model."""
 
 import math
 import shutil
@@ -27,17 +27,17 @@ from workflow.lib.quantization.nf4_codes import quantize_expert, stack_tensors
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import put_in_place, write_json
 
-DEVIATION = 0.02  # of the weights: what most families are initialized with
+DEVIATION = 0.02  # of the weights: most families' initialization
 SEED = 0
 DRAWN = 2**24
-DISTINCT_EXPERTS = 8  # of a stack: the others are the same ones again
+DISTINCT_EXPERTS = 8  # of a stack: the others repeat them
 
 
 def write_random_base(
     folder: Path, config: dict[str, Any], settings: QuantizeConfig, *, float_storage: bool = False
 ) -> None:
     """Write an NF4 checkpoint of the shape of `config` to `folder`, which appears as a whole.
-    float_storage: packed weights as bf16 views, which other software needs to shard them."""
+    float_storage: packed weights as bf16 views, which other software needs for sharding."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -80,7 +80,7 @@ def _packed(
 
 
 def _random(size: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    """Draw at most `DRAWN` values and repeat them: of a billion, nobody would wait for the last."""
+    """Draw at most `DRAWN` values and repeat them: a billion would take too long."""
     count = math.prod(size)
     values = torch.randn(min(count, DRAWN), dtype=torch.bfloat16, generator=draw) * DEVIATION
     return values.repeat(-(-count // DRAWN))[:count].reshape(size)
@@ -92,7 +92,7 @@ def as_bfloat16(packed: torch.Tensor) -> torch.Tensor:
 
 
 def random_rows(*, rows: int, seq_len: int, documents: int, vocab_size: int) -> TokenStore:
-    """Return `rows` full rows of `documents` documents, all but whose first tokens are trained."""
+    """Return `rows` full rows of `documents` documents, trained except their first tokens."""
     ids = np.random.default_rng(SEED).integers(0, vocab_size, (rows, seq_len)).astype(np.uint32)
     positions = np.tile(np.arange(seq_len, dtype=np.int32), (rows, 1)) % (seq_len // documents)
     return TokenStore(

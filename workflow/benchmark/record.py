@@ -9,7 +9,7 @@ from workflow.lib.artifacts.training_record import Check
 
 
 class Observed(Record, frozen=False):
-    """What one process has seen of a case; peaks are of the steps, after loading and checks."""
+    """A case in one process; peaks are of the steps, after loading and checks."""
 
     step_s: list[float] = Field(default=[])  # seconds of each step
     losses: list[float] = Field(default=[])  # loss of each step, nats per token
@@ -23,7 +23,7 @@ class Observed(Record, frozen=False):
     attention: str = ""  # kind of attention that ran
     graphs_off: str | None = None
     """Why micro-batches could not be CUDA graphs; null: they were, or were not to be."""
-    checks: list[Check] = Field(default=[])  # what was tested before the steps
+    checks: list[Check] = Field(default=[])  # checks before the steps
 
 
 class Measurement(Observed):
@@ -40,14 +40,14 @@ class BenchmarkRow(Record):
     """A line: a case with a number of processes, measured or not."""
 
     format_version: Literal[1] = 1  # version of the line's format
-    key: str  # short hash of all that follows from the settings, and of the GPUs
+    key: str  # short hash of all facts from the settings, and of the GPUs
     case: str  # name of the case
-    title: str  # what the case is, for people
+    title: str  # description of the case, for people
     processes: int  # processes that train
-    sizes: dict[str, Any]  # section `benchmark` with the case's own settings laid over it
-    settings: dict[str, Any]  # settings of a run that are the case's own
+    sizes: dict[str, Any]  # section `benchmark` overridden by the case's own settings
+    settings: dict[str, Any]  # the case's own settings of a run
     peer: dict[str, Any] | None  # settings of other software; null for this workflow's engine
-    status: Literal["measured", "out_of_memory", "failed", "not_installed"]  # what came of it
+    status: Literal["measured", "out_of_memory", "failed", "not_installed"]  # the result
     cause: str | None = None  # why it was not measured; null if it was
     measured: Measurement | None = None  # the measurement; null if there is none
     gpu_names: list[str] = Field(default=[])
@@ -58,4 +58,4 @@ class BenchmarkRow(Record):
     """Peaks and time as preflight predicts them; null for a peer too."""
     plan: dict[str, Any] | None = None
     """How the case runs, as in preflight.json; null if it cannot run here."""
-    provenance: Provenance  # what made the line
+    provenance: Provenance  # origin of the line

@@ -1,7 +1,7 @@
 """Datasets of other trainers as sources of `data`: their files, columns and masks.
 
-Files on the hub cannot be listed here, so those of a split are named by a glob. A glob that finds
-no file stops the run."""
+Files on the hub cannot be listed here, so a glob names those of a split. A glob without a match
+stops the run."""
 
 import json
 import re
@@ -28,7 +28,7 @@ FORMATS = {
 
 
 def read_datasets(draft: Draft) -> None:
-    """Set the training and the held-out data, and which of their tokens are trained."""
+    """Set the training and the held-out data, and which tokens are trained."""
     trainer, own = draft.source.trainer, draft.own
     on = {key: draft.get(key) for key in MASKS}
     loss_on: str = own.loss_on
@@ -150,7 +150,7 @@ def _dataset_info(file: Path) -> dict[str, Any]:
 
 
 def _listed(name: str, info: dict[str, Any], roles: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Return the source of a dataset of dataset_info.json, or a guess for one that is not there."""
+    """Return the source of a dataset in dataset_info.json, or a guess for an unlisted one."""
     entry = info.get(name, {})
     given = entry.get("columns", {}).items()
     columns = {roles[key]: column for key, column in given if key in roles}

@@ -1,4 +1,4 @@
-"""A `config.yaml` that is made of another trainer's keys, and what became of each of them."""
+"""A `config.yaml` from another trainer's keys, with an outcome for each of them."""
 
 import difflib
 import re
@@ -15,7 +15,7 @@ OFF: tuple[Any, ...] = (None, False, "", "no", "none", "off", 0, [], {})
 
 
 class Outcome(NamedTuple):
-    """What became of keys, as the file spells them, and why, or by which setting."""
+    """The outcome of keys, as spelled in the file, with its reason or setting."""
 
     kind: Kind
     keys: tuple[str, ...]
@@ -34,7 +34,7 @@ class Draft:
         self.came_from: dict[str, str] = {}
         self.spelled: dict[str, str] = {}
         self._given: dict[str, Any] = {}
-        self._asked, self._settled, self._told = set[str](), set[str](), set[str]()
+        self._asked, self._settled, self._noted = set[str](), set[str](), set[str]()
         for key, value in source.values.items():
             if isinstance(value, dict) and key in self.shared.below:
                 self.add(f"{key}.", value)
@@ -42,8 +42,8 @@ class Draft:
                 self.add("", {key: value})
 
     def add(self, prefix: str, values: dict[str, Any]) -> None:
-        """Add keys. Raises `UserError` for two that mean the same, but in a script: there the first
-        counts, which is that of the training's arguments (`read_script`)."""
+        """Add keys. Raises `UserError` for two of one meaning; in a script the first counts, which
+        is that of the training's arguments (`read_script`)."""
         for key, value in values.items():
             spelled = f"{prefix}{key}"
             name = self.own.called.get(spelled, spelled)
@@ -63,7 +63,7 @@ class Draft:
                 self._given[name] = value
 
     def has(self, key: str) -> bool:
-        """Whether the file gives a value, which no script computes."""
+        """Whether the file gives a value that no script computes."""
         self._asked.add(key)
         return key in self._given and not isinstance(self._given[key], Computed)
 
@@ -91,17 +91,17 @@ class Draft:
         return [part.strip() for part in parts if part.strip()]
 
     def wrong(self, key: str, bound: str) -> UserError:
-        """Return the error of a value that cannot be."""
+        """Return the error of an impossible value."""
         place = f"{self.source.file}: {self.spelled.get(key, key)}"
         return setting_error(place, self._given.get(key), bound, "Change it there")
 
     def put(self, setting: str, value: Any, *keys: str, how: str = "") -> None:
-        """Set a setting to what the keys mean; how: what changed on the way. A trainer's default
-        is set where ours is another."""
+        """Set a setting to the meaning of the keys; how: changes on the way. A trainer's default is
+        set if ours differs."""
         given = [key for key in keys if self.has(key)]
         section, name = setting.split(".")
         if section == "preferences" and setting not in needs_of(self.objective).settings:
-            self.tell("without effect", keys, f"train.objective {self.objective} does not read it")
+            self.note("without effect", keys, f"train.objective {self.objective} does not read it")
             return
         fields = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
         if keys and not given and value == fields[name].get_default(call_default_factory=True):
@@ -110,38 +110,38 @@ class Draft:
         self.came_from[setting] = ", ".join(self.spelled[key] for key in given)
         shown = f"{setting} = {value!r}" + (f": {how}" if how else "")
         if given:
-            self.tell("changed" if how else "taken", keys, shown)
+            self.note("changed" if how else "taken", keys, shown)
         elif keys:
             self.outcomes.append(Outcome("by default", (), shown))
         self._settled.update(keys)
 
-    def tell(self, kind: Kind, keys: Iterable[str], why: str) -> None:
-        """Note what became of those of the keys that the file has, and that nothing was said of."""
-        here = [key for key in keys if key in self.spelled and key not in self._told]
-        self._told.update(here)
+    def note(self, kind: Kind, keys: Iterable[str], why: str) -> None:
+        """Note the outcome of those keys that the file has, without another outcome."""
+        here = [key for key in keys if key in self.spelled and key not in self._noted]
+        self._noted.update(here)
         if here:
             self.outcomes.append(Outcome(kind, tuple(self.spelled[key] for key in here), why))
 
     def refuse(self, key: str, why: str) -> None:
-        """Note that no config can stand for this key, or for its absence."""
+        """Note that no config can replace this key, or its absence."""
         given = f"= {self._given[key]!r}"[:SHOWN_CHARS] if key in self._given else "is not given"
         usual = next((name for name, ours in self.own.called.items() if ours == key), key)
         name = f"{self.spelled.get(key, usual)} {given}"
-        self._told.add(key)
+        self._noted.add(key)
         self.outcomes.append(Outcome("refused", (name,), why))
 
     def follow_tables(self) -> None:
-        """Take, or account for, all that no rule has set or told."""
+        """Set, or account for, all keys without a rule."""
         for name, setting in (self.shared.same | self.own.same).items():
-            if name not in self._settled | self._told and self.get(name) is not None:
+            if name not in self._settled | self._noted and self.get(name) is not None:
                 self.put(setting, self.get(name), name)
         for name, words in (self.shared.words | self.own.words).items():
-            if name not in self._settled | self._told and self.get(name) not in OFF:
+            if name not in self._settled | self._noted and self.get(name) not in OFF:
                 self._translate(name, words)
         reasons = self.shared.accounts() | self.own.accounts()
         known = {*self._asked, *self.own.called, *reasons}
         for name in self.spelled:
-            if name not in self._told:
+            if name not in self._noted:
                 self._account(name, *reasons.get(name, ("unknown", "")), known=known)
 
     def _translate(self, name: str, words: Words) -> None:
@@ -155,16 +155,16 @@ class Draft:
         near = difflib.get_close_matches(self.spelled[name], known, n=1)
         if isinstance(value, Computed) and kind in ("unknown", "changed"):
             formula = f"the script computes it ({value.text}); set it by hand"
-            self.tell("without counterpart", [name], formula)
+            self.note("without counterpart", [name], formula)
         elif kind == "unknown" and name not in known:
             hint = f"; did you mean {near[0]}?" if near else ""
-            self.tell(kind, [name], f"nothing of it is in the config{hint}")
+            self.note(kind, [name], f"nothing of it is in the config{hint}")
         elif kind == "unknown" or (value in OFF and (kind != "changed" or value is None)):
-            self.tell("without effect", [name], "empty, off, or left out by other keys")
+            self.note("without effect", [name], "empty, off, or left out by other keys")
         elif kind == "refused":
             self.refuse(name, why)
         else:
-            self.tell(kind, [name], why)
+            self.note(kind, [name], why)
 
 
 def label(name: str) -> str:

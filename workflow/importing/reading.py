@@ -1,4 +1,4 @@
-"""Files of other trainers: their keys and values, and the tables that say what these mean."""
+"""Files of other trainers: their keys and values, and the tables with the keys' meanings."""
 
 import re
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ Kind = Literal[
     "taken", "changed", "by default", "not needed",
     "without counterpart", "without effect", "unknown", "refused",
 ]  # fmt: skip
-FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML reads 1e-5 as a text
+FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML reads 1e-5 as text
 
 
 class Words(BaseModel):
-    """A setting's values by other words; `otherwise` stands for all that are not listed."""
+    """A setting's values by their words; `otherwise` is for all unlisted ones."""
 
     setting: str
     otherwise: str
@@ -44,7 +44,7 @@ class Table(BaseModel):
     defaults_of_preferences: dict[str, Any] = {}
     loss_on: Literal["completions", "all"] = "completions"
     loss_note: str = ""
-    """What is trained where no key says it, and how that differs from the trainer."""
+    """Trained tokens without a key for them, and the difference to the trainer."""
     columns: dict[str, str] = {}
     called: dict[str, str] = {}
     same: dict[str, str] = {}
@@ -53,13 +53,13 @@ class Table(BaseModel):
     reasons: dict[Kind, dict[str, list[str]]] = {}
 
     def accounts(self) -> dict[str, tuple[Kind, str]]:
-        """Return what becomes of a key that no setting stands for, and why."""
+        """Return the outcome of a key without a setting, and its reason."""
         kinds = self.reasons.items()
         return {key: (kind, why) for kind, of in kinds for why in of for key in of[why]}
 
 
 class Source(NamedTuple):
-    """A file of another trainer: whose it is, and its keys with their values."""
+    """A file of another trainer: the trainer, and its keys with their values."""
 
     file: Path
     trainer: TableName
@@ -79,7 +79,7 @@ def table(name: str) -> Table:
 
 
 def read_source(file: Path, trainer: TrainerName | None) -> Source:
-    """Read a file; trainer: None = its keys decide. Raises `UserError` for what is no such file."""
+    """Read a file; trainer: None: its keys decide. Raises `UserError` for any other file."""
     if file.suffix == ".py":
         text = read_input(file)
         owner: TableName = "unsloth" if imports_unsloth(text) else "trl_script"
@@ -95,7 +95,7 @@ def read_source(file: Path, trainer: TrainerName | None) -> Source:
 
 
 def calls_known_of(name: TableName) -> frozenset[str]:
-    """Return the calls of a script, as `map()`, that a table says what becomes of."""
+    """Return the calls of a script, as `map()`, in a table."""
     accounts = table("transformers").accounts() | table(name).accounts()
     return frozenset(key for key in accounts if key.endswith("()"))
 

@@ -1,4 +1,4 @@
-"""What keys of other trainers mean here, where that is not the same under another name."""
+"""Keys of other trainers whose meaning here is not just another name."""
 
 import re
 from typing import Any
@@ -10,14 +10,14 @@ from workflow.lib.settings.objectives import NEEDS
 
 NAMES = re.compile(r"[\w.,\s-]+")
 WHOLE = ("embed_tokens", "lm_head")
-# Of trackers: what they call a project, here and there.
+# Trackers' settings of a project, there and here.
 TRACKERS = {
     "wandb": ("wandb_project", "wandb_project"),
     "mlflow": ("mlflow_experiment", "mlflow_experiment_name"),
     "trackio": ("trackio_project", "project"),
 }
 CYCLES, FALLING = "lr_scheduler_kwargs.num_cycles", "lr_scheduler_kwargs.num_decay_steps"
-# Keys that only such a training of TRL has, for files that do not say which command reads them.
+# Keys of only one TRL training, for files that do not name their command.
 TELLING = {
     "desirable_weight": "kto",
     "undesirable_weight": "kto",
@@ -28,8 +28,8 @@ TELLING = {
 
 
 def translate(source: Source, *, gpus: int | None) -> Draft:
-    """Return the settings that a file means; gpus: None = nobody says. Raises `UserError` for
-    values of a wrong type."""
+    """Return the settings of a file; gpus: None if unknown. Raises `UserError` for values of a
+    wrong type."""
     draft = Draft(source, gpus=gpus)
     for rule in (_objective, _base, _adapter, _length, _schedule, _while_training, read_datasets):
         rule(draft)
@@ -55,7 +55,7 @@ def _objective(draft: Draft) -> None:
     how = f"as {telling[0]} is given" if telling else ""
     draft.put("train.objective", name, "objective", how=how)
     if name == loss:
-        draft.tell("taken", ["loss_type"], f"train.objective = {name!r}")
+        draft.note("taken", ["loss_type"], f"train.objective = {name!r}")
     elif loss is not None and name != "sft":
         draft.put("preferences.loss_type", loss, "loss_type")
     beta = "orpo_alpha" if draft.has("orpo_alpha") else "beta"
@@ -72,11 +72,11 @@ def _base(draft: Draft) -> None:
     keys = ("adapter", "load_in_4bit", "load_in_8bit", "quantization_bit")
     in_8bit = draft.get("load_in_8bit") is True or bits == 8
     if draft.get("load_in_4bit") is True or bits == 4:
-        draft.tell("taken", keys, "LoRA on a base in NF4")
+        draft.note("taken", keys, "LoRA on a base in NF4")
         draft.put("quantize.double_quant", draft.get("use_double_quant"), "use_double_quant")
     else:
         how = f"LoRA on a base in NF4 (4 bits), not in {8 if in_8bit else 16}; `evaluate` compares"
-        draft.tell("changed", keys, how)
+        draft.note("changed", keys, how)
 
 
 def _adapter(draft: Draft) -> None:
@@ -99,7 +99,7 @@ def _adapter(draft: Draft) -> None:
     draft.put("lora.target_modules", targets, *keys, how=how)
     if whole:
         draft.put("lora.modules_to_save", list(dict.fromkeys(whole)))
-        draft.tell("taken", ["modules_to_save"], f"lora.modules_to_save = {whole!r}")
+        draft.note("taken", ["modules_to_save"], f"lora.modules_to_save = {whole!r}")
     if tokens := draft.texts("add_tokens"):
         draft.put("model.add_tokens", tokens, "add_tokens")
     if draft.get("lora_alpha") == "twice the rank":
@@ -119,7 +119,7 @@ def _length(draft: Draft) -> None:
     if steps > 0:
         draft.put("train.max_steps", steps, "max_steps")
         draft.put("train.epochs", None)
-        draft.tell("without effect", ["num_train_epochs"], "max_steps comes first, as there")
+        draft.note("without effect", ["num_train_epochs"], "max_steps comes first, as there")
     else:
         draft.put("train.epochs", draft.number("num_train_epochs"), "num_train_epochs")
     if draft.get("max_grad_norm") == 0:

@@ -1,8 +1,8 @@
-"""Python scripts of unsloth, TRL and Transformers: what they say in literals. They are never run.
+"""Python scripts of unsloth, TRL and Transformers: their literals. They are never run.
 
-Read are the arguments of the calls that set up a training, and what is assigned to an attribute
+Read are the arguments of calls that set up a training, and assignments to attributes
 (`args.learning_rate = 1e-5`). Each other call of these packages becomes a key of its own (`map()`),
-so that it is told of."""
+so that it has an outcome."""
 
 import ast
 import re
@@ -38,7 +38,7 @@ VARIABLES = {"os.environ['WANDB_PROJECT']": "wandb_project"}
 
 
 class Computed(NamedTuple):
-    """An argument that a script computes, or a call that is not read, as it is written there."""
+    """An argument that a script computes, or a call that is not read, as its source."""
 
     text: str
 
@@ -48,10 +48,10 @@ def imports_unsloth(text: str) -> bool:
 
 
 def read_script(file: Path, text: str, *, called: Iterable[str]) -> dict[str, Any]:
-    """Return the keys of a script, those of the training's arguments first. Raises `UserError` for
-    what is no Python, sets up no training, or says two things.
+    """Return the keys of a script, those of the training's arguments first. Raises `UserError` if
+    it is no Python, sets up no training, or contradicts itself.
 
-    called: methods that are told of where a script calls them, as `map()`."""
+    called: methods whose calls become keys, as `map()`."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, RecursionError) as error:
@@ -66,7 +66,7 @@ def read_script(file: Path, text: str, *, called: Iterable[str]) -> dict[str, An
                 values.setdefault(key, _computed(call))
             continue
         said = {key: script.literal(node) for key, node in arguments.items()}
-        if kind in seen:  # what is new in it is not read
+        if kind in seen:  # new keys in it are not read
             if not said.items() <= values.items():
                 values.setdefault(f"a further {kind}", _computed(call))
             continue
@@ -95,7 +95,7 @@ class _Script:
         of_name = defaultdict[str, list[ast.expr]](list)
         for target, value in self._assigned:
             of_name[ast.unparse(target)].append(value)
-        # A name that is given several values is none of them.
+        # A name with several values counts as none of them.
         self._names = {name: values[0] for name, values in of_name.items() if len(values) == 1}
         self.imported = {
             (alias.asname or alias.name).partition(".")[0]
@@ -106,7 +106,7 @@ class _Script:
         }
 
     def read(self, call: ast.Call) -> tuple[str, Mapping[str, Any]]:
-        """Return what kind of call it is, "" for one that is not read, and its arguments."""
+        """Return the kind of a call, "" for one that is not read, and its arguments."""
         name, owner = _name(call.func), _name(getattr(call.func, "value", None))
         words = dict(self._keywords(call))
         if name == "load_dataset":
@@ -139,7 +139,7 @@ class _Script:
             return Computed(ast.unparse(node))
 
     def assigned_attributes(self) -> Iterator[tuple[str, ast.expr]]:
-        """Yield what is assigned to attributes of anything but `self` and modules, by its name."""
+        """Yield assignments to attributes of anything but `self` and modules, by name."""
         for target, value in self._assigned:
             if ast.unparse(target) in VARIABLES:
                 yield VARIABLES[ast.unparse(target)], value
@@ -179,7 +179,7 @@ def _root(node: ast.AST) -> str:
 
 
 def _key(call: ast.Call) -> str:
-    """Return the key that tells of a call: its name, with the class that a model is made by."""
+    """Return the key of a call: its name, with the class of a model."""
     name, owner = _name(call.func), _name(getattr(call.func, "value", None))
     return f"{owner}.{name}()" if name == "from_pretrained" else f"{name}()"
 

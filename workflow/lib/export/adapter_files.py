@@ -1,6 +1,6 @@
 """From the sharded adapter to PEFT's adapter, and optionally a merged model.
 
-The merged model is streamed by tensor. A server must prompt as the training did, so both hold its
+The merged model is streamed by tensor. A server must prompt as in training, so both hold its
 tokenizer, chat template and end tokens, and `check_conversations` proves it."""
 
 import math
@@ -44,14 +44,14 @@ from workflow.lib.system.files import atomic_path, write_json, write_text
 PREFIX = "base_model.model."
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
-# The adapter's folder has the same files for every run; without a template, conversations fail too.
+# The adapter's folder has the same files for every run; without a template conversations fail.
 NO_TEMPLATE = "{{ raise_exception('The model was trained without a chat template.') }}"
 
 
 def read_sharded_adapter(folder: Path, *, below: str = "") -> dict[str, torch.Tensor]:
-    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name, which stands
-    there behind `below`. Local. Raises `UserError` if it is damaged, without effect (every B zero)
-    or not finite."""
+    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name (stored after
+    `below`). Local. Raises `UserError` if it is damaged, without effect (every B zero) or not
+    finite."""
     try:
         tensors = read_whole(folder, below=below)
     except (OSError, DamagedError) as error:
@@ -92,8 +92,8 @@ def difference(
     *,
     stacks: Mapping[str, ExpertStack],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the adapter of s (B A - B0 A0), which adds to the original in 16 bits what was trained
-    after its base's recovery (B0, A0): [B, -B0] and [A; A0], of twice the rank; and its
+    """Return the adapter of s (B A - B0 A0), which adds the training after the base's recovery (B0,
+    A0) to the original in 16 bits: [B, -B0] and [A; A0], of twice the rank; and its
     `adapter_config.json`. Names of the training; layout of stacks as in `packed_stacks`."""
     assert adapter.keys() == recovery.keys(), "the recovery has the run's `lora` settings"
     joined = {}
@@ -122,7 +122,7 @@ def with_corrections(
     model: PreTrainedModel,
     base: CheckpointReader,
 ) -> dict[str, torch.Tensor]:
-    """Return an adapter with all that PEFT keeps of whole modules: a router's correction, without
+    """Return an adapter with all of PEFT's tensors of whole modules: a router's correction, without
     gradient, is the base's. model: the original on meta; base: its NF4 checkpoint."""
     kept = dict(adapter)
     names = tuple(f".{name}" for name in config.get("modules_to_save") or ())
@@ -138,9 +138,9 @@ def with_corrections(
 def base_reference(
     settings: ModelConfig, folder: Path, *, export: ExportConfig
 ) -> dict[str, str | None]:
-    """Return what PEFT's configuration says of the base in `folder`. `export.nf4_base_id`; else
-    repository and commit of a model of the hub; else `export.base_id`, or without it the absolute
-    path: PEFT takes a relative one from where it runs."""
+    """Return the base in `folder` for PEFT's configuration: `export.nf4_base_id`; else repository
+    and commit of a hub model; else `export.base_id`, or without it the absolute path, as PEFT
+    resolves a relative one from its working folder."""
     if export.nf4_base_id is not None:
         return {"base_model_name_or_path": export.nf4_base_id, "revision": None}
     if not is_hub_id(settings.source):
@@ -159,14 +159,14 @@ def save_tokenizer(source: Path, folder: Path, *, facts: ConversationFacts) -> N
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer without how it was loaded here."""
+    """Write a tokenizer without its options of loading here."""
     for key in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(folder)
 
 
 def replace_chat_template(folder: Path, *, facts: ConversationFacts) -> None:
-    """Put the trained template wherever the copied files of a tokenizer have the base's own."""
+    """Replace the base's own template by the trained one in the copied files of a tokenizer."""
     if facts.chat_template is None:
         return
     templates = trained_templates(load_tokenizer(folder), facts.chat_template)
@@ -187,7 +187,7 @@ def write_generation_config(source: Path, folder: Path, *, facts: ConversationFa
     """Write the base's generation settings, with end tokens of base, tokenizer and template."""
     path = source / GENERATION_CONFIG
     settings = read_settings(path) if path.is_file() else {}
-    # With this mark, Transformers may take the end tokens from config.json instead.
+    # With this mark, Transformers may read the end tokens from config.json instead.
     settings.pop("_from_model_config", None)
     named = settings.get("eos_token_id", read_settings(source / "config.json").get("eos_token_id"))
     ends = {*(named if isinstance(named, list) else [named]), facts.eos_token_id}
@@ -211,7 +211,7 @@ def check_conversations(folder: Path, probes: list[Probe]) -> None:
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, probe: Probe) -> list[int]:
-    written: Any  # what is declared as returned depends on options
+    written: Any  # its declared type depends on options
     if probe.messages is None:
         written = tokenizer(probe.text, add_special_tokens=False)
     else:
@@ -234,15 +234,15 @@ def merged_tensors(
     module_name: Callable[[str], str] = str,
     left: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a
-    module's own where it was trained whole, or some of its rows were.
+    """Yield name and bf16 tensor of the merged model: `merged_weight` for adapted ones, a module's
+    own if it was trained whole, or some of its rows were.
 
-    The names are those of the original's files; `module_name` returns the model's name for one
+    Names are those of the original's files; `module_name` returns the model's name for one
     (`converted_reader.ModuleNames`). Stacks of experts are left out (`merged_stacks`). left: stored
-    names of what the model has no part for, or what text never passes, which is handed on as it is
-    stored (what is packed is decoded, as all else). onto: `dequantized` (the weights that were
-    trained on) or `original`. The sum is in fp32, rounded once. What is not quantized stays in fp32
-    in a 16-bit checkpoint. Raises `UserError` if an adapter belongs to no tensor of the model."""
+    names of tensors that the model has no part for, or that text never passes; they are copied as
+    stored (packed ones decoded). onto: `dequantized` (the trained weights) or `original`. The sum
+    is in fp32, rounded once. Unquantized tensors stay in fp32 in a 16-bit checkpoint. Raises
+    `UserError` if an adapter belongs to no tensor of the model."""
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
     indices: dict[str, list[int]] = adapter_config.get("trainable_token_indices") or {}
@@ -293,7 +293,7 @@ def merged_tensors(
 def _stored_in_16_bits(
     original: CheckpointReader, nf4: CheckpointReader, module_name: Callable[[str], str]
 ) -> bool:
-    """Tell whether the weights that are quantized are stored in 16 bits."""
+    """Tell whether the quantized weights are stored in 16 bits."""
     names = original.names()
     paths = ((name, module_name(name).removesuffix(".weight")) for name in names)
     first = next((name for name, path in paths if f"{path}.{STATE_SUFFIX}" in nf4), None)
@@ -327,6 +327,6 @@ def write_merged(
     writer.close()
     copy_companions(source, folder)
     config = read_model_config(source) | {"dtype": "bfloat16"}
-    config.pop(TRAINED_ROWS, None)  # its own training has others
+    config.pop(TRAINED_ROWS, None)  # a training on it has its own
     write_json(folder / "config.json", config)
     return writer.total_bytes

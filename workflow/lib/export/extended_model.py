@@ -1,8 +1,8 @@
 """A copy of a model with tokens that its tokenizer lacks (`model.add_tokens`).
 
-Their rows of embedding and head begin as the mean of the others, as Transformers' new rows do but
-for their noise of 1e-9. They lie behind the tokenizer's last token, in rows that are free or new.
-`config.json` names them (`TRAINED_ROWS`) for the training. All else is copied as it is stored."""
+Their rows of embedding and head begin as the mean of the others, as in Transformers but without its
+noise of 1e-9. They follow the tokenizer's last token, in free or new rows. `config.json` names them
+(`TRAINED_ROWS`) for the training. All else is copied as stored."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def write_extended(source: Path, folder: Path, tokens: Sequence[str]) -> range:
         raise _error(tokens, f"the model has {old_rows} rows for {added.start} tokens already")
     rows = max(old_rows, added.stop)
     missing = {embedding, head}
-    dropped = head if is_tied(model) else None  # the same rows once more
+    dropped = head if is_tied(model) else None  # the same rows again
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         names = ModuleNames(model)
@@ -108,7 +108,7 @@ def _with_rows(table: torch.Tensor, added: range, rows: int) -> torch.Tensor:
 
 def _write_config(source: Path, folder: Path, rows: int, added: range) -> None:
     config = read_settings(source / "config.json")
-    config.pop(WEIGHTS, None)  # a name of a file that this folder has not
+    config.pop(WEIGHTS, None)  # a file that this folder has not
     text_part(config)["vocab_size"] = rows
     if "vocab_size" in config:  # multimodal models have it twice
         config["vocab_size"] = rows
@@ -116,7 +116,7 @@ def _write_config(source: Path, folder: Path, rows: int, added: range) -> None:
 
 
 def _write_record(source: Path, folder: Path) -> None:
-    """Write what a download has: its origin, if `source` is one, and the SHA-256 of all files."""
+    """Write a download's record: its origin, if `source` is one, and the SHA-256 of all files."""
     origin = read_artifact(source / HUB_RECORD) if downloaded_files(source) else {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [{"path": str(p.relative_to(folder)), "sha256": file_sha256(p)} for p in paths]

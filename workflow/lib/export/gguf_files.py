@@ -1,8 +1,8 @@
 """Models and adapters as GGUF files, by llama.cpp's own converters and quantizer.
 
 The converters (`export.llama_cpp`) run as processes, on a folder of links to weights and to the
-training's tokenizer. llama.cpp knows no `{% generation %}` blocks, so the template goes without.
-It scales an adapter by alpha / rank with one alpha: other scales go into B."""
+training's tokenizer. llama.cpp knows no `{% generation %}` blocks, so the template is written
+without them. It scales an adapter by alpha / rank with one alpha: other scales go into B."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ from workflow.lib.settings.evaluate import ADAPTER_CONVERTER, CONVERTER, GgufFor
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json, write_text
 
-SHOWN_LINES = 6  # of the converter's last words
+SHOWN_LINES = 6  # of the converter's last output
 CONVERTED: set[GgufFormat] = {"f32", "f16", "bf16", "q8_0"}  # the quantizer makes the others
 WHOLE: tuple[GgufFormat, ...] = ("f32", "bf16", "f16")
 ADAPTER_TYPE = "f16"  # half of what PEFT's file takes, and 11 bits; small beside any base
@@ -37,7 +37,7 @@ QUANTIZER_LINES = 4
 
 @dataclass(frozen=True)
 class GgufSource:
-    """What becomes a GGUF file: folders of a model, and of the tokenizer that was trained with."""
+    """Sources of a GGUF file: folders of a model, and of the tokenizer that was trained with."""
 
     model: Path
     tokenizer: Path
@@ -55,7 +55,7 @@ def write_models(
             _convert(llama_cpp / CONVERTER, copy, outputs[name], outtype=name)
         if len(converted) == len(outputs):
             return
-        # in at least 16 bits, from which fewer are made
+        # in at least 16 bits, for conversion to fewer
         whole = next((outputs[name] for name in WHOLE if name in outputs), None)
         if whole is None:
             whole = Path(folder) / "whole.gguf"
@@ -129,7 +129,7 @@ def _name_architecture(path: Path) -> None:
 
 
 def _in_tokenizer_config(path: Path, template: str) -> None:
-    """Put the template where the tokenizer's settings repeat it."""
+    """Replace the template in the tokenizer's settings."""
     settings = read_settings(path) if path.is_file() else {}
     if "chat_template" in settings:
         path.unlink()
@@ -137,7 +137,7 @@ def _in_tokenizer_config(path: Path, template: str) -> None:
 
 
 def scaled_copy(adapter: Path, folder: Path) -> Path:
-    """Write the adapter with scale alpha / rank for every module: what differs goes into B."""
+    """Write the adapter with scale alpha / rank for every module: the rest of it goes into B."""
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     for name, tensor in tensors.items():

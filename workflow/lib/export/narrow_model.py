@@ -1,9 +1,9 @@
-"""A narrow random model of a family, and an adapter of a run's settings on it, as they will be
-exported: what a server refuses of these before the training, it would refuse of the real ones.
+"""A narrow random model of a family, and an adapter of a run's settings on it, in their exported
+form: a server that refuses these before the training would refuse the real ones.
 
-All layers, token ids and head sizes are the original's, so settings mean the same modules. Widths
-are fewer by one factor: hidden and intermediate sizes, and numbers of heads; so are the experts.
-What is published packed is plain here."""
+All layers, token ids and head sizes are the original's, so settings mean the same modules. One
+factor reduces widths: hidden and intermediate sizes, and numbers of heads; experts are fewer, too.
+Packed weights of the published model are plain here."""
 
 import math
 import re
@@ -30,7 +30,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.files import write_json
 
-WIDTH, STEP = 256, 32  # of the hidden size, about; widths are whole steps of kernels if they can be
+WIDTH, STEP = 256, 32  # of the hidden size, roughly; widths are whole steps of kernels if possible
 WIDTHS = r"hidden_size|d_model|n_embd|n_inner|ffn_dim|(\w+_)?(intermediate_size|ffn_hidden_size)"
 HEADS = r"(\w+_)?(num|n)_(\w+_)?heads?"
 SHARED = r"\w*(key_value|kv)_heads"  # there may be fewer than others
@@ -52,7 +52,7 @@ def write_narrow_model(source: Path, folder: Path, *, dtype: torch.dtype) -> Non
 
 
 def narrow_(config: PretrainedConfig) -> None:
-    """Make widths, heads and experts of a configuration fewer, in place."""
+    """Reduce widths, heads and experts of a configuration, in place."""
     text: Any = config.get_text_config()
     sizes = {n: v for n, v in text.to_dict().items() if type(v) is int and v > 0}
     widths, heads, experts, chosen = (
@@ -61,12 +61,12 @@ def narrow_(config: PretrainedConfig) -> None:
     )
     hidden = text.hidden_size
     fitting = [by for by in range(1, hidden // STEP + 1) if _divides(heads, by)]
-    if "head_dim" not in sizes:  # it is the hidden size by the heads
+    if "head_dim" not in sizes:  # hidden size / heads
         fitting = [by for by in fitting if hidden % by == 0]
     by = min(fitting, key=lambda by: abs(hidden // by - WIDTH))
     for name, value in heads.items():
         setattr(text, name, max(value // by, 1))
-    step = math.lcm(STEP, text.num_attention_heads)  # a family may ask for heads of a whole width
+    step = math.lcm(STEP, text.num_attention_heads)  # a family may require heads of a whole width
     for name, value in widths.items():
         exact = by == 1 or (
             value % by == 0 and (value // by % step == 0 or "head_dim" not in sizes)
@@ -106,7 +106,7 @@ def write_narrow_adapter(
 
 
 def _drawn(tuned: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return values for what is trained. The change has so many times the size of a weight."""
+    """Return values of the trained tensors; the change is `EFFECT` times the size of a weight."""
     drawn = {}
     for name, parameter in trainable_parameters(tuned).items():
         path, _, part = name.removeprefix(PREFIX).partition(".lora_")

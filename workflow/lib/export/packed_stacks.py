@@ -1,15 +1,15 @@
-"""NF4 stacks of experts in a stock model: 4 bits in memory, and decoded for whoever reads them.
+"""NF4 stacks of experts in a stock model: 4 bits in memory, decoded at each use.
 
 Transformers' bitsandbytes quantizer knows linears alone. A stack is stored as one linear of shape
-(experts * out, in), so it is loaded as such a linear (`with_linears`), by stock code and onto the
-device that stock code chooses. `pack_` then gives the experts' module its parameter back: an
-`NF4Tensor`, which has the shape that the family expects. Every operation decodes it, so experts run
-by any of Transformers' implementations, and PEFT wraps the parameter as any other.
+(experts * out, in), so stock code loads it as such a linear (`with_linears`), onto the device of
+its choice. `pack_` then replaces the parameter of the experts' module by an `NF4Tensor` of the
+shape that the family expects. Every operation decodes it, so experts run by any of Transformers'
+implementations, and PEFT wraps the parameter as any other.
 
-Stacks of a merged model are made expert by expert and written as the family publishes them.
+Stacks of a merged model are made expert by expert and written in the family's published form.
 
-PEFT has an adapter on stacks as `target_parameters`. It takes the names of a mixture's target
-modules for those of Transformers 4, in which every expert was a module: of Qwen's family,
+PEFT has an adapter on stacks as `target_parameters`. It reads the names of a mixture's target
+modules as those of Transformers 4, in which every expert was a module: in Qwen's family,
 `gate_proj` of a dense layer or a shared expert would mean the stacks. Linears of such names are
 exported as `target_parameters` too, by their weight."""
 
@@ -36,7 +36,7 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 
 
 def adapted_paths(adapter: Iterable[str]) -> set[str]:
-    """Return the paths of all linears and stacks that have an adapter, by names in training."""
+    """Return the paths of all adapted linears and stacks, by names in training."""
     suffix = ".lora_A.weight"
     return {
         name.removeprefix(PREFIX).removesuffix(suffix) for name in adapter if name.endswith(suffix)
@@ -46,7 +46,7 @@ def adapted_paths(adapter: Iterable[str]) -> set[str]:
 def without_stacks(
     adapter: Mapping[str, torch.Tensor], stacks: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter, by names in training, that belong to no stack."""
+    """Return an adapter's tensors outside of stacks, by names in training."""
     paths = {f"{PREFIX}{path}" for path in stacks}
     return {
         name: tensor for name, tensor in adapter.items() if name.partition(".lora_")[0] not in paths
@@ -66,7 +66,7 @@ def stored_names(config: Mapping[str, Any]) -> StackNames:
 
 
 def trained_targets(config: Mapping[str, Any]) -> list[str] | str:
-    """Return what an exported adapter is on as modules of the training, given the same."""
+    """Return the targets of an exported adapter as modules of the training, from its config."""
     modules = config["target_modules"]
     parameters: Iterable[str] = config.get("target_parameters") or ()
     paths = [path.removesuffix(".weight") for path in parameters]
@@ -76,8 +76,8 @@ def trained_targets(config: Mapping[str, Any]) -> list[str] | str:
 def exported_config(
     config: Mapping[str, Any], model: PreTrainedModel, adapter: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` by which stock PEFT builds the adapter. config:
-    of the training; adapter: names in training. That of a family without experts stays."""
+    """Return the `adapter_config.json` from which stock PEFT builds the adapter. config: of the
+    training; adapter: names in training. A family without experts keeps its config."""
     stacks = expert_stacks(model)
     if not names_of_experts(model) and not stacks:  # of a mixture all layers may be dense
         return dict(config)
@@ -94,14 +94,14 @@ def exported_config(
         return exported
     return exported | {
         "target_parameters": parameters,
-        "lora_dropout": 0.0,  # PEFT has none for parameters, and it acts in training alone
+        "lora_dropout": 0.0,  # PEFT has none for parameters, and it only acts in training
         "rank_pattern": _with_weights(config["rank_pattern"], weights),
         "alpha_pattern": _with_weights(config["alpha_pattern"], weights),
     }
 
 
 def _targets(paths: set[str], model: PreTrainedModel) -> list[str]:
-    """Return the paths, or the name alone where all linears of that name are among them."""
+    """Return the paths, or the name alone if all linears of that name are among them."""
     named: dict[str, set[str]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -111,7 +111,7 @@ def _targets(paths: set[str], model: PreTrainedModel) -> list[str]:
 
 
 def _with_weights(patterns: Mapping[str, Any], weights: Mapping[str, str]) -> dict[str, Any]:
-    """Return patterns of paths, with those of parameters that are the weight of such a path."""
+    """Return patterns of paths, with those of parameters that are such a path's weight."""
     values = {
         re.escape(weight): value
         for path, weight in weights.items()
@@ -121,7 +121,7 @@ def _with_weights(patterns: Mapping[str, Any], weights: Mapping[str, str]) -> di
 
 
 def names_of_experts(model: PreTrainedModel) -> set[str]:
-    """Return what an expert's projections are called where each is a module (`gate_proj`, `w1`)."""
+    """Return the names of an expert's projections as separate modules (`gate_proj`, `w1`)."""
     return {
         pattern.removesuffix(".weight").rpartition(".")[2]
         for rule in ModuleNames(model).converters
@@ -134,9 +134,9 @@ aten = torch.ops.aten
 
 
 class NF4Tensor(torch.Tensor):
-    """A weight (out, in), or stack (experts, out, in), of which memory holds bitsandbytes' codes
-    and scales. What an operation makes of it is an ordinary tensor. shape: of what is stored;
-    transposed: the tensor's own last two dimensions are (in, out)."""
+    """A weight (out, in), or stack (experts, out, in), held in memory as bitsandbytes' codes and
+    scales. Results of operations are ordinary tensors. shape: the stored one; transposed: the
+    tensor's own last two dims are (in, out)."""
 
     packed: torch.Tensor
     state: QuantState
@@ -193,7 +193,7 @@ class NF4Tensor(torch.Tensor):
         return weights.mT if self.transposed else weights
 
     def _scales(self, expert: int) -> torch.Tensor:
-        """The fp32 scales of an expert, which begin nowhere in particular in the nested ones."""
+        """The fp32 scales of an expert, which may begin within a nested block."""
         scales: torch.Tensor = self.state.absmax
         if self.state.nested:
             scales = dequantize_blockwise(scales, self.state.state2) + self.state.offset
@@ -207,7 +207,8 @@ class NF4Tensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do as with an ordinary tensor, but decode one expert if it alone is asked for."""
+        """Run an operation as on an ordinary tensor, but decode only one expert if one is
+        indexed."""
         if func is aten.detach.default:  # a parameter is made of it
             (tensor,) = args
             return cls(
@@ -243,7 +244,7 @@ def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
             linear = nn.Linear(in_features, experts * out_features, bias=False, device="meta")
             module.register_module(name, linear)
 
-    # by its name and module Transformers finds what belongs to the family
+    # Transformers identifies the family by this name and module
     body = {"__init__": build, "__module__": family.__module__}
     return type(family.__name__, (family,), body)
 
@@ -304,9 +305,9 @@ def merged_stacks(
     onto: str,
     stacks: Mapping[str, ExpertStack],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name in the original's files and bf16 tensor of all that the stacks are published as.
-    adapter: by names in training; onto: `dequantized` (the weights that were trained on) or
-    `original`; stacks: of `expert_stacks`. The sum is in fp32, rounded once."""
+    """Yield name in the original's files and bf16 tensor of all published parts of the stacks.
+    adapter: by names in training; onto: `dequantized` (the trained weights) or `original`; stacks:
+    of `expert_stacks`. The sum is in fp32, rounded once."""
     for path, stack in stacks.items():
         if onto == "dequantized":
             weights = iter(stored_stack(nf4, path, stack))

@@ -1,7 +1,7 @@
 """Proof that an exported adapter is the trained one, by a digest of its values and fp32 logits.
 
-`finetune` records both of the sharded model; `consolidate` computes them again from the exported
-files with stock Transformers and PEFT. Logits find an adapter that is put to use otherwise."""
+`finetune` records both from the sharded model; `consolidate` computes them again from the exported
+files with stock Transformers and PEFT. Logits detect an adapter that is applied differently."""
 
 import hashlib
 import math
@@ -26,9 +26,9 @@ from workflow.lib.system.files import atomic_path
 DOCUMENTS = 2  # held-out documents compared
 POSITIONS = 32  # last positions of each: 32 x 128k logits in fp32 are 16 MiB
 
-# Root mean square of the differences that is allowed, as a share of that of the logits. Not the
-# largest difference: of millions of logits in 16 bits one is always far off. How these were
-# measured stands in docs/numerics.md.
+# Allowed root mean square of the differences, as a share of that of the logits. Not the largest
+# difference: of millions of logits in 16 bits one is always far off. Measurements are in
+# docs/numerics.md.
 RELATIVE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
@@ -84,7 +84,7 @@ class _MeanSquare:
 
 
 def _holds(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether a PEFT model has these tensors and no others, each as its type represents it."""
+    """Tell whether a PEFT model has exactly these tensors, each rounded to its dtype."""
     held: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return held.keys() == stored.keys() and all(
         torch.equal(tensor.cpu(), stored[name].to(tensor.dtype)) for name, tensor in held.items()
@@ -101,8 +101,8 @@ def compare_logits(
     device: torch.device,
     trained_name: Callable[[str], str] = str,
 ) -> Parity:
-    """Compare a stock PEFT model with the record at `path`; exported: PEFT's file, whose values are
-    to be the trained ones. A difference far below `adapter_effect` cannot be the base's."""
+    """Compare a stock PEFT model with the record at `path`; exported: PEFT's file, with the trained
+    values. A difference far below `adapter_effect` cannot be the base's."""
     model.eval()
     with safe_open(path, framework="pt") as file:
         digest = file.get_tensor("digest")

@@ -48,10 +48,9 @@ def write_peft_folder(
     recovery: Path | None,
     facts: ConversationFacts,
 ) -> tuple[StackNames, Trained]:
-    """Write the adapter of `base` to `folder`; one that began with a `recovery` holds it, and gets
-    a folder for the original in 16 bits inside. Return the names in its files, and the adapter for
-    the original. Raises `UserError` if its tokenizer writes conversations otherwise than trained.
-    """
+    """Write the adapter of `base` to `folder`; one that began with a `recovery` includes it, and
+    gets a subfolder for the original in 16 bits. Return the names in its files, and the adapter for
+    the original. Raises `UserError` if its tokenizer does not write conversations as trained."""
     adapter_config = trained.config | base_reference(config.model, model, export=config.export)
     original = build_on_meta(model, dtype=torch.bfloat16)
     names = exported_names(original, trained.tensors)
@@ -88,8 +87,8 @@ def save_exported(
     original: PreTrainedModel,
     base: CheckpointReader | None = None,
 ) -> None:
-    """Write weights and configuration as stock PEFT reads them. original: on meta; base: the
-    checkpoint that was trained on, if modules may be trained whole."""
+    """Write weights and configuration for stock PEFT. original: on meta; base: the trained
+    checkpoint, if modules may be trained whole."""
     tensors, names = adapter.tensors, exported_names(original, adapter.tensors)
     if base is not None:
         tensors = with_corrections(tensors, adapter.config, model=original, base=base)

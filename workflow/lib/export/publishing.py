@@ -1,8 +1,7 @@
-"""Uploading what was exported to a repository of the Hugging Face hub, after a look at what would
+"""Upload of exported files to a repository of the Hugging Face hub, after a check of what would
 become public.
 
-A repeated upload goes on: the hub has the large files that it was sent, and is not sent them again.
-"""
+A repeated upload resumes: the hub keeps received large files, and does not get them again."""
 
 import json
 import os
@@ -24,13 +23,13 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text
 
 Form = Literal["adapter", "merged", "gguf"]
-# The hub's word for how it was made of its base, the library that loads it, and what it is.
+# The hub's relation to the base, the library that loads it, and its kind.
 FORMS: dict[Form, tuple[str, str, str]] = {
     "merged": ("finetune", "transformers", "the merged model: base and adapter in one, bfloat16"),
     "gguf": ("quantized", "gguf", "GGUF files, for llama.cpp and Ollama"),
 }
 CARD = "README.md"
-BASE = "base_model_name_or_path"  # of adapter_config.json
+BASE = "base_model_name_or_path"  # key of adapter_config.json
 # Absolute paths of two parts and more (a token may be called /think), upward ones, and addresses of
 # files; a value with line breaks or braces is a text.
 OUTSIDE = re.compile(
@@ -38,13 +37,13 @@ OUTSIDE = re.compile(
 )
 WEIGHTS = (".safetensors", ".gguf")
 VOCABULARIES = ("tokenizer.json", "vocab.json")  # a token may be called anything
-CHUNK = 2**20  # bytes that are searched at once
+CHUNK = 2**20  # bytes searched at once
 
 
 @dataclass(frozen=True)
 class Publication:
     folder: Path
-    card: Path  # it becomes `README.md`, in place of one in the folder
+    card: Path  # uploaded as `README.md`, in place of the folder's
     form: Form
     repo_id: str
     private: bool
@@ -52,7 +51,7 @@ class Publication:
 
     @property
     def files(self) -> dict[str, Path]:
-        """Return what is uploaded beside the card, by its name there."""
+        """Return the uploaded files beside the card, by name."""
         own = {path.relative_to(self.folder).as_posix(): path for path in _files(self.folder)}
         return own | {path.name: path for path in self.beside}
 
@@ -69,7 +68,7 @@ def refuse_failed(summary: Summary, parity: Parity) -> None:
 
 
 def refuse_private(publication: Publication) -> None:
-    """Raise `UserError` if a file to be uploaded names a path of this machine."""
+    """Raise `UserError` if a file for upload names a path of this machine."""
     for path in [publication.card, *publication.files.values()]:
         for named in named_paths(path):
             raise UserError(
@@ -85,7 +84,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def card_text(publication: Publication) -> str:
-    """Return the card, with what the hub and its readers are told of the form that is uploaded."""
+    """Return the card, with the facts on the uploaded form for the hub and its readers."""
     text = publication.card.read_text(encoding="utf-8")
     if publication.form == "adapter":
         return text
@@ -101,7 +100,7 @@ def card_text(publication: Publication) -> str:
 
 def upload(publication: Publication, *, message: str) -> str:
     """Make the repository if there is none, and upload in one commit; return the commit's address.
-    Raises `UserError` with what the hub says if it refuses, and if the upload breaks off."""
+    Raises `UserError` with the hub's message if it refuses, and if the upload breaks off."""
     api = HfApi()
     try:
         api.create_repo(publication.repo_id, private=publication.private, exist_ok=True)
@@ -121,7 +120,7 @@ def upload(publication: Publication, *, message: str) -> str:
             f"the hub refuses ({str(error).splitlines()[0]})",
             "Set HF_TOKEN to a token that may write there, and repeat the command",
         ) from error
-    except (TransportError, RuntimeError, OSError) as error:  # RuntimeError: of one large file
+    except (TransportError, RuntimeError, OSError) as error:  # RuntimeError: of a large file
         said = str(error.__cause__ or error).splitlines()
         raise setting_error(
             "export.hub_repo",
@@ -134,7 +133,7 @@ def upload(publication: Publication, *, message: str) -> str:
 
 
 def named_paths(path: Path) -> Iterator[str]:
-    """Yield what a file says of this machine, in words."""
+    """Yield a file's references to this machine, in words."""
     if path.suffix == ".json" and path.name not in VOCABULARIES:
         for key, value in _settings(path):
             if key == BASE and not re.match(HUB_REPO, value):
@@ -146,7 +145,7 @@ def named_paths(path: Path) -> Iterator[str]:
 
 
 def private_folders() -> list[str]:
-    """Return how paths of this machine begin: home folder, this one, temporary files."""
+    """Return prefixes of this machine's paths: home folder, this one, temporary files."""
     folders = {str(Path.home()), str(Path.cwd()), tempfile.gettempdir()}
     return sorted(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders if folder != os.sep)
 
@@ -171,7 +170,7 @@ def _texts(content: Any) -> Iterator[tuple[str, str]]:
 
 
 def _found(path: Path, folders: list[str]) -> Iterator[str]:
-    """Yield those of the folders that a file names, as they are or as JSON writes them."""
+    """Yield the folders that a file names, plain or as JSON escapes them."""
     forms = {form.encode(): x for x in folders for form in (x, json.dumps(x)[1:-1])}
     overlap = max((len(form) for form in forms), default=1) - 1
     found: set[str] = set()

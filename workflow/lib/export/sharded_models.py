@@ -2,13 +2,13 @@
 one GPU.
 
 Every process reads its slice of every tensor of base (or merged model) and adapter, and FSDP
-gathers one decoder layer
-at a time, as in training. So a forward is collective: `sharing` keeps the processes in step. The
-modules are ours (`nf4`, `lora`) and not those of the stock reload (`inference`), to which a test
-holds their numbers; that the stock packages read the export is proven when it is made (`parity`).
+gathers one decoder layer at a time, as in training. So a forward is collective: `work_sharing`
+keeps the processes in step. The modules are ours (`nf4`, `lora`), not those of the stock reload
+(`stock_models`), with which a test compares their numbers; `parity` proves at the export that stock
+packages read it.
 
-The order is fixed: meta device -> adapter -> sharding -> memory -> weights -> the adapter's values.
-"""
+The order is fixed: meta device -> adapter -> sharding -> memory -> weights -> the adapter's
+values."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def load_sharded_adapter(
     config = LoraConfig.from_pretrained(str(adapter))
     config.target_modules, config.target_parameters = trained_targets(written), None
     config.trainable_token_indices = None  # PEFT's own layer reads a whole table
-    config.inference_mode = False  # no gradient is ever asked for, but it tells adapter from base
+    config.inference_mode = False  # distinguishes adapter from base; no gradient is computed
     config.base_model_name_or_path = str(folder)
     _refuse_plain_experts(model, config, folder)
     tuned = adapted(model, config)

@@ -1,21 +1,20 @@
 """The exported files, loaded as any user would: stock Transformers and PEFT, on one process.
 
-What is measured and compared after training goes through here and never through the training code,
-so an export that only our own code could read would show. Two things are added to the stock calls.
-They refuse what Transformers and PEFT only warn about (tensors missing, left over, or of another
-shape). And they mend five traps:
+All measurements after training load models here and never through the training code, so an export
+that only our own code could read would show. Two things are added to the stock calls. They refuse
+cases that Transformers and PEFT only warn about (tensors missing, left over, or of another shape).
+And they fix five traps:
 
-* Transformers 5.23 leaves every tensor of a pre-quantized bitsandbytes checkpoint in the type of
-  the
-  file, whatever `dtype` asks for: the deserializer's pattern `weight` matches norms and embeddings
-  too (`HfQuantizer.get_new_dtype`). They are cast here.
+* Transformers 5.23 leaves every tensor of a pre-quantized bitsandbytes checkpoint in the file's
+  dtype, whatever `dtype` is: the deserializer's pattern `weight` matches norms and embeddings too
+  (`HfQuantizer.get_new_dtype`). They are cast here.
 * bitsandbytes 0.50 repacks a `Linear4bit` weight in place in its first evaluation forward on a CPU
   with AVX512-BF16; later gradients through it are silently lost, and the results shift by about
   1e-2.
-* bitsandbytes 0.50 decodes rows wrongly on a CPU where they are not whole blocks
+* bitsandbytes 0.50 decodes rows wrongly on a CPU if they are not whole blocks
   (`nf4_linear.decoded`). Such weights are decoded here once, and multiplied by a plain linear.
-* Dynamic NTK scaling of Transformers 5.23 rotates a row by the frequencies of a longer one that
-  came before (`by_length`).
+* Dynamic NTK scaling of Transformers 5.23 rotates a row by the frequencies of an earlier longer one
+  (`by_length`).
 * PEFT 0.21's wrappers of tied tables with trained rows cannot be tied again, which lm-eval 0.4 does
   with any model.
 
@@ -73,7 +72,7 @@ def load_base(
     refuse_unmatched(
         base_dir,
         missing=report["missing_keys"],
-        # An original may have more, which `describe_model` tells, and a merged model has it too.
+        # An original may have more, which `describe_model` logs and a merged model keeps.
         unexpected=report["unexpected_keys"] if is_nf4(stock) else set(),
         mismatched=[key for key, *_ in report["mismatched_keys"]],
     )
@@ -86,8 +85,8 @@ def load_base(
 
 
 def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """Return how an original is loaded: by the configuration it has in training, and what is packed
-    is decoded as for the training (its own kernels compute otherwise)."""
+    """Return how an original is loaded: with its configuration of the training, packed weights
+    decoded as for the training (its own kernels compute otherwise)."""
     quantization: Any = getattr(model.config, QUANTIZATION, None)
     if not quantization or is_nf4(model):
         return {"config": model.config}
@@ -95,7 +94,7 @@ def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     if method in DECODED:
         decoded_by = DECODED[method](dequantize=True)
         return {"config": model.config, "quantization_config": decoded_by}
-    # Transformers has these decoded by packages that need a GPU, or keep them packed.
+    # Transformers decodes these by packages that need a GPU, or keeps them packed.
     with DecodedReader(folder) as reader:
         tensors = {name: reader.tensor(name) for name in reader.names()}
     config = copy.deepcopy(model.config)
@@ -132,7 +131,7 @@ def _from_pretrained(
 
 
 def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast what is not quantized (first trap); float32 of the architecture and buffers stay."""
+    """Cast unquantized tensors (first trap); the architecture's float32 and buffers stay."""
     fp32_modules = set(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
         quantized = isinstance(parameter, Params4bit)
@@ -149,7 +148,7 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
         if isinstance(module, Linear4bit):
             module.compute_dtype = compute_dtype
             module.compute_type_is_set = True
-            # Else a bf16 checkpoint's weights are rounded to bf16 even where the matmuls are in
+            # Else a bf16 checkpoint's weights are rounded to bf16 even if the matmuls are in
             # fp32.
             assert isinstance(module.weight, Params4bit)
             module.weight.quant_state.dtype = compute_dtype
@@ -159,7 +158,7 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
 
 @torch.no_grad()
 def decode_partial_rows_(model: nn.Module) -> None:
-    """Put plain linears for 4-bit ones on the CPU whose rows are not whole blocks (third trap)."""
+    """Replace 4-bit linears on the CPU by plain ones if rows are not whole blocks (third trap)."""
     linears = [(p, m) for p, m in model.named_modules() if isinstance(m, Linear4bit)]
     for path, linear in linears:
         assert isinstance(linear.weight, Params4bit)

@@ -1,4 +1,4 @@
-"""The objective that settings name."""
+"""The objective of the settings."""
 
 from functools import partial
 

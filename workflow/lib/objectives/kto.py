@@ -1,9 +1,9 @@
 """Kahneman-Tversky optimization of rated answers (arXiv 2402.01306, eq. 8), TRL's `KTOTrainer` with
 loss_type `kto`.
 
-v: log p - log p_ref of an answer; z: the mean of that of answers to other prompts, at least 0 (an
-estimate of KL). z is that of the whole step, which a forward without dropout and without gradients
-finds first, so that neither processes nor micro-batches change it; TRL's is that of a batch."""
+v: log p - log p_ref of an answer; z: the mean of v over answers to other prompts, at least 0 (an
+estimate of KL). z is of the whole step: a forward without dropout and gradients computes it first,
+so that neither processes nor micro-batches change it; TRL's is of a batch."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class RatedAnswers:
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over answers; z is 0 where no estimate is there yet."""
+        """Return the sum over answers; z is 0 before its estimate."""
         answer, mismatched = answers(head.log_probs(states, batch.targets), batch)
         good, v = batch.desirable, answer.ratio
         assert good is not None, "the tokens hold rated answers"
@@ -60,6 +60,6 @@ class RatedAnswers:
         assert rows.desirable is not None, "the tokens hold rated answers"
         begins = rows.position_ids[indices] == 0
         first = begins & (begins.cumsum(axis=1) % 2 == 1)
-        first &= begins.cumsum(axis=1) < begins.sum(axis=1, keepdims=True)  # not a row's padding
+        first &= begins.cumsum(axis=1) < begins.sum(axis=1, keepdims=True)  # not of a row's padding
         desirable = int(rows.desirable[indices][first].sum())
         return float(first.sum()), float(desirable), float(first.sum() - desirable)

@@ -31,7 +31,7 @@ NEXT_TOKEN = NextToken()
 
 @dataclass(frozen=True)
 class Distill:
-    """The student learns what a teacher says of each trained token (Hinton et al., arXiv
+    """The student learns a teacher's distribution of each trained token (Hinton et al., arXiv
     1503.02531, with forward KL to the teacher's likeliest tokens and all others as one outcome).
 
     The loss of a step is sum(w (T^2 KL + sft_weight (-log p))) / sum(w) over trained tokens. T^2

@@ -1,10 +1,10 @@
-"""The seam between the output head and what is trained.
+"""The interface between the output head and objectives.
 
-The head makes gradients while it makes log-probabilities, chunk by chunk, so a slope that is known
-before costs nothing: `summed_loss` and `distilled_loss`. Slopes that follow from the
+The head computes gradients together with log-probabilities, chunk by chunk, so a slope that is
+known beforehand costs nothing: `summed_loss` and `distilled_loss`. Slopes that follow from the
 log-probabilities themselves (preferences: of the sums over documents) come in backward:
-`log_probs`. Then a head that is trained whole computes its chunks twice, since the gradient of its
-weight is a sum over all tokens."""
+`log_probs`. Then a fully trained head computes its chunks twice, since the gradient of its weight
+is a sum over all tokens."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -15,18 +15,19 @@ import torch
 
 
 class Teacher(NamedTuple):
-    """What a teacher says of n trained tokens, and how it is learned: the loss of a token is
-    T^2 KL(teacher || student) + sft_weight (-log p). KL is of k + 1 outcomes, the teacher's
-    likeliest tokens and all others together, whose log-probabilities T divides on both sides."""
+    """A teacher's outcomes of n trained tokens. The loss of a token is T^2 KL(teacher
+
+    student) + sft_weight (-log p). KL is over k + 1 outcomes, the teacher's likeliest tokens and
+    all others together, whose log-probabilities T divides on both sides."""
 
     ids: torch.Tensor  # (n, k) int64
     log_probs: torch.Tensor
-    """(n, k + 1) fp32, the last of all other tokens; -inf where there are none."""
+    """(n, k + 1) fp32, the last of all other tokens; -inf without others."""
     temperature: float
     sft_weight: float
 
     def of(self, rows: slice) -> "Teacher":
-        """Return what it says of some of the tokens."""
+        """Return the outcomes of some of the tokens."""
         return self._replace(ids=self.ids[rows], log_probs=self.log_probs[rows])
 
 
@@ -50,13 +51,13 @@ class Head(Protocol):
         w KL and w (-log p) without a gradient."""
 
     def log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return log p (n,) fp32 of each target; 0 of one that only pads."""
+        """Return log p (n,) fp32 of each target; 0 of padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokensOfBatch:
-    """What an objective reads of a micro-batch of n trained tokens. All ids are int64. What only
-    some objectives read is None for others."""
+    """A micro-batch of n trained tokens for an objective. All ids are int64. Fields for some
+    objectives are None for others."""
 
     positions: torch.Tensor  # (n,) of the states that predict trained tokens
     targets: torch.Tensor  # (n,) trained tokens
@@ -70,11 +71,11 @@ class TokensOfBatch:
     """(n, k + 1) fp32, log p of these and of all others together."""
     step_sizes: torch.Tensor | None = None  # of the step (`Objective.step_sizes`), fp32
     estimate: torch.Tensor | None = None
-    """() fp32, of the step: the figure `Objective.estimated`; None before it is known."""
+    """() fp32, of the step: the figure `Objective.estimated`; None before its computation."""
 
 
 class TokensOfRows(Protocol):
-    """What an objective reads of rows (`data.tokens.token_store.TokenStore`)."""
+    """Rows for an objective (`data.tokens.token_store.TokenStore`)."""
 
     @property
     def weights_per_row(self) -> npt.NDArray[Any]:
@@ -94,7 +95,7 @@ class TokensOfRows(Protocol):
 
 
 class Figure(NamedTuple):
-    """A number that a step tells beside its loss: a sum over micro-batches, divided by a size."""
+    """A step's number beside its loss: a sum over micro-batches, divided by a size."""
 
     name: str  # in `metrics.jsonl`
     per: int = 0  # which of `Objective.step_sizes`
@@ -105,12 +106,12 @@ class Objective(Protocol):
 
     @property
     def figures(self) -> tuple[Figure, ...]:
-        """What a step tells beside its loss."""
+        """A step's numbers beside its loss."""
 
     @property
     def estimated(self) -> int | None:
-        """Which of the figures the loss needs of the whole step: it is found first, by a forward of
-        all micro-batches; None: none."""
+        """The figure that the loss needs of the whole step, by number: a forward of all
+        micro-batches computes it first; None: none."""
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
@@ -119,14 +120,14 @@ class Objective(Protocol):
         (figures,) fp32 without a gradient, None without any; states: (n, hidden_size)."""
 
     def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
-        """Return the sizes of a step of some rows, before anything has run."""
+        """Return the sizes of a step of these rows, before it runs."""
 
 
 def document_sums(values: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
-    """Return the sum (documents,) over each document's trained tokens of what they have (n,), in
-    their order on every device; 0 of a document that only pads."""
+    """Return the sum (documents,) of `values` (n,) over each document's trained tokens, in their
+    order on every device; 0 of padding."""
     bounds, _ = batch.bounds
     document = torch.searchsorted(bounds, batch.positions, right=True) - 1
     sums = values.new_zeros(len(bounds) - 1)
-    # atomic additions would come in any order: index_put_ sorts first on a GPU
+    # atomic additions have a random order: index_put_ sorts first on a GPU
     return sums.index_put((document,), values, accumulate=True)

@@ -1,9 +1,9 @@
 """Training on pairs: a loss of each pair from the sums of log p over its chosen and its rejected
-answer, and where there is a reference from those of the reference.
+answer, and with a reference from the reference's sums.
 
 The loss of a step is the mean over its pairs, plus `sft_weight` times the mean of -log p over the
 tokens of its chosen answers (TRL's loss_type `sft`). Rewards are beta (log p - log p_ref), by TRL's
-definition, or what an objective without a reference calls so."""
+definition, or an objective's own without a reference."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,8 +27,8 @@ from workflow.lib.settings.objectives import PairLoss
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one side of all pairs (pairs,) fp32: sums of log p over the answer's tokens, by the model
-    and by the reference, and how many these are."""
+    """One side of all pairs (pairs,) fp32: sums of log p over the answer's tokens, by the model and
+    by the reference, and their numbers of tokens."""
 
     log_p: torch.Tensor
     reference: torch.Tensor | None
@@ -88,7 +88,7 @@ class Pairs:
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over pairs, with the supervised term by as much as it has of the step."""
+        """Return the sum over pairs, with the supervised term in proportion to the step."""
         chosen, rejected = answers(head.log_probs(states, batch.targets), batch)
         loss = self.losses(chosen, rejected).sum()
         if self.sft_weight:
@@ -117,7 +117,7 @@ def reward_by_reference(beta: float) -> Rewards:
 
 
 DISCOPOP_TAU = 0.05  # arXiv 2406.08414, as TRL has it
-HALF = -math.log(2.0)  # where one of the two forms of log(1 - e^x) becomes the better one
+HALF = -math.log(2.0)  # boundary between the two forms of log(1 - e^x)
 # (beta, e, c, r) -> losses
 Form = Callable[[float, float, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -217,22 +217,22 @@ def simpo(
     chosen: Answers, rejected: Answers, *, beta: float, gamma: float, label_smoothing: float
 ) -> torch.Tensor:
     """Return -log s(beta (c - r) - gamma) of mean log p, smoothed by e with the opposite (arXiv
-    2405.14734, eq. 6; TRL's CPO with loss_type `simpo`). gamma: the margin that is asked for."""
+    2405.14734, eq. 6; TRL's CPO with loss_type `simpo`). gamma: the target margin."""
     x, e = beta * (chosen.mean - rejected.mean) - gamma, label_smoothing
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
 
 
 def orpo(chosen: Answers, rejected: Answers, *, beta: float) -> torch.Tensor:
     """Return -beta log s(log odds(chosen) - log odds(rejected)) of mean log p (arXiv 2403.07691,
-    eq. 6 and 7; beta: the paper's lambda). Beside it stands the supervised loss of chosen answers.
-    TRL's trainer and the authors' code take the prompt into that; here, as everywhere, it is of
-    what the data train."""
+    eq. 6 and 7; beta: the paper's lambda). The supervised loss of chosen answers is added. TRL's
+    trainer and the authors' code include the prompt in that; here it is over trained tokens
+    only."""
     return -beta * logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
 
 
 def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
     low = log_p < HALF
-    # each form sees values of its own alone: the other's would give gradients that are not finite
+    # each form gets only its own values: the other's would give gradients that are not finite
     by_log1p = torch.log1p(-torch.exp(log_p.where(low, HALF)))
     by_expm1 = torch.log(-torch.expm1(log_p.where(~low, HALF)))
     return log_p - by_log1p.where(low, by_expm1)

@@ -1,7 +1,6 @@
 """The runs side by side: one row a run, settings first, results after; as a table and as CSV.
 
-Settings are those that training recorded in `summary.json`, not those of a configuration edited
-since."""
+Settings are those in training's `summary.json`, not those of a configuration edited since."""
 
 import csv
 import io
@@ -15,7 +14,7 @@ from workflow.lib.report.run_results import Run
 from workflow.lib.settings.subjects import SubjectName
 
 Value = str | int | float | bool | None
-# Where a column does not have the subject's own name: the base that is measured is in 4 bits.
+# Columns with another name than the subject's: the measured base is in 4 bits.
 COLUMN_NAMES: dict[SubjectName, str] = {"base": "nf4_base"}
 
 
@@ -29,13 +28,13 @@ class Column:
 
 
 def setting_columns(runs: list[Run]) -> list[Column]:
-    """Return what was chosen for each run: a column per setting, whether or not it differs."""
+    """Return the settings of each run: a column per setting, whether or not it differs."""
     chosen = [_settings(run) for run in runs]
     return [_column(name, chosen) for name in _names(chosen)]
 
 
 def result_columns(runs: list[Run]) -> list[Column]:
-    """Return what came out: losses with intervals, tasks, speed, cost; None for a missing task."""
+    """Return the results: losses with intervals, tasks, speed, cost; None for a missing task."""
     results = [_results(run) | _task_results(run) for run in runs]
     return [_column(name, results) for name in _names(results)]
 
@@ -51,7 +50,7 @@ def comparison_csv(runs: list[Run]) -> str:
 
 
 def _cell(value: Value) -> Value:
-    """Return text that a spreadsheet would take for a formula with a leading apostrophe."""
+    """Return text with a leading apostrophe if a spreadsheet would read it as a formula."""
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return "'" + value
     return value
@@ -164,8 +163,8 @@ def comparable(runs: list[Run]) -> bool:
 
 
 def best_run(runs: list[Run]) -> Run | None:
-    """Return the run whose rewards are right most often, or without rewards that with the lowest
-    held-out loss; None for one run, or other documents."""
+    """Return the run with the largest share of right rewards, or without rewards that with the
+    lowest held-out loss; None for one run, or other documents."""
     served = [(run.measured.served, run) for run in runs]
     losses = [(found.heldout.loss, run) for found, run in served if found.heldout]
     wrong = [(-found.rewards.accuracy, run) for found, run in served if found.rewards]
@@ -175,7 +174,7 @@ def best_run(runs: list[Run]) -> Run | None:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Return settings by path: `{"lora": {"r": 16}}` gives `{"lora.r": 16}`; lists become words."""
+    """Return settings by path: `{"lora": {"r": 16}}` gives `{"lora.r": 16}`; lists become text."""
     paths: dict[str, Value] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,9 +1,8 @@
 """The interactive figures, as plain Plotly JSON (`data` and `layout`), without colours.
 
-The page's script paints them from its style sheet's variables, so that figures follow light, dark
-and
-print: a trace's `meta` names the variable, `series-1` for `--series-1`. Text from the artifacts is
-escaped for Plotly, which reads a subset of HTML in names and hover labels."""
+The page's script colours them from its style sheet's variables, so that figures follow light, dark
+and print: a trace's `meta` names the variable, `series-1` for `--series-1`. Text from the artifacts
+is escaped for Plotly, which reads a subset of HTML in names and hover labels."""
 
 import html
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.number_formats import binary_unit, size, thinned, visible
 
 NUM_COLORS = 8  # --series-1 to --series-8 in style.css
-POINTS_PER_CURVE = 2000  # more than a screen has columns; keeps the page of a long run small
+POINTS_PER_CURVE = 2000  # more than the columns of a screen; keeps the page of a long run small
 DASHES = ("solid", "dash", "dot", "dashdot")
 PATTERNS = ("", "/", "\\", "-")  # of `.hatch-<number>` in style.css too
 
@@ -25,16 +24,16 @@ CURVE_NUMBERS = "training-numbers"
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: where it goes, what it shows in words, and Plotly's `data` and `layout`."""
+    """One figure: its place, a description, and Plotly's `data` and `layout`."""
 
     key: str
     title: str
     caption: str
-    numbers: str  # `id` of the page's table that holds what is drawn
+    numbers: str  # `id` of the page's table with the drawn numbers
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     legend: tuple["Key", ...] = ()
-    """Keys listed below the figure, where Plotly's own legend would not fit a phone."""
+    """Keys listed below the figure, where Plotly's own legend is too wide for a phone."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure over the steps of their fields, of which some steps may have none. number: how a
-    value is written; marked: its points are shown."""
+    """A figure of fields over the steps; some steps may have none. number: format of a value;
+    marked: whether its points are shown."""
 
     key: str
     title: str
@@ -106,7 +105,7 @@ CURVES = (
         from_zero=True,
     ),
 )
-# Of an answer, the last word of fields of a step; of pairs and of rated answers.
+# Last words of fields of the worse answers: of pairs and of rated answers.
 DASHED = {"rejected", "undesirable"}
 
 
@@ -115,7 +114,7 @@ def curve_figures(runs: list[Run]) -> list[Figure]:
 
 
 def drawn(curves: Iterable[Curve], runs: list[Run], *, numbers: str) -> list[Figure]:
-    """Return the figures of curves that some run has. numbers: `id` of their table."""
+    """Return the figures of curves with values in any run. numbers: `id` of their table."""
     figures = []
     for curve in curves:
         if lines := [line for n, run in enumerate(runs) for line in _lines(curve, run, n)]:
@@ -141,7 +140,7 @@ def _lines(curve: Curve, run: Run, index: int) -> Iterator[dict[str, Any]]:
 
 
 def _memory_curve(runs: list[Run]) -> Figure:
-    """Memory is drawn in the binary unit of the highest peak: 21.3 and not 22871015424."""
+    """Return memory in the binary unit of the highest peak: 21.3 and not 22871015424."""
     unit, name = binary_unit(max(step.peak_bytes for run in runs for step in run.steps))
     traces = [
         line_of(run, index, [step.peak_bytes / unit for step in run.steps], ".3f")
@@ -155,8 +154,8 @@ def _memory_curve(runs: list[Run]) -> Figure:
 def line_of(
     run: Run, index: int, values: list[float], number: str, *, steps: list[Step] | None = None
 ) -> dict[str, Any]:
-    """Return a run's line through `values` at `steps` (default: all logged ones); its colour is
-    that of `index`."""
+    """Return a run's line through `values` at `steps` (default: all logged ones), in the colour of
+    `index`."""
     steps = run.steps if steps is None else steps
     positions = thinned(values, limit=POINTS_PER_CURVE)
     return {
@@ -294,7 +293,7 @@ def memory_figure(runs: list[Run]) -> Figure:
 
 
 def _paint(index: int) -> tuple[str, int]:
-    """Return colour and pattern of the term at `index`: all colours plain, then hatched."""
+    """Return colour and pattern of the term at `index`: plain colours first, then hatched."""
     return f"series-{index % NUM_COLORS + 1}", index // NUM_COLORS % len(PATTERNS)
 
 
@@ -338,5 +337,5 @@ def _mark(
 
 
 def plotly_text(text: str) -> str:
-    """Escape text for Plotly, which would take `<b>` for markup."""
+    """Escape text for Plotly, which would read `<b>` as markup."""
     return html.escape(visible(text), quote=False)

@@ -1,9 +1,9 @@
 """The report as one HTML file that needs no network: text, tables, style, figures and Plotly.
 Another section is a row of `SECTIONS` and a template of its key.
 
-All text from the artifacts is untrusted: Jinja escapes it, `visible` shows characters that would
-act, figure data is a JSON island with `<` escaped, and the content security policy allows two
-scripts by SHA-256 and no request."""
+All text from the artifacts is untrusted: Jinja escapes it, `visible` shows control characters,
+figure data is a JSON island with `<` escaped, and the content security policy allows two scripts by
+SHA-256 and no request."""
 
 import base64
 import hashlib
@@ -45,7 +45,7 @@ COMMAND = "snakemake --cores all --replace-workflow-config --configfile settings
 
 @dataclass(frozen=True)
 class Content:
-    """What a report is made of. `settings`: by run, those that differ from the defaults; `rungs`:
+    """The inputs of a report. settings: by run, those that differ from the defaults; rungs:
     ascending, without the last."""
 
     runs: list[Run]
@@ -181,8 +181,8 @@ def render_page(
     rungs: Sequence[Rung] = (),
 ) -> str:
     """Return the page of `runs` (at least one) as HTML. settings: by run, those that differ from
-    the defaults: with them the page says how to make all of it again. rungs: of the sweep, without
-    the last."""
+    the defaults, with which the page has commands to reproduce everything. rungs: of the sweep,
+    without the last."""
     assert runs, "a report shows at least one run"
     content = Content(runs, report, settings, sweep or SweepConfig(), rungs)
     sections = [section for section in SECTIONS if section.shown(content)]
@@ -222,7 +222,7 @@ def _style_and_scripts() -> dict[str, Any]:
 
 
 def _csp_hash(script: str) -> str:
-    """Return the source expression that lets exactly this inline script run (CSP level 3)."""
+    """Return the source expression that allows exactly this inline script (CSP level 3)."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -254,7 +254,7 @@ def _environment() -> Environment:
 
 
 def _finalize(value: object) -> object:
-    """Show what would act; markup made here passes. None never reaches the page by accident."""
+    """Show control characters; own markup passes. None never reaches the page by accident."""
     assert value is not None, "the template prints a value that is not there"
     return value if isinstance(value, Markup) else number_formats.visible(str(value))
 
@@ -279,7 +279,7 @@ def interval(value: Interval | None, style: str) -> Markup:
 
 
 def cell(value: str | float | bool | None) -> Markup:
-    """Write a value of unknown kind: text as it is, whole numbers in full, others rounded."""
+    """Write a value of unknown kind: text unchanged, whole numbers in full, others rounded."""
     if value is None:
         return Markup('<span class="none">none</span>')
     if isinstance(value, str | bool):
@@ -290,7 +290,7 @@ def cell(value: str | float | bool | None) -> Markup:
 
 
 def task_pair(measured: Measured) -> tuple[str, str]:
-    """Return what the scores of tasks are of, before and after, as people read it."""
+    """Return the two subjects of task scores, before and after, with names for people."""
     return label(measured.task_reference), label(measured.served)
 
 

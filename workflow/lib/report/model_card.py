@@ -1,8 +1,8 @@
 """The model card (`README.md`) of an exported adapter, in the format of the Hugging Face hub.
 
-Everything in it is read from the artifacts: what was trained on what and how, what it scored beside
-its base, and what neither tells. The template `card.md.j2` has the words. A value in it is written
-so that Markdown shows it as it is, unless a filter has made it markup."""
+Everything in it comes from the artifacts: data and settings of the training, scores against its
+base, and open questions. The template `card.md.j2` has the words. Values are escaped for Markdown,
+unless a filter has made them markup."""
 
 import html
 import re
@@ -25,14 +25,14 @@ from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, Sub
 from workflow.lib.system.number_formats import probability, visible
 from workflow.lib.system.redaction import public_name
 
-NF4_FOLDER = "path/to/nf4/base"  # stands for the folder of a base that is nowhere else
+NF4_FOLDER = "path/to/nf4/base"  # placeholder for the folder of an unpublished base
 FORMS: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
 OUTCOMES = {
     "improved": "lower than",
     "worsened": "higher than",
     "unclear": "not clearly different from",
 }
-# By what a metric's paired interval says (`TaskScore.change`).
+# By the direction of a metric's paired interval (`TaskScore.change`).
 CHANGES = {
     "better": "Better than the {}, by the 95% interval",
     "worse": "Worse than the {}, by the 95% interval",
@@ -43,9 +43,9 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class CardInputs:
-    """What a card is written from. `model_id`, `dataset_id`: hub ids or None; `revision`: the
-    base's commit; `adapter_config`: PEFT's; `on_original`: PEFT's of what was trained after the
-    recovery of the base, None without one; `nf4_base_id`: of the 4-bit base."""
+    """The inputs of a card. model_id, dataset_id: hub ids or None; revision: the base's commit;
+    adapter_config: PEFT's; on_original: PEFT's of the training after the base's recovery, None
+    without one; nf4_base_id: of the 4-bit base."""
 
     model_id: str | None
     revision: str | None
@@ -70,7 +70,7 @@ def model_card(inputs: CardInputs) -> str:
     variables = {
         **vars(inputs),
         "metadata": _metadata(inputs).to_yaml(),
-        # A path of the machine is nothing to publish.
+        # A path of this machine is not published.
         "base_name": inputs.model_id or inputs.summary.settings.model.name,
         "served_name": served,
         "in_4_bits": served == "tuned",
@@ -85,7 +85,7 @@ def model_card(inputs: CardInputs) -> str:
 
 
 def needs_folder(card: str) -> bool:
-    """Tell whether a card loads the base from a folder that only the machine of the run has."""
+    """Tell whether a card loads the base from a folder of the run's machine."""
     return NF4_FOLDER in card
 
 
@@ -118,7 +118,7 @@ def _eval_results(inputs: CardInputs) -> list[EvalResult]:
 
 
 def _objective(settings: TrainedSettings) -> list[str]:
-    """Return the objective and its settings; nothing of supervised training."""
+    """Return the objective and its settings; empty for supervised training."""
     name = settings.train.get("objective", "sft")
     if name == "sft":
         return []
@@ -128,7 +128,7 @@ def _objective(settings: TrainedSettings) -> list[str]:
 
 
 def text(value: object) -> Markup:
-    """Write text from elsewhere on one line of Markdown: no markup, no cell border, no link."""
+    """Write foreign text on one line of Markdown: no markup, no cell border, no link."""
     if isinstance(value, Markup):
         return value
     flat = " ".join(visible(str(value)).split())

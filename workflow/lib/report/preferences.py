@@ -1,4 +1,4 @@
-"""Training on preferences: curves of rewards and log-probabilities, and what they say in words."""
+"""Training on preferences: curves of rewards and log-probabilities, and a summary in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def reward_figures(runs: list[Run]) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Fall:
-    """By how much chosen and rejected answers became less likely, where both did."""
+    """Decrease in likelihood of chosen and rejected answers, if both decreased."""
 
     kinds: tuple[str, str]
     chosen: float
@@ -85,9 +85,9 @@ class Fall:
 
 
 def both_fell(run: Run) -> Fall | None:
-    """Return what training took from both kinds of answers, or None. With a reference model the
-    rewards of the last tenth of the steps say it, which compare the same answers; without one their
-    log-probabilities beside those of the first tenth."""
+    """Return the decrease of both kinds of answers in training, or None. With a reference model it
+    is in the rewards of the last tenth of the steps, which compare the same answers; without one in
+    their log-probabilities against the first tenth's."""
     needs = needs_of(run.summary.settings.train.get("objective", "sft"))
     if needs.examples not in KINDS or len(run.steps) < 2:
         return None
@@ -105,6 +105,6 @@ def both_fell(run: Run) -> Fall | None:
 
 
 def _mean(steps: list[Step], field: str) -> float:
-    """Return the mean of a field; 0 where no step has it."""
+    """Return the mean of a field; 0 if no step has it."""
     values = [value for step in steps if (value := getattr(step, field)) is not None]
     return fmean(values or [0.0])

@@ -1,8 +1,8 @@
-"""A run as the report sees it: its artifacts read, checked against each other, and paired.
+"""A run for the report: its artifacts read, checked against each other, and paired.
 
-Everything shown is in the artifacts; this module only refuses what does not belong together (a file
-of another run). What the evaluations say is in `verdict`, drawing in `figures`,
-the table over runs in `comparison`, the page in `html_page`."""
+Everything shown is in the artifacts; this module only refuses files that do not belong together (a
+file of another run). Judgements of evaluations are in `verdict`, drawing in `figures`, the table
+over runs in `comparison`, the page in `html_page`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from workflow.lib.system.checksums import damaged
 
 @dataclass(frozen=True)
 class Answers:
-    """A held-out prompt with the greedy answers of some models, by what people call them."""
+    """A held-out prompt with the greedy answers of some models, by their names for people."""
 
     document: int
     prompt: str
@@ -36,8 +36,8 @@ class Run:
     steps: list[Step]
     parity: Parity
     measured: Measured
-    gguf: GgufChecks | None  # none where no GGUF files were exported
-    checked: ServedCheck | None = None  # by a real server; none where that was not asked
+    gguf: GgufChecks | None  # none if no GGUF files were exported
+    checked: ServedCheck | None = None  # by a real server; none if not requested
 
     @property
     def heldout_steps(self) -> list[Step]:
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def samples(self) -> list[Answers]:
-        """What the reference, the start of the training and the served model answer."""
+        """Answers of the reference, the start of the training and the served model."""
         found = self.measured
         shown = {label(e): e for e in (found.sample_reference, found.start, found.served) if e}
         return [
@@ -60,14 +60,14 @@ class Run:
 
     @property
     def checks(self) -> list[Check]:
-        """All that was verified: by preflight, in training, at the export."""
+        """All checks: by preflight, in training, at the export."""
         before = Check(
             name="Preflight: the run fits the machine",
             passed=self.preflight.verdict == "fits",
             detail=self.preflight.reason,
         )
         checks = [before, *self.summary.checks, _parity_check(self.parity)]
-        if (checked := self.checked) is not None:  # a server that does otherwise ends the workflow
+        if (checked := self.checked) is not None:  # a server that differs ends the workflow
             name = f"{checked.server} serves the exported model as Transformers computes it"
             checks.append(Check(name=name, passed=True, detail=checked.summary))
         return checks

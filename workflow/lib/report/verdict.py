@@ -1,8 +1,8 @@
-"""What the evaluations of a run say of what will be served: the one judgement that report, model
-card and required gains (`evaluate.require`) share.
+"""The verdict of a run's evaluations on the served model, shared by report, model card and required
+gains (`evaluate.require`).
 
-Gains are those of what is served over the reference: the original model, or the NF4 base where the
-original was not measured."""
+Gains are the served model's over the reference: the original model, or the NF4 base if the original
+was not measured."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ Outcome = Literal["improved", "worsened", "unclear", "not measured"]
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One metric of one task, the reference beside what is served, and the paired difference."""
+    """One metric of one task: reference, served model, and paired difference."""
 
     task: str
     metric: str
@@ -42,7 +42,7 @@ class TaskScore:
 
     @property
     def change(self) -> str:
-        """What the paired interval says of the served model: `better`, `worse` or `without a clear
+        """The paired interval's verdict on the served model: `better`, `worse` or `without a clear
         change`; `not judged` without interval or direction."""
         ends, upwards = self.difference.difference_ci95, self.after.higher_is_better
         if ends is None or upwards is None:
@@ -53,7 +53,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Measured:
-    """The evaluations of a run, by subject, in the order in which they are shown."""
+    """The evaluations of a run, by subject, in display order."""
 
     subjects: Mapping[SubjectName, Evaluation]
 
@@ -72,12 +72,12 @@ class Measured:
 
     @property
     def task_reference(self) -> Evaluation:
-        """What tasks are compared with; an original larger than memory has no scores."""
+        """The reference of tasks; an original larger than memory has no scores."""
         return self._reference(lambda found: bool(found.tasks))
 
     @property
     def sample_reference(self) -> Evaluation:
-        """Whose answers stand beside those of what is served."""
+        """The model whose answers are shown beside the served model's."""
         return self._reference(lambda found: bool(found.samples))
 
     def _reference(self, has_it: Callable[[Evaluation], bool]) -> Evaluation:
@@ -90,19 +90,19 @@ class Measured:
 
     @property
     def outcome(self) -> Outcome:
-        """What the interval says: of preferences that of the rewards that are right, of other runs
-        that of the held-out loss."""
+        """The interval's verdict: for preferences of the share of right rewards, for other runs of
+        the held-out loss."""
         return self.loss_outcome if self.served.rewards is None else _outcome(self.reward_gain_ci95)
 
     @property
     def loss_outcome(self) -> Outcome:
-        """What the interval says of the held-out loss; `unclear`: it holds 0."""
+        """The interval's verdict on the held-out loss; `unclear`: it contains 0."""
         return _outcome(self.comparison.loss_difference_ci95)
 
     @property
     def rewards_beat(self) -> str:
-        """What the share of right rewards is compared with: the reference subject, if it has
-        rewards, or chance."""
+        """The comparison of the share of right rewards: the reference subject, if it has rewards,
+        or chance."""
         return label(self.reference) if self.comparison.rewards else "chance"
 
     @property
@@ -148,7 +148,8 @@ def label(evaluation: Evaluation) -> str:
 
 def read_measured(folder: Path, *, run: str) -> Measured:
     """Read the evaluations in a folder of `evaluate_run`. Raises `UserError` if one is damaged,
-    another's or asked otherwise, and unless one is served and one a reference."""
+    another run's or of other questions, and unless one is of the served model and one a
+    reference."""
     files = {name: folder / f"{name}.json" for name in SUBJECTS}
     found = {name: read_record(path, Evaluation) for name, path in files.items() if path.is_file()}
     served = [name for name, evaluation in found.items() if evaluation.served]
@@ -199,7 +200,7 @@ def _documents(evaluation: Evaluation) -> int | None:
 
 
 def refuse_mismatch(path: Path, field: str, value: object, other: str, expected: object) -> None:
-    """Raise `UserError` unless a field of `path` is what another file says."""
+    """Raise `UserError` unless a field of `path` agrees with another file."""
     if value != expected:
         raise UserError(
             f"{path}: {field} = {value!r} does not agree with {other} = {expected!r}. "
@@ -212,7 +213,7 @@ RequireBy = Literal["estimate", "interval"]
 
 @dataclass(frozen=True)
 class Gate:
-    """Reached gains of `evaluate.require`, if any; `problem`: why it cannot be judged."""
+    """Measured gains of `evaluate.require`, if any; problem: why they cannot be judged."""
 
     verdicts: list[GainVerdict]
     problem: str | None = None
@@ -232,8 +233,8 @@ def gate(settings: EvaluateConfig, measured: Measured) -> Gate:
 def verdicts(
     require: Mapping[str, float], measured: Measured, *, by: RequireBy
 ) -> list[GainVerdict]:
-    """Return the verdict on each requirement; a gain is positive where the served model is better,
-    and rewards are judged as they are. by: `estimate`, or `interval` (its lower end of 95%). Raises
+    """Return the verdict on each requirement. A gain is positive if the served model is better;
+    rewards are judged by their value. by: `estimate`, or `interval` (its lower end of 95%). Raises
     `UserError` for a metric that is not measured, or without direction or interval."""
     return [_verdict(name, least, measured, by=by) for name, least in require.items()]
 

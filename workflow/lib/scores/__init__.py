@@ -1,6 +1,6 @@
-"""What a model says of exact tokens: the log-probability of each trained token, and a teacher's
-likeliest tokens beside it.
+"""A model's scores of exact tokens: the log-probability of each trained token, and a teacher's
+likeliest tokens.
 
-Begin with `store` (reading) and `writer` (shards that outlive a kill). `scoring` makes rows of
-tokens and runs a whole model, `streamed_model` one layer by layer. It loads no model
-itself: stages hand one in."""
+Begin with `store` (reading) and `writer` (shards that survive a kill). `scoring` makes rows of
+tokens and runs a whole model, `streamed_model` one layer by layer. It loads no model itself: stages
+pass one."""

@@ -1,8 +1,8 @@
 """Tokens to score, in rows as training packs them, and scores of a model's logits.
 
-A row is what goes through a model at once: neighbouring packed rows or documents, each without what
-follows its last trained token (nothing sees it), one behind the other. Positions begin again with
-each document, which is all that keeps documents apart, as in training."""
+A row passes through a model at once: neighbouring packed rows or documents, concatenated, each
+without tokens after its last trained one (no trained token sees them). Positions begin again with
+each document, which alone keeps documents apart, as in training."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,8 +25,8 @@ from workflow.lib.scores.store import Scores
 from workflow.lib.scores.writer import Part
 from workflow.lib.system.errors import UserError, setting_error
 
-CHUNK_TOKENS = 1024  # whose logits are in fp32 at a time: 0.5 GiB at a 128k vocabulary
-FLAT_TOKENS = 8192  # of a row where attention takes documents one by one, whatever their number
+CHUNK_TOKENS = 1024  # with logits in fp32 at a time: 0.5 GiB at a 128k vocabulary
+FLAT_TOKENS = 8192  # of a row for attention by document, for any number of documents
 
 
 class Row(NamedTuple):
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Scorer(Protocol):
-    """A model that scores. worked: told the share of its rows' work that is done."""
+    """A model that scores. worked: gets the finished share of its rows' work."""
 
     attention: str
 
@@ -48,7 +48,7 @@ class Scorer(Protocol):
 
 
 def rows_of(tokens: TokenStore, part: Part, *, attention: str) -> list[Row]:
-    """Return the rows of a part of the tokens; none if nothing of it is trained."""
+    """Return the rows of a part of the tokens; none without trained tokens."""
     longest = max(tokens.seq_len, FLAT_TOKENS if attention in FLATTENED else 0)
     return list(_joined(_items(tokens, part), longest=longest))
 
@@ -92,8 +92,8 @@ def _row(items: Sequence[Item]) -> Row:
 def scores_of(
     logits: torch.Tensor, targets: torch.Tensor, *, top_k: int, vocabulary: int
 ) -> Scores:
-    """Return the scores of targets (n,) by logits (n, vocabulary or more), in fp32 by chunks. A
-    teacher's logits beyond the vocabulary have their share in `rest`."""
+    """Return the scores of targets (n,) by logits (n, vocabulary or more), in fp32 by chunks.
+    `rest` includes a teacher's logits beyond the vocabulary."""
     parts = [
         _chunk_scores(some.float(), wanted, top_k, vocabulary)
         for some, wanted in zip(
@@ -111,18 +111,18 @@ def _chunk_scores(
     if not top_k:
         return Scores(of_targets)
     top, ids = log_probs[:, :vocabulary].topk(top_k)
-    # the mass of the others is summed: 1 less that of the likeliest would be lost in rounding
+    # sum the mass of the others: 1 less the likeliest's would be lost in rounding
     rest = log_probs.scatter(1, ids, float("-inf")).logsumexp(-1)
     return Scores(
         of_targets, ids.cpu().numpy().astype(np.uint32), top.cpu().numpy(), rest.cpu().numpy()
     )
 
 
-# Logits of one forward at most. A row with more goes through the model again for the others.
+# Largest logits of one forward. A row with more passes through the model again.
 LOGITS_BYTES = 2**32
 
 
-# Tokens of one forward of several rows: weights of 4 bits are decoded once for all of them.
+# Tokens of one forward of several rows, which decodes weights of 4 bits only once.
 STACKED_TOKENS = 4096
 
 
@@ -136,7 +136,7 @@ class _Pass:
 
 class WholeModel:
     """A causal LM in evaluation mode, prepared for packed rows, on this process or over `world`,
-    whose processes each take their share of the rows."""
+    whose processes divide the rows."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class WholeModel:
         own = math.ceil(len(passes) / (1 if self._world is None else self._world.size))
 
         def compute(mine: list[_Pass]) -> list[Scores]:
-            # every forward of a sharded model is collective: all make equally many
+            # every forward of a sharded model is collective: all run equal numbers
             idle = passes[:1] * (own - len(mine)) if is_sharded(self._model) else []
             found = []
             for one in [*mine, *idle]:
@@ -173,7 +173,7 @@ class WholeModel:
 
     def _passes(self, rows: Sequence[Row]) -> Iterator[_Pass]:
         """Yield the forwards of rows: several together, a row with many trained tokens again."""
-        alone = self.attention in FLATTENED  # where rows are long already
+        alone = self.attention in FLATTENED  # its rows are long already
         stack: list[Row] = []
         for row in rows:
             size = (1 + len(stack)) * max(x.input_ids.shape[1] for x in [*stack, row])
@@ -189,7 +189,7 @@ class WholeModel:
         else:
             yield from (_Pass([x], [some]) for x in stack for some in x.trained.split(self._most))
 
-    # FSDP gathers into the same buffers in every mode, and inference mode would mark them
+    # FSDP gathers into the same buffers in every mode, and inference mode would mark them.
     @torch.no_grad()
     def _forward(self, one: _Pass) -> Scores:
         ids, positions = (x.to(self._device) for x in _stacked(one.rows))
@@ -205,7 +205,7 @@ class WholeModel:
 
 
 def _stacked(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and positions (rows, longest) int64; what pads a row is one more document."""
+    """Return ids and positions (rows, longest) int64; a row's padding is one more document."""
     longest = max(row.input_ids.shape[1] for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     positions = torch.zeros_like(ids)
@@ -232,7 +232,7 @@ CHANGE = "Name a model with the tokenizer of model.source"
 
 def check_same_tokenizer(folder: Path, student: Path, *, setting: str, named: str) -> None:
     """Raise `UserError` unless the tokenizers of two model folders have the same tokens and encode
-    the same texts alike, special tokens included. setting: that names the model in `folder`."""
+    the same texts alike, special tokens included. setting: the one naming the model in `folder`."""
     own = load_tokenizer(student)
     try:
         other = load_tokenizer(folder)
@@ -245,7 +245,7 @@ def check_same_tokenizer(folder: Path, student: Path, *, setting: str, named: st
         first = differing[0]
         reason = (
             f"its tokenizer has other tokens than that of model.source: {len(differing)} differ, "
-            f"such as {first!r} ({_told(others.get(first))} instead of {_told(ids.get(first))})"
+            f"such as {first!r} ({_shown(others.get(first))} instead of {_shown(ids.get(first))})"
         )
         raise setting_error(setting, named, reason, CHANGE)
     for probe in (*PROBES, "".join(map(str, own.all_special_tokens))):
@@ -254,7 +254,7 @@ def check_same_tokenizer(folder: Path, student: Path, *, setting: str, named: st
             raise setting_error(setting, named, reason, CHANGE)
 
 
-def _told(number: int | None) -> str:
+def _shown(number: int | None) -> str:
     return "none" if number is None else f"id {number}"
 
 
@@ -270,7 +270,7 @@ def vocabulary_size(folder: Path) -> int:
 
 
 def check_top_k(top_k: int, vocabulary: int) -> None:
-    """Raise `UserError` if more tokens are to be stored than there are."""
+    """Raise `UserError` if `top_k` exceeds the vocabulary."""
     if top_k > vocabulary:
         raise setting_error(
             "distill.top_k", top_k, f"the vocabulary has {vocabulary} tokens", "Lower it"

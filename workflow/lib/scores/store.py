@@ -3,8 +3,7 @@
 Scores are of the trained tokens of packed rows, in the order of (row, position), and of those of
 the held-out documents one after the other. log_probs: log p of each token. Of a teacher also
 top_ids and top_log_probs (tokens, k), its likeliest tokens, and rest, the log of the mass of all
-others (-inf where there is none). A shard has a file for each array,
-`<split>-<number>.<array>.npy`."""
+others (-inf without others). A shard has a file for each array, `<split>-<number>.<array>.npy`."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 
 class Scores(NamedTuple):
-    """Of n tokens in order; the last three are a teacher's, None of any other model."""
+    """Scores of n tokens in order; the last three are a teacher's, None of any other model."""
 
     log_probs: npt.NDArray[np.float32]  # (n,)
     top_ids: npt.NDArray[np.uint32] | None = None  # (n, k), the likeliest first
@@ -44,7 +43,7 @@ class Scores(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> Self:
-        """Return these scores, one behind the other; there is at least one part."""
+        """Return the concatenation of at least one part."""
         arrays: list[Any] = [
             None if of[0] is None else np.concatenate(of) for of in zip(*parts, strict=True)
         ]
@@ -52,7 +51,7 @@ class Scores(NamedTuple):
 
 
 def arrays_of(top_k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the arrays of a folder, each with its type on disk and its shape behind the tokens."""
+    """Return the arrays of a folder, each with its dtype on disk and its shape after the tokens."""
     if not top_k:
         return {"log_probs": ("<f4", ())}
     return {
@@ -68,7 +67,7 @@ def file_name(split: Split, number: int, array: str) -> str:
 
 
 def tokens_hash(manifest: dict[str, Any]) -> str:
-    """Return a hash of all in a tokens folder that its scores depend on, by its manifest."""
+    """Return a hash of all of a tokens folder that its scores depend on, by its manifest."""
     return short_hash([[name, manifest["files"][name]] for name in sorted(ARRAYS)])
 
 
@@ -81,7 +80,7 @@ def trained_counts(tokens: TokenStore, split: Split) -> npt.NDArray[np.int64]:
 
 
 class ScoreStore:
-    """A scores folder opened for reading; arrays stay on disk until they are asked for."""
+    """A scores folder opened for reading; arrays are read from disk at each access."""
 
     def __init__(self, manifest: ScoresManifest, splits: dict[Split, "_ScoredSplit"]) -> None:
         self.manifest = manifest

@@ -1,8 +1,8 @@
-"""A model that is larger than memory, run layer by layer: one decoder layer has weights at a time.
+"""A model larger than memory, run layer by layer: one decoder layer has weights at a time.
 
-All rows or documents go through a layer before the next one is read, so the weights are read once
-for them. Answers and tasks would read them once a token, so of such a model nothing is measured but
-log-probabilities of text that is there."""
+All rows or documents pass through a layer before the next one is read, so the weights are read once
+for them. Answers and tasks would read them once a token, so only log-probabilities of given text
+are measured with such a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from workflow.lib.scores.scoring import Row, scores_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.system.progress import Progress
 
-# Documents that go through the layers together; their hidden states lie in host memory.
+# Documents in one pass through the layers; their hidden states are in host memory.
 DOCUMENTS_AT_ONCE = 512
 LOGITS_AT_ONCE = 1024  # positions
 
@@ -38,7 +38,7 @@ class StreamedModel:
         dtype: torch.dtype,
         attention: str | None = None,
     ) -> None:
-        """attention: the implementation; None: what stock Transformers has for the family."""
+        """attention: the implementation; None: stock Transformers' for the family."""
         self._folder, self._device, self._dtype = folder, device, dtype
         self._attention = attention
         self.moved: Callable[[], None] = lambda: None
@@ -65,7 +65,7 @@ class StreamedModel:
 
     @contextmanager
     def stream(self) -> Iterator[LayerStream]:
-        """Open the model's files; what lies beside its layers is read at once."""
+        """Open the model's files; tensors outside of its layers are read at once."""
         model = build_on_meta(self._folder, dtype=self._dtype)
         with ConvertedReader(self._folder, model) as reader:
             yield LayerStream(
@@ -89,8 +89,8 @@ def through_layers(
     moved: Callable[[], None],
     layer_done: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
-    """Return what comes out of the last layer for each batch, in host memory; `moved` is called for
-    every batch before the first layer, and in every layer."""
+    """Return the last layer's output for each batch, in host memory; `moved` is called for every
+    batch before the first layer, and in every layer."""
     hidden = []
     for batch in batches:
         stream.record([batch])

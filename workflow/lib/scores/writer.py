@@ -1,7 +1,7 @@
-"""Writing scores, shard by shard, so that a stage that was killed goes on at the shard.
+"""Writing of scores, shard by shard, so that a killed stage resumes at a shard.
 
-Shards lie in a folder beside the output until all are there; a shard's record, written behind its
-files, says that it is finished. The manifest is written last, and the folder gets its name."""
+Shards lie in a folder beside the output until all are finished; a shard's record, written after its
+files, marks it as finished. The manifest is written last, and the folder gets its name."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ BEGUN_WITH = "begun_with.txt"
 
 @dataclass(frozen=True)
 class Part:
-    """What a shard holds: `count` items from `first` on, and their trained tokens."""
+    """The content of a shard: `count` items from `first` on, and their trained tokens."""
 
     split: Split
     number: int  # among the shards of the split
@@ -61,7 +61,7 @@ def parts_of(tokens: TokenStore, *, shard_tokens: int) -> list[Part]:
     parts: list[Part] = []
     for split in SPLITS:
         trained = trained_counts(tokens, split)
-        shards = np.cumsum(lengths[split]) - 1  # by the place of an item's last token
+        shards = np.cumsum(lengths[split]) - 1  # by the position of an item's last token
         _, firsts = np.unique(shards // shard_tokens, return_index=True)
         edges = [*firsts.tolist(), len(shards)]
         for number, (first, end) in enumerate(itertools.pairwise(edges)):
@@ -71,7 +71,7 @@ def parts_of(tokens: TokenStore, *, shard_tokens: int) -> list[Part]:
 
 
 class ScoreWriter:
-    """Writes the folder `output`; finished shards of an equal start (`facts`) stay."""
+    """Writes the folder `output`; keeps finished shards with equal `facts`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ScoreWriter:
         *,
         shard_tokens: int = SHARD_TOKENS,
     ) -> None:
-        """facts: of `ScoresManifest`, what the scores depend on."""
+        """facts: fields of `ScoresManifest` that the scores depend on."""
         self._output = output
         self._folder = output.with_name(f".{output.name}.partial")
         self._facts = facts | {"tokens": tokens_hash(tokens.manifest)}
@@ -90,7 +90,7 @@ class ScoreWriter:
         self._layout = arrays_of(self.top_k)
 
     def prepare(self) -> list[Part]:
-        """Make the shards' folder; return what is left to score, or raise `UserError` for space."""
+        """Make the shards' folder; return the parts to score, or raise `UserError` for space."""
         begun_with = short_hash([self._facts, [vars(part) for part in self.parts]])
         mark = self._folder / BEGUN_WITH
         if not mark.is_file() or mark.read_text(encoding="utf-8") != begun_with:
@@ -133,7 +133,7 @@ class ScoreWriter:
         write_checked_json(self._record(part), shard.as_json())
 
     def finish(self) -> ScoresManifest:
-        """Write the manifest and give the folder its name; all shards are there."""
+        """Write the manifest and rename the folder, after all shards."""
         shards = list(self._shards())
         train = [part for part in self.parts if part.split == "train"]
         files = (self._folder / file_name("train", part.number, "log_probs") for part in train)
@@ -162,7 +162,7 @@ class ScoreWriter:
             yield shard
 
     def _finished(self, part: Part) -> ScoreShard | None:
-        """Return the record of a shard that is there and whole."""
+        """Return the record of a shard that exists and is whole."""
         try:
             shard = read_record(self._record(part), ScoreShard)
         except UserError:

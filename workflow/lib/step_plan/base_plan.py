@@ -1,4 +1,4 @@
-"""What a step is made of, whatever saves its memory: processes, rows, dtypes, adapters."""
+"""The parts of a step that are no memory options: processes, rows, dtypes, adapters."""
 
 import functools
 from collections.abc import Mapping
@@ -38,18 +38,18 @@ class BasePlan:
     """Attention weights are dropped, by the share of the model's family."""
     matmul_dtype: str = COMPUTE_DTYPE
     """Of matmuls with frozen weights in training steps: `compute_dtype` or `float8`."""
-    matmul_passes: str = "both"  # the passes in which it holds: `forward`, `backward` or `both`
+    matmul_passes: str = "both"  # the passes with this dtype: `forward`, `backward` or `both`
     objective: ObjectiveName = SUPERVISED  # `train.objective`
     shares_prompts: bool = False
-    """The two documents of an example share their prompt, where the model's attention can."""
+    """The two documents of an example share their prompt, if the model's attention can."""
     top_k: int = 0  # tokens of a teacher's scores at each position; 0 without a teacher
     optimizer: str = "adamw"  # `train.optimizer`
-    rank: int  # of the adapters, where `ranks` says nothing else
+    rank: int  # of the adapters, unless `ranks` has another
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
-    targets: Names  # names of the linears that have an adapter
+    targets: Names  # names of the adapted linears
     dora: bool = False  # adapters are DoRA's
-    dropout: float = 0.0  # share of the adapters' inputs that is dropped
+    dropout: float = 0.0  # dropped share of the adapters' inputs
     trains_head: bool = False
     """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
     trains_embedding: bool = False  # the same of the embedding, which is then on the device
@@ -74,7 +74,7 @@ class BasePlan:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """How the attention uses memory."""
+        """The attention's use of memory."""
         if self.attention == VARLEN or self.attention.startswith("flash"):
             return "flash"
         if self.attention == FLEX:

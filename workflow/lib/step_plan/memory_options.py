@@ -1,7 +1,7 @@
-"""The options that trade memory for time: what a plan says of each, and the table of them.
+"""The options that trade memory for time: a plan's fields for them, and the table of them.
 
-All that asks about options in general reads the table: settings to a plan, the search, remedies, a
-plan's words. A new option is a setting, a field and a row here, and its code in the engine."""
+All code on options in general reads the table: settings to a plan, the search, remedies, a plan's
+words. A new option is a setting, a field and a row here, and its code in the engine."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ Value = bool | int | float | str
 
 
 class Circumstances(NamedTuple):
-    """What options ask of a machine and a model."""
+    """A machine's and a model's facts for options."""
 
     cuda: bool
     processes: int
@@ -34,7 +34,7 @@ class Circumstances(NamedTuple):
 
 
 class Obstacle(NamedTuple):
-    """Why an option cannot be, naming what forbids it, and what to change."""
+    """Why an option is impossible, naming the obstacle, and what to change."""
 
     reason: str
     change: str
@@ -46,29 +46,29 @@ def _nothing(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | N
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A row: what is known of an option besides the engine's code."""
+    """A row: an option's facts outside of the engine's code."""
 
     field: str  # of `MemoryOptions`
     setting: str
     off: Value  # without the option
-    most: Value | None = None  # what saves most memory, which a remedy names; None: it is no remedy
-    first: Value | None = None  # what the search begins with; None: `off`
+    most: Value | None = None  # saves most memory, named by a remedy; None: it is no remedy
+    first: Value | None = None  # start of the search; None: `off`
     automatic: Callable[[BasePlan, Circumstances], Value] | None = None
-    """What `auto` means; None: the search decides."""
+    """The value of `auto`; None: the search decides."""
     tried: Callable[[Circumstances], Sequence[Value]] | None = None
-    """What the search tries for `auto`; None: nothing else."""
-    fewest: bool = False  # counts layers, of which the search takes as few as let a plan fit
+    """The values that the search tries for `auto`; None: no others."""
+    fewest: bool = False  # counts layers; the search takes the fewest with which a plan fits
     obstacle: Callable[[BasePlan, Value, Circumstances], Obstacle | None] = _nothing
     left_out: bool = False
-    """On by default: where there is an obstacle it is left out, and others are refused."""
+    """On by default: an obstacle turns it off; other options are refused."""
     rounds: bool = False  # the result differs by rounding
     on_host: bool = False  # takes page-locked host memory
     frees_gathered: bool = False  # without it, gathered weights stay on the GPUs
     needless: Callable[[Any], bool] = lambda plan: False
-    """Whether a plan does the same as another one that the search tries."""
+    """Whether a plan is equal to another one of the search."""
     title: str = ""
-    """Of `words`; of several rows the words stand together. Empty: a plan's words leave it out."""
-    words: Callable[[Any], str] = str  # how a value is said; empty: not at all
+    """Title of `words`; rows with one title are joined. Empty: not among a plan's words."""
+    words: Callable[[Any], str] = str  # name of a value; empty: not named
 
     @property
     def begins(self) -> Value:
@@ -84,7 +84,7 @@ class MemoryOption:
         return getattr(plan, self.field)
 
     def settled(self, wanted: Value, plan: BasePlan, where: Circumstances) -> Value:
-        """Return what a setting means for a plan before the search, or raise `UserError`."""
+        """Return the value of a setting in a plan before the search, or raise `UserError`."""
         if wanted == "auto":
             return self.begins if self.automatic is None else self.automatic(plan, where)
         found = None if wanted == self.off else self.obstacle(plan, wanted, where)
@@ -95,12 +95,12 @@ class MemoryOption:
         raise setting_error(self.setting, wanted, *found)
 
     def open_values(self, wanted: Value, where: Circumstances) -> Sequence[Value]:
-        """Return what the search tries; empty where it has no choice."""
+        """Return the values that the search tries; empty if it has no choice."""
         return self.tried(where) if wanted == "auto" and self.tried is not None else ()
 
 
 # `auto`: none, every 8th to every 2nd layer, more than half, all. Finer steps differ by less than
-# what the prediction is off.
+# the error of the prediction.
 LEVELS: tuple[Recomputation, ...] = (False, 8, 4, 3, 2, 0.625, 0.75, True)
 
 
@@ -113,14 +113,14 @@ class MemoryOptions(BasePlan):
     reshard_after_forward: bool = True
     """Gathered weights are freed after forward, and gathered again for backward."""
     offload_embedding: bool = False
-    """Embedding rows are looked up on the host; a table that is the head's too is here anyway."""
+    """Embedding rows are looked up on the host; a table that is the head's too stays here."""
     offload_activations: bool | int = False
     """Activations are offloaded to host memory until backward: all, or those of so many layers."""
     offload_window_bytes: int | None = None
-    """Offloaded activations that are on the device at a time; null where none are offloaded."""
+    """Offloaded activations on the device at a time; null without offloaded ones."""
     offload_layers: int = 0  # decoder layers whose packed weights are offloaded to host memory
     cuda_graphs: bool = False
-    """Forward and backward of a micro-batch are a CUDA graph, where nothing forbids it."""
+    """Forward and backward of a micro-batch are a CUDA graph, unless an obstacle forbids it."""
     fused_layers: bool = False  # fused norms and feed-forwards, where the family has such
     fused_loss: bool = False
     """Kernels compute the loss from 16-bit logits, and put the gradient in their place."""
@@ -151,7 +151,7 @@ class MemoryOptions(BasePlan):
 
     @property
     def graph_obstacle(self) -> str | None:
-        """What keeps micro-batches from being CUDA graphs, in words; None: nothing is known."""
+        """What prevents CUDA graphs of micro-batches, in words; None: nothing known."""
         whole = [*["lm_head"] * self.trains_head, *["embed_tokens"] * self.trains_embedding]
         obstacles = {
             f"train.objective = {self.objective}: micro-batches have more inputs than a graph": (
@@ -177,12 +177,12 @@ class MemoryOptions(BasePlan):
         return self.cuda_graphs and self.graph_obstacle is None
 
     def without_forbidden(self) -> Self:
-        """Return the plan without what its other options forbid."""
+        """Return the plan without values that its other options forbid."""
         return replace(self, cuda_graphs=self.graphed)
 
 
 def _levels(where: Circumstances) -> Sequence[Recomputation]:
-    """All levels but shares that take the layers of a simpler one."""
+    """All levels without shares of the same layers as a simpler level."""
     layers = {level: recomputed_layers(level, where.num_layers) for level in LEVELS}
     simple = [taken for level, taken in layers.items() if not isinstance(level, float)]
     return [x for x, taken in layers.items() if not isinstance(x, float) or taken not in simple]
@@ -243,8 +243,8 @@ def _needs_16_bits(plan: BasePlan, value: Value, where: Circumstances) -> Obstac
     return _needs_gpu(plan, value, where)
 
 
-# In this order remedies are named: those that leave the result as it is, from the nearest on, then
-# those that round.
+# The order of remedies: first those without effect on the result, the nearest first, then those
+# that round.
 TABLE = (
     MemoryOption(
         "activation_checkpointing",
@@ -336,18 +336,18 @@ def unsearched_settings() -> dict[str, dict[str, Value]]:
 
 
 def takes_host_memory(plan: BasePlan) -> bool:
-    """Whether a plan keeps something in page-locked host memory."""
+    """Whether a plan uses page-locked host memory."""
     return any(option.on_host and option.of(plan) for option in TABLE)
 
 
 def demands(plan: BasePlan) -> tuple[bool, bool]:
-    """Return what a plan asks besides GPU memory: page-locked memory, room for gathered weights."""
+    """Return a plan's demands besides GPU memory: page-locked memory, room for gathered weights."""
     keeps = any(option.frees_gathered and not option.of(plan) for option in TABLE)
     return takes_host_memory(plan), keeps
 
 
 def in_words(plan: BasePlan) -> Mapping[str, str]:
-    """Return what a plan has chosen besides the micro-batch, by title."""
+    """Return a plan's choices besides the micro-batch in words, by title."""
     said: dict[str, list[str]] = {}
     for option in TABLE:
         if option.title:

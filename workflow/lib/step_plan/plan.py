@@ -21,9 +21,9 @@ class StepPlan(MemoryOptions):
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the plan of a JSON document, which may lack what has a default."""
+        """Return the plan of a JSON document; fields with a default may be missing."""
         known = dict(document)
-        if known.get("objective") == "next_token":  # as plans said before there were others
+        if known.get("objective") == "next_token":  # its name before there were others
             known["objective"] = SUPERVISED
         known.pop("saved_activations", None)  # of earlier plans; the setting is refused by now
         return TypeAdapter(cls).validate_python(known, strict=False)
