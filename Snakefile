@@ -55,8 +55,8 @@ localrules:
     publish,
 
 
-# Every target names the artifacts of all stages before it. Snakemake removes the outputs of a job that
-# failed, and does not miss an intermediate one as long as what was once made from it is there.
+# Every target names the artifacts of all stages before it. Snakemake removes the outputs of a failed job,
+# and does not remake a missing intermediate one as long as its later artifacts exist.
 rule tokenize:
     input:
         [layout.description(run) for run in RUNS.values()],
@@ -118,13 +118,13 @@ rule report:
         rules.render_report.output,
 
 
-# What others can check of the runs; no part of `all`.
+# Certificates of the runs; no part of `all`.
 rule certify:
     input:
         lambda w: of_runs("certify_run", "certificate.json", names=going_on(NAMED)),
 
 
-# Uploads to the hub what `export.hub_repo` names; no part of `all`.
+# Uploads to the repositories of `export.hub_repo`; no part of `all`.
 rule publish:
     input:
         lambda w: publications(),

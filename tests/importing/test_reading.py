@@ -9,7 +9,7 @@ from workflow.importing.rules import translate
 from workflow.importing.scripts import Computed
 from workflow.lib.settings.config import Config
 from workflow.lib.system.errors import UserError
-from workflow.scripts.import_config import told
+from workflow.scripts.import_config import account
 
 SCRIPT = """
 from unsloth import FastLanguageModel
@@ -107,9 +107,9 @@ def test_arguments_of_the_training_come_before_those_of_the_model(tmp_path):
         "tracking.wandb_project": "mine",
     }  # fmt: skip
     assert expected.items() <= settings.items()
-    account = told(draft)
-    assert "max_seq_length -> max_length of the training's arguments comes first" in account
-    assert "random_state -> seed of the training's arguments comes first" in account
+    text = account(draft)
+    assert "max_seq_length -> max_length of the training's arguments comes first" in text
+    assert "random_state -> seed of the training's arguments comes first" in text
 
 
 def test_adapter_is_that_of_the_config_within_the_call(tmp_path):
@@ -124,11 +124,11 @@ def test_adapter_is_that_of_the_config_within_the_call(tmp_path):
 def test_what_trl_trains_where_no_key_says_it_is_told(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(WRITTEN_WITH_TRL, encoding="utf-8")
-    account = told(translate(read_source(file, None), gpus=1))
-    assert "data.loss_on = 'completions': TRL trains whole conversations unless" in account
-    assert "learning_rate -> the script computes it (rate); set it by hand" in account
-    assert "a further load_dataset -> data.train can name several datasets" in account
-    assert "pipeline() -> the script computes it (line 24: pipeline('text-generation'))" in account
+    text = account(translate(read_source(file, None), gpus=1))
+    assert "data.loss_on = 'completions': TRL trains whole conversations unless" in text
+    assert "learning_rate -> the script computes it (rate); set it by hand" in text
+    assert "a further load_dataset -> data.train can name several datasets" in text
+    assert "pipeline() -> the script computes it (line 24: pipeline('text-generation'))" in text
 
 
 @pytest.mark.parametrize(

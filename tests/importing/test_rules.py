@@ -11,7 +11,7 @@ from workflow.importing.reading import Source, read_source
 from workflow.importing.rules import translate
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.system.errors import UserError
-from workflow.scripts.import_config import by_reason, checked, told
+from workflow.scripts.import_config import account, by_reason, checked
 
 HERE = Path(__file__).parent
 QLORA = {"base_model": "owner/model", "adapter": "qlora", "load_in_4bit": True}
@@ -84,7 +84,7 @@ def test_batch_is_rows_times_accumulation_times_gpus():
     keys = QLORA | {"micro_batch_size": 2, "gradient_accumulation_steps": 4}
     draft = imported(keys, gpus=3)
     assert run_of(draft).train.global_batch_size == 24
-    assert "= 24: 2 x 4 of accumulation x 3 GPUs" in told(draft)
+    assert "= 24: 2 x 4 of accumulation x 3 GPUs" in account(draft)
 
 
 RESTARTS = {"lr_scheduler": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}

@@ -1,4 +1,4 @@
-# No part of `all`: `snakemake certify` and `publish` ask for it.
+# No part of `all`: `snakemake certify` and `publish` request it.
 rule certify_run:
     input:
         base=lambda w: layout.base_dir(RUNS[w.run]),
@@ -22,8 +22,8 @@ rule certify_run:
     params:
         config=lambda w: layout.stage_json("certify_run", RUNS[w.run]),
         require=lambda w: json.dumps(RUNS[w.run].evaluate.require, sort_keys=True),
-        model=lambda w: there(layout.model_dir(RUNS[w.run])),
-        data=lambda w: [there(file) for file in layout.data_files(RUNS[w.run])],
+        model=lambda w: located(layout.model_dir(RUNS[w.run])),
+        data=lambda w: [located(file) for file in layout.data_files(RUNS[w.run])],
         adapter=subpath(input.weights, parent=True),
         published=lambda w, input: published_folder(w.run, input.published),
         records=lambda w, input: [f"{folder}/source.json" for folder in input.downloads],

@@ -1,4 +1,4 @@
-# Before all that takes long, and no input of the training, which must not run again for it.
+# Before all long stages, and no input of the training, which it must not rerun.
 rule check_gguf:
     input:
         model=lambda w: model_files(RUNS[w.run]),
@@ -13,7 +13,7 @@ rule check_gguf:
     conda:
         "../../envs/gguf.yaml"
     params:
-        model=lambda w: there(layout.model_dir(RUNS[w.run])),
+        model=lambda w: located(layout.model_dir(RUNS[w.run])),
         llama_cpp=lambda w, input: input.converter or RUNS[w.run].export.llama_cpp,
     shell:
         "python -m workflow.scripts.check_gguf --model {params.model:q}"

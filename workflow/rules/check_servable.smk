@@ -1,5 +1,4 @@
-# Before all that takes long, and no input of the training, which must not run again for it. Runs share what is asked
-# alike.
+# Before all long stages, and no input of the training, which it must not rerun. Runs with equal settings share it.
 rule check_servable:
     input:
         model=lambda w: model_files(BY_SERVABLE[w.servable], TOKENIZER_PATTERNS),
@@ -23,7 +22,7 @@ rule check_servable:
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("check_servable", BY_SERVABLE[w.servable]),
-        model=lambda w: there(layout.model_dir(BY_SERVABLE[w.servable])),
+        model=lambda w: located(layout.model_dir(BY_SERVABLE[w.servable])),
         trial=lambda w, input: trial_options(BY_SERVABLE[w.servable], input),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"

@@ -1,4 +1,4 @@
-# vLLM has an environment of its own (`make serving`), of which this is the Python.
+# The Python of vLLM's own environment (`make serving`).
 rule check_served:
     input:
         server=lambda w: server(w.run),
@@ -21,8 +21,8 @@ rule check_served:
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
-        mem_mb=asks("mem_mb", READING),
-        runtime=asks("runtime", READING),
+        mem_mb=requested("mem_mb", READING),
+        runtime=requested("runtime", READING),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("check_served", RUNS[w.run]),

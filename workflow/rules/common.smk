@@ -11,7 +11,7 @@ from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import update_config
 
-# A Snakefile of a git host comes without the folders beside it.
+# A Snakefile from a git host comes without the folders beside it.
 if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib")):
     raise WorkflowError(
         "The Snakefile is not in a checkout, and the library that its stages run is not installed. Install it as of the "
@@ -48,18 +48,18 @@ from workflow.lib.system.hardware import (
     visible_gpus,
 )
 
-# Not `workflow.basedir`, which is that of the Snakefile that imports this one as a module.
+# Not `workflow.basedir`: it belongs to the Snakefile that imports this one as a module.
 SOURCES = Path(layout.__file__).parents[3]
 
 use_this_interpreter(SOURCES)
 
-# Where a module's `prefix` puts a path of `layout`, or logs. Snakemake does that to inputs and outputs, not to params.
+# Adds a module's `prefix` to a path of `layout`, or logs. Snakemake adds it to inputs and outputs, not to params.
 placed = workflow.modifier.path_modifier.replace_prefix
 
 if workflow.is_main_process:
     interrupts.end_at_signals()
 
-# Before Snakemake reads them, as far as that is possible: its message names no file, and it takes a key twice.
+# Before Snakemake reads them, if possible: its message names no file, and it accepts repeated keys.
 try:
     if workflow.is_main_process:
         check_options(sys.argv)
@@ -75,7 +75,7 @@ configfile: "config.yaml"
 
 
 def shipped(settings):
-    """The settings with the workflow's own files, as the demo's, where they are; a user's file of that name goes first."""
+    """Return settings with full paths of the workflow's own files, as the demo's; a user's file takes precedence."""
     if isinstance(settings, dict):
         return {key: shipped(value) for key, value in settings.items()}
     if isinstance(settings, list):
@@ -89,7 +89,7 @@ if workflow.modifier.namespace:
 
 update_config(config, given)
 
-# No settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
+# Options that are no settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
 # `snakemake rewind --config rewind=RUN@STEP`.
 CERTIFICATE, SIGNED_BY, REWIND = (
     config.pop(name, None) for name in ("certificate", "signed_by", "rewind")
@@ -98,22 +98,22 @@ CERTIFICATE, SIGNED_BY, REWIND = (
 STARTED = time.time()
 
 
-def there(path):
-    """Where a folder or file is that a user may have named: what is made here, is where a module's prefix puts it."""
+def located(path):
+    """Return the path of a folder or file; one that the workflow makes has a module's prefix."""
     return placed(path) if path in MADE else path
 
 
 def users(path):
-    """A file that a user named, as input; nothing if none is named."""
+    """Return a user's file as input; empty if none is named."""
     return local(path) if path else []
 
 
 def inputs_in(folder, files):
-    """Files of a folder as inputs: a user's, or those that are made here."""
+    """Return files of a folder as inputs: a user's, or those that the workflow makes."""
     return files if folder in MADE else [local(file) for file in files]
 
 
-# Here, since Snakemake would show a traceback of what a function of a rule raises.
+# Here, since Snakemake shows a traceback for errors of a rule's functions.
 try:
     check_prefix(placed(""))
     if workflow.is_main_process:
@@ -129,7 +129,7 @@ try:
         check_model(
             name,
             settings,
-            folder=Path(there(layout.model_dir(settings))),
+            folder=Path(located(layout.model_dir(settings))),
             description=Path(placed(layout.description(settings))),
         )
         check_records(*(Path(placed(of(settings))) for of in (layout.tokens_dir, layout.base_dir)))
@@ -148,8 +148,8 @@ if any(word.startswith("--generate-unit-tests") for word in sys.argv):
                 "Run the workflow first: snakemake --cores all"
             )
 
-# One run that stands for all that share an artifact, by the artifact's folder name; of tokens the one
-# that lets the fewest rows be rejected.
+# One representative run of each shared artifact, by the artifact's folder name; of tokens the one that
+# allows the fewest rejected rows.
 STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_share)
 BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
@@ -162,22 +162,22 @@ BY_SERVABLE = {
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
-# Without rungs, which only decide which of them are trained.
+# Without rungs, which only decide which runs train further.
 WHOLE = {name: run for name, run in RUNS.items() if run.rung_of is None}
-# Without the recovery adapters of their bases, which are trained and exported, and judged as their starts.
+# Without the recovery adapters of their bases, which are trained and exported, and evaluated as starts.
 NAMED = {name: run for name, run in WHOLE.items() if run.recovers is None}
 SERVED = [name for name, run in NAMED.items() if run.export.serve != "none"]
 
-# Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
-# run that cannot work stops within minutes.
+# Priority of downloads, tokens and preflight of all runs, before anything expensive: a run that cannot work
+# stops within minutes.
 FIRST = 10
 
 
 def container_image():
-    """The image of `--sdm apptainer`, as envs/apptainer.def says how to build it; None where no image is used.
+    """Return the image of `--sdm apptainer`, built by envs/apptainer.def; None without an image.
 
-    Snakemake reads wildcards in its path and puts it unquoted into shell commands, so the path counts from the working
-    directory: in the checkout itself it is plain, whatever the folder above is called.
+    Snakemake reads wildcards in its path and puts it unquoted into shell commands, so the path is relative to the working
+    directory: in the checkout itself it is plain, for any name of the folder above.
     """
     if DeploymentMethod.APPTAINER not in workflow.deployment_settings.deployment_method:
         return None
@@ -191,7 +191,7 @@ def container_image():
 
 
 def any_of(names):
-    """A pattern that matches these names; without names, nothing."""
+    """Return a pattern of these names; without names it matches nothing."""
     return "|".join(map(re.escape, names)) or "(?!)"
 
 
@@ -206,29 +206,28 @@ wildcard_constraints:
 
 
 def model_files(run, patterns=MODEL_PATTERNS):
-    """The base model's files as inputs: the user's own ones, or the folder that is made of them."""
+    """Return the base model's files as inputs: the user's own, or the folder made of them."""
     folder = layout.model_dir(run)
     return inputs_in(folder, layout.local_files(folder, patterns))
 
 
 def source_files(run):
-    """The same of the model that the settings name, without added tokens."""
+    """Return the same of the model in the settings, without added tokens."""
     folder = layout.source_dir(run)
     return inputs_in(folder, layout.local_files(folder, MODEL_PATTERNS))
 
 
 def manifest(run):
-    """The manifest of a run's tokens."""
     return f"{layout.tokens_dir(run)}/manifest.json"
 
 
 def of_runs(stage, *files, names):
-    """Artifacts of a stage, of these runs."""
+    """Return artifacts of a stage, for these runs."""
     return [f"{layout.stage_dir(name, stage)}/{file}" for name in names for file in files]
 
 
 def going_on(names, *, before=None):
-    """Of these runs those that no rung (before this one) has ended."""
+    """Return those of the runs that no rung (before this one) has ended."""
     if not (decided := decisions(before=before)):
         return list(names)
     living = read_record(Path(placed(decided[-1])), Rung).going_on
@@ -236,10 +235,7 @@ def going_on(names, *, before=None):
 
 
 def decisions(*, before=None):
-    """The files of all rungs (before this one) that say which runs go on; none once a single run is left.
-
-    Snakemake asks again when a rung is decided.
-    """
+    """Return the decisions of all rungs (before this one), up to a single run; Snakemake asks again after each."""
     decided = []
     for steps in SWEEP.rungs[:-1]:
         if before is not None and steps >= before:
@@ -252,62 +248,61 @@ def decisions(*, before=None):
 
 
 def at_rung(steps):
-    """The runs at a rung, as they are called there."""
+    """Return the names of the runs at a rung."""
     return [rung_name(name, steps) for name in going_on(NAMED, before=int(steps))]
 
 
 def merged_model(name):
-    """The merged model as input, if one is exported."""
+    """Return the merged model as input, if one is exported."""
     return f"{layout.stage_dir(name, 'consolidate')}/merged" if name in MERGED else []
 
 
 def model_options(run, input):
-    """The options of a stage for the original and the merged model, if it has them as inputs."""
-    model = ["--model", there(layout.model_dir(run))] if input.model else []
+    """Return the options of a stage for the original and the merged model, if they are inputs."""
+    model = ["--model", located(layout.model_dir(run))] if input.model else []
     start = start_options(run)[:2] if input.get("start") else []
     return [*model, *(["--merged", input.merged] if input.merged else []), *start]
 
 
 def evaluations():
-    """The folders of the evaluations."""
     return [layout.stage_dir(name, "evaluate_run") for name in going_on(NAMED)]
 
 
 def checks(folder_of, folder):
-    """The settings of all runs that use this folder of theirs: the first stages check the model against them."""
+    """Return the settings of all runs with this folder, with which the first stages compare the model."""
     runs = {name: run for name, run in RUNS.items() if folder_of(run) == folder}
     return layout.checks_json(runs, trains_here=on_this_machine())
 
 
 def on_this_machine():
-    """Whether jobs run here: not on a cluster, neither where they are sent from nor within one. Not known while parsing."""
+    """Whether jobs run here: neither sent to a cluster nor within one. Unknown while parsing."""
     return workflow.local_exec and not workflow.remote_exec
 
 
 def gpus(run):
-    """GPUs of a run on a node."""
+    """Return a run's number of GPUs on a node."""
     device, count = requested_processes(run.hardware)
     return count if device == "cuda" else 0
 
 
 def cards(run, *, most=None):
-    """The resource `gpu` of a job on one node; None, which leaves it out, without GPUs."""
+    """Return the resource `gpu` of a job on one node; None, which omits it, without GPUs."""
     return min(gpus(run), most or gpus(run)) or None
 
 
-# Of a cluster's node, whose cores are not known; `--set-threads` changes it.
+# For a cluster's node with an unknown number of cores; `--set-threads` changes it.
 CORES_PER_GPU, CORES_OF_PREPARATION = 2, 4
 
 
 def all_cores(_):
-    """The threads of preparation."""
+    """Return the threads of preparing stages."""
     return workflow.cores if workflow.local_exec else CORES_OF_PREPARATION
 
 
 def cores(run, *, most=None):
-    """Of this machine's cores the share of the GPUs that a job takes; without GPUs all of them, so that jobs take turns.
+    """Return a job's cores: this machine's in proportion to its GPUs, or without GPUs all, so that jobs take turns.
 
-    On a cluster a core per process, for GPUs two: one launches kernels, one makes batches, checkpoints and signs of life.
+    On a cluster a core per process, two per GPU: one launches kernels, one makes batches, checkpoints and heartbeats.
     """
     count = cards(run, most=most)
     if not on_this_machine():
@@ -317,26 +312,26 @@ def cores(run, *, most=None):
     return max(count, workflow.cores * count // max(count, len(visible_gpus())))
 
 
-# What jobs need that train, or read what was trained.
+# Needs of jobs that train, and of jobs that read the trained model.
 TRAINING, READING = (
     partial(need, recorder=plan_recorder)
     for need in (cluster_request.training, cluster_request.reading)
 )
 
 
-def asks(name, need, run_of=lambda wildcards: RUNS[wildcards.run]):
-    """What a job asks of a cluster: `mem_mb` (more at every attempt) or `runtime`. On one machine nobody is asked."""
+def requested(name, need, run_of=lambda wildcards: RUNS[wildcards.run]):
+    """Return a job's `mem_mb` (more at every attempt) or `runtime` on a cluster; none on a single machine."""
 
     def asked(wildcards, input, attempt):
         if workflow.local_exec or workflow.remote_exec:
             return None if name == "runtime" else 0
         for path in input:
-            # An input that is still to be made has to be named by the error; then Snakemake asks again later.
+            # The error of a missing input makes Snakemake ask again later.
             Path(path).stat()
         run = run_of(wildcards)
         found = need(
             run,
-            model=there(layout.model_dir(run)),
+            model=located(layout.model_dir(run)),
             description=placed(layout.description(run)),
             manifest=placed(manifest(run)),
         )
@@ -346,7 +341,7 @@ def asks(name, need, run_of=lambda wildcards: RUNS[wildcards.run]):
 
 
 onstart:
-    # Again: by now Snakemake has set a handler of its own.
+    # Again: Snakemake has set its own handler since.
     interrupts.end_with_jobs(jobs_run_here=workflow.local_exec)
     try:
         for name, run in RUNS.items():
@@ -360,7 +355,7 @@ onstart:
             check_processes_can_work()
     except UserError as error:
         raise WorkflowError(str(error)) from None
-    # Snakemake counts GPUs only against a limit: the cards of this machine. Which ones a job gets, its lease says.
+    # Snakemake counts GPUs only against a limit: the cards of this machine. A lease assigns them to a job.
     if on_this_machine() and visible_gpus():
         if "gpu" not in workflow.global_resources:
             workflow.register_resource("gpu", len(visible_gpus()))
@@ -370,7 +365,7 @@ onerror:
     for cause in failure_causes(Path(placed("logs")), since=STARTED):
         print(cause, file=sys.stderr)
     used = {
-        there(path)
+        located(path)
         for run in RUNS.values()
         for path in (*model_files(run), *layout.data_files(run))
     }

@@ -9,7 +9,7 @@ ADAPTER_FILES = [
 ]
 
 
-# Two rules, one stage: where a merged model is exported, its folder is one more output.
+# Two rules, one stage: an exported merged model's folder is one more output.
 rule consolidate:
     input:
         finetune=rules.finetune.output,
@@ -33,14 +33,14 @@ rule consolidate:
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
-        mem_mb=asks("mem_mb", READING),
-        runtime=asks("runtime", READING),
+        mem_mb=requested("mem_mb", READING),
+        runtime=requested("runtime", READING),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
         finetune=subpath(input.summary, parent=True),
         folder=subpath(output.parity, parent=True),
-        model=lambda w: there(layout.model_dir(RUNS[w.run])),
+        model=lambda w: located(layout.model_dir(RUNS[w.run])),
         recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"

@@ -1,4 +1,4 @@
-# A file a form and format; which ones, the settings say.
+# A file per form and format, by the settings.
 rule convert_gguf:
     input:
         merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].export.gguf_of else [],

@@ -1,4 +1,4 @@
-# A checkpoint: Snakemake asks anew which runs it trains further, once this is decided.
+# A checkpoint: after the decision Snakemake evaluates again which runs train further.
 checkpoint decide_rung:
     input:
         before=lambda w: decisions(before=int(w.steps)),

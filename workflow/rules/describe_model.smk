@@ -5,14 +5,14 @@ rule describe_model:
         "results/models/{model}/description.json",
     log:
         "logs/describe_model/{model}.log",
-    # The first of all: what it refuses, nothing else has to wait for.
+    # The first of all stages: it refuses a model before anything else runs.
     priority: FIRST + 2
     conda:
         "../../envs/torch.yaml"
     threads: all_cores
     params:
-        model=lambda w: there(layout.model_dir(BY_MODEL[w.model])),
-        # Not recorded, as what is derived from `output`: it does not change the description.
+        model=lambda w: located(layout.model_dir(BY_MODEL[w.model])),
+        # Not recorded, since derived from `output`: it does not change the description.
         checks=lambda w, output: checks(
             layout.description, f"results/models/{w.model}/description.json"
         ),

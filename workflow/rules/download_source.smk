@@ -14,14 +14,14 @@ rule download_source:
         directory("results/hub/{kind}/{download}"),
     log:
         "logs/download_source/{kind}/{download}.log",
-    # One at a time, datasets and adapters first: a wrong file name there shows before the large model has come.
+    # One at a time, datasets and adapters first: their wrong file names show before the large model is downloaded.
     priority: lambda w: FIRST + (w.kind != "model")
     conda:
         "../../envs/torch.yaml"
     threads: lambda w: workflow.cores if on_this_machine() else 1
     params:
         config=lambda w: json.dumps(BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True),
-        # Not recorded, as what is derived from `output`: it does not change the files.
+        # Not recorded, since derived from `output`: it does not change the files.
         checks=lambda w, output: checks(
             layout.start_adapter if w.kind == "adapter" else layout.source_dir,
             f"results/hub/{w.kind}/{w.download}",

@@ -11,7 +11,7 @@ rule evaluate_run:
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         tasks=lambda w: task_files(RUNS[w.run]),
         chat_template=lambda w: users(RUNS[w.run].data.chat_template),
-    # A file a subject; which ones, the settings say.
+    # A file per subject, by the settings.
     output:
         directory("results/runs/{run}/evaluate_run"),
     log:
@@ -21,16 +21,16 @@ rule evaluate_run:
     threads: lambda w: cores(RUNS[w.run])
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
-        mem_mb=asks("mem_mb", READING),
-        runtime=asks("runtime", READING),
+        mem_mb=requested("mem_mb", READING),
+        runtime=requested("runtime", READING),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
-        # What Snakemake compares. What is derived from `output` it does not record.
+        # Snakemake compares this. It does not record params derived from `output`.
         recorded=lambda w: layout.recorded_json("evaluate_run", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("evaluate_run", RUNS[w.run]),
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
-        # Not an output: Snakemake would delete what was measured before.
+        # Not an output: Snakemake would delete earlier measurements.
         archive=placed(layout.EVALUATIONS),
         subjects=lambda w: list(RUNS[w.run].subjects),
         served=lambda w: RUNS[w.run].served,

@@ -1,5 +1,5 @@
-# What `export.steps` names has a checkpoint when the run has ended, if the run came so far. Any other step, which a command names
-# (`snakemake results/runs/RUN/export_step/STEP`), is taken from what there is: nothing is trained for it.
+# Steps of `export.steps` have a checkpoint after the run, if the run reached them. Any other step of a command
+# (`snakemake results/runs/RUN/export_step/STEP`) needs an existing one: it starts no training.
 rule export_step:
     input:
         tokens=lambda w: manifest(RUNS[w.run]),
@@ -18,16 +18,16 @@ rule export_step:
     conda:
         "../../envs/torch.yaml"
     resources:
-        mem_mb=asks("mem_mb", READING),
-        runtime=asks("runtime", READING),
+        mem_mb=requested("mem_mb", READING),
+        runtime=requested("runtime", READING),
     params:
         config=lambda w: layout.stage_json("export_step", RUNS[w.run]),
         checkpoints=checkpoint_folder,
-        # Checkpoints of before had none beside them.
+        # Earlier checkpoints have none beside them.
         adapter_config=lambda w, input: (
             f"{placed(layout.stage_dir(w.run, 'finetune')) if is_kept(w) else checkpoint_folder(w, input)}/adapter_config.json"
         ),
-        model=lambda w: there(layout.model_dir(RUNS[w.run])),
+        model=lambda w: located(layout.model_dir(RUNS[w.run])),
         recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
         summary=lambda w, input, output: ["--summary", input.finetune] if input.finetune else [],
     shell:

@@ -18,28 +18,28 @@ rule finetune:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
     resources:
-        # All nodes' together; the rest of a job on several nodes is what Slurm's mpi jobs need.
+        # Of all nodes; the other resources are those of Slurm's mpi jobs.
         gpu=lambda w: gpus(RUNS[w.run]) * RUNS[w.run].hardware.nodes or None,
         nodes=lambda w: several_nodes(RUNS[w.run], RUNS[w.run].hardware.nodes),
         tasks=lambda w: several_nodes(RUNS[w.run], RUNS[w.run].hardware.nodes),
         tasks_per_gpu=lambda w: several_nodes(RUNS[w.run], 0),
         mpi=lambda w: several_nodes(RUNS[w.run], "srun"),
-        mem_mb=asks("mem_mb", TRAINING),
-        runtime=asks("runtime", TRAINING),
+        mem_mb=requested("mem_mb", TRAINING),
+        runtime=requested("runtime", TRAINING),
     params:
-        # What Snakemake compares. What is derived from `output` it does not record.
+        # Snakemake compares this. It does not record params derived from `output`.
         recorded=lambda w: layout.recorded_json("finetune", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("finetune", RUNS[w.run]),
         folder=subpath(output.summary, parent=True),
         # Not an output: Snakemake deletes the outputs of a job that failed.
         checkpoints=checkpoint_folder,
         tokens=subpath(input.tokens, parent=True),
-        model=lambda w: there(layout.model_dir(RUNS[w.run])),
-        # Other hardware does not change the result, so it must not train again: what is derived from
-        # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
-        # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)
+        model=lambda w: located(layout.model_dir(RUNS[w.run])),
+        # Other hardware does not change the result, so it must not rerun the training: params derived from
+        # `output` are not recorded. (Not preflight.json as ancient() input: while that is remade, Snakemake
+        # 9.27 does not check whether later jobs have changed themselves.)
         preflight=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
-        # Where it is not at hand, the model is described anew.
+        # If it is missing, the model is described anew.
         description=lambda w, output: placed(layout.description(RUNS[w.run])),
         tracking=lambda w, output: layout.unrecorded_json("finetune", RUNS[w.run]),
         results=lambda w, output: placed("results"),
@@ -47,11 +47,11 @@ rule finetune:
         scores=lambda w, output: [
             x for folder in scores_folder(w.run) for x in ("--scores", placed(folder))
         ],
-        # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
+        # Not {resources.gpu}: Snakemake silently lowers a request above its limit.
         gpus=lambda w, output: gpus(RUNS[w.run]),
         srun=lambda w, output, threads: on_each_node(RUNS[w.run], threads),
-    # The plan is made here for the machine and the hardware settings of this very start.
-    # exec: a signal to the job reaches the launcher, which saves, and not a shell that would die before it.
+    # The plan is made here for the machine and the hardware settings of this start.
+    # exec: a signal to the job reaches the launcher, which saves, and not a shell that dies first.
     shell:
         "python -m workflow.scripts.preflight_run --config {params.preflight:q} --run {wildcards.run:q}"
         " --model {params.model:q} --description {params.description:q} --tokens {input.tokens:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"

@@ -1,17 +1,16 @@
-# Inputs, outputs and options of single stages; `common.smk` has what several share.
+# Inputs, outputs and options of single stages; `common.smk` has the shared ones.
 
 
 def checkpoint_folder(wildcards, input):
-    """Folder of a run's checkpoints."""
     return checkpoints_of(wildcards.run, input)
 
 
 def checkpoints_of(name, input):
-    """Folder of a run's checkpoints, named by its settings and by the content that it trains on.
+    """Return the folder of a run's checkpoints, named by its settings and the content of its data and weights.
 
-    Data or weights edited in place must not continue from what their old content has trained.
+    After an edit in place, training must not resume from a checkpoint of the old content.
     """
-    # An input that is still to be made has to be named by the error; then Snakemake asks again later.
+    # The error of a missing input makes Snakemake ask again later.
     scores = [placed(folder) for folder in scores_folder(name)]
     for path in (input.tokens, input.base, *input.start, *scores):
         Path(path).stat()
@@ -20,55 +19,55 @@ def checkpoints_of(name, input):
     content = trained_content(
         Path(input.tokens),
         Path(input.base),
-        start=start and Path(there(start)),
+        start=start and Path(located(start)),
         scores=Path(*scores) if scores else None,
     )
     return f"{folder}-{content}"
 
 
 def start_options(run):
-    """The options of a stage for the adapter that a run starts from, and for what led to it."""
+    """Return the options of a stage for a run's start adapter, and for its ancestors."""
     folder, led = layout.start_adapter(run), json.dumps(layout.lineage(run))
-    return ["--start", there(folder), "--lineage", led] if folder else []
+    return ["--start", located(folder), "--lineage", led] if folder else []
 
 
 def start_files(run):
-    """The files of the adapter that a run starts from, as inputs."""
+    """Return the files of a run's start adapter as inputs."""
     return inputs_in(layout.start_adapter(run), layout.start_files(run))
 
 
 def data_files(run):
-    """The raw data as inputs: the user's files, or the download's folder."""
+    """Return the raw data as inputs: the user's files, or the download's folder."""
     return inputs_in(layout.dataset_dir(run), layout.data_files(run))
 
 
 def scored_files(name):
-    """The files of the model that scores a run's tokens, as inputs."""
+    """Return the files of the model that scores a run's tokens as inputs."""
     return inputs_in(SCORED[name].model, SCORED[name].files)
 
 
 def is_kept(wildcards):
-    """Whether the checkpoint of a step stays, since its adapter is exported."""
+    """Whether the checkpoint of a step is kept for its export."""
     return int(wildcards.step) in RUNS[wildcards.run].export.steps
 
 
 def step_adapters(name):
-    """The folders of the adapters that a run exports of single steps."""
+    """Return the folders of a run's adapters of single steps."""
     return [f"{layout.stage_dir(name, 'export_step')}/{step}" for step in RUNS[name].export.steps]
 
 
 def scores_folder(name):
-    """The folder of the scores that a run's training reads, if it reads any."""
+    """Return the folder of the scores of a run's training, if it reads any."""
     return [SCORED[name].scores] if name in SCORED else []
 
 
 def several_nodes(run, value):
-    """A resource of runs that train on several nodes; None leaves it out."""
+    """Return a resource of runs on several nodes; None, which omits it, for others."""
     return value if run.hardware.nodes > 1 else None
 
 
 def on_each_node(run, threads):
-    """What starts a command with so many threads once on every node of a Slurm job; nothing on a single one."""
+    """Return the command prefix that starts once on every node of a Slurm job; empty on a single one."""
     nodes = run.hardware.nodes
     if nodes == 1:
         return []
@@ -77,7 +76,7 @@ def on_each_node(run, threads):
 
 
 def original_files(run):
-    """The original model's files as inputs, if the evaluation loads them."""
+    """Return the original model's files as inputs, if the evaluation loads them."""
     loads = {"original", "tuned_on_original"} & set(run.subjects)
     return model_files(run) if loads else []
 
@@ -86,13 +85,13 @@ SERVER_OPTIONS = {"vllm": "--python", "llama_cpp": "--gguf"}
 
 
 def server(name):
-    """What serves what a run exports: vLLM's Python, or the GGUF files."""
+    """Return the input of a run's server: vLLM's Python, or the GGUF files."""
     gguf = layout.stage_dir(name, "convert_gguf")
     return {"vllm": layout.SERVING, "llama_cpp": gguf}[RUNS[name].export.serve]
 
 
 def trial_options(run, input):
-    """The options of a trial of the server: what makes and serves the files, and which form is served."""
+    """Return the options of a trial of the server: the programs that make and serve files, and the served form."""
     server = {
         "vllm": ["--python", layout.SERVING],
         "llama_cpp": ["--llama-cpp", input.converter or run.export.llama_cpp],
@@ -102,34 +101,34 @@ def trial_options(run, input):
 
 
 def servable(name):
-    """The proof that what a run will export can be served, if it is to be."""
+    """Return the proof that a run's exported files can be served, if they will be."""
     return f"{layout.servable_dir(RUNS[name])}/servable.json" if name in SERVED else []
 
 
 def served_check(name):
-    """What a server made of what a run exports, if it is checked."""
+    """Return the check of a run's exported files in a server, if there is one."""
     return f"{layout.stage_dir(name, 'check_served')}/served.json" if name in SERVED else []
 
 
 def reference_scores(name):
-    """The reference's scores as input, if the evaluation has rewards that compare with it."""
+    """Return the reference's scores as input, if rewards of the evaluation need them."""
     compares = name in SCORED and SCORED[name].setting == "preferences.reference"
     return SCORED[name].scores if compares and RUNS[name].evaluate.heldout else []
 
 
 def evaluated_options(run, input):
-    """The options of the evaluation for the models and the reference's scores, if it has them as inputs."""
+    """Return the options of the evaluation for the models and the reference's scores, if they are inputs."""
     return [*model_options(run, input), *(["--scores", input.scores] if input.scores else [])]
 
 
 def task_files(run):
-    """Task files as inputs."""
+    """Return task files as inputs."""
     folder = run.evaluate.tasks_dir
     return inputs_in(folder, layout.local_files(folder, layout.TASK_PATTERNS)) if folder else []
 
 
 def published_files(name):
-    """What a run publishes, as inputs."""
+    """Return a run's published files as inputs."""
     form, folder = RUNS[name].export.hub_form, layout.stage_dir(name, "consolidate")
     return {
         "adapter": [f"{folder}/adapter/{file}" for file in ADAPTER_FILES],
@@ -139,13 +138,13 @@ def published_files(name):
 
 
 def published_folder(name, files):
-    """The folder that a run publishes, once a job has `published_files`."""
+    """Return a run's published folder, from a job's `published_files`."""
     adapter = RUNS[name].export.hub_form == "adapter"
     return subpath(files[0], parent=True) if adapter else files[0]
 
 
 def publications():
-    """The proofs that runs are published: those that name a repository."""
+    """Return the records of publication, of runs that name a repository."""
     named = [name for name, run in WHOLE.items() if run.export.hub_repo]
     if not named:
         raise WorkflowError(
@@ -155,13 +154,13 @@ def publications():
 
 
 def certified_folders(name):
-    """The folders of exported files that a certificate names beside base and adapter."""
+    """Return the folders of exported files in a certificate, beside base and adapter."""
     gguf = [layout.stage_dir(name, "convert_gguf")] if name in IN_GGUF else []
     return [*([merged_model(name)] if name in MERGED else []), *gguf, *step_adapters(name)]
 
 
 def rewound():
-    """The run and the step to which `rewind` goes back, as the command line names them."""
+    """Return the run and the step of `rewind` on the command line."""
     name, _, step = str(REWIND).partition("@")
     if name not in RUNS or not re.fullmatch("[0-9]{1,10}", step):
         raise WorkflowError(
@@ -172,7 +171,7 @@ def rewound():
 
 
 def verified_options():
-    """The options of `verify`: what the command line names."""
+    """Return the options of `verify` from the command line."""
     if CERTIFICATE is None:
         raise WorkflowError(
             "Nothing is verified: name a file, a folder or a hub id: snakemake verify --config certificate=FILE_OR_REPO"
@@ -186,7 +185,7 @@ def is_named(target):
     return any(re.fullmatch(rf"\w*{target}", word) for word in sys.argv)
 
 
-# Here, since Snakemake would show a traceback of what a function of a rule raises.
+# Here, since Snakemake shows a traceback for errors of a rule's functions.
 if workflow.is_main_process:
     if REWIND is not None or is_named("rewind"):
         rewound()
@@ -202,7 +201,7 @@ if workflow.is_main_process:
         )
 
 
-# Gains that runs must reach, by run.
+# Required gains, by run.
 REQUIRED = {
     name: run.evaluate.model_dump(mode="json", include={"require", "require_by"})
     for name, run in WHOLE.items()
@@ -211,5 +210,5 @@ REQUIRED = {
 
 
 def requirements():
-    """The proof that required gains are reached, if any are required."""
+    """Return the proof of required gains, if there are any."""
     return rules.require_gain.output if REQUIRED else []

@@ -11,7 +11,7 @@ rule preflight_run:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
     params:
-        # What Snakemake compares. What is derived from `output` it does not record.
+        # Snakemake compares this. It does not record params derived from `output`.
         recorded=lambda w: layout.recorded_json("preflight_run", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
     shell:

@@ -1,4 +1,4 @@
-# Shows what the data become, on the terminal; no part of `all`. It has no output: it runs whenever it is asked for.
+# Shows the tokens of the data on the terminal; no part of `all`. It has no output, so it always runs.
 rule preview:
     input:
         [manifest(run) for run in BY_TOKENS.values()],

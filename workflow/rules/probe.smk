@@ -1,5 +1,5 @@
-# Measures what this machine reaches in the operations of a step; no part of `all`. Its file is named by device, driver and
-# torch, so it is no output of the rule: it runs whenever it is asked for.
+# Measures this machine's rates in the operations of a step; no part of `all`. Its file is named by device, driver and
+# torch, so it is no output of the rule, which always runs.
 rule probe:
     log:
         "logs/probe/probe.log",

@@ -1,7 +1,7 @@
 rule quantize_base:
     input:
         model=lambda w: model_files(BY_BASE[w.base]),
-        # With absmax neither: then a base does not wait for tokens.
+        # Neither with absmax: then a base does not wait for tokens.
         tokens=lambda w: layout.calibration_tokens(BY_BASE[w.base]),
         text=lambda w: users(layout.calibration_text(BY_BASE[w.base])),
     output:
@@ -13,12 +13,12 @@ rule quantize_base:
     threads: lambda w: cores(BY_BASE[w.base], most=1)
     resources:
         gpu=lambda w: cards(BY_BASE[w.base], most=1),
-        mem_mb=asks("mem_mb", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
-        runtime=asks("runtime", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
+        mem_mb=requested("mem_mb", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
+        runtime=requested("runtime", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.recorded_json("quantize_base", BY_BASE[w.base]),
-        model=lambda w: there(layout.model_dir(BY_BASE[w.base])),
+        model=lambda w: located(layout.model_dir(BY_BASE[w.base])),
         tokens=lambda w, input: [
             part for file in input.tokens[:1] for part in ("--tokens", subpath(file, parent=True))
         ],

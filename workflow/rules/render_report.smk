@@ -17,9 +17,9 @@ rule render_report:
     conda:
         "../../envs/report.yaml"
     params:
-        # The report shows how to make all of it again: the settings of every run that differ from the defaults.
+        # The report shows every run's settings that differ from the defaults, with which it can be reproduced.
         config=lambda w, output: layout.report_json(REPORT, NAMED, SWEEP),
-        recorded=layout.recorded_report_json(REPORT, NAMED, SWEEP),  # what Snakemake compares
+        recorded=layout.recorded_report_json(REPORT, NAMED, SWEEP),  # Snakemake compares this
         runs=lambda w, input: json.dumps(
             [
                 {

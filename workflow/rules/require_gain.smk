@@ -1,4 +1,4 @@
-# After everything else of all runs, the report too: Snakemake starts no further job once one has failed.
+# After all other stages of all runs, also the report: Snakemake starts no further job after a failure.
 rule require_gain:
     input:
         evaluation=lambda w: evaluations(),

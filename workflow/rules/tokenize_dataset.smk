@@ -15,12 +15,12 @@ rule tokenize_dataset:
         "../../envs/torch.yaml"
     threads: all_cores
     params:
-        # What Snakemake compares. What is derived from `output` it does not record.
+        # Snakemake compares this. It does not record params derived from `output`.
         recorded=lambda w: layout.recorded_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         config=lambda w, output: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         folder=subpath(output.manifest, parent=True),
-        model=lambda w: there(layout.model_dir(BY_TOKENS[w.tokens])),
-        dataset=lambda w: there(layout.dataset_dir(BY_TOKENS[w.tokens]) or "."),
+        model=lambda w: located(layout.model_dir(BY_TOKENS[w.tokens])),
+        dataset=lambda w: located(layout.dataset_dir(BY_TOKENS[w.tokens]) or "."),
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
         " --dataset {params.dataset:q} --tokenizer {params.model:q}"

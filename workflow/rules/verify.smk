@@ -1,4 +1,4 @@
-# No input: a certificate is held against what is here, and nothing is made anew for it.
+# No input: a certificate is compared with existing files, and nothing is made for it.
 rule verify:
     log:
         "logs/verify/verify.log",

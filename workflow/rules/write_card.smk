@@ -1,4 +1,4 @@
-# A stage of its own, so that the card in the adapter's folder can tell what the evaluation found.
+# A stage of its own, so that the card in the adapter's folder has the evaluation's results.
 rule write_card:
     input:
         summary=rules.finetune.output.summary,
@@ -16,7 +16,7 @@ rule write_card:
     conda:
         "../../envs/torch.yaml"
     params:
-        # What Snakemake compares. What is derived from `output` it does not record.
+        # Snakemake compares this. It does not record params derived from `output`.
         recorded=lambda w: layout.recorded_json("write_card", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("write_card", RUNS[w.run]),
         checks=lambda w, input: [

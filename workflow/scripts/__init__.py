@@ -1,11 +1,10 @@
-"""The stages as command-line programs: in what order.
+"""The stages as command-line programs: the order of work.
 
-`python -m workflow.scripts.<stage> --help` explains each. What is set here holds before any stage
-imports a package: progress bars, the packages' own ones included, are for terminals only; two
-packages' advice to programmers stays out of the user's sight; no package fetches compiled code from
-a hub, or compiles its own; Ctrl-C during the imports, which take seconds, ends the stage without a
-traceback; and no garbage is looked for meanwhile, which is a tenth of their time.
-"""
+`python -m workflow.scripts.<stage> --help` explains each. Settings made here hold before any stage
+imports a package: progress bars, also the packages' own, are for terminals only; two packages'
+advice to programmers is hidden; no package fetches compiled code from a hub, or compiles its own;
+Ctrl-C during the imports, which take seconds, ends the stage without a traceback; and garbage
+collection, a tenth of their time, is off."""
 
 import gc
 import logging
@@ -25,21 +24,21 @@ def leave(signum: int, frame: FrameType | None) -> None:
 
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")
-# Where the package `kernels` is installed, Transformers and bitsandbytes have it download compiled
-# code and run that. None is Python's word for "there is no such module".
+# If the package `kernels` is installed, Transformers and bitsandbytes let it download compiled code
+# and run it. None marks a module as missing.
 sys.modules["kernels"] = None  # type: ignore[assignment]
-os.environ["USE_HUB_KERNELS"] = "NO"  # read by Transformers
-# bitsandbytes wraps what has no kernel on the CPU in torch.compile, which is imported for that (a
-# fifth of a stage's start) and wants a C++ compiler when a weight with an odd number of columns is
-# decoded.
+os.environ["USE_HUB_KERNELS"] = "NO"  # Transformers reads it
+# bitsandbytes wraps operations without a CPU kernel in torch.compile, which it imports for that (a
+# fifth of a stage's start) and which needs a C++ compiler to decode a weight with an odd number of
+# columns.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# But one kernel, that of flex attention, which needs no pool of processes that compile.
+# Except for one kernel, flex attention's, which needs no pool of compiling processes.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # It advises to install a package that downloads kernels.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a model object is passed, not a name
-# Python's word for "the module to run is still being looked for": a stage starts, nobody merely
-# imports one. Both hold until `command.run`.
+# Python's argv[0] while it searches the module to run: a stage starts, it is not merely imported.
+# Both hold until `command.run`.
 if sys.argv[0] == "-m":
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

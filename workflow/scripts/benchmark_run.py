@@ -3,8 +3,8 @@ weights of any shape.
 
 Every case runs in fresh torchrun workers (`--together N`: N of them one after the other in the same
 ones) and becomes a line of the output (JSON Lines), also one that cannot run or runs out of memory.
-What an earlier call measured, even one that was killed, is not measured again. The random base is
-written once for all cases of a shape.
+Measurements of an earlier call, even of a killed one, are not repeated. The random base is written
+once for all cases of a shape.
 
     python -m workflow.scripts.benchmark_run \\
         --configfile workflow/resources/benchmark/llama3-8b-1gpu.yaml --output measurements.jsonl
@@ -80,9 +80,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str]]:
-    """Yield the keys that one start of workers measures: neighbours alike in processes, cap and
-    sharding; peers alone.
-    """
+    """Yield the keys that one start of workers measures: neighbours with equal processes, cap and
+    sharding; peers alone."""
     for (peer, *_), group in groupby(wanted.items(), key=lambda item: _start_kind(item[1])):
         keys = [key for key, _ in group]
         size = together if peer is None else 1
@@ -97,8 +96,7 @@ def _start_kind(request: Request) -> tuple[str | None, int, float | None, object
 
 def work(args: argparse.Namespace) -> None:
     """Measure, as one of the workers, one case after the other; a file for each, named by the
-    case's key.
-    """
+    case's key."""
     asked = read_artifact(args.job)
     jobs = [Job.of(document) for document in asked.values()]
     for key, measured in zip(asked, measure(jobs), strict=True):
@@ -107,15 +105,14 @@ def work(args: argparse.Namespace) -> None:
 
 
 def kept_folder(args: argparse.Namespace) -> Path:
-    """Where workers leave what they have measured until it is in the output: another call takes it
-    from there if this one is killed.
-    """
+    """Return the folder of workers' measurements before they are in the output: another call takes
+    them from there if this one is killed."""
     output: Path = args.output
     return output.with_name(f".{output.name}.kept")
 
 
 def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]:
-    """Return what a settings file and the options beside it ask for."""
+    """Return the requests of a settings file and the options beside it."""
     document = (
         yaml.safe_load(args.configfile.read_text(encoding="utf-8")) if args.configfile else {}
     )
@@ -134,8 +131,7 @@ def several(
     prepared: Callable[[Request], Prepared],
 ) -> Iterator[BenchmarkRow]:
     """Yield the row of every request, measured or with the cause why not; prepared: plans and
-    predicts one.
-    """
+    predicts one."""
     ready: dict[str, Prepared] = {}
     for key, request in wanted.items():
         obstacle = _not_installed(request)
@@ -161,7 +157,7 @@ def several(
 
 
 def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[BenchmarkRow]:
-    """Yield the rows of what workers have left in `folder`, and take them out of `ready`."""
+    """Yield the rows of workers' measurements in `folder`, and remove them from `ready`."""
     for key in [key for key in ready if (folder / f"{key}.json").is_file()]:
         measured = read_record(folder / f"{key}.json", Measurement)
         fields = _prepared_fields(key, ready.pop(key))
@@ -197,9 +193,8 @@ def _not_installed(request: Request) -> Obstacle | None:
 
 
 def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:
-    """Run workers for these requests, which leave what they measure in `kept_folder`; return why
-    one failed, if one did.
-    """
+    """Run workers for these requests, which write their measurements to `kept_folder`; return the
+    error of a failed one, if any."""
     first = next(iter(ready.values())).request
     module = "workflow.scripts.benchmark_run" if first.peer is None else PEER
     folder = kept_folder(args)
@@ -234,7 +229,7 @@ def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
 
 
 def find_base(bases: Path, prepared: Prepared) -> Path:
-    """Return the folder of the random base of this shape, written now if it is not there."""
+    """Return the folder of the random base of this shape; write it if it is missing."""
     settings, peer = prepared.run.quantize, prepared.request.peer
     as_floats = peer is not None and peer["strategy"] != "ddp"
     folder = bases / short_hash([prepared.config, settings.model_dump(mode="json"), as_floats])

@@ -1,8 +1,7 @@
-"""State what a run has made and measured, so that others can check it: `certificate.json`.
+"""State a run's files and measurements, so that others can check them: `certificate.json`.
 
-Every file is held against its recorded SHA-256 first. Signed with `export.signing_key`, if one is
-set. `snakemake verify` checks it.
-"""
+Every file is first compared with its recorded SHA-256. Signed with `export.signing_key`, if one is
+set. `snakemake verify` checks it."""
 
 import argparse
 import json

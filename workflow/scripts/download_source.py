@@ -3,9 +3,8 @@ them.
 
 All are of one commit. `--config` is `{"repo_id": "owner/name", "revision": null, "kind": "model",
 "files": null}`; of a dataset (`"kind": "dataset"`), `files` lists paths in the repository. The
-folder `--output` appears when it is complete; an interrupted download goes on where it stopped when
-the command is repeated.
-"""
+folder `--output` appears when it is complete; a repeated command resumes an interrupted
+download."""
 
 import argparse
 import json
@@ -51,7 +50,7 @@ def check_runs(
         config = hub.fetch_first(source, ADAPTER, commit=commit, folder=folder)
         check_continued(checks, config.parent, source.repo_id)
         return
-    if not checks.get("runs") or "config.json" not in paths:  # a dataset; or no model, told next
+    if not checks.get("runs") or "config.json" not in paths:  # a dataset; or no model: refused next
         return
     config = hub.fetch_first(source, "config.json", commit=commit, folder=folder)
     # Loading torch takes seconds, and a dataset needs none.
@@ -62,7 +61,6 @@ def check_runs(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of this stage."""
     options = stage_parser(__doc__)
     options.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
     options.add_argument("--output", type=Path, required=True, help="folder that is created")

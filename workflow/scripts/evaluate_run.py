@@ -1,13 +1,12 @@
-"""Measure what is served beside the original model, the NF4 base and other forms: held-out loss,
-tasks, sample answers.
+"""Measure the served model, the original model, the NF4 base and other forms: held-out loss, tasks,
+sample answers.
 
-Reads model files only, through stock Transformers and PEFT. What was measured before on the same
-model under the same settings (a folder of results, `--archive`) is not measured again. A process a
-GPU takes a share of the work, with the model on each, or sharded over all of them where it is
-larger than one. An original that fits nowhere is read layer by layer, for its held-out loss alone.
-Writes `<subject>.json` of each of `--subjects` into the folder `--output`. Works without a network
-unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
-"""
+Reads model files only, through stock Transformers and PEFT. Earlier measurements of the same model
+with the same settings (a folder of results, `--archive`) are not repeated. Each GPU's process takes
+a share of the work, with a copy of the model, or a shard of it if it is larger than one GPU. An
+original that fits nowhere is read layer by layer, for its held-out loss alone. Writes
+`<subject>.json` of each of `--subjects` into the folder `--output`. Works without a network unless
+`evaluate.tasks` names a task that is not in `evaluate.tasks_dir`."""
 
 import argparse
 import os

@@ -2,8 +2,7 @@
 model.
 
 `evaluate_run` starts it, alone or as several processes that share the work. The packages imported
-here read environment variables when they are imported, so `evaluate_run` sets those before.
-"""
+here read environment variables at import, so `evaluate_run` sets those before."""
 
 import argparse
 import logging
@@ -58,7 +57,7 @@ PREPARING_S = 3600.0  # of tasks, whose data may be downloaded
 
 
 def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -> None:
-    """Be one process of the evaluation."""
+    """Run one process of the evaluation."""
     with ExitStack() as stack:
         process = join(stack, sharded=sharded)
         store = TokenStore.open(args.tokens)
@@ -111,9 +110,8 @@ def check_inputs(
     store: TokenStore,
     process: Process,
 ) -> list[RecordedFile]:
-    """Hold models, tokens and scores to their recorded checksums; return the files of the original,
-    if it is measured. Collective.
-    """
+    """Compare models, tokens and scores with their recorded checksums; return the files of the
+    original, if it is measured. Collective."""
     process.pulse.phase("checking the files")
     recorded = [file for folder in folders.made_here() for file in listed_files(folder)]
     recorded += recorded_arrays(args.tokens, store.manifest)
@@ -146,7 +144,7 @@ def preferences_of(
 def prepare_questions(
     args: argparse.Namespace, settings: EvaluateConfig, store: TokenStore
 ) -> Questions:
-    """Return what all models are asked, written by the chat template that was trained with."""
+    """Return the questions to all models, written by the chat template of the training."""
     tokenizer = load_tokenizer(args.base)
     arguments = store.manifest["template_kwargs"]
     if args.chat_template is not None or arguments:
@@ -206,7 +204,7 @@ def measure_all(
 
 
 def write(folder: Path, results: dict[SubjectName, Evaluation], items: Items) -> None:
-    """Write one file a subject and the items, all or none, and tell what came out."""
+    """Write one file a subject and the items, all or none, and log the results."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for subject, evaluation in results.items():

@@ -1,9 +1,7 @@
 """Write the adapter of a checkpoint as a folder that PEFT loads, like that of `consolidate`.
 
-The checkpoint is one that `export.steps` had kept, or any other that is still there, also of a run
-that has not come to its end. Of a run that ended before the step, `not_reached.txt` says so, in
-place of an adapter.
-"""
+The checkpoint is one of `export.steps`, or any other existing one, also of an unfinished run. If a
+run ended before the step, `not_reached.txt` says so, in place of an adapter."""
 
 import argparse
 import logging

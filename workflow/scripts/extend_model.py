@@ -1,7 +1,6 @@
 """Copy a base model and add tokens that its tokenizer lacks (`model.add_tokens`).
 
-The copy is a model folder like any other: tokens, NF4 base, evaluation and export are made of it.
-"""
+The copy is a model folder like any other: tokens, NF4 base, evaluation and export use it."""
 
 import argparse
 import logging

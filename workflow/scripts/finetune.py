@@ -1,8 +1,7 @@
 """Train the adapter: FSDP2 + NF4 + LoRA over the processes that preflight planned.
 
-It starts that many torchrun workers, `finetune_worker`, and tells the cause of the one that fails
-first.
-"""
+It starts that many torchrun workers, `finetune_worker`, and reports the cause of the first failed
+one."""
 
 import argparse
 import json
@@ -42,7 +41,7 @@ def tracking_settings(args: argparse.Namespace) -> TrackingConfig:
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of the stage's options, which its workers are given too."""
+    """Return the parser of the stage's options, which its workers get too."""
     parser = stage_parser(description)
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
@@ -77,4 +76,4 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main, command_line(__doc__), locks_itself=True)  # the checkpoints, by a worker
+    run(main, command_line(__doc__), locks_itself=True)  # a worker locks the checkpoints

@@ -1,10 +1,9 @@
 """One process of the training, which `finetune` starts through torchrun.
 
-It reads its slices of the NF4 base, checks the gathered bytes against the checkpoint, continues
-from the newest checkpoint of the same trajectory, and trains. The sharded adapter, metrics and
-summary are written at the end, all at once. It is apart from `finetune`, which needs none of the
-packages imported here, so that they are imported once.
-"""
+It reads its slices of the NF4 base, checks the gathered bytes against the checkpoint, resumes from
+the newest checkpoint of the same trajectory, and trains. The sharded adapter, metrics and summary
+are written at the end, all at once. It is separate from `finetune`, which imports none of the
+packages here, so that they are imported once."""
 
 import argparse
 import logging
@@ -84,7 +83,7 @@ def work(
     *,
     predicted_s: float | None = None,
 ) -> None:
-    """predicted_s: of a step; None where it is not known."""
+    """predicted_s: of a step; None if unknown."""
     rank, step_s = int(os.environ["RANK"]), config.train.hang_seconds
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(rank=rank, start_s=args.timeout_s, step_s=step_s))
@@ -136,7 +135,7 @@ def work(
 
 
 def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> None:
-    """Lock the run's checkpoints as long as `stack` is open; log what a killed process has left."""
+    """Lock the run's checkpoints as long as `stack` is open; log a killed process's remains."""
     lock = exclusive(checkpoints / ".lock", doing="training this run", wait_s=wait_s)
     killed_process = stack.enter_context(lock)
     if killed_process is not None:
@@ -147,7 +146,7 @@ def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> N
 
 @dataclass(frozen=True)
 class RunState:
-    """A run under way: what takes its steps, measures them and records them."""
+    """A run in progress: its trainer, measurements and records."""
 
     trainer: Trainer
     first_step: int
@@ -178,7 +177,7 @@ def train(
     first_step, num_steps, journal = state.first_step, state.num_steps, state.journal
     training = run.model.training
     bar = progress_bar(args.run, done=first_step, num_steps=num_steps, world=run.world)
-    # A run that had come to its end before it was interrupted takes no more step.
+    # A run that had ended before its interruption takes no more step.
     last_step = first_step if state.ends_early else num_steps
     pulse.step(first_step + 1)
     with (
@@ -215,7 +214,7 @@ def train(
 
 
 def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pulse) -> RunState:
-    """Load the run's newest checkpoint, if there is one, and open what records its further steps.
+    """Load the run's newest checkpoint, if any, and open the records of its further steps.
     Collective."""
     settings, training, world = run.config.train, run.model.training, run.world
     num_steps, micro_batch_size = run.plan.num_steps, run.plan.micro_batch_size
@@ -285,7 +284,7 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
 
 
 def with_heldout_loss(metrics: Step, state: RunState) -> Step:
-    """Return a step's metrics with the held-out loss where it is due. Collective."""
+    """Return a step's metrics with the held-out loss when it is due. Collective."""
     if state.heldout is None or not state.heldout.due(metrics.step):
         return metrics
     state.pulse.phase("held-out loss")
@@ -302,11 +301,11 @@ def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> No
     Collective."""
     last = step == state.num_steps or state.ends_early
     due = last or state.cadence.due(step=step, last_saved_s=state.writer.last_saved_s)
-    # Clocks differ, and a signal may reach one process alone. But saving is collective.
+    # Clocks differ, and a signal may reach one process alone, but saving is collective.
     stopping, saving = on_any((asked, due), group=state.trainer.world.io_group)
     if saving or stopping:
         state.pulse.phase("saving", num_bytes=state.state_bytes)
-        TokenStore.open(tokens)  # what was cut off a mapped file reads as zeros
+        TokenStore.open(tokens)  # bytes cut off a mapped file read as zeros
         with state.watch.part(CHECKPOINTS):
             state.writer.save(state.trainer.training, state.trainer.optimizer, step=step)
     if stopping and not last:
@@ -314,8 +313,7 @@ def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> No
 
 
 def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[NoReturn]":
-    """Return the bar of the main process, on a terminal alone; on all others one that shows
-    nothing."""
+    """Return the bar of the main process, on a terminal alone; on all others a hidden one."""
     return tqdm(
         total=num_steps,
         initial=done,
@@ -327,8 +325,7 @@ def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[
 
 
 def select_adapter(model: TrainingModel, best: BestAdapter | None, *, last_step: int) -> int:
-    """Put the best adapter back into the model if it is not the last one; return the step of the
-    one that is there."""
+    """Load the best adapter into the model if it is not the last one; return its step."""
     if best is None or best.step == last_step:
         return last_step
     best.load_(model.training)
@@ -337,7 +334,7 @@ def select_adapter(model: TrainingModel, best: BestAdapter | None, *, last_step:
 
 
 def stop_as_asked(writer: CheckpointWriter, *, step: int, num_steps: int) -> NoReturn:
-    """Wait for the checkpoint of `step`, and end with the status that has the run repeated."""
+    """Wait for the checkpoint of `step`, and exit with the status for a repeated run."""
     writer.wait()
     logger.info("stopped after step %d of %d as asked; checkpoint saved", step, num_steps)
     sys.exit(os.EX_TEMPFAIL)
@@ -346,7 +343,7 @@ def stop_as_asked(writer: CheckpointWriter, *, step: int, num_steps: int) -> NoR
 def shown(
     args: argparse.Namespace, config: RunConfig, journal: Journal, world: World
 ) -> AbstractContextManager[View]:
-    """Return the live view of the run; on all but the main process one that shows nothing."""
+    """Return the live view of the run; an empty one on all but the main process."""
     if not world.is_main:
         return nullcontext(lambda row: None)
     trained = config.model_dump(mode="json", include={"model", "lora", "train"})
@@ -357,7 +354,7 @@ def shown(
 
 
 def run_identity(args: argparse.Namespace) -> str:
-    """Return what names the run's settings, data and base: its checkpoints' folder name without the
+    """Return the id of the run's settings, data and base: its checkpoints' folder name without the
     run's, or that of the run whose rung it is."""
     name: str = args.checkpoints.name
     return name.removeprefix(f"{run_of(args.run)}-")
@@ -412,5 +409,5 @@ def write_results(
 
 
 if __name__ == "__main__":
-    # locks the checkpoints itself: only the worker that writes them does
+    # only the writing worker locks the checkpoints, itself
     run(main, command_line(__doc__), locks_itself=True)

@@ -3,9 +3,9 @@
   python -m workflow.scripts.import_config qlora.yml --gpus 2x4090
 
 It reads YAML files of axolotl, LLaMA-Factory and TRL's command line, and Python scripts with
-unsloth or TRL, which are never run. It lists what became of each key, writes the config, and asks
-preflight whether it fits these GPUs. What no config can stand for (a training of all weights,
-pictures) is refused.
+unsloth or TRL, which are never run. It lists the outcome of each key, writes the config, and asks
+preflight whether it fits these GPUs. Keys without any equivalent (a training of all weights,
+pictures) are refused.
 """
 
 import argparse
@@ -39,9 +39,9 @@ def main(args: argparse.Namespace) -> None:
     output = args.output or Path(f"config-{label(args.file.stem)}.yaml")
     if output.exists():
         raise setting_error("--output", str(output), "it is there already", "Name another file")
-    account = told(draft)
-    logger.info("%s", account)
-    comment = "".join(f"# {line}".rstrip() + "\n" for line in redacted(account).splitlines())
+    text = account(draft)
+    logger.info("%s", text)
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in redacted(text).splitlines())
     write_text(output, comment + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     use = f"--replace-workflow-config --configfile {output}"
     logger.info("%s is written: snakemake --cores all train %s", output, use)
@@ -55,8 +55,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def checked(draft: Draft) -> dict[str, Any]:
-    """Return the config, as the settings loader takes it. Raises `UserError` for all that is
-    refused, and for values that our settings refuse, by the names of the file's keys."""
+    """Return the config for the settings loader. Raises `UserError` with all refused keys, and for
+    values that our settings refuse, by the names of the file's keys."""
     file, title = draft.source.file, draft.own.title
     if refused := by_reason(draft, "refused"):
         lines = "\n  ".join(f"{', '.join(keys)}: {why}." for why, keys in refused.items())
@@ -73,8 +73,8 @@ def checked(draft: Draft) -> dict[str, Any]:
     return document
 
 
-def told(draft: Draft) -> str:
-    """Return the account of all keys, by what became of them."""
+def account(draft: Draft) -> str:
+    """Return the account of all keys, by outcome."""
     source = draft.source
     lines = [f"{source.file}: {len(source.values)} keys of {draft.own.title}"]
     for kind in get_args(Kind):
@@ -85,7 +85,7 @@ def told(draft: Draft) -> str:
 
 
 def by_reason(draft: Draft, kind: Kind) -> dict[str, list[str]]:
-    """Return the keys that this became of, by the reason."""
+    """Return the keys of this outcome, by reason."""
     reasons: dict[str, list[str]] = {}
     for outcome in draft.outcomes:
         if outcome.kind == kind:
@@ -94,7 +94,7 @@ def by_reason(draft: Draft, kind: Kind) -> dict[str, list[str]]:
 
 
 def preflight_words(document: dict[str, Any], *, gpus: str) -> list[str]:
-    """Return the arguments that ask preflight about a config."""
+    """Return the arguments of preflight for a config."""
     words = ["--model", document["model"]["source"], "--gpus", gpus]
     for section, settings in document.items():
         for key, value in settings.items():

@@ -1,9 +1,8 @@
 """Become another program that sees GPUs which no other job has.
 
-`lease_gpus --count 2 --log FILE -- command ...` is how it is called. The cards are locked, named in
-CUDA_VISIBLE_DEVICES, and the command takes this process's place, locks included. With --count 0 it
-sees no GPU. This is no stage: stages that use GPUs are started through it.
-"""
+Usage: `lease_gpus --count 2 --log FILE -- command ...`. The cards are locked and named in
+CUDA_VISIBLE_DEVICES, and the command replaces this process, locks included. With --count 0 it sees
+no GPU. This is no stage: it starts stages that use GPUs."""
 
 import argparse
 import os

@@ -5,14 +5,14 @@ model, the tokens manifest, and this machine. It writes preflight.json, which `f
 a run that fits it prints a few lines (`snakemake preflight` prints the tables); one that does not
 fit ends with its tables, exit status 1, and the changes that would make it fit.
 
-By hand (with --gpus) it answers the same for any model on any GPUs, with neither at hand:
+By hand (with --gpus) it answers the same for any model on any GPUs, without either:
 
   python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
 
-The verdict comes from the engine itself: it takes two steps of the chosen plan on tensors without
-values, and what it would have asked of a GPU is replayed. That takes 7 to 20 s the first time, and
-is kept for the next. With --estimate the plan is not recorded itself: the answer is by lines
-between recordings, which are shipped or kept for many models, and takes a second then.
+The verdict comes from the engine itself: it runs two steps of the chosen plan on tensors without
+values, and its GPU allocations are replayed. That takes 7 to 20 s the first time, and is cached.
+With --estimate the plan itself is not recorded: the answer is by lines between recordings, shipped
+or cached for many models, and takes a second then.
 """
 
 import argparse
@@ -67,9 +67,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:
-    """Return a model's description: `model` itself, or that of a folder, made now if it is not
-    there or another model's.
-    """
+    """Return a model's description: `model` itself, or that of a folder, made now if it is missing
+    or another model's."""
     if model.is_file():
         return read_shape(model)
     config = model / "config.json"

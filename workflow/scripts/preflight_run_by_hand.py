@@ -1,7 +1,6 @@
-"""Preflight by hand: one prediction for a machine that is only imagined, or a question backwards.
+"""Preflight by hand: one prediction for an imagined machine, or an inverse question.
 
-Each question asks for the same prediction many times, and prints the command that asks for its
-answer alone."""
+Each question runs the same prediction many times, and prints the command for its answer alone."""
 
 import argparse
 import logging
@@ -44,7 +43,7 @@ from workflow.lib.system.gpu_models import parse_gpus
 QUESTIONS = ("longest", "largest", "cheapest", "compare")
 OF_A_RUN = ("model", "revision", "gpus", "host_gib", "seq_len", "rank", "batch", "rows", "set")
 SEQ_LEN = 2048
-MOST_NAMED = 8  # models that are larger than the answer
+MOST_NAMED = 8  # models larger than the answer
 
 logger = logging.getLogger("workflow")
 
@@ -54,7 +53,7 @@ def answer(
     parser: argparse.ArgumentParser,
     predict: Callable[[argparse.Namespace, Asked], None],
 ) -> None:
-    """Predict, or answer the question that was asked. Raises `UserError` if nothing fits."""
+    """Predict, or answer a question. Raises `UserError` if nothing fits."""
     questions = [name for name in QUESTIONS if getattr(args, name) is not None]
     if len(questions) > 1:
         one, other = (f"--{name}" for name in questions[:2])
@@ -64,13 +63,13 @@ def answer(
     check_by_hand(args, question)
     with recording_process() as process:
         if question == "largest":
-            tell_largest(args, parser, process)
+            print_largest(args, parser, process)
             return
         shape, record = found_model(args, args.model, process)
         if question in ("cheapest", "compare"):
-            tell_machines(args, parser, shape, record)
+            print_machines(args, parser, shape, record)
         elif question == "longest":
-            tell_longest(args, parser, asked_run(args, shape, record))
+            print_longest(args, parser, asked_run(args, shape, record))
         else:
             predict(args, asked_run(args, shape, record))
 
@@ -99,7 +98,7 @@ def check_by_hand(args: argparse.Namespace, question: str | None) -> None:
 def check_arguments(
     args: argparse.Namespace, needed: Iterable[str], foreign: Iterable[str], *, use: str
 ) -> None:
-    """Raise `UserError` if an argument of this use is missing, or one of another use is there."""
+    """Raise `UserError` if an argument of this use is missing, or one of another use is set."""
     for name in needed:
         if getattr(args, name) is None:
             option = f"--{name.replace('_', '-')}"
@@ -113,7 +112,7 @@ def check_arguments(
 def found_model(
     args: argparse.Namespace, name: str, process: RecordingProcess
 ) -> tuple[ModelShape, PlanRecorder]:
-    """Return the shape of a model, and what records its plans."""
+    """Return the shape of a model, and the recorder of its plans."""
     shape = find_shape(name, revision=args.revision, describe=described)
     return shape, PlanRecorder(process, find_config(name, revision=args.revision), shape)
 
@@ -133,7 +132,7 @@ def described(model: Path) -> ModelShape:
 def asked_run(
     args: argparse.Namespace, shape: ModelShape, record: PlanRecorder, **other: object
 ) -> Asked:
-    """Return the run that the arguments ask for; other: arguments in place of theirs."""
+    """Return the run of the arguments; other: arguments in place of theirs."""
     args = argparse.Namespace(**vars(args) | other)
     count, gpu = parse_gpus(args.gpus, setting="--gpus")
     seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
@@ -145,8 +144,8 @@ def asked_run(
     return Asked(settings, shape, machine, tokens, record, args.estimate)
 
 
-def tell_longest(args: argparse.Namespace, parser: argparse.ArgumentParser, asked: Asked) -> None:
-    """Print the longest row, how fast it is, and its prediction."""
+def print_longest(args: argparse.Namespace, parser: argparse.ArgumentParser, asked: Asked) -> None:
+    """Print the longest row, its speed, and its prediction."""
     found = longest(asked)
     if found is None:
         raise UserError(f"--longest: not even a short row fits {args.gpus}.")
@@ -159,7 +158,7 @@ def tell_longest(args: argparse.Namespace, parser: argparse.ArgumentParser, aske
     logger.info("%s", command_of(args, parser, seq_len=seq_len))
 
 
-def tell_largest(
+def print_largest(
     args: argparse.Namespace, parser: argparse.ArgumentParser, process: RecordingProcess
 ) -> None:
     """Print the largest model that fits, why larger ones do not, and its prediction."""
@@ -191,13 +190,13 @@ def billions(shape: ModelShape) -> str:
     return f"{num_weights(shape) / 1e9:.3g} billion weights"
 
 
-def tell_machines(
+def print_machines(
     args: argparse.Namespace,
     parser: argparse.ArgumentParser,
     shape: ModelShape,
     record: PlanRecorder,
 ) -> None:
-    """Print a table of machines, and of `--cheapest` the one that costs least by the deadline."""
+    """Print a table of machines, and with `--cheapest` the one that costs least by the deadline."""
     text, setting = (args.compare, "--compare") if args.compare else (args.cheapest, "--cheapest")
     table = machine_table(text, setting=setting)
     processes = [parse_gpus(x.gpus, setting=setting)[0] * x.nodes for x in table.machines]
@@ -221,7 +220,7 @@ def tell_machines(
 
 
 def of_offer(args: argparse.Namespace, offer: Offer, batch: int) -> dict[str, object]:
-    """Return the arguments that ask for a machine of the table."""
+    """Return the arguments for a machine of the table."""
     nodes = [] if offer.nodes == 1 else [f"hardware.nodes={offer.nodes}"]
     host_gib = args.host_gib if offer.host_gib is None else offer.host_gib
     return {
@@ -230,7 +229,7 @@ def of_offer(args: argparse.Namespace, offer: Offer, batch: int) -> dict[str, ob
 
 
 def command_of(args: argparse.Namespace, parser: argparse.ArgumentParser, **answer: object) -> str:
-    """Return the command that asks for an answer alone."""
+    """Return the command for an answer alone."""
     given, usual = vars(args) | answer, vars(parser.parse_args([]))
     words = ["python", "-m", "workflow.scripts.preflight_run"]
     for name in OF_A_RUN:
@@ -242,7 +241,7 @@ def command_of(args: argparse.Namespace, parser: argparse.ArgumentParser, **answ
 
 
 def add_by_hand(parser: argparse.ArgumentParser) -> None:
-    """Add the options that are for use by hand."""
+    """Add the options for use by hand."""
     by_hand = parser.add_argument_group("by hand, without --config")
     by_hand.add_argument("--gpus", help="number and kind of GPUs of a node, like 2x4090 or 8xH100")
     by_hand.add_argument(

@@ -1,9 +1,8 @@
-"""Show on the terminal what a dataset becomes: counts, what was not read, and sample documents.
+"""Show on the terminal the tokens of a dataset: counts, unread keys, and sample documents.
 
-Everything shown stands in the tokens folder's manifest. Colours show what is trained; where there
-are none, brackets do. What a terminal would obey is spelled out. `--config` says of each manifest
-what `data.special_tokens_in_text` is.
-"""
+Everything comes from the tokens folder's manifest. Colours show trained text; without colours,
+brackets do. Control characters are spelled out. `--config` has each manifest's
+`data.special_tokens_in_text`."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +17,7 @@ from workflow.lib.system.files import read_checked_json
 from workflow.scripts.command import run, stage_parser
 
 TRAINED = "bold green"
-OPEN, CLOSE = "\u27e6", "\u27e7"  # around what is trained, where there are no colours
+OPEN, CLOSE = "\u27e6", "\u27e7"  # around trained text, without colours
 
 
 def main(args: argparse.Namespace) -> None:
@@ -30,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def show_samples(facts: dict[str, Any], console: Console) -> None:
-    """Print the sample documents of a manifest, each below where it comes from."""
+    """Print the sample documents of a manifest, each below its origin."""
     marked = "green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
     _print(console, Text(f"Documents as the model sees them; what is trained is {marked}"))
     for segments, origin in zip(facts["samples"], facts["sample_origins"], strict=True):

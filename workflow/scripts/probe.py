@@ -1,7 +1,7 @@
-"""Measure what this machine reaches in the operations of a step, in less than two minutes.
+"""Measure this machine's rates in the operations of a step, in less than two minutes.
 
-The result is a file in results/probe, named by GPU (or CPU), driver and torch. Preflight takes its
-rates in place of those of its tables; a file may be shared with machines alike. Nothing is sent.
+The result is a file in results/probe, named by GPU (or CPU), driver and torch. Preflight uses its
+rates in place of those of its tables; equal machines may share a file. Nothing is sent.
 
   snakemake --cores all probe
   python -m workflow.scripts.probe [--cpu]

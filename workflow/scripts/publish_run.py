@@ -1,11 +1,10 @@
 """Upload the adapter, the merged model or the GGUF files of a run to the Hugging Face hub, with the
 model card.
 
-Nothing is uploaded if a check of the run failed, if the certificate, which goes with it, does not
-hold, or if a file names a folder of this machine. The repository is private unless
-`export.hub_public` is set; what exists keeps its visibility. The token is `HF_TOKEN`, or that of
-`hf auth login`. Writes `published.json`.
-"""
+Nothing is uploaded if a check of the run failed, if the certificate, which is uploaded too, does
+not hold, or if a file names a folder of this machine. The repository is private unless
+`export.hub_public` is set; an existing one keeps its visibility. The token is `HF_TOKEN`, or that
+of `hf auth login`. Writes `published.json`."""
 
 import argparse
 import logging

@@ -2,9 +2,8 @@
 
 Reads a model folder (config.json, safetensors, tokenizer), and the tokens of a run if they
 calibrate; writes the same model as a pre-quantized bitsandbytes checkpoint that stock Transformers
-loads, and `quantization.json` (method, sizes, errors, settings, provenance). A calibration that was
-stopped goes on where it was.
-"""
+loads, and `quantization.json` (method, sizes, errors, settings, provenance). A stopped calibration
+resumes."""
 
 import argparse
 import logging
@@ -55,7 +54,7 @@ from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
-# Names the files of an unfinished base: what it was begun with.
+# Fingerprint of an unfinished base's files.
 BEGUN_WITH = "begun_with.txt"
 TAKEN: tuple[Method, str] = ("absmax", "model.source is in NF4 already: its bytes are taken")
 
@@ -126,9 +125,8 @@ def calibrated(
     settings: QuantizeConfig,
     device: torch.device,
 ) -> tuple[int, CalibrationFacts]:
-    """Write the calibrated weights to `partial`, going on with what is there; return their bytes
-    and the facts for `quantization.json`.
-    """
+    """Write the calibrated weights to `partial`, resuming from its files; return their bytes and
+    the facts for `quantization.json`."""
     store = TokenStore.open(args.tokens)
     check_files(recorded_arrays(args.tokens, store.manifest))
     text = settings.calibration_text
@@ -167,9 +165,8 @@ def write_weights(
     settings: QuantizeConfig,
     device: torch.device,
 ) -> int:
-    """Stream every tensor from `source` to `target`, under the names that the model has for them;
-    return the bytes written.
-    """
+    """Stream every tensor from `source` to `target`, under the model's names; return the bytes
+    written."""
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
     recorded = downloaded_files(source)
     with ConvertedReader(source, model, recorded=recorded, finite=True) as reader:
@@ -190,7 +187,6 @@ def write_weights(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the stage's own arguments."""
     parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
     parser.add_argument("--tokens", type=Path, help="tokens folder, read where it calibrates")
     parser.add_argument("--output", type=Path, required=True, help="folder of the NF4 model")

@@ -29,7 +29,7 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Read every run, render, and write the page last: where it is, all of it is."""
+    """Read every run, render, and write the page last: its existence means a complete report."""
     report = ReportConfig.model_validate(args.config["report"])
     changed = args.config["runs"]
     runs = [read_run(folders) for folders in args.runs]

@@ -1,9 +1,7 @@
-"""Fail the workflow if what is served does not gain what `evaluate.require` demands.
+"""Fail the workflow if the served model does not gain what `evaluate.require` demands.
 
-The gain is over the original model, or over the NF4 base where that was not measured. Reads
-finished evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are
-met.
-"""
+The gain is over the original model, or over the NF4 base if that was not measured. Reads finished
+evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are met."""
 
 import argparse
 import logging

@@ -1,7 +1,6 @@
-"""Go back to an earlier checkpoint of a run: the next start of its training goes on from there.
+"""Go back to an earlier checkpoint of a run: the next start of its training resumes there.
 
-What was made later is set aside, not removed. Nothing is trained.
-"""
+Later files are set aside, not removed. Nothing is trained."""
 
 import argparse
 from pathlib import Path

@@ -1,11 +1,9 @@
-"""Score the trained tokens of a tokens folder by a model: what training compares with (a reference)
-or learns from (a teacher).
+"""Score the trained tokens of a tokens folder by a model: a reference or a teacher of the training.
 
 The model is the NF4 base `--base`, the adapter `--model` on it, or `--model` itself if that is a
-whole model. It is run whole in memory, sharded over GPUs where it is larger than one, or layer by
-layer from disk where it fits nowhere. Every process scores its share of the rows. Finished shards
-of a killed start are kept.
-"""
+whole model. It runs whole in memory, sharded over GPUs if it is larger than one, or layer by layer
+from disk if it fits nowhere. Every process scores its share of the rows. Finished shards of a
+killed start are kept."""
 
 import argparse
 import logging
@@ -96,9 +94,8 @@ def scored_folders(args: argparse.Namespace) -> ScoredFolders:
 
 
 def way_of(folders: ScoredFolders, processes: int, gpu_bytes: list[int]) -> Way:
-    """Return how the model is run. The NF4 base is not read layer by layer: its training holds it
-    in memory too.
-    """
+    """Return how the model runs. The NF4 base is not read layer by layer: its training holds it in
+    memory too."""
     host_bytes = available_host_bytes()
     for way, division in (
         ("whole", Division(processes, sharded=False)),
@@ -111,7 +108,7 @@ def way_of(folders: ScoredFolders, processes: int, gpu_bytes: list[int]) -> Way:
 
 
 def work(args: argparse.Namespace, folders: ScoredFolders) -> None:
-    """Be one process of the scoring."""
+    """Run one process of the scoring."""
     with ExitStack() as stack:
         process = join(stack, sharded=args.way == "sharded")
         tokens = TokenStore.open(args.tokens)
@@ -155,9 +152,8 @@ def work(args: argparse.Namespace, folders: ScoredFolders) -> None:
 def check_inputs(
     args: argparse.Namespace, folders: ScoredFolders, tokens: TokenStore, process: Process
 ) -> dict[str, str]:
-    """Hold model and tokens to their recorded checksums; return the SHA-256 of the model's files.
-    Collective.
-    """
+    """Compare model and tokens with their recorded checksums; return the SHA-256 of the model's
+    files. Collective."""
     process.pulse.phase("checking the files")
     recorded, sharing = recorded_arrays(args.tokens, tokens.manifest), process.world
     files = []
@@ -211,7 +207,7 @@ def score(
     pending: list[Part],
     process: Process,
 ) -> None:
-    """Score and write the shards that are pending. Collective."""
+    """Score and write the pending shards. Collective."""
     logger.info(
         "%d of %d shards to score, by %d process(es)",
         len(pending),

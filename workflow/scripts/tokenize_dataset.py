@@ -1,11 +1,9 @@
 """Turn a dataset into the tokens folder: packed ids, masks and positions, and a manifest.
 
-Every row is used or listed with a reason in `rejects.jsonl`; nothing is dropped or cut in silence.
-The same files and settings give the same arrays, byte for byte, whatever the number of processes.
-What is encoded is kept in a work folder beside the output until all is done, so a killed run goes
-on where it was. If unusable rows stop the run, their list is kept beside the output, as
-`<output>.rejects.jsonl`.
-"""
+Every row is used or listed with a reason in `rejects.jsonl`; no row is silently dropped or cut. The
+same files and settings give the same arrays, byte for byte, for any number of processes. Encoded
+rows are kept in a work folder beside the output until all are done, so a killed run resumes. If
+unusable rows stop the run, their list is kept beside the output, as `<output>.rejects.jsonl`."""
 
 import argparse
 from dataclasses import replace
@@ -141,7 +139,7 @@ def tokenize(args: argparse.Namespace) -> None:
 
 
 def check_downloads(args: argparse.Namespace) -> None:
-    """Raise `UserError` if a downloaded dataset or tokenizer is not what the hub announced."""
+    """Raise `UserError` if a downloaded dataset or tokenizer differs from the hub's checksums."""
     files = without_weights(downloaded_files(args.tokenizer))
     if args.dataset != Path():  # else the project's own folder
         files += downloaded_files(args.dataset)
@@ -155,8 +153,8 @@ def find_encodings(
     settings: DataConfig,
     examples: Examples,
 ) -> dict[str, Encoding]:
-    """Return how the rows of each split become tokens, once the template is known to serve. known:
-    how many tokens can be in them."""
+    """Return the encoding of each split's rows, after a check of the template. known: number of
+    possible token ids."""
     formats = {split: find_formats(split, sources, examples) for split, sources in splits.items()}
     chats = any(name not in WITHOUT_TEMPLATE for some in formats.values() for name, _ in some)
     template = tool_template = None
@@ -191,7 +189,7 @@ def find_encodings(
 def find_formats(
     split: str, sources: list[Source], examples: Examples
 ) -> list[tuple[Format, DataColumns]]:
-    """Return what a row of each source is, and which column holds what."""
+    """Return the format of each source's rows, and the names of its columns."""
     formats = []
     for source in sources:
         setting = f"data.{split}"
@@ -225,7 +223,7 @@ def check_group_by(group_by: str | None, columns: list[str], *, setting: str) ->
 def work_key(
     corpora: dict[str, Corpus], encodings: dict[str, Encoding], tokenizer_facts: dict[str, Any]
 ) -> str:
-    """Return what the encoded rows depend on, as one short hash."""
+    """Return all that the encoded rows depend on, as one short hash."""
     files = {split: [file.sha256 for file in corpus.files] for split, corpus in corpora.items()}
     formats = {split: encoding.formats for split, encoding in encodings.items()}
     encoding = encodings["train"]
@@ -257,11 +255,10 @@ def prepare_splits(
     output: Path,
     processes: int,
 ) -> tuple[Split, Split, dict[str, int]]:
-    """Return train by weight, held-out without what is trained on, and held-out rows that repeat
-    training, by field of the manifest.
+    """Return train by weight, held-out without trained documents, and the numbers of held-out rows
+    that repeat training, by field of the manifest.
 
-    Raises `UserError` if too many rows are unusable, or no document of a split is left.
-    """
+    Raises `UserError` if too many rows are unusable, or no document of a split is left."""
     rejects = rejects_beside(output)
     train, heldout = make_splits(corpora, settings, listing, drawn_tokens, work=work)
     if examples == "pairs":
@@ -312,8 +309,7 @@ def make_splits(
     *,
     work: Path,
 ) -> tuple[Split, Split]:
-    """Return train and held-out as they were read, or so many tokens of it, and list what was
-    dropped."""
+    """Return train and held-out as read, or so many tokens of them, and list dropped rows."""
     parts = [
         (
             corpus,

@@ -1,8 +1,7 @@
-"""Hold files against a certificate, and compute its numbers again from the items. Needs no GPU.
+"""Compare files with a certificate, and compute its numbers again from the items. Needs no GPU.
 
-Files are looked for beside the certificate, as they are published, and where the run made them. A
-repository of the Hugging Face hub is downloaded to its cache.
-"""
+Files are searched beside the certificate, under their published names, and in the run's folders. A
+repository of the Hugging Face hub is downloaded to its cache."""
 
 import argparse
 import logging
@@ -40,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def certificate_in(named: str) -> Path:
-    """Return the path of the certificate that a file, a folder or a hub id names."""
+    """Return the path of the certificate in a file, a folder or a hub id."""
     path = Path(named)
     if not path.exists() and re.match(HUB_REPO, named):
         with explained_errors(Source(named, None, "certificate")):

@@ -64,6 +64,5 @@ if __name__ == "__main__":
     parser.add_argument("--gguf", type=Path, help="folder of the run's GGUF files")
     parser.add_argument("--served", type=Path, help="served.json of the run")
     parser.add_argument("--output", type=Path, required=True, help="README.md to write")
-    # One small file, replaced at once; a lock would stay in the folder of the adapter that people
-    # publish.
+    # One small file, replaced at once; a lock would remain in the published adapter's folder.
     run(main, parser, locks_itself=True)

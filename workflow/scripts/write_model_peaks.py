@@ -32,25 +32,23 @@ MODELS = (
 )
 COUNTS = (1, 2)
 CARD = "NVIDIA GeForce RTX 4090"
-CAPACITIES = (8, 24, 80)  # GiB: what does not fit asks for more than what does
+CAPACITIES = (8, 24, 80)  # GiB: plans that do not fit need other recordings than those that do
 
 
 class Noting:
-    """Passes on what a recorder says of plans, and keeps it."""
+    """Passes on a recorder's results, and notes them."""
 
     def __init__(self, recorder: PlanRecorder, config: dict[str, Any]) -> None:
         self.found: dict[str, list[Any]] = {}
         self._recorder, self._config = recorder, config
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
-        """Return the peaks of plans."""
         made = self._recorder.peaks(plans)
         for plan, peaks in zip(plans, made, strict=True):
             self.found[shipped_key(self._config, self._recorder.asked(plan))] = stored(peaks)
         return made
 
     def tape(self, plan: StepPlan) -> Tape:
-        """Return the recording of a plan."""
         return self._recorder.tape(plan)
 
 
@@ -74,7 +72,7 @@ def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
 def main(args: argparse.Namespace) -> None:
     known = json.loads(gzip.decompress(SHIPPED.read_bytes())) if args.add else {}
     if not args.add:
-        SHIPPED.unlink(missing_ok=True)  # else its recordings would be taken for those of today
+        SHIPPED.unlink(missing_ok=True)  # else its recordings would count as current
     for model in args.models:
         known |= noted(model, args.gpus)
         text = json.dumps(dict(sorted(known.items())), separators=(",", ":"))

@@ -86,7 +86,7 @@ def json_schema(model: type[BaseModel] = Config) -> dict[str, Any]:
 
 
 def _unwrapped(schema: Any) -> Any:
-    """Join the lines of every description: line breaks of the source mean nothing."""
+    """Join the lines of every description: the source's line breaks mean nothing."""
     if isinstance(schema, list):
         return [_unwrapped(item) for item in schema]
     if not isinstance(schema, dict):
@@ -113,7 +113,7 @@ def _section_md(name: str, field: FieldInfo) -> str:
 
 
 def _effect_md(section: type[Section]) -> str:
-    """Say who reads a section, and which of its settings rerun less than all readers."""
+    """Return a section's readers, and its settings that rerun fewer stages."""
     every = {key: section.affected_by(key) for key in section.model_fields}
     readers = [stage for stage in get_args(Stage) if any(_reads(a, stage) for a in every.values())]
     sentences = [f"Read by {_named(readers)}."]
@@ -147,7 +147,7 @@ def _rows(field: FieldInfo, *, prefix: str) -> Iterator[str]:
 
 
 def spell_type(schema: dict[str, Any]) -> str:
-    """Spell what a setting may be, from its JSON schema: `whole number, 1 to 64; or null`."""
+    """Spell a setting's values, from its JSON schema: `whole number, 1 to 64; or null`."""
     if "anyOf" in schema:
         options = [spell_type(option) for option in schema["anyOf"]]
         return "; or ".join(sorted(options, key="null".__eq__))
@@ -173,7 +173,7 @@ def spell_type(schema: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Spell a bound: powers of two and ten as such where digits would have to be counted."""
+    """Spell a bound: powers of two and ten as such if they have many digits."""
     if value == int(value) and value >= 2**20:
         bits = int(value).bit_length() - 1
         return f"2^{bits}" if value == 2**bits else f"{value:.0e}".replace("e+0", "e")
