@@ -85,8 +85,9 @@ def check_by_hand(args: argparse.Namespace, question: str | None) -> None:
         "model": question == "largest",
         "revision": question == "largest",
         "seq_len": question == "longest",
-        "deadline": question != "cheapest",
     }
+    if args.deadline is not None and question != "cheapest":
+        raise setting_error("--deadline", args.deadline, "only --cheapest has one", "Remove it")
     use = f"with --{question}" if question else "without --config"
     named = ([name for name, here in names.items() if here] for names in (needed, foreign))
     check_arguments(args, *named, use=use)

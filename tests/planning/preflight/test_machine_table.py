@@ -51,7 +51,12 @@ def test_list_of_gpus_is_a_table_without_prices():
         ("machines: [{gpus: A100, price: 1}]", "machines.1.price: there is no such key. Did you"),
         ("machines: [{gpus: A100, watts: .nan}]", "machines.1.watts = nan: must be"),
         ("machines: [{gpus: A100}]\nprice_per_kwh: -0.1", "price_per_kwh = -0.1: must be at least"),
-        ("machines: [{gpus: A100", "it is no YAML file"),
+        (
+            "machines: [{gpus: A100",
+            "line 1: expected ',' or '}', but got '<stream end>': this is no",
+        ),
+        ("machines: [{gpus: A100, watts: 010}]", "line 1: YAML reads 010 as 8. Write 8, or put"),
+        ("machines: []\nmachines: []", "line 2: the key machines stands there for the second"),
     ],
 )
 def test_mistake_in_a_table_is_one_message_that_names_file_and_place(tmp_path, text, part):

@@ -150,7 +150,13 @@ def test_any_setting_can_be_given(tiny):
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.gpus=2"), (
             "--gpus says which GPUs there are"
         )),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--deadline", "3"), "--deadline = '3.0'"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--deadline", "3"), "= 3.0: only --cheapest"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.r=010"), (
+            "--set lora.r=010: YAML reads 010 as 8. Write 8"
+        )),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "data.seed=2026-99-99"), (
+            "--set = 'data.seed=2026-99-99': it cannot be read"
+        )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--largest"), (
             "--largest = []: --longest is asked too"
         )),
@@ -165,7 +171,9 @@ def test_any_setting_can_be_given(tiny):
         (("--gpus", "4090", "--longest"), "--model = None: it is needed with --longest"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--compare", "4090"), "--gpus = '4090'"),
         (("--model", "Qwen3-8B", "--compare", "2x4090,3x4091"), "machines.2.gpus = '3x4091'"),
-        (("--model", "Qwen3-8B", "--cheapest", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("--model", "Qwen3-8B", "--cheapest", "/nowhere.yaml"), (
+            "/nowhere.yaml: there is no such file or folder"
+        )),
         (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
           "--deadline", "0"), "--deadline: it is in 0 h"),
         (("--config", "{}", "--model", "x"), "--tokens = None"),

@@ -13,9 +13,10 @@ from workflow.lib.artifacts.preflight_record import Forecast
 from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.settings.errors_in_words import CHANGE, explain
 from workflow.lib.settings.section_base import Section
-from workflow.lib.settings.yaml_files import compose_yaml
+from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import parse_gpus
+from workflow.lib.system.input_files import read_input
 
 # `gpus: 4090` is a number in YAML
 Number = BeforeValidator(lambda value: str(value) if type(value) is int else value)
@@ -112,11 +113,8 @@ def machine_table(text: str, *, setting: str) -> MachineTable:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    try:
-        root = compose_yaml(path)
-        found: Any = None if root is None else yaml.SafeLoader("").construct_document(root)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{path}: it is no YAML file ({error}). Correct it.") from None
+    check_yaml(path)
+    found: Any = yaml.safe_load(read_input(path))
     if not isinstance(found, dict) or not isinstance(found.get("machines"), list):
         raise UserError(f"{path}: there is no list of machines. Write it below `machines:`.")
     return found

@@ -27,6 +27,8 @@ from workflow.lib.settings.config import (
     is_hub_id,
     load_config,
 )
+from workflow.lib.settings.errors_in_words import CHANGE
+from workflow.lib.settings.yaml_files import misread_number
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import read_json
 from workflow.lib.system.gpu_models import GpuModel
@@ -129,11 +131,13 @@ def settings_of(
         if key in SAID_BY:
             raise setting_error("--set", change, SAID_BY[key], "Remove it")
         try:
-            document.setdefault(section, {})[name] = yaml.safe_load(value)
-        except (yaml.YAMLError, TypeError) as error:
+            document.setdefault(section, {})[name] = given = yaml.safe_load(value)
+        except (yaml.YAMLError, TypeError, ValueError) as error:
             raise setting_error(
                 "--set", change, f"it cannot be read ({error})", "Correct it"
             ) from None
+        if (finding := misread_number(value, given)) is not None:
+            raise UserError(f"--set {change}: {finding}.")
     nodes = document.get("hardware", {}).get("nodes", 1)
     processes *= nodes if isinstance(nodes, int) and nodes > 0 else 1  # else refused below
     document["train"].setdefault("global_batch_size", math.ceil(16 / processes) * processes)
@@ -141,7 +145,7 @@ def settings_of(
         return load_config(document)[1][NAME]
     except UserError as error:  # there is no file that could be changed
         reason = str(error).removeprefix(NOT_VALID).strip()
-        raise UserError(reason.replace(" Change it in config.yaml.", "")) from None
+        raise UserError(reason.replace(f" {CHANGE}", "").replace(" in config.yaml", "")) from None
 
 
 def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> TokenCounts:
