@@ -1,6 +1,7 @@
 """A forecast as tables for a terminal and a log."""
 
 import io
+import shutil
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -17,7 +18,7 @@ METHODS = {
     "replay": "reserved beyond what is allocated, by a replay of the steps",
     "lines": "reserved beyond what is allocated",
 }
-WIDTH = 100  # columns
+WIDTH = 100  # columns, where the terminal has not fewer
 
 
 def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> str:
@@ -60,7 +61,8 @@ def render_answers(answers: Sequence[Answer], *, run: str) -> str:
 
 
 def _printed(*tables: Table) -> str:
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    columns = min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns)
+    console = Console(file=io.StringIO(), width=columns, color_system=None, highlight=False)
     for table in tables:
         console.print(table)
     assert isinstance(console.file, io.StringIO)
