@@ -191,6 +191,10 @@ def test_key_that_yaml_reads_as_a_number_is_refused():
             "evaluate.",
         ),
         (
+            {"a": {"report": {"title": "x"}}},
+            "runs.a.report: it holds for all runs. Write it above `runs:`.",
+        ),
+        (
             {"a": {"train": {"max_steps": 5}}},
             "runs.a.train: epochs = 3.0 and max_steps = 5: exactly one sets the length. "
             "Set the other to null.",

@@ -34,6 +34,7 @@ REPLACED_VALUES = {
 }
 
 
+OF_ALL_RUNS = ("report", "sweep")  # sections that no run has of its own
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 QUOTE = (
@@ -176,6 +177,8 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
         return f"{_spell(location)}: this key is called {better} now. Rename it."
     if reason := REMOVED_KEYS.get(_spell(location)):
         return f"{_spell(location)}: this key is no longer offered ({reason}). Remove it."
+    if location == (key,) and key in OF_ALL_RUNS:
+        return f"{key}: it holds for all runs. Write it above `runs:`."
     elsewhere = [
         f"{section}.{key}"
         for section in model.model_fields
