@@ -209,7 +209,7 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
         return error
     if all((folder / f"{key}.json").is_file() for key in ready):
         return None
-    return UserError("its workers ended without a word and without a measurement")
+    return UserError("its workers ended without a message and without a measurement")
 
 
 def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:

@@ -51,7 +51,10 @@ def main(args: argparse.Namespace) -> None:
         return
     preflight = [sys.executable, "-m", "workflow.scripts.preflight_run", *words]
     if subprocess.run(preflight, check=False).returncode != 0:
-        raise UserError(f"{output} is written, but preflight has an objection, see above.")
+        raise UserError(
+            f"{output} is written, but preflight has an objection, see above. Change the config as "
+            "it says."
+        )
 
 
 def checked(draft: Draft) -> dict[str, Any]:

@@ -149,7 +149,10 @@ def print_longest(args: argparse.Namespace, parser: argparse.ArgumentParser, ask
     """Print the longest row, its speed, and its prediction."""
     found = longest(asked)
     if found is None:
-        raise UserError(f"--longest: not even a short row fits {args.gpus}.")
+        raise UserError(
+            f"--longest: not even a short row fits {args.gpus}. Name more or larger GPUs, or a "
+            "smaller model."
+        )
     logger.info("%s", render(found, run=args.run, host_origin=asked.machine.imagined_host))
     seq_len, speed = found.plan.seq_len, found.time.tokens_per_s_per_process
     at = "" if speed is None else f", {speed:,.0f} tokens/s per GPU"
@@ -180,7 +183,10 @@ def print_largest(
     if left > len(named):
         logger.info("and %d larger ones do not fit", left - len(named))
     if found.name is None:
-        raise UserError(f"--largest: none of the {len(names)} models fits {args.gpus}.")
+        raise UserError(
+            f"--largest: none of the {len(names)} models fits {args.gpus}. Name more or larger "
+            "GPUs, or a shorter row."
+        )
     largest_size = billions(shapes[found.name])
     logger.info("the largest of %d models: %s (%s)", len(names), found.name, largest_size)
     logger.info("%s", command_of(args, parser, model=found.name))

@@ -209,7 +209,10 @@ def _licence(folder: Path) -> str | None:
 
 
 def _not_following(path: Path, wrong: str) -> UserError:
-    return UserError(f"{path}: {wrong}, which does not follow from the items ({ITEMS}).")
+    return UserError(
+        f"{path}: {wrong}, which does not follow from the items ({ITEMS}). The files do not belong "
+        "together: get the originals of all, or run evaluate_run and certify_run again."
+    )
 
 
 def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -276,7 +279,10 @@ def opened(path: Path, signed_by: Path | None) -> tuple[Statement, str]:
         try:
             (envelope or Envelope(b"", PAYLOAD, {})).verify([key], threshold=1)
         except VerificationError:
-            raise UserError(f"{path} is not signed by {signed_by}.") from None
+            raise UserError(
+                f"{path} is not signed by {signed_by}. Check that signed_by is its signer's "
+                "public key; otherwise do not trust it."
+            ) from None
         signer = f"signed by {signed_by}"
     elif envelope is not None:
         signer = f"signed by {', '.join(envelope.signatures)}, not checked (signed_by)"
@@ -299,10 +305,16 @@ def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
     here = {name: path for name, path in paths.items() if path is not None}
     digests = {file.name: file.digest["sha256"] for file in said.subject}
     if wrong := [name for name in here if file_sha256(here[name]) != digests[name]]:
-        raise UserError(f"{certificate}: not the files that were certified: {some_of(wrong)}.")
+        raise UserError(
+            f"{certificate}: not the files that were certified: {some_of(wrong)}. Get the original "
+            "files, or certify these anew."
+        )
     items = next((path for name, path in here.items() if Path(name).name == ITEMS), None)
     if items is None:
-        raise UserError(f"{certificate}: {ITEMS} is not here, so no number can be checked.")
+        raise UserError(
+            f"{certificate}: {ITEMS} is not here, so no number can be checked. Put it beside the "
+            "certificate."
+        )
     stated = said.predicate.model_dump(mode="json", include={"measured", "overlap", "required"})
     found = statistics(read_record(items, Items), said.predicate.require)
     if other := _first_other(stated, found):
@@ -311,7 +323,10 @@ def verify(certificate: Path, *, signed_by: Path | None) -> Verified:
         name: facts for name, facts in said.predicate.facts.items() if paths.get(name, True)
     }
     if other := _first_other(certified, facts_of(here)):
-        raise UserError(f"{certificate}: {other} in the file itself.")
+        raise UserError(
+            f"{certificate}: {other} in the file itself. The certificate was changed, or is of "
+            "another run: get the original one."
+        )
     return Verified(said, signer, sorted(paths.keys() - here.keys()))
 
 

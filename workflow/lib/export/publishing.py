@@ -63,7 +63,8 @@ def refuse_failed(summary: Summary, parity: Parity) -> None:
         failed.append("the exported adapter gives the logits of the trained one")
     if failed:
         raise UserError(
-            f"Nothing is published: a check failed ({'; '.join(failed)}). The report tells more."
+            f"Nothing is published: a check failed ({'; '.join(failed)}). The report "
+            "has all checks. Remove the cause, and run the stage that failed again."
         )
 
 

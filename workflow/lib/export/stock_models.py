@@ -54,7 +54,10 @@ def load_base(
     index fills visible GPUs one after the other. Raises `UserError` if tensors are missing or have
     another shape, or GPUs cannot hold it."""
     if not (base_dir / "config.json").is_file():
-        raise UserError(f"{base_dir} holds no model (config.json is not there).")
+        raise UserError(
+            f"{base_dir} holds no model (config.json is not there). Name the folder of a model; if "
+            "a stage makes it, delete it and repeat the command."
+        )
     check_interfaces(*OF_MODELS)
     check_whole(base_dir)
     stock = build_on_meta(base_dir, dtype=compute_dtype)
@@ -176,7 +179,10 @@ def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
     tensors and places do not correspond, which stock PEFT only warns of."""
     for name in ("adapter_config.json", ADAPTER_WEIGHTS):
         if not (adapter_dir / name).is_file():
-            raise UserError(f"{adapter_dir} holds no exported adapter ({name} is not there).")
+            raise UserError(
+                f"{adapter_dir} holds no exported adapter ({name} is not there). Delete the folder "
+                "and repeat the command; consolidate makes it again."
+            )
     open_whole(adapter_dir / ADAPTER_WEIGHTS, made_here=True)
     try:
         tuned: PeftModel = PeftModel.from_pretrained(
@@ -186,7 +192,10 @@ def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
         if "size mismatch" not in str(error):
             raise
         reason = " ".join(str(error).split())
-        raise UserError(f"{adapter_dir} does not fit the base model: {reason}") from error
+        raise UserError(
+            f"{adapter_dir} does not fit the base model: {reason}. Name the adapter of this base, "
+            "or export it again."
+        ) from error
     places = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
     with safe_open(adapter_dir / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = set(file.keys())

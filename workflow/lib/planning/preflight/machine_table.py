@@ -68,7 +68,10 @@ class MachineTable(Section):
         Raises `UserError` if none is, or none has a price."""
         fitting = [(x.cost, x.hours, x) for x in answers if x.fits and not math.isnan(x.hours)]
         if not fitting:
-            raise UserError("--cheapest: the run fits none of the machines.")
+            raise UserError(
+                "--cheapest: the run fits none of the machines. Add machines with more memory, or "
+                "lower what the run needs (data.seq_len, lora.r)."
+            )
         if not any(cost for cost, _, _ in fitting):
             raise UserError(
                 "--cheapest: no machine that fits has a price. Give price_per_hour, or watts and "
