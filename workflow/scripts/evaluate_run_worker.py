@@ -178,7 +178,7 @@ def measure_all(
     machine: dict[str, Any],
     process: Process,
 ) -> dict[SubjectName, Measurement]:
-    """Return what each model answers, by its name. Collective."""
+    """Return each model's answers, by its name. Collective."""
     asked = parts(questions, world=process.world)
     archive, folders = Archive(args.archive), model_folders(args).all()
     measured: dict[SubjectName, Measurement] = {}

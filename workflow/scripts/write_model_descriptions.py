@@ -1,6 +1,5 @@
-"""Write workflow/resources/models/descriptions.json.gz anew: the descriptions of the models of
-shapes.json beside it.
-"""
+"""Rewrite workflow/resources/models/descriptions.json.gz: the descriptions of the models in
+shapes.json beside it."""
 
 import gzip
 import json

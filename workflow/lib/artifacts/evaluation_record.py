@@ -144,7 +144,7 @@ class Evaluation(Record):
     four_bits: FourBits | None = None  # of the base, if it was calibrated
     quantized_by: str | None = None
     """Of the base: its method, with `quantize.method: auto` the reason too."""
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file
 
 
 class TaskItems(Record):
@@ -174,7 +174,7 @@ class Items(Record):
     overlap: dict[str, list[float | None]]
     """By task, of each item: the share of its tokens in runs of 11 of training rows; null for items
     without a text of that length."""
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file
 
 
 @dataclass(frozen=True)
@@ -224,4 +224,4 @@ class Requirements(Record):
     """`results/requirements.json`."""
 
     runs: dict[str, list[GainVerdict]]  # by run, each least gain
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file

@@ -86,7 +86,7 @@ class Quantization(Record):
     only_here: str | None = "how they were made is not recorded"
     """Why Transformers makes other 4-bit weights of the original; null: it makes these."""
     calibration: CalibrationFacts | None = None  # if it was calibrated
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file
 
 
 Split = Literal["train", "heldout"]
@@ -143,7 +143,7 @@ class Parity(Record):
     compute_dtype: str  # type of the computation
     reference: str  # the compared reference, in words
     reloaded: str  # the compared model, in words
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file
 
 
 class GgufFile(Record):
@@ -170,7 +170,7 @@ class GgufChecks(Record):
     """`convert_gguf/gguf.json`."""
 
     files: list[GgufFile]  # each form in each format
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file
 
 
 class ServedPart(Record):
@@ -208,7 +208,7 @@ class ServedCheck(Record):
     """Largest difference, nats in Transformers, between the most likely token and the token of its
     greedy answers."""
     parts: list[ServedPart]  # none of a merged model
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file
 
     @property
     def cost(self) -> float | None:
@@ -258,7 +258,7 @@ class Predicate(Record):
     loss."""
     required: dict[str, dict[str, Any]]  # the same as measured, judged by the interval
     licences: dict[str, str | None]  # of `model` and `data`, as the hub or cards name them
-    provenance: Provenance  # what made the statement
+    provenance: Provenance  # origin of the statement
 
 
 class Statement(Record):

@@ -101,7 +101,7 @@ class Rung(Record):
     keep: float  # `sweep.keep`
     documents: int  # held-out documents that were compared
     runs: list[RungRun]  # lowest loss first
-    provenance: Provenance  # what made the file
+    provenance: Provenance  # origin of the file
 
     @property
     def going_on(self) -> list[str]:

@@ -12,7 +12,7 @@ class Check(Record):
 
     name: str  # the claim
     passed: bool  # whether it held
-    detail: str  # the numbers behind it
+    detail: str  # its numbers
 
 
 class Times(Record):

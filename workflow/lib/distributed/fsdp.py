@@ -107,8 +107,8 @@ def _gathered_in(dtype: torch.dtype, layers: Iterable[nn.Module]) -> MixedPrecis
 
 
 def _keep_gradients_float32_(layer: nn.Module) -> None:
-    """Let a layer's gathered parameters take float32 gradients, whatever their own dtype. FSDP2
-    makes these parameters in the layer's first forward, and reuses them."""
+    """Let a layer's gathered parameters of any dtype take float32 gradients. FSDP2 makes these
+    parameters in the layer's first forward, and reuses them."""
 
     def begin(layer: nn.Module, _: object) -> None:
         for param in layer.parameters():

@@ -95,7 +95,7 @@ class Pulse:
         self._begin(f"step {number}", limit_s)
 
     def moved(self, *_: object) -> None:
-        """Note progress of this phase: its bound counts anew."""
+        """Note progress of this phase: its bound starts again."""
         self._moves, self._since_s = self._moves + 1, time.monotonic()
 
     def _end_step(self) -> None:

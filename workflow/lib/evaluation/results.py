@@ -1,5 +1,5 @@
-"""Measurements of the subjects as JSON artifacts, computed anew from stored answers, and the cost
-of 4 bits: the losses that the base's calibration has measured."""
+"""Measurements of the subjects as JSON artifacts, computed from stored answers, and the cost of 4
+bits: the losses that the base's calibration has measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

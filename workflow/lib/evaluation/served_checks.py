@@ -243,7 +243,7 @@ class Comparison:
             )
             found.append(part)
         model.set_adapter("default")
-        # kinds of modules first: their error tells more than the whole's
+        # kinds of modules first: their error is more specific than the whole's
         for part in sorted(found, key=lambda part: part.part == WHOLE):
             self._refuse_ignored(part, tokens=len(plain), unlike=unlike)
         return found

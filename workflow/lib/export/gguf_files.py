@@ -27,7 +27,7 @@ from workflow.lib.system.files import read_json, write_json, write_text
 SHOWN_LINES = 6  # of the converter's last output
 CONVERTED: set[GgufFormat] = {"f32", "f16", "bf16", "q8_0"}  # the quantizer makes the others
 WHOLE: tuple[GgufFormat, ...] = ("f32", "bf16", "f16")
-ADAPTER_TYPE = "f16"  # half of what PEFT's file takes, and 11 bits; small beside any base
+ADAPTER_TYPE = "f16"  # half of PEFT's file, and 11 bits; small compared with any base
 TRAINED_WITH = (CHAT_TEMPLATE, "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 PACKAGE = "cyllama"
 # `enum llama_ftype` of llama.cpp's include/llama.h.
@@ -46,7 +46,7 @@ class GgufSource:
 def write_models(
     source: GgufSource, outputs: Mapping[GgufFormat, Path], *, llama_cpp: Path, threads: int
 ) -> None:
-    """Write a model as GGUF in each format; raises `UserError` with the end of what failed."""
+    """Write a model as GGUF in each format; raises `UserError` with the failed program's output."""
     some = next(iter(outputs.values()))
     converted = [name for name in outputs if name in CONVERTED]
     with tempfile.TemporaryDirectory(dir=some.parent, prefix=".source-") as folder:

@@ -108,7 +108,7 @@ class ActivationOffload:
         self._present = sum(saved.num_bytes for saved in self._leaving)
 
     def _begin(self) -> None:
-        """Take back the buffers of the pass before; new copies come behind on the same stream."""
+        """Take back the buffers of the pass before; new copies follow on the same stream."""
         for saved in self._saved:
             self._free.setdefault(saved.num_bytes, []).append(saved.host)
         self._saved, self._known = [], {}
@@ -230,7 +230,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without gaps between its elements: a copy if it has some."""
     if tensor.is_contiguous():  # most are, and the test below takes the host longer
         return tensor
-    # `empty_like` keeps the strides of tensors that are dense, in whatever order of dimensions.
+    # `empty_like` keeps the strides of tensors that are dense, in any order of dimensions.
     gaps = torch.empty_like(tensor, device="meta").stride() != tensor.stride()
     return tensor.contiguous() if gaps else tensor
 

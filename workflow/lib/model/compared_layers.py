@@ -72,7 +72,7 @@ def _before_experts(
 
 
 class ComparedLayers:
-    """Decoder layers of a model, and the differences between two passes in what each layer adds."""
+    """Decoder layers of a model, and the differences of each layer's addition in two passes."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._model, self._layers = model, layers

@@ -94,7 +94,7 @@ def describe_file(path: Path) -> ModelShape:
 def describe_folder(folder: Path) -> ModelShape:
     """Describe the model in a folder, its checkpoint included, as Transformers loads it; raises
     `UserError` as `describe_config` and `check_loading` do. Logs tensors that are not loaded."""
-    loaded_files(folder)  # first: what is no model's folder has a message of its own
+    loaded_files(folder)  # first: a folder without a model has its own message
     path = folder / "config.json"
     config = read_bounded(path)
     if said_of_quantization(config) and quantization_of(config, path) is None:

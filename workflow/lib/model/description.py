@@ -62,7 +62,7 @@ class LayerCalls:
 
 
 def recorded_layers(model: PreTrainedModel) -> list[LayerCalls]:
-    """Run a bf16 model on the meta device, and return what each decoder layer called."""
+    """Run a bf16 model on the meta device, and return the calls of each decoder layer."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     layers = [
         LayerCalls(layer, chunked=kinds[number : number + 1] == ["chunked_attention"])

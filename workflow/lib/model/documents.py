@@ -104,8 +104,8 @@ def places_in(room: Room, *, longest: int) -> int:
 def documents_of(
     lengths: Sequence[int], *, room: Room = (), longest: int | None = None
 ) -> Documents:
-    """Return the documents of these lengths, one behind the other, on the host. room: its groups
-    alone, each document in the shortest with space; longest: bound of a document's length."""
+    """Return the documents of these lengths, in order, on the host. room: its groups alone, each
+    document in the shortest with space; longest: bound of a document's length."""
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = int(sizes.sum())
     if not room and (sizes == sizes[0]).all():

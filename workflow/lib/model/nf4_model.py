@@ -112,7 +112,7 @@ def build_on_meta(
 
 
 def return_states_alone_(config: PretrainedConfig) -> None:
-    """Have a model return its last states by name, whatever its last user wanted beside them."""
+    """Make a model return only its last states, by name, whatever its config asks for."""
     for part in (config, config.get_text_config()):
         part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
 
@@ -127,7 +127,7 @@ def drop_no_attention_(config: PretrainedConfig) -> None:
 def build_config_on_meta(
     config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "eager"
 ) -> PreTrainedModel:
-    """Build the causal LM of a configuration without memory; raises what Transformers does."""
+    """Build the causal LM of a configuration without memory; raises Transformers' errors."""
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
@@ -390,7 +390,7 @@ def read_row_norms(
     if start == stop:
         return torch.empty(0)
     spec, width = linear.spec, linear.in_features
-    unit = spec.block_size * NESTED_BLOCK_SIZE  # scales and nested scales begin anew here
+    unit = spec.block_size * NESTED_BLOCK_SIZE  # scales and nested scales restart here
     first = start * width // unit * unit
     last = min(-(-stop * width // unit) * unit, math.prod(spec.shape))
     parts = {}

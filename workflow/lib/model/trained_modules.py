@@ -30,7 +30,7 @@ ROWS_TENSOR = f"{ROWS}.trainable_tokens_delta"
 
 
 class MasterLinear(nn.Linear):
-    """A linear that computes in the type of its input, whatever that of its weights."""
+    """A linear that computes in the dtype of its input, with weights of any dtype."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b; input: (..., in_features)."""
@@ -102,7 +102,7 @@ class TrainedRows(nn.Module, BaseTunerLayer):
     def write_(self, weight: torch.Tensor, *, base: bool = False) -> None:
         """Write its rows to a table: the masters, cast, or, turned off or for `base`, its own."""
         own, part = self.within(weight)
-        rows = local(weight).data[own]  # .data, since no gradient needs what it was before
+        rows = local(weight).data[own]  # .data, since no gradient needs the old values
         if self._frozen is None:
             self._frozen = rows.clone()
         rows.copy_(self._frozen if base or self.disable_adapters else self.values()[part])

@@ -88,7 +88,7 @@ class _Repetition:
         self._places = self._find_places()
         self._freed = {~event for event in tape.events if isinstance(event, int) and event < 0}
         self._made: dict[_Place, int] = {}
-        self._old_of_new: dict[int, int] = {}  # new tensors, and the old ones that they stand for
+        self._old_of_new: dict[int, int] = {}  # old tensor of each new one
 
     def _stand_in(
         self, kinds: Sequence[Hashable], layer: int, known: dict[Hashable, list[int]]

@@ -83,7 +83,7 @@ INTERFACES = _of(
         "transformers.modeling_utils": "_get_resolved_checkpoint_files",
         "transformers.conversion_mapping": "get_model_conversion_mapping",
         "transformers.core_model_loading": "rename_source_key",
-        # what experts compute between their matmuls
+        # the experts' gate between their matmuls
         "transformers.models.mixtral.modeling_mixtral:MixtralExperts": "_apply_gate",
         "peft:LoraConfig": "_register_custom_module",  # PEFT's layer for our linear
         # linears that get no adapter, and so stay in 16 bits

@@ -200,7 +200,7 @@ def lay_out_(
         training.activation_offload = ActivationOffload(
             world.device, window_bytes=plan.offload_window_bytes
         )
-        if plan.offload_activations is not True:  # else also before and behind them
+        if plan.offload_activations is not True:  # else also before and after them
             training.activation_offload.follow_(layers, choice.activations_on_host)
     return TrainingModel(training, units, 0, packed)
 

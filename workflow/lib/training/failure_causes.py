@@ -181,7 +181,7 @@ def first_cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
 
 
 def followed(failure: Any) -> bool:
-    """Tell whether a process only lost its peer, or was told to stop."""
+    """Tell whether a process only lost its peer, or was stopped."""
     text = str(failure.message)
     lost = PeerLostError.__name__ in text or PEER_LOST.search(text) is not None
     return lost or failure.exitcode == -signal.SIGTERM

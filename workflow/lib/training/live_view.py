@@ -117,7 +117,7 @@ def curves(row: Row) -> dict[str, float]:
 
 @contextmanager
 def _tensorboard(_: object, shown: Shown) -> Iterator[tuple[int, View]]:
-    """Write event files anew, with the times of an uninterrupted run."""
+    """Rewrite all event files, with the times of an uninterrupted run."""
     from tensorboardX import SummaryWriter
 
     folder, rows = shown.folder / "tensorboard" / shown.run, shown.rows

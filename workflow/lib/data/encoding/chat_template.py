@@ -59,7 +59,7 @@ OWN_NAMES = {
 }
 
 Spans = list[tuple[int, int]]
-# A call with an id in OpenAI's form, to see what a template refuses.
+# A call with an id in OpenAI's form, to see whether a template refuses it.
 _CALL: ToolCall = {
     "id": "call_0123456789",
     "type": "function",

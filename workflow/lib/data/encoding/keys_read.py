@@ -71,7 +71,7 @@ def check_unknown_flag(key: str, value: Any, where: str) -> None:
 
 
 def flag_value(value: Any) -> Any:
-    """Return what a text says if it is true, false or a number: a CSV file holds nothing else."""
+    """Return the value of the text true, false or of a number: a CSV file holds only text."""
     if not isinstance(value, str):
         return value
     word = value.strip().lower()

@@ -25,7 +25,7 @@ REQUIRED: dict[Format, tuple[str, ...]] = {
     "ranked": ("prompt", "answers"),
 }
 PAIRS: tuple[Format, ...] = ("pairs", "ranked")
-# Formats by what a run trains on. A pair is two rated answers; other rows need a label to be one.
+# Formats by a run's examples. A pair is two rated answers; other rows need a label to be one.
 FORMATS: dict[Examples, tuple[Format, ...]] = {
     "texts": ("messages", "prompt_completion", "alpaca", "tokens", "text"),
     "pairs": PAIRS,
@@ -193,7 +193,7 @@ def _misspelt(present: Collection[str], columns: DataColumns) -> str:
 
 
 def _advice(present: Collection[str], examples: Examples) -> str:
-    """Say what to set for columns of public datasets that mean no format by themselves."""
+    """Return the settings for columns of public datasets that mean no format by themselves."""
     if examples != "texts":
         label = "data.columns.label names the column that says which answers are good"
         return f"{label}. " if examples == "rated" else ""

@@ -45,8 +45,8 @@ def check_unicode(value: Any, what: str) -> None:
 
 
 def check_json(value: Any, what: str) -> None:
-    """Raise `RowError` at what JSON in UTF-8 cannot hold: dates, bytes and decimals of tables, NaN,
-    lone surrogates. A chat template would fail at it, or write Python's text of it."""
+    """Raise `RowError` for values outside of JSON in UTF-8: dates, bytes and decimals of tables,
+    NaN, lone surrogates. A chat template would fail at them, or write Python's text of them."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:

@@ -190,7 +190,7 @@ class SampleEncoder:
         return [_encoded(ids, [(0, len(ids))], held_special_text=bool(held))]
 
     def _encode_tokens(self, row: TokenRow) -> list[Encoded]:
-        """Take the ids unchanged: no token is put before or after them."""
+        """Take the ids unchanged, without further tokens before or after."""
         if min(row.ids) < 0 or max(row.ids) >= self._vocab_size:
             wrong = next(token for token in row.ids if not 0 <= token < self._vocab_size)
             raise RowError(

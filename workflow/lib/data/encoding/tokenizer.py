@@ -1,4 +1,4 @@
-"""The base model's tokenizer: loaded, checked for what training needs, and digested."""
+"""The base model's tokenizer: loaded, checked for the needs of training, and hashed."""
 
 import hashlib
 from pathlib import Path
@@ -56,10 +56,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def known_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
-    """Return how many tokens can be in data: all of the tokenizer's, but for those behind its own
-    vocabulary that the model in `folder` has no rows for, by its config.json (the image token of
-    Gemma 3's text models). A tokenizer whose vocabulary or eos token does not fit is another
-    model's, and is refused by its size (`planning.preflight.checks`)."""
+    """Return the number of token ids that data may have: all of the tokenizer's, without those
+    after its own vocabulary for which the model in `folder` has no rows, by its config.json (the
+    image token of Gemma 3's text models). A tokenizer whose vocabulary or eos token does not fit is
+    another model's: its size is refused (`planning.preflight.checks`)."""
     path = folder / "config.json"
     rows = text_part(read_bounded(path)).get("vocab_size") if path.is_file() else None
     needed = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)

@@ -193,7 +193,7 @@ def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) 
 
 
 def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path:
-    """Download one file anew; raises the hub's error."""
+    """Download one file again; raises the hub's error."""
     options: Any = {"repo_type": source.repo_type, "revision": commit, "local_dir": folder}
     try:
         return Path(hf_hub_download(source.repo_id, path, **options, force_download=True))

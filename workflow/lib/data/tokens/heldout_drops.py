@@ -96,7 +96,7 @@ def near_reasons(
     *,
     pieces: Pieces,
 ) -> Iterator[tuple[int, str]]:
-    """Yield each held-out document of a match, with a text on what it shares with which row."""
+    """Yield each held-out document of a match, with a text on the shared part and the row."""
     for match in matches:
         ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
         ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()

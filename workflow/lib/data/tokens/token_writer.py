@@ -59,7 +59,7 @@ class ArrayWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write the header anew, and sync the file."""
+        """Rewrite the header, and fsync the file."""
         end = self._file.tell()
         self._file.seek(0)
         self._write_header()

@@ -147,7 +147,7 @@ class _Rule(NamedTuple):
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
     ) -> None:
-        """Start a kernel that writes to `out` and what follows it: most multiply a chunk by
+        """Start a kernel that writes to `out` and the tensors after it: most multiply a chunk by
         keys x values twice."""
         tile = self.tile(name)
         launch(

@@ -116,7 +116,7 @@ def _gradients_by_kernel_(
         gate_rank=of_gate.rank, up_rank=of_up.rank, grad_rank=of_grad.rank, kind=gating.activation,
     )  # fmt: skip
     # Autograd does not see Triton's writes. With a new version it refuses a second backward,
-    # which would take the gradients in `gate` and `up` for what forward saved.
+    # which would read the gradients in `gate` and `up` as forward's saved tensors.
     increment_version((grad, gate, up))
     return grad, gate, up
 

@@ -49,7 +49,7 @@ def prepare(
     keeps: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """s, u and w of a chunk, and T if the program `keeps` it, `keys` and `values` at a time."""
+    """s, u and w of a chunk, and T if `keeps`, `keys` and `values` columns at a time."""
     kind: tl.constexpr = u.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
@@ -236,8 +236,8 @@ def scan_backward(
     values: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """The gradient of the state after each chunk, and in place what it adds to that of `new`, in
-    `values` columns of a head. keys: the power of two that the key width is in."""
+    """The gradient of the state after each chunk, and in place its contribution to that of `new`,
+    in `values` columns of a head. keys: the power of two that holds the key width."""
     kind: tl.constexpr = of_new.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
     lane = tl.program_id(0) // parts
@@ -298,8 +298,8 @@ def chunk_backward(
     precision: tl.constexpr,
 ):
     """Gradients in `keys` columns of the queries and keys that a value head reads in a chunk: all
-    of the queries', and that of the keys but for what comes through S. of_right: the gradient of b
-    exp(s) K, T^T (-of_new H^T). partial: what these columns give to the gradients of s and b,
+    of the queries', and that of the keys without the part through S. of_right: the gradient of b
+    exp(s) K, T^T (-of_new H^T). partial: these columns' contributions to the gradients of s and b,
     (tiles, 2, parts, 64)."""
     kind: tl.constexpr = new.dtype.element_ty
     parts: tl.constexpr = (key_width + keys - 1) // keys
@@ -388,8 +388,8 @@ def system_backward(
     parts: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Gradients of a chunk's values, log decays and learning rates, and in place that of its keys
-    for one value head, which lacks what comes through S. parts: of `partial`."""
+    """Gradients of a chunk's values, log decays and learning rates, and in place the missing part
+    through S of its keys' for one value head. parts: of `partial`."""
     kind: tl.constexpr = u.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
@@ -445,7 +445,7 @@ def system_backward(
 @triton.jit
 def _inverse(system, precision: tl.constexpr):
     """Return (I + system)^-1 of a matrix that is strictly lower triangular, (64, 64) fp32. The
-    diagonal blocks of 16 are solved row by row. With their inverse B, and M = B times what lies
+    diagonal blocks of 16 are solved row by row. With their inverse B, and M = B times the blocks
     below them, M^4 = 0, so that (I + M)^-1 B = (I + M^2) (I - M) B."""
     block = tl.arange(0, BLOCKS)
     own = (block[:, None] == block[None, :])[:, None, :, None]

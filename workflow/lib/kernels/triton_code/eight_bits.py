@@ -190,7 +190,7 @@ def store_eight_bits(out, value, scale, column, width):
 
 @triton.jit
 def _loaded(x, factors, row, column, width, folds: tl.constexpr):
-    """Return some columns of a row times their factors, fp32; 0 behind its end."""
+    """Return some columns of a row times their factors, fp32; 0 after its end."""
     value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
     if folds:
         value *= tl.load(factors + column, mask=column < width, other=0.0)

@@ -231,13 +231,13 @@ def apply_rotary(
     rest: tl.constexpr,
 ):
     """Rotate the first 2 * `pairs` dimensions of all heads of one token, which share its cosines
-    and sines; the rest is copied. `angles` tokens have some of their own, then they come again.
-    Tokens begin `x_distance` and `out_distance` elements apart, their angles `angle_distance`, and
-    one pair's angle lies `angle_step` behind the one before.
+    and sines; the rest is copied. Angles repeat after `angles` tokens. Tokens begin `x_distance`
+    and `out_distance` elements apart, their angles `angle_distance`, and one pair's angle is
+    `angle_step` after the one before.
 
     neighbours: dimensions 2 i and 2 i + 1 are a pair, else i and i + pairs. heads, width, rest:
-    `num_heads`, `pairs` and what is copied, rounded up to powers of two, as `tl.arange` wants them.
-    """
+    `num_heads`, `pairs` and the copied dimensions, rounded up to powers of two, as `tl.arange`
+    needs."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, heads), tl.arange(0, width)
     angle = (token % angles) * angle_distance + column * angle_step

@@ -13,8 +13,8 @@ from workflow.lib.kernels.triton_code.elementwise import act
 def row_tiles(
     tiles, ends, num_experts, num_tiles, rows: tl.constexpr, size: tl.constexpr, some: tl.constexpr
 ):
-    """Expert and first row of `some` tiles of `rows` rows of one expert, the last of each expert
-    perhaps fewer. A tile that no expert has gets the expert -1."""
+    """Expert and first row of `some` tiles of `rows` rows of one expert; the last of each expert
+    may have fewer. A tile without an expert gets -1."""
     number = tl.arange(0, size)
     there = number < num_experts
     stops = tl.load(ends + number, mask=there, other=0)
@@ -71,10 +71,10 @@ def rows_matmul(
     ranks: tl.constexpr,
 ):
     """A tile of x W^T: `rows` rows of one expert, one of `parts` parts of a tile of the table, and
-    `columns` of its outputs. halves: half as many rows where no more are there. by_token: a row of
-    x is a token's, and the place of a row says whose. updated: the sum begins with scale * low
-    small^T. scaled: x and W are multiplied by a scale of the row and one of the expert. even:
-    `width` and `num_columns` are whole tiles."""
+    `columns` of its outputs. halves: half as many rows for a short tile. by_token: a row of x is a
+    token's, found by the place of a row. updated: the sum begins with scale * low small^T. scaled:
+    x and W are multiplied by a scale of the row and one of the expert. even: `width` and
+    `num_columns` are whole tiles."""
     column_tiles = tl.cdiv(num_columns, columns)
     part = tl.program_id(0) // column_tiles
     tile = part // parts
@@ -117,7 +117,7 @@ def _rows_tile(
     """The tile of `rows` rows from `first` on of an expert whose last row is `last`."""
     row = first + tl.arange(0, rows)
     inside = row <= last
-    # Rows behind the last are computed as the last one again, and not stored.
+    # Rows after the last repeat the last one, and are not stored.
     row = tl.minimum(row, last).to(tl.int64)
     source = row
     if by_token:
@@ -144,7 +144,7 @@ def _rows_tile(
     if scaled:
         row_scale = tl.load(x_scales + source)[:, None]
         expert_scale = tl.load(weight_scales + expert)
-        # What is there already is multiplied with the rest in the end. Neither scale is 0.
+        # The initial sum is multiplied by both scales at the end. Neither is 0.
         total = total / row_scale / expert_scale
     place = tl.arange(0, depth)
     left = x + source[:, None] * x_stride + place[None, :]
@@ -232,7 +232,7 @@ def weights_matmul(
 
 @triton.jit
 def _gate_and_other(up, row, first, width, alternating: tl.constexpr, size: tl.constexpr):
-    """Columns of gate and up (size,) fp32, in halves or in turn; 0 behind the last."""
+    """Columns of gate and up (size,) fp32, in halves or alternating; 0 after the last."""
     at = up + row * 2 * width
     if alternating:
         both = 2 * first + tl.arange(0, 2 * size)

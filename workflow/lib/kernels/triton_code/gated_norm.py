@@ -54,7 +54,7 @@ def gated_norm_backward(
 
 @triton.jit
 def _units(num_units, groups, width, units: tl.constexpr, size: tl.constexpr):
-    """Return this program's groups over all rows, their rows and columns, and which are there."""
+    """Return this program's groups over all rows, their rows and columns, and a mask."""
     unit = (tl.program_id(0).to(tl.int64) * units + tl.arange(0, units))[:, None]
     column = tl.arange(0, size)[None, :]
     inside = (unit < num_units) & (column < width)
@@ -69,12 +69,12 @@ def _silu(gate):
 
 @triton.jit
 def _inverse_root(value, eps, width):
-    """Return 1 / sqrt(mean(x^2) + eps) of groups that are 0 behind their end."""
+    """Return 1 / sqrt(mean(x^2) + eps) of groups that are 0 after their end."""
     return 1.0 / tl.sqrt_rn(tl.sum(value * value, 1) / width + eps)[:, None]
 
 
 @triton.jit
 def _of_value(slope, normal, inverse, width):
-    """Return the gradient of what is normalized, for that of the normal."""
+    """Return the gradient of the normalized value's input, for that of the normal."""
     mean = tl.sum(slope * normal, 1)[:, None] / width
     return (slope - normal * mean) * inverse

@@ -43,7 +43,7 @@ def logits_to_slopes(
     raw_logits, log_sums, columns, of_row, vocab, scale, cap, ignored,
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Put the loss's gradient where the head's matmul is; a program has a part of a row."""
+    """Overwrite the head's matmul with the loss's gradient; a program has a part of a row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * size + tl.arange(0, size)
     inside = place < vocab
@@ -57,7 +57,7 @@ def logits_to_slopes(
 
 @triton.jit
 def _logits(raw_logits, scale, cap, capped: tl.constexpr):
-    """Return what a matmul means as a logit, and the derivative."""
+    """Return the logits of a matmul, and the derivative."""
     value = raw_logits.to(tl.float32) * scale
     if capped:
         bent = 2.0 * tl.sigmoid(2.0 * value / cap) - 1.0  # tanh

@@ -154,7 +154,7 @@ def act_and_mul_backward(
 
 @triton.jit
 def _tile(num_rows, width, rows: tl.constexpr, columns: tl.constexpr):
-    """Return the rows and columns of this program's tile, and which of them there are."""
+    """Return the rows and columns of this program's tile, and their masks."""
     column_tiles = tl.cdiv(width, columns)
     program = tl.program_id(0).to(tl.int64)
     row = program // column_tiles * rows + tl.arange(0, rows)

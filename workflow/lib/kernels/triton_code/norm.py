@@ -82,7 +82,7 @@ def norm_backward(
 
 @triton.jit
 def _rows(num_rows, width, rows: tl.constexpr, size: tl.constexpr):
-    """Return this program's rows, which of them there are, and the columns."""
+    """Return this program's rows, their mask, and the columns."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, size)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -91,13 +91,13 @@ def _rows(num_rows, width, rows: tl.constexpr, size: tl.constexpr):
 
 @triton.jit
 def _place(row, column, heads, token_stride, head_stride):
-    """Return where the columns of rows lie, which are heads of tokens."""
+    """Return the offsets of the columns of rows, which are heads of tokens."""
     return (row // heads * token_stride + row % heads * head_stride)[:, None] + column[None, :]
 
 
 @triton.jit
 def _deviation(x, inside, width, subtracts_mean: tl.constexpr):
-    """Return rows of x in fp32, less their means if these are subtracted, 0 behind their end."""
+    """Return rows of x in fp32, less their means if these are subtracted, 0 after their end."""
     value = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     if subtracts_mean:
         value = tl.where(inside, value - (tl.sum(value, 1) / width)[:, None], 0.0)
@@ -106,5 +106,5 @@ def _deviation(x, inside, width, subtracts_mean: tl.constexpr):
 
 @triton.jit
 def _inverse_root(value, eps, width):
-    """Return 1 / sqrt(mean(x^2) + eps) of rows that are 0 behind their end."""
+    """Return 1 / sqrt(mean(x^2) + eps) of rows that are 0 after their end."""
     return 1.0 / tl.sqrt_rn(tl.sum(value * value, 1) / width + eps)

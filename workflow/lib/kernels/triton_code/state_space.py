@@ -31,7 +31,7 @@ from workflow.lib.kernels.triton_code.chunks import CHUNK, chunk_place, dot, loa
 
 @triton.jit
 def cumulate(sums, step, decay, tokens, chunks, heads):
-    """s of a chunk; behind the last token it stays what it is there."""
+    """s of a chunk; constant after the last token."""
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     rate = tl.load(decay + head).to(tl.float32)
     total = tl.cumsum(_steps(step, first, left, heads, head) * rate, 0)
@@ -60,9 +60,9 @@ def chunk_states(
     back: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """What a chunk adds to the state, of which a program has `state_columns` rows and `columns`
-    columns. factors: B. back: what it adds to the gradient of the state before it. Then x is the
-    gradient of the output and `factors` C."""
+    """A chunk's addition to the state; a program has `state_columns` rows and `columns` columns.
+    factors: B. back: the addition to the gradient of the state before it; then x is the gradient of
+    the output and `factors` C."""
     kind: tl.constexpr = x.dtype.element_ty
     parts: tl.constexpr = (width + columns - 1) // columns
     state_parts: tl.constexpr = (state_width + state_columns - 1) // state_columns
@@ -91,8 +91,8 @@ def chunk_states(
 def pass_states(
     states, sums, chunks, elements: tl.constexpr, size: tl.constexpr, back: tl.constexpr
 ):
-    """In place, of `size` of a head's state's `elements`: what chunks add becomes the state before
-    each of them, or `back`, the gradient of the state after each."""
+    """In place, for `size` of a head's state's `elements`: turn the additions of chunks into the
+    state before each, or `back`, the gradient of the state after each."""
     parts: tl.constexpr = (elements + size - 1) // size
     lane = (tl.program_id(0) // parts).to(tl.int64)
     place = tl.program_id(0) % parts * size + tl.arange(0, size)
@@ -294,13 +294,13 @@ def shared_backward(
     state_columns: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """What a portion of a group's heads, `portion` of them, gives to the gradients of a chunk's B
-    and C, in `state_columns`: (rows, tokens, groups, portions, state width)."""
+    """Contribution of a portion of a group's heads, `portion` of them, to the gradients of a
+    chunk's B and C, in `state_columns`: (rows, tokens, groups, portions, state width)."""
     kind: tl.constexpr = x.dtype.element_ty
     parts: tl.constexpr = (state_width + state_columns - 1) // state_columns
     state_column = tl.program_id(0) % parts * state_columns
     lanes = heads // share * portions
-    # Heads have tiles of their own; of the lane's only its place in `lanes` tells the chunk.
+    # Heads have their own tiles; a lane gives only the chunk, by its place in `lanes`.
     first, left, lane, lane_tile = chunk_place(tl.program_id(0) // parts, tokens, chunks, lanes)
     chunk, row = lane_tile % chunks, lane_tile // chunks // lanes
     group = lane // portions
@@ -345,7 +345,7 @@ def shared_backward(
 
 @triton.jit
 def _steps(step, first, left, heads, head):
-    """Return d of a chunk, 0 behind the last token."""
+    """Return d of a chunk, 0 after the last token."""
     token = tl.arange(0, CHUNK)
     return tl.load(step + (first + token) * heads + head, mask=token < left, other=0.0)
 

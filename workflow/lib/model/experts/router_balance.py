@@ -50,7 +50,7 @@ class _Tensors:
     own: torch.Tensor  # of this process's micro-batch, as `_sums` reads it
     step: torch.Tensor  # of the step so far, over all processes
     slopes: torch.Tensor  # (experts,) fp32: the loss's gradient by a token's probabilities
-    factor: torch.Tensor  # () float64: what f_e is multiplied by for it
+    factor: torch.Tensor  # () float64: factor of f_e in them
     real: torch.Tensor  # (T,) fp32, of each micro-batch: 1 for a token, 0 for padding
 
 

@@ -31,7 +31,7 @@ class NF4Dora(LoraVariant):
 
     @staticmethod
     def init(module: Any, adapter_name: str, **unused: Any) -> None:
-        """Give `module`, on which PEFT has put A and B, its magnitudes."""
+        """Give `module` its magnitudes, after PEFT has added A and B."""
         module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
         module.lora_magnitude_vector[adapter_name] = Magnitude(module.out_features)
 

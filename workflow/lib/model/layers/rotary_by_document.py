@@ -98,7 +98,7 @@ class RotaryByDocument(nn.Module):
 
 
 def rotate_by_document_(model: PreTrainedModel) -> None:
-    """Put a `RotaryByDocument` in the place of every rotary embedding that depends on lengths."""
+    """Replace every rotary embedding that depends on lengths by a `RotaryByDocument`."""
     for path, module in list(model.named_modules()):
         kinds: Any = getattr(module, "rope_type", None)
         several = kinds.values() if isinstance(kinds, dict) else [kinds]

@@ -173,7 +173,7 @@ class LinearCrossEntropy(nn.Module):
         return chunk_rows(1, vocab_size=self.head.vocab_size)
 
     def equal_rows(self) -> AbstractContextManager[None]:
-        """Within the block all processes have equally many rows, so none asks the others."""
+        """Within the block all processes have equally many rows, and exchange no counts."""
         return nullcontext()
 
     def chunks(self, num_rows: int) -> Iterator[slice]:

@@ -25,7 +25,7 @@ class Outcomes:
         self._target = self._columns(targets[:, None], first)
 
     def _columns(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the columns of tokens; a token of another slice gets the one behind the last."""
+        """Return the columns of tokens; a token of another slice gets the one after the last."""
         width = self._logits.shape[1]
         columns = ids - first
         return columns.where((columns >= 0) & (columns < width), width)

@@ -26,7 +26,7 @@ from workflow.lib.system.errors import UserError
 
 ROWS = 4096  # of two tables, compared at a time
 SHOWN = 200  # characters of an error of Transformers
-# Keys of config.json for the layers of multi-token prediction behind the decoder layers.
+# Keys of config.json for the layers of multi-token prediction after the decoder layers.
 EXTRA_LAYERS = (
     "num_nextn_predict_layers",
     "num_mtp_modules",

@@ -21,7 +21,7 @@ ADDRESSES = 2**60  # of a segment; PyTorch reserves more than the GPU's memory
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A range of a segment's addresses: in use, free, or without memory behind it."""
+    """A range of a segment's addresses: in use, free, or without memory."""
 
     address: int
     size: int
@@ -171,7 +171,7 @@ def _reserved_bytes(size: int) -> int:
 
 
 def _growth(block: Block) -> int:
-    """Size of the addresses without memory behind a block."""
+    """Size of the addresses without memory after a block."""
     after = block.next
     return after.size if after is not None and not after.mapped else 0
 

@@ -88,8 +88,8 @@ def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks
 
 
 def certain_lack(shape: ModelShape, plan: StepPlan, machine: Machine, limits: Budget) -> str | None:
-    """Say why no values of the memory options can make a plan fit; None if some might. Counted is
-    what each of them keeps, and never what a step needs besides."""
+    """Return why no values of the memory options can make a plan fit; None if some might. Counts
+    the memory of each option, and never the rest of a step."""
     if machine.device == "cpu":
         return None
     resident = resident_bytes(shape, plan)
@@ -124,8 +124,8 @@ def _least_locked(slices: Sequence[int], *, offloaded: int) -> int:
 
 
 def resident_bytes(shape: ModelShape, plan: StepPlan) -> int:
-    """Return what no memory option takes from a GPU at the end of backward: what is trained in
-    fp32, its gradients and moments, and embedding and head in the compute dtype."""
+    """Return the bytes that no memory option moves from a GPU at the end of backward: fp32 masters,
+    their gradients and moments, and embedding and head in the compute dtype."""
     trained = trainable_parameters(shape, plan)
     states = 2 * 4 * trained + OPTIMIZERS[plan.optimizer].moment_bytes(trained)
     head = not (plan.trains_head or (shape.tied_embeddings and plan.trains_embedding))

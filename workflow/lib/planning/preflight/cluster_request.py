@@ -58,7 +58,7 @@ RecorderOf = Callable[[Mapping[str, Any], ModelShape], AbstractContextManager[Re
 class Allocation:
     """A job's resources on each of its nodes."""
 
-    mem_mb: int  # MiB: what clusters mean by MB
+    mem_mb: int  # MiB, which clusters call MB
     runtime: int  # minutes
 
 

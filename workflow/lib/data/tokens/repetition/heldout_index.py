@@ -25,7 +25,7 @@ SAMPLED_SHARE = 8
 CONTEXT_KEYS = 48
 END_KEYS = 8  # of them at either end
 FILTER_BITS = 25
-CONTEXT = np.uint64(0x9E3779B97F4A7C15)  # tells a context's shingles from an answer's
+CONTEXT = np.uint64(0x9E3779B97F4A7C15)  # distinguishes a context's shingles from an answer's
 
 
 @dataclass(frozen=True)
