@@ -289,6 +289,26 @@ def test_reasoning_of_a_message_is_text_or_parts_of_it(key):
             sample(turn(**{key: other}), "messages")
 
 
+@pytest.mark.parametrize("text", ["<think>\nhm\n</think>", "hm</think>", " <think>hm"])
+def test_tags_around_a_reasoning_are_the_template_s(text):
+    assert messages_of(turn(reasoning_content=text), "messages")[1]["reasoning_content"] == "hm"
+    value = {"prompt": "q", "completion": "a", "reasoning": text}
+    assert messages_of(value, "prompt_completion")[1]["reasoning_content"] == "hm"
+    assert messages_of(turn(thinking=" hm "), "messages")[1]["thinking"] == " hm "
+
+
+def test_turn_has_one_reasoning_and_its_end():
+    content = "<think>hm</think>a"
+    both = messages_of(turn(content=content, reasoning="<think>hm</think>"), "messages")
+    assert both == messages_of(turn(content=content), "messages")
+    with pytest.raises(RowError, match="two reasonings: message 2 has thinking, and its content"):
+        sample(turn(content=content, thinking="other"), "messages")
+    with pytest.raises(RowError, match="unfinished reasoning: content of message 2 begins with"):
+        sample(turn(content="<think>hm"), "messages")
+    cut = {**turn(content="<think>hm", train=False)["messages"][1]}
+    assert sample({"messages": [EXCHANGE[0], cut, *EXCHANGE]}, "messages")
+
+
 def test_reason_of_a_rejection_cannot_speak_to_the_terminal():
     with pytest.raises(RowError) as caught:
         sample(turn(role="\x1b[2J\u202e"), "messages")

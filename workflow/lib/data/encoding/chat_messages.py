@@ -53,6 +53,7 @@ ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
+BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
 ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "text")
 # A transcript as those of HH-RLHF, its turns, and the end of one whose answer is another column.
@@ -214,7 +215,35 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     text = _content(content, role, where, keys, may_be_empty=may_be_empty)
     if role == "tool" and not text:
         _check_no_other_result(item, where)
+    if role == "assistant" and text.lstrip().startswith(BEGIN_OF_REASONING):
+        _check_one_whole_reasoning(text, more, where, is_trained=weight > 0)
     return {"role": role, "content": text, **more}, weight
+
+
+def _check_one_whole_reasoning(
+    content: str, more: Message, where: str, *, is_trained: bool
+) -> None:
+    """Leave one reasoning to a turn whose text begins with one; raise `RowError` if they differ, or
+    it has no end."""
+    begin, end, _ = content.partition(END_OF_REASONING)
+    if is_trained and not end:
+        raise RowError(
+            f"unfinished reasoning: content of {where} begins with {BEGIN_OF_REASONING} and has no "
+            f"{END_OF_REASONING}; a model would learn to stop within its reasoning"
+        )
+    for key in REASONING_KEYS & more.keys():
+        if more[key].strip() not in begin:
+            raise RowError(
+                f"two reasonings: {where} has {key}, and its content begins with another; leave "
+                f"one out (data.leave_out: [{key}])"
+            )
+        del more[key]
+
+
+def without_tags(reasoning: str) -> str:
+    """Return a reasoning without the tags around it, which are the template's."""
+    inner = reasoning.strip().removeprefix(BEGIN_OF_REASONING).removesuffix(END_OF_REASONING)
+    return reasoning if inner == reasoning.strip() else inner.strip()
 
 
 def _check_no_other_result(item: Values, where: str) -> None:
@@ -239,7 +268,7 @@ def _reasoning(value: Any, key: str, where: str, keys: KeyAccount) -> str:
             f"not text: {key} of {where} is {kind(value)}; write its text, or leave it out "
             f"(data.leave_out: [{key}])"
         )
-    return value
+    return without_tags(value)
 
 
 def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:

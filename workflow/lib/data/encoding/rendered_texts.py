@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.chat_messages import END_OF_REASONING, Conversation, Message
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.template_texts import (
-    END_OF_REASONING,
     Text,
     argument_names,
     marked,

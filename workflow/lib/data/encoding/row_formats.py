@@ -19,6 +19,7 @@ from workflow.lib.data.encoding.chat_messages import (
     question_of,
     read_messages,
     read_transcript,
+    without_tags,
 )
 from workflow.lib.data.encoding.keys_read import (
     FLAGS,
@@ -232,8 +233,8 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
                 f"two reasonings: column {name!r} has one, and so has the last turn, or it is no "
                 f"assistant's; leave the column out (data.leave_out: [{name}])"
             )
-        if reasoning.strip() not in last["content"]:
-            last["reasoning_content"] = text_of(reasoning, f"column {name!r}")
+        if without_tags(reasoning).strip() not in last["content"]:
+            last["reasoning_content"] = without_tags(text_of(reasoning, f"column {name!r}"))
 
 
 def _template_kwargs(value: Values) -> dict[str, object]:

@@ -9,12 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.chat_messages import (
+    BEGIN_OF_REASONING,
+    END_OF_REASONING,
+    Conversation,
+    Message,
+)
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
 from workflow.lib.settings.data import TextKind
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
 KINDS: dict[str, TextKind] = {
     "system": "system",
     "developer": "system",
