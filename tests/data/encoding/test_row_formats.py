@@ -5,7 +5,11 @@ import json
 import pytest
 
 from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
+from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
+from workflow.lib.settings.data import DataColumns
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,11 @@ def test_history_is_trained_as_the_format_says(format, trained):
         ({"prompt": "another"}, "prompt beside messages: column 'prompt' holds a text that is in"),
         ({"history": [["q", "a"]]}, "history beside messages: column 'history' has no place in"),
         ({"reasoning": ["step"]}, "not text: column 'reasoning' is list"),
-        ({"messages": [{**EXCHANGE[0], "tools": [TOOL]}, EXCHANGE[1]]}, "tools in a message: "),
+        (
+            {"messages": [{**EXCHANGE[0], "tools": [TOOL]}, EXCHANGE[1]]},
+            "list of tools in a message: ",
+        ),
+        ({"messages": [{**EXCHANGE[0], "system": "s"}, EXCHANGE[1]]}, "system text in a message: "),
         ({"enable_thinking": "yes"}, "not bool: column 'enable_thinking' is str"),
         ({"chat_template_kwargs": "[]x"}, "broken JSON: column 'chat_template_kwargs'"),
         ({"chat_template_kwargs": [1]}, "not an object: column 'chat_template_kwargs' is list"),
@@ -244,6 +252,25 @@ def test_arguments_of_the_template_go_with_the_row(format, columns):
 )
 def test_other_shapes_of_a_conversation_mean_the_same(messages):
     assert messages_of({"messages": messages}, "messages") == EXCHANGE
+
+
+def test_system_text_of_a_pair_stands_before_it_once():
+    def talk(*systems):
+        return [{"system": s, "input": "q", "output": "a"} for s in systems]
+
+    system = [{"role": "system", "content": "s"}, {"role": "system", "content": "t"}]
+    for systems, messages in [
+        (("s", "s"), [system[0], *EXCHANGE, *EXCHANGE]),
+        (("s", ""), [system[0], *EXCHANGE, *EXCHANGE]),
+        (("", "s", "t"), [*EXCHANGE, system[0], *EXCHANGE, system[1], *EXCHANGE]),
+    ]:
+        assert messages_of({"messages": talk(*systems)}, "messages") == messages
+    keys = KeyAccount(leave_out=["system"])
+    value = {"messages": talk("s")}
+    left = to_sample(value, format="messages", columns=DataColumns(), keys=keys)
+    assert isinstance(left, Conversation)
+    assert left.messages == EXCHANGE
+    assert keys.report()[1] == {"system (message)": 1}
 
 
 def test_pairs_of_which_one_is_no_role_are_questions_and_answers():

@@ -113,7 +113,7 @@ def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Messag
         raise RowError(f"not a list of messages: {what} is {kind(items)}")
     messages: list[Message] = []
     weights: list[float] = []
-    for item in _single_messages(items):
+    for item in _single_messages(items, keys):
         message, weight = _message(item, f"message {len(messages) + 1}", keys)
         messages.append(message)
         weights.append(weight)
@@ -154,16 +154,22 @@ def _by_message(value: dict[str, Any]) -> object:
     return [value] if any(key in value for key in ROLE_KEYS) else value
 
 
-def _single_messages(items: list[Any]) -> Iterator[Any]:
-    """Yield each message, two for a pair of a question and its answer."""
+def _single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
+    """Yield each message, two for a pair of a question and its answer, with its system text before
+    them unless the last pair had the same."""
     if items and all(map(_is_role_and_text, items)):
         items = [{"role": role, "content": text} for role, text in items]
+    system: object = None
     for item in items:
         pair = None
         if isinstance(item, dict) and "role" not in item and "from" not in item:
             pair = next((p for p in PAIRS if all(key in item for key in p)), None)
         if pair is not None:
             more = {key: value for key, value in item.items() if key not in pair}
+            said = None if "system" in keys.leave_out else more.pop("system", None)  # XTuner's
+            if said not in (*EMPTY, system):
+                yield {"role": "system", "content": said}
+                system = said
             yield {"role": "user", "content": item[pair[0]]}
             yield {"role": "assistant", "content": item[pair[1]], **more}
         elif isinstance(item, list) and len(item) == 2:

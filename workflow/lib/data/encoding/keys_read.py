@@ -150,7 +150,11 @@ def _error(reason: str, key: str) -> RowError:
 
 # Of a message; every row is checked for whether the template writes it.
 REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
-TOOLS_KEYS = {"tools", "functions"}
+# Keys of a row that would be lost in a message.
+PLACED_OTHERWISE = {
+    **dict.fromkeys(("tools", "functions"), "list of tools"),
+    **dict.fromkeys(("system", "system_prompt", "system_message"), "system text"),
+}
 MAX_SHAPES = 4096
 MAX_NAMES = 100  # of keys that are not read; the others are counted together
 MAX_NAME_CHARS = 64
@@ -199,7 +203,7 @@ class KeyAccount:
     ) -> None:
         self._group_by = group_by
         self._template_keys = frozenset(template_keys) | REASONING_KEYS
-        self._leave_out = frozenset(leave_out)
+        self.leave_out = frozenset(leave_out)
         self.omit_media = omit_media
         self._shapes: dict[tuple[str, ...], Shape] = {}
         self._counts: dict[tuple[str, str], int] = {}
@@ -214,16 +218,16 @@ class KeyAccount:
             if value not in EMPTY and not (key == LABEL and not place.name and _is_bool(value)):
                 self._check(place, key, value, where)
                 self.count(place, key)
-        if self._leave_out:
-            item = {key: value for key, value in item.items() if key not in self._leave_out}
+        if self.leave_out:
+            item = {key: value for key, value in item.items() if key not in self.leave_out}
         return item, shape
 
     def _learn(self, place: Place, item: Values) -> Shape:
-        kept = [key for key in item if key not in self._leave_out]
+        kept = [key for key in item if key not in self.leave_out]
         flags = [key for key in kept if key in place.flags and key not in place.read]
         others = [key for key in kept if key not in place.read and key not in flags]
         known = self._template_keys if place.passed else frozenset[str]()
-        unread = [key for key in item if key in self._leave_out]
+        unread = [key for key in item if key in self.leave_out]
         unread += [key for key in others if key not in known]
         if not place.name:
             unread = [key for key in unread if key != self._group_by]
@@ -236,17 +240,17 @@ class KeyAccount:
         return shape
 
     def _check(self, place: Place, key: str, value: Any, where: str) -> None:
-        if key in self._leave_out:
+        if key in self.leave_out:
             return
         if (key in MEDIA and isinstance(value, str | bytes | list | dict)) or _holds_media(value):
             if not self.omit_media:
                 raise media_error(f"{where} has {key}")
         elif is_like_flag(key, of_row=not place.name):
             check_unknown_flag(key, value, where)
-        elif place.passed and key in TOOLS_KEYS:
+        elif place.passed and (what := PLACED_OTHERWISE.get(key)):
             raise RowError(
-                f"tools in a message: {where} has {key}; put them into the column tools, or leave "
-                f"them out (data.leave_out: [{key}])"
+                f"{what} in a message: {where} has {key}; give the row a column of it, or leave it "
+                f"out (data.leave_out: [{key}])"
             )
 
     def count(self, place: Place, key: str) -> None:

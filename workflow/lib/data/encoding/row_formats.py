@@ -95,7 +95,7 @@ def row_place(format: Format, columns: DataColumns) -> Place:
     names = {getattr(columns, key) for key in READ_COLUMNS[format]}
     optional: set[str] = set()
     if format == "tokens":
-        names.add("attention_mask")
+        names |= {"attention_mask", "position_ids"}
     else:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
         optional |= {ARGUMENTS_COLUMN, *SWITCHES}

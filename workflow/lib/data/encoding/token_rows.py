@@ -1,6 +1,8 @@
 """Rows of ready token ids, with labels or a loss mask. Raises `RowError`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from workflow.lib.data.encoding.row_values import RowError, kind
 from workflow.lib.data.reading.chunks import Values
@@ -23,11 +25,27 @@ def read_tokens(value: Values, columns: DataColumns) -> TokenRow:
     trained = _targets(value, ids, columns)
     if value.get("attention_mask") is not None:
         real = _flags(value, "attention_mask", ids)
-        trained = trained and [t for t, r in zip(trained, real, strict=True) if r]
-        ids = [i for i, r in zip(ids, real, strict=True) if r]
+    else:
+        real = [True] * len(ids)
+    if value.get("position_ids") is not None:
+        _check_is_one_document(_integers(value, "position_ids"), real)
+    trained = trained and [t for t, r in zip(trained, real, strict=True) if r]
+    ids = [i for i, r in zip(ids, real, strict=True) if r]
     if not ids:
         raise RowError(f"empty: column {columns.input_ids!r}")
     return TokenRow(ids, trained)
+
+
+def _check_is_one_document(positions: list[int], real: list[bool]) -> None:
+    """Raise `RowError` at documents packed into one row: attention would cross them."""
+    _same_length(positions, real, "position_ids")
+    places = [n for n, is_real in enumerate(real) if is_real]
+    for before, place in pairwise(places):
+        if positions[place] != positions[before] + 1:
+            raise RowError(
+                f"packed documents: position_ids begin anew at place {place}; write a row for each "
+                "document, or leave them out (data.leave_out: [position_ids])"
+            )
 
 
 def _targets(value: Values, ids: list[int], columns: DataColumns) -> list[bool] | None:
@@ -61,7 +79,7 @@ def _flags(value: Values, name: str, ids: list[int]) -> list[bool]:
     return [bool(flag) for flag in _same_length(flags, ids, name)]
 
 
-def _same_length(numbers: list[int], ids: list[int], name: str) -> list[int]:
+def _same_length(numbers: list[int], ids: Sequence[int], name: str) -> list[int]:
     if len(numbers) != len(ids):
         raise RowError(f"unequal lengths: {len(ids)} token ids, {len(numbers)} in column {name!r}")
     return numbers
