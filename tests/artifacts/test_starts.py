@@ -1,6 +1,7 @@
 """What runs start from: the order of runs, their settings, their folders and keys."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_start_that_is_nothing_is_refused(name, files, text):
     with pytest.raises(UserError) as error:
         runs({"a": {}, "b": start(name)})
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "added", "told"),
+    [
+        ({"embed_tokens": [5, 6]}, [], "are {'embed_tokens': [5, 6]}, and model.add_tokens = []"),
+        (None, ["<a>"], "are None, and model.add_tokens = ['<a>']"),
+    ],
+)
+def test_rows_of_tokens_that_only_one_of_both_trains_are_refused(rows, added, told):
+    folder = adapter(Path("other"), "adapter_model.safetensors", trainable_token_indices=rows)
+    document = {"a": start(f"./{folder}", model={"add_tokens": added})}
+    with pytest.raises(UserError, match=re.escape(f"its trainable_token_indices {told}. Set ")):
+        runs(document)
 
 
 def test_model_is_no_start():

@@ -36,15 +36,17 @@ TRAIN = TrainConfig(
 
 @dataclass(frozen=True)
 class Kind:
-    """An adapter of stock PEFT; `rest`: of its configuration."""
+    """An adapter of stock PEFT; `rest`: of its configuration; `tables`: with the base's beside."""
 
     model: str = "llama"
+    tables: bool = False
     dtype: torch.dtype = torch.float32
     rest: dict[str, Any] = field(default_factory=dict)
 
 
 KINDS = {
     "names": Kind(dtype=torch.bfloat16, rest={"target_modules": ["q_proj", "v_proj"]}),
+    "tables of the base": Kind(rest={"target_modules": ["q_proj"]}, tables=True),
     "dora and head": Kind(
         rest={"target_modules": "all-linear", "use_dora": True, "modules_to_save": ["lm_head"]}
     ),
@@ -85,7 +87,7 @@ def make_adapter(folder: Path, name: str) -> None:
     for param in model.parameters():
         if param.requires_grad:
             param.add_(torch.randn_like(param), alpha=0.03)
-    model.save_pretrained(str(folder / name))
+    model.save_pretrained(str(folder / name), save_embedding_layers=kind.tables or "auto")
     path = folder / name / ADAPTER_WEIGHTS
     save_file({n: t.to(kind.dtype) for n, t in load_file(path).items()}, path)
 
@@ -145,6 +147,7 @@ def test_masters_are_exactly_the_files_values(folder, started, name):
     values, _ = started[name]
     stored = load_file(folder / name / ADAPTER_WEIGHTS)
     own = {n for n in stored if n.endswith("correction_bias")}  # no gradient reaches it
+    own |= {n for n in stored if KINDS[name].tables and ".lora_" not in n}
     assert len(values) == len(stored) - len(own)
     # A stack has another name in training, so tensors are told apart by their values.
     left = [t.float() for n, t in stored.items() if n not in own]

@@ -15,6 +15,7 @@ from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.adapter_config import (
     adapter_settings,
     check_continued,
+    check_rows,
     continued,
     read_adapter_config,
 )
@@ -85,7 +86,9 @@ def _started(
             check_continued({"runs": {name: run}}, folder, start)
         return run
     _check_folder(name, start, runs=[other for other in runs if other != name])
-    settings = adapter_settings(read_adapter_config(folder), folder)
+    config = read_adapter_config(folder)
+    settings = adapter_settings(config, folder)
+    check_rows(config, run, run=name)
     lora = continued(run.lora, settings, run=name, start=start, follow=True, beside={})
     return run.starting_from(None, lora)
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from workflow.lib.model.architecture.adapter_config import read_adapter_config
 from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
-from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
 from workflow.lib.model.lora import adapter_config, peft_name, trainable_parameters
@@ -26,6 +25,7 @@ from workflow.lib.system.number_formats import some_of
 
 logger = logging.getLogger("workflow")
 
+ROWS = 4096  # of tables of tokens that are compared at once
 EXACT = ("F32", "BF16", "F16")  # types whose values fp32 holds
 # Parts of names from torch's wrappers, and PEFT's name of an adapter in a raw state.
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -112,6 +112,16 @@ def _places(training: nn.Module) -> dict[str, nn.Parameter]:
     return {names.exported(name): param for name, param in trainable_parameters(training).items()}
 
 
+def _equal(one: CheckpointReader, name: str, other: CheckpointReader, path: str) -> bool:
+    """Compare two tensors of files by value, some rows at a time."""
+    shape = one.shape(name)
+    if not shape or shape != other.shape(path):
+        return False
+    starts = range(0, shape[0], ROWS)
+    parts = ((one.rows(name, n, n + ROWS), other.rows(path, n, n + ROWS)) for n in starts)
+    return all(torch.equal(a.float(), b.float()) for a, b in parts)
+
+
 def _findings(
     reader: CheckpointReader,
     stored: Mapping[str, str],
@@ -121,11 +131,10 @@ def _findings(
     """Return the missing, unknown and misshapen tensors in words; empty if all fits."""
 
     def is_base_s(name: str) -> bool:
-        """Tell whether PEFT keeps this tensor beside a router's weights that are trained whole."""
+        """Tell whether PEFT keeps a tensor of the base here: a router's correction beside weights
+        that are trained whole, or the tables of tokens (`save_embedding_layers`)."""
         path = name.removeprefix(PREFIX)
-        if not path.endswith(CORRECTION) or path not in own.names():
-            return False
-        return torch.equal(reader.tensor(stored[name]).float(), own.tensor(path).float())
+        return path in own.names() and _equal(reader, stored[name], own, path)
 
     pairs = [(stored[name], tuple(places[name].shape)) for name in places if name in stored]
     found = {

@@ -33,6 +33,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+ROWS = "trainable_token_indices"
 # Keys on how the adapter was made and where its base lies, without meaning for linears of
 # Transformers (`fan_in_fan_out`, which PEFT resets on them), or compared with the model when it is
 # loaded (`trainable_token_indices`, in `start_adapter`).
@@ -53,7 +54,7 @@ FREE = {
     "qalora_group_size",
     "revision",
     "runtime_config",
-    "trainable_token_indices",
+    ROWS,
 }
 USED = {
     "r": "r",
@@ -172,11 +173,26 @@ def continued(
 
 
 def check_continued(checks: Mapping[str, Any], folder: Path, start: str) -> None:
-    """Raise `UserError` unless `layout.checks_json`'s runs have the adapter's `lora` settings."""
-    settings = adapter_settings(read_adapter_config(folder), start)
+    """Raise `UserError` unless `layout.checks_json`'s runs have the adapter's `lora` settings and
+    train rows of tokens as it does."""
+    config = read_adapter_config(folder)
+    settings = adapter_settings(config, start)
     for name, run in checks.get("runs", {}).items():
-        lora = RunConfig.model_validate(run).lora
-        continued(lora, settings, run=name, start=start, follow=False, beside={})
+        asked = RunConfig.model_validate(run)
+        check_rows(config, asked, run=name)
+        continued(asked.lora, settings, run=name, start=start, follow=False, beside={})
+
+
+def check_rows(config: Mapping[str, Any], asked: RunConfig, *, run: str) -> None:
+    """Raise `UserError` if of a run and the adapter that it continues only one has trained rows of
+    tokens; which rows these are, the training compares."""
+    rows, added = config.get(ROWS) or None, [*asked.model.add_tokens]
+    if bool(rows) != bool(added):
+        raise UserError(
+            f"run {run}: train.start_from = {asked.train.start_from!r}: its {ROWS} are {rows}, and "
+            f"model.add_tokens = {added}. Set model.add_tokens to the tokens that were added for "
+            f"it. Rows of other tokens cannot be continued. {MERGE}."
+        )
 
 
 def _same(key: str, one: Any, other: Any) -> bool:
