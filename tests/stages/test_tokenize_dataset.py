@@ -133,6 +133,14 @@ def test_tokenizer_without_eos_stops(stage):
         stage.run()
 
 
+def test_tokenizer_that_reads_special_tokens_as_text_stops(stage):
+    stage.tokenizer = shutil.copytree(stage.tokenizer, stage.folder / "splits")
+    path = stage.tokenizer / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": True}))
+    with pytest.raises(UserError, match=r"split_special_tokens is true.*tokenizer_config\.json"):
+        stage.run()
+
+
 def test_folder_without_tokenizer_stops(stage):
     stage.tokenizer = stage.folder
     with pytest.raises(UserError, match=r"model\.source = .* holds no tokenizer that loads"):

@@ -29,8 +29,8 @@ NAMED_TEMPLATES = "additional_chat_templates"  # their folder
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder, without network or its code. Raises `UserError` if
-    there is none, none of `tokenizers`, no eos token, or a config.json of absurd sizes beside
-    it."""
+    there is none, none of `tokenizers`, no eos token, special tokens that it reads as text, or a
+    config.json of absurd sizes beside it."""
     if (folder / "config.json").is_file():
         read_bounded(folder / "config.json")
     try:
@@ -52,6 +52,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         reason = "the tokenizer has no eos token, so a model could not learn to stop"
         raise _tokenizer_error(folder, reason, 'Set "eos_token" in its tokenizer_config.json')
+    if getattr(tokenizer, "split_special_tokens", False):
+        reason = "split_special_tokens is true, so tokens that a template writes are read as text"
+        raise _tokenizer_error(folder, reason, "Set it to false in its tokenizer_config.json")
     return tokenizer
 
 
