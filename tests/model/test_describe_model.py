@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.decoder_survey import tiny_config
 from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
 from tests.support.models import adapted, quantized, tiny_llama
 from workflow.lib.export.stock_models import load_base
@@ -162,7 +161,8 @@ def test_what_is_not_covered_is_refused_by_name(config, parts):
 
 def test_checkpoint_under_other_names_is_described_if_it_is_whole(tmp_path):
     """Checkpoints of `hy_v3` name shared experts otherwise than Transformers names the modules."""
-    tiny_model(tiny_config("hy_v3"), tmp_path)
+    layers = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+    tiny_model(AutoConfig.for_model("hy_v3", **(SIZES | MOE | layers)), tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     linears = {f"{x}.weight" for x in describe_folder(tmp_path).linear_paths()}

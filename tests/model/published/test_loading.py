@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.support.decoder_survey import tiny_config
-from tests.support.families import FAMILIES, tiny_family, tiny_model
+from tests.support.families import FAMILIES, MOE, SIZES, tiny_family, tiny_model
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized, tiny_llama
 from tests.support.packed_checkpoints import fp8_checkpoint
@@ -111,10 +110,11 @@ def _example(pattern):
 
 
 # Families with such a list that are trained, and whose tiny model is easily made.
+OTHERS = {"hy_v3": MOE | {"mlp_layer_types": ["dense", "sparse"]}}
 IGNORED = {
     family: names
     for family, names in ignored_names().items()
-    if family in FAMILIES or family in ("bailing_hybrid", "glm4_moe_lite", "glm_moe_dsa", "hy_v3")
+    if family in FAMILIES or family in OTHERS
 }
 
 
@@ -129,7 +129,7 @@ def test_what_a_family_ignores_is_no_part_of_the_model(tmp_path, caplog, family,
     folder = (
         tiny_family(family, tmp_path)
         if family in FAMILIES
-        else tiny_model(tiny_config(family), tmp_path)
+        else tiny_model(AutoConfig.for_model(family, **(SIZES | OTHERS[family])), tmp_path)
     )
     extra = extra_tensors(names)
     rewrite(folder, load_file(folder / "model.safetensors") | extra)
