@@ -51,6 +51,26 @@ def test_missing_path_names_setting_run_and_change(tmp_path, section, key):
     assert "there is no such file or folder. Give a path that exists" in message
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "path", "said"),
+    [
+        ("model", "source", "base/model.safetensors", "it is a file. Name a folder"),
+        ("evaluate", "tasks_dir", "train.jsonl", "it is a file. Name a folder"),
+        ("data", "chat_template", "base", "it is a folder. Name a file in it"),
+        ("export", "signing_key", "base", "it is a folder. Name a file in it"),
+        ("quantize", "calibration_text", "base", "it is a folder. Name a file in it"),
+    ],
+)
+def test_file_for_a_folder_or_a_folder_for_a_file_is_refused(tmp_path, section, key, path, said):
+    local_run(tmp_path)
+    run = local_run(tmp_path, **{section: {key: f"{tmp_path}/{path}"}})
+    with pytest.raises(UserError) as refusal:
+        check_local_paths("demo", run)
+    assert str(refusal.value).startswith(
+        f"{section}.{key} (run demo) = '{tmp_path}/{path}': {said}"
+    )
+
+
 @pytest.mark.parametrize("path", ["~/missing", "$HOME/missing", "${HOME}/missing", "a/$X/b"])
 @pytest.mark.parametrize(
     ("section", "key"),

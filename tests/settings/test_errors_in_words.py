@@ -62,6 +62,13 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
         ("data", "columns", 7, "must be a section (keys below it)"),
         ("model", "source", None, "must be text"),
         ("train", "micro_batch_size", 0, "must be at least 1 or 'auto'"),
+        ("export", "hub_repo", "mine", "must be a hub id of the form owner/name"),
+        (
+            "model",
+            "name",
+            "é",
+            "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first",
+        ),
         ("export", "steps", ["a", "b"], "entry 1 must be a whole number"),
         ("export", "steps", True, "must be a list"),
         ("evaluate", "require", True, "must be a section (keys below it)"),

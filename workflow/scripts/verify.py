@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from workflow.lib.artifacts.records import CERTIFICATE
 from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.evaluation.certificate import verify
-from workflow.lib.settings.evaluate import HUB_REPO
+from workflow.lib.settings.errors_in_words import HUB_REPO
 from workflow.lib.system.number_formats import some_of
 from workflow.scripts.command import run, stage_parser
 

@@ -16,6 +16,8 @@ from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import why_unreadable
 
+FOLDERS = ("model.source", "evaluate.tasks_dir")
+FILES = ("data.chat_template", "export.signing_key", "quantize.calibration_text")
 # What the hub allows; some old datasets have no owner.
 DATASET_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 
@@ -99,6 +101,10 @@ def check_path(key: str, value: str, *, run: str) -> None:
             "path that exists, relative to the folder you run in"
             + (", or a hub id of the form owner/name." if key == "model.source" else ".")
         )
+    if key in FOLDERS and not Path(value).is_dir():
+        raise setting_error(f"{key} (run {run})", value, "it is a file", "Name a folder")
+    if key in FILES and Path(value).is_dir():
+        raise setting_error(f"{key} (run {run})", value, "it is a folder", "Name a file in it")
     if Path(value).is_dir():
         for entry in sorted(Path(value).iterdir()):
             _check_name(key, str(entry))

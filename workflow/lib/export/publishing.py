@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.data.reading.hub_download import TransportError
-from workflow.lib.settings.evaluate import HUB_REPO
+from workflow.lib.settings.errors_in_words import HUB_REPO
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text
 

@@ -7,13 +7,14 @@ from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model
 from pydantic_core import PydanticCustomError
 
 from workflow.lib.settings.effects import Affects
+from workflow.lib.settings.errors_in_words import ARGUMENT
 from workflow.lib.settings.section_base import Name, Section, Share
 
 Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text", "pairs", "ranked"]
 FileType = Literal[
     "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
 ]
-TemplateArgument = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateArgument = Annotated[str, Field(pattern=ARGUMENT)]
 # Parts of a conversation that a chat template may leave out: texts of its roles, the assistant's
 # reasoning and calls, results of tools, tools on offer, and arguments of the template itself.
 TextKind = Literal[

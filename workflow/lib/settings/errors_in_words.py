@@ -42,6 +42,14 @@ QUOTE = (
     "as a number, and 2026-01-01 as a date."
 )
 SHOWN_CHARS = 2000
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+HUB_REPO = r"^[A-Za-z0-9][\w.-]*/[\w.-]+$"
+ARGUMENT = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$"
+PATTERNS = {
+    NAME_PATTERN: "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first",
+    HUB_REPO: "must be a hub id of the form owner/name",
+    ARGUMENT: "may have letters, digits and '_', up to 64, no digit first",
+}
 MISSING = object()  # the value of a missing setting
 
 # Plain words for pydantic's error types, filled with its context; its own message for others.
@@ -62,9 +70,6 @@ _BOUNDS = {
     "string_unicode": "must be text that UTF-8 can hold",
     "string_too_short": "must not be empty",
     "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": (
-        "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first"
-    ),
     "literal_error": "must be {expected}",
     "tuple_type": "must be a list",
     "dict_type": "must be a section (keys below it)",
@@ -165,6 +170,8 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
     words = detail["msg"]
     if detail["type"] in _BOUNDS:
         words = _BOUNDS[detail["type"]].format_map(detail.get("ctx", {}))
+    if detail["type"] == "string_pattern_mismatch":
+        words = PATTERNS[detail["ctx"]["pattern"]]
     below = detail["loc"][len(path) :]
     keys = below[below.index(SECTION_TAG) + 1 :] if SECTION_TAG in below else ()
     entry = [f"entry {part + 1}" for part in below if isinstance(part, int)][:1]

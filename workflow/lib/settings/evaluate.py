@@ -5,13 +5,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from workflow.lib.settings.effects import Affects
+from workflow.lib.settings.errors_in_words import HUB_REPO
 from workflow.lib.settings.section_base import Section
 from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
 # Of held-out pairs or rated answers: the required number is the value, no gain over a model.
 REWARDS = ("reward_accuracy", "reward_margin")
-HUB_REPO = r"^[A-Za-z0-9][\w.-]*/[\w.-]+$"
 CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 # Of xllamacpp, as in envs/pins.txt, whose last number is llama.cpp's; and its source's SHA-256 by

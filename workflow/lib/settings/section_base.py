@@ -8,10 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from workflow.lib.settings.effects import Affects
-from workflow.lib.settings.errors_in_words import is_section
+from workflow.lib.settings.errors_in_words import NAME_PATTERN, is_section
 from workflow.lib.system.redaction import holds_secret
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 UNIONS = (Union, UnionType)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
