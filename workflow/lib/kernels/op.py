@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 class Decision:
-    """The usable kernels of one process."""
+    """The decision of one process on which kernels it uses."""
 
     def __init__(self) -> None:
         self._outcomes: dict[tuple[Key, torch.device], bool] = {}

@@ -32,7 +32,7 @@ class _Saved:
     number: int
     host: torch.Tensor  # (num_bytes,) uint8, as `values`
     uses: int = 0  # how many times autograd will still unpack it
-    values: torch.Tensor | None = None  # on the device; None before a fetch and after the last use
+    values: torch.Tensor | None = None  # on the device; None while the host alone has the bytes
     version: int = 0  # of `values`, when they were saved or fetched
     sent: torch.Event | None = None
     fetched: torch.Event | None = None

@@ -1,6 +1,6 @@
 """The logits of a chunk of the loss on a GPU: one kernel reads the head's matmul for log-sum-exp,
-another overwrites it with the gradient. No logit is stored: for each, 6 bytes move and 2 are kept;
-torch's operations keep up to 12, in fp32, and move 36."""
+another overwrites it with the gradient. So no logit is stored, and 6 bytes move for each in 16
+bits; torch's operations keep up to 12, in fp32, and move 36."""
 
 from typing import Any, NamedTuple
 

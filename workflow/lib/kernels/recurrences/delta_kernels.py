@@ -42,8 +42,8 @@ TILES = {
     "chunk_backward": Tile(64, 64, 4, 2),
     "system_backward": Tile(64, 64, 4),
 }
-"""For values of 16 bits, as tried on an H100 with Triton 3.6, which makes wrong reads of fewer
-columns, or of one stage in `scan_backward`."""
+"""For values of 16 bits, as tried on an H100 with Triton 3.6, whose programs read
+wrong addresses with fewer columns, or with one stage in `scan_backward`."""
 TILES_FP32 = {
     "prepare": Tile(32, 32, 4),
     "scan": Tile(MOST_KEYS[4], 16, 4),

@@ -55,7 +55,7 @@ def in_groups(
 
 
 def rotate_by_call_alone_(model: nn.Module) -> None:
-    """Give each call of a stock model its own length's frequencies: dynamic NTK keeps others."""
+    """Reset dynamic NTK, which keeps longer rows' frequencies, before each call of a model."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_type = kinds if isinstance(kinds, dict) else {"": kinds}
