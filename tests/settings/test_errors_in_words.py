@@ -75,6 +75,7 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
         ("export", "steps", [2, 0], "entry 2 must be at least 1"),
         ("hardware", "gpus", 5000, "must be at most 4096 or 'auto'"),
         ("hardware", "gpu_memory_gib", 0, "must be above 0.0 or 'auto'"),
+        ("hardware", "host_memory_gib", 1e300, "must be at most 1000000.0 or 'auto'"),
         ("hardware", "offload_activations", -1, "must be true or false or at least 0 or 'auto'"),
         ("evaluate", "processes", 65, "must be at most 64 or 'auto'"),
         ("data", "train", [["a"]], "entry 1 must be text"),

@@ -20,7 +20,7 @@ OF_STABLE = Affects(later=True, needs=("lr_schedule", "warmup_stable_decay"))
 OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 Layers = Annotated[int, Field(ge=0, le=10_000)]
-Gib = Annotated[float, Field(gt=0.0)]
+Gib = Annotated[float, Field(gt=0.0, le=1e6)]
 
 
 class ModelConfig(Section):
