@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.row_formats import to_sample
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.settings.data import DataColumns
 
@@ -315,3 +316,46 @@ def test_last_turn_alone_and_turns_of_weight_zero_are_one_example(name):
         (encoded,) = encoder_of(name, loss_on=loss_on).encode(Conversation(talk, trained))
         answer = tokenizer_of(name).decode(encoded.ids[encoded.mask].tolist())
         assert answer == generated(name, text)
+
+
+# Like DeepSeek V3.1: turns are written without reasoning, which the prompt opens on request.
+HIDES_REASONING = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}{% else %}</think>"
+    "{% if m.tool_calls %}{{ m.content }}{% for c in m.tool_calls %}"
+    "{{ '<｜tool▁calls▁begin｜>' + c.function.name + '<｜tool▁calls▁end｜>' }}{% endfor %}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+NO_ARGUMENTS = [{"name": "f", "arguments": {}}]
+
+
+@pytest.mark.parametrize(
+    ("turn", "text"),
+    [
+        ({"content": "a", "reasoning_content": "Hm."}, "Hm.</think>a<eos>"),
+        ({"content": "<think>Hm.</think>a"}, "Hm.</think>a<eos>"),
+        ({"content": "a"}, "</think>a<eos>"),
+        (
+            {"content": "<think>Hm.</think>", "tool_calls": NO_ARGUMENTS},
+            "Hm.</think><｜tool▁calls▁begin｜>f<｜tool▁calls▁end｜><eos>",
+        ),
+    ],
+    ids=["key", "content", "none", "call"],
+)
+def test_reasoning_that_no_turn_shows_is_trained_where_the_prompt_opens_one(turn, text):
+    tokenizer = tokenizer_of("deepseek_r1")
+    encoder = SampleEncoder(tokenizer, chat_template=HIDES_REASONING, loss_on="completions")
+    spoken = {"role": "assistant", **turn}
+    talk = [*chat("q"), spoken, *chat("q"), spoken]
+
+    def trained(**kwargs):
+        row = {"messages": talk, "chat_template_kwargs": kwargs}
+        examples = encoder.encode(to_sample(row, format="messages", columns=DataColumns()))
+        return [tokenizer.decode(e.ids[e.mask].tolist()) for e in examples]
+
+    assert trained(thinking=True) == [text, text]
+    if "Hm." in text and "tool_calls" not in turn:
+        with pytest.raises(RowError, match="leaves out the reasoning of message 2"):
+            trained(thinking=False)

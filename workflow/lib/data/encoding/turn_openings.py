@@ -75,6 +75,12 @@ class MarkedTurn:
         closes = header and (close == header or not close.endswith(header))
         return self.is_opened_by(prompt) and not self.reasons and not closes
 
+    def hides_reasoning(self, prompt: str, header: str) -> bool:
+        """Tell whether the template writes the end alone of a reasoning that the prompt opens
+        (DeepSeek V3.1)."""
+        is_hidden = self.opening is None and header.strip() == END_OF_REASONING
+        return is_hidden and self.is_opened_by(prompt)
+
     def kept(self, tail: str, header: str, prompt: str) -> str | None:
         """Return the part of `header` that the model has to write after the prompt's `tail`; None
         if the tail is neither the beginning of a reasoning nor an empty one."""
@@ -130,6 +136,10 @@ class TurnOpenings:
         if not text.startswith(opening.header, start):
             raise _not_found(index)
         rest = text[start + len(opening.header) :]
+        closes = opening.close is not None or opening.kept.strip() == END_OF_REASONING
+        if closes and rest.lstrip().startswith(BEGIN_OF_REASONING):  # the text's own, as it stands
+            begun = rest.lstrip().removeprefix(BEGIN_OF_REASONING)
+            return begun.lstrip("\n") if prompt.endswith("\n") else begun
         if opening.close is not None:
             return reasoning_of(message) + opening.close + rest.lstrip("\n")
         return opening.kept + rest
@@ -162,7 +172,9 @@ class TurnOpenings:
         bare = {k: v for k, v in message.items() if k not in REASONING_KEYS} | {"content": CONTENT}
         for turn in [bare, *_named(bare), {"role": "assistant", "content": CONTENT}]:
             marked = self._marked(conversation, index, turn)
-            for shared, tail, header in self._splits(prompt, marked.before):
+            # shortest header first: an earlier turn may hold the token that ends the prompt
+            splits = sorted(self._splits(prompt, marked.before), key=lambda split: len(split[2]))
+            for shared, tail, header in splits:
                 begun = marked.before.removesuffix(header)
                 if not usual.endswith(tail) or not _holds(
                     begun, marked.before, conversation, index
@@ -171,6 +183,8 @@ class TurnOpenings:
                 kept = marked.kept(tail, header, prompt)
                 if kept is not None:
                     close = marked.close if marked.goes_on(prompt, header) else None
+                    if reasoning_of(message) and marked.hides_reasoning(prompt, header):
+                        close = header
                     return Opening(shared, len(tail), header, kept, close)
             if marked.reasons:
                 raise ReasoningClosedError(
