@@ -79,12 +79,7 @@ MESSAGE = Place(
     flags=frozenset(FLAGS),
 )
 # Of a tool's message without content: its result, which would be lost.
-RESULT_KEYS = {
-    f"{what}{word}{s}"
-    for what in ("", "tool_")
-    for word in ("output", "result", "response")
-    for s in ("", "s")
-}
+RESULT_KEY = re.compile("(tool_)?(output|result|response)s?")
 TEXT_PARTS = ("text", "input_text", "output_text")
 PART = Place("part", frozenset({"type", "text"}))
 
@@ -181,12 +176,8 @@ def _single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
 
 def _is_role_and_text(item: Any) -> bool:
     """Tell whether an item is `["user", "Hi"]`, as LangChain and FastChat write messages."""
-    return (
-        isinstance(item, list)
-        and len(item) == 2
-        and isinstance(item[0], str)
-        and item[0].strip().lower() in ROLES
-    )
+    is_pair = isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)
+    return is_pair and item[0].strip().lower() in ROLES
 
 
 def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
@@ -253,7 +244,7 @@ def without_tags(reasoning: str) -> str:
 
 
 def _check_no_other_result(item: Values, where: str) -> None:
-    for key in RESULT_KEYS & item.keys():
+    for key in filter(RESULT_KEY.fullmatch, item):
         if item[key] not in EMPTY:
             raise RowError(
                 f"no content, but {key}: {where} is a tool's; rename it to content, or leave it "

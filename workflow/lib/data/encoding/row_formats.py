@@ -259,19 +259,12 @@ def _template_kwargs(value: Values) -> dict[str, object]:
 
 def _prompt_completion(row: RowParts) -> Unweighted:
     before, _ = read_history(row)
-    prompt, _ = _turns(row, row.columns.prompt, role="user")
-    completion, weights = read_turns(
-        row,
-        answer_behind(row, _given(row.value, row.columns.completion)),
-        f"column {row.columns.completion!r}",
-        role="assistant",
-    )
+    asked, said = (_given(row.value, n) for n in (row.columns.prompt, row.columns.completion))
+    prompt, _ = read_turns(row, asked, f"column {row.columns.prompt!r}", role="user")
+    said, what = answer_behind(row, said), f"column {row.columns.completion!r}"
+    completion, weights = read_turns(row, said, what, role="assistant")
     weights = [0.0] * (len(before) + len(prompt)) + weights
     return _conversation([*before, *prompt, *completion], weights, row)
-
-
-def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[float]]:
-    return read_turns(row, _given(row.value, name), f"column {name!r}", role=role)
 
 
 def read_turns(

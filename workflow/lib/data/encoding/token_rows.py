@@ -23,10 +23,8 @@ def read_tokens(value: Values, columns: DataColumns) -> TokenRow:
     """Return the ids without those that `attention_mask` marks as padding, and their loss mask."""
     ids = _integers(value, columns.input_ids)
     trained = _targets(value, ids, columns)
-    if value.get("attention_mask") is not None:
-        real = _flags(value, "attention_mask", ids)
-    else:
-        real = [True] * len(ids)
+    is_masked = value.get("attention_mask") is not None
+    real = _flags(value, "attention_mask", ids) if is_masked else [True] * len(ids)
     if value.get("position_ids") is not None:
         _check_is_one_document(_integers(value, "position_ids"), real)
     trained = trained and [t for t, r in zip(trained, real, strict=True) if r]
