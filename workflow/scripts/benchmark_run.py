@@ -130,8 +130,7 @@ def several(
     wanted: Mapping[str, Request],
     prepared: Callable[[Request], Prepared],
 ) -> Iterator[BenchmarkRow]:
-    """Yield the row of every request, measured or with the cause why not; prepared: plans and
-    predicts one."""
+    """Yield each request's row, measured or with a cause; prepared: plans and predicts one."""
     ready: dict[str, Prepared] = {}
     for key, request in wanted.items():
         obstacle = _not_installed(request)

@@ -214,8 +214,7 @@ def train(
 
 
 def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pulse) -> RunState:
-    """Load the run's newest checkpoint, if any, and open the records of its further steps.
-    Collective."""
+    """Load the newest checkpoint, if any, and open the records of further steps. Collective."""
     settings, training, world = run.config.train, run.model.training, run.world
     num_steps, micro_batch_size = run.plan.num_steps, run.plan.micro_batch_size
     state_bytes = run.model.state_bytes()
@@ -297,8 +296,7 @@ def with_heldout_loss(metrics: Step, state: RunState) -> Step:
 
 
 def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> None:
-    """Start a checkpoint after `step` if it is due on any process, and stop if any is asked to.
-    Collective."""
+    """Start a checkpoint of `step` if it is due on any process; stop if any must. Collective."""
     last = step == state.num_steps or state.ends_early
     due = last or state.cadence.due(step=step, last_saved_s=state.writer.last_saved_s)
     # Clocks differ, and a signal may reach one process alone, but saving is collective.
@@ -369,8 +367,7 @@ def write_results(
     checks: list[Check],
     selected_step: int,
 ) -> None:
-    """Write the sharded adapter, the parity record, metrics and summary to a folder that appears as
-    a whole."""
+    """Write adapter, parity record, metrics and summary to a folder that appears as a whole."""
     training, world = run.model.training, run.world
     partial = args.output.with_name(f".{args.output.name}.partial")
     if world.is_main:

@@ -165,8 +165,7 @@ def write_weights(
     settings: QuantizeConfig,
     device: torch.device,
 ) -> int:
-    """Stream every tensor from `source` to `target`, under the model's names; return the bytes
-    written."""
+    """Stream all tensors from `source` to `target` by the model's names; return their bytes."""
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
     recorded = downloaded_files(source)
     with ConvertedReader(source, model, recorded=recorded, finite=True) as reader:

@@ -152,8 +152,7 @@ def work(args: argparse.Namespace, folders: ScoredFolders) -> None:
 def check_inputs(
     args: argparse.Namespace, folders: ScoredFolders, tokens: TokenStore, process: Process
 ) -> dict[str, str]:
-    """Compare model and tokens with their recorded checksums; return the SHA-256 of the model's
-    files. Collective."""
+    """Check model and tokens by their checksums; return the model files' SHA-256. Collective."""
     process.pulse.phase("checking the files")
     recorded, sharing = recorded_arrays(args.tokens, tokens.manifest), process.world
     files = []

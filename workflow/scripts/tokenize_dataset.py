@@ -153,8 +153,7 @@ def find_encodings(
     settings: DataConfig,
     examples: Examples,
 ) -> dict[str, Encoding]:
-    """Return the encoding of each split's rows, after a check of the template. known: number of
-    possible token ids."""
+    """Check the template; return the encoding by split. known: number of possible token ids."""
     formats = {split: find_formats(split, sources, examples) for split, sources in splits.items()}
     chats = any(name not in WITHOUT_TEMPLATE for some in formats.values() for name, _ in some)
     template = tool_template = None

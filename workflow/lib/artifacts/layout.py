@@ -370,8 +370,7 @@ def recorded_json(stage: str, run: RunConfig) -> str:
 
 
 def _excluded(run: RunConfig) -> dict[str, Any]:
-    """Return the settings that the report leaves out: trackers, and settings without a name of the
-    user's."""
+    """Return the settings left out of the report: trackers, and those without a user's name."""
     recovered = run.start is not None and run.start.recovers is not None
     return {"tracking": True} | ({"train": {"start_from"}} if recovered else {})
 

@@ -207,8 +207,7 @@ class NF4Tensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation as on an ordinary tensor, but decode only one expert if one is
-        indexed."""
+        """Run an operation as on an ordinary tensor; an index of one expert decodes it alone."""
         if func is aten.detach.default:  # a parameter is made of it
             (tensor,) = args
             return cls(

@@ -85,8 +85,7 @@ class TrainedRows(nn.Module, BaseTunerLayer):
         return masters.full_tensor() if isinstance(masters, DTensor) else masters
 
     def within(self, weight: torch.Tensor) -> tuple[slice, slice]:
-        """Return the trained rows of this process's slice of a table, and their places in the
-        masters."""
+        """Return this process's trained rows of a sliced table, and their places in the masters."""
         start, stop = local_range(weight)
         first = max(start, self._rows.start)
         last = max(first, min(stop, self._rows.stop))

@@ -154,8 +154,7 @@ def _memory_curve(runs: list[Run]) -> Figure:
 def line_of(
     run: Run, index: int, values: list[float], number: str, *, steps: list[Step] | None = None
 ) -> dict[str, Any]:
-    """Return a run's line through `values` at `steps` (default: all logged ones), in the colour of
-    `index`."""
+    """Return a run's line of `values` at `steps` (default: all logged), coloured by `index`."""
     steps = run.steps if steps is None else steps
     positions = thinned(values, limit=POINTS_PER_CURVE)
     return {

@@ -56,8 +56,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true for a number, and a number or text for true: pydantic would silently convert
-        both."""
+        """Refuse true for numbers, and numbers or texts for true: pydantic would convert both."""
         assert info.field_name is not None, "a validator of fields runs for a field"
         annotation = cls.model_fields[info.field_name].annotation
         branches = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)

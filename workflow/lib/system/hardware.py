@@ -1,5 +1,4 @@
-"""The machine: visible GPUs, host memory and disks, from the driver and the kernel, without
-torch."""
+"""The machine's visible GPUs, host memory and disks, by driver and kernel, without torch."""
 
 import os
 import socket
@@ -27,8 +26,7 @@ class Gpu:
     used_bytes: int  # memory of all programs on it now
     uuid: str
     bfloat16: bool = True
-    """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that
-    too."""
+    """Whether it multiplies bfloat16 (capability 8.0 and more), as flash attention needs."""
     float8: bool = True  # whether it multiplies float8: compute capability 8.9 and more
 
 

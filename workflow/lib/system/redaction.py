@@ -104,6 +104,5 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def public_name(path: str) -> str:
-    """Return a path as in the settings; of an absolute one, which is of this machine, its last
-    part."""
+    """Return a path as in the settings; of an absolute one (this machine's) the last part."""
     return PurePath(path).name if PurePath(path).is_absolute() else path

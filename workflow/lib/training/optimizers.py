@@ -28,8 +28,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
     """`train.optimizer` over this process's shards; `count` (): the updates so far."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], train: TrainConfig) -> None:
-        """params: by name, sharded. Moments are made here, so that a checkpoint can be read into
-        them."""
+        """params: by name, sharded. Moments are made here: checkpoints are read into them."""
         super().__init__(params.values(), {"lr": train.learning_rate})
         self.count = torch.zeros((), dtype=torch.int64)
         self.device_decides = OPTIMIZERS[train.optimizer].device_decides

@@ -86,8 +86,7 @@ def _unknown(model: str, why: str) -> UserError:
 def machine_by_hand(
     gpus: tuple[int, GpuModel], *, asked_gib: float | None, hardware: HardwareConfig
 ) -> Machine:
-    """Return `hardware.nodes` machines of such GPUs, with `asked_gib` of host memory, or the usual
-    amount."""
+    """Return `hardware.nodes` such machines, with `asked_gib` or the usual host memory."""
     if asked_gib is not None and not asked_gib > 0:
         raise setting_error("--host-gib", asked_gib, "it must be above 0", "Give the host's GiB")
     count, gpu = gpus
