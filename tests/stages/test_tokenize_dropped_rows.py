@@ -121,6 +121,14 @@ def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage):
     assert store.manifest["splits"]["train"]["truncated"] == 0
 
 
+def test_rows_that_are_all_too_long_are_told_with_the_reason_and_the_setting(stage):
+    save_rows(stage.train, [LONG_PROMPT, LONG_PROMPT])
+    with pytest.raises(UserError) as refused:
+        stage.run(max_rejected_share=0.0)
+    assert "2 of them dropped (2: no trained token within seq_len; all: " in str(refused.value)
+    assert str(refused.value).endswith("Give it more rows, or mend those, or raise data.seq_len.")
+
+
 def test_blank_lines_are_counted_so_that_rows_add_up_to_lines(stage):
     save_rows(stage.train, ["", *rows(NUM_TRAIN), " ", ""])
     (train, heldout) = stage.run().manifest["sources"]

@@ -127,7 +127,9 @@ def test_rows_that_share_a_system_text_alone_stay_held_out(stage):
 def test_one_row_cannot_be_two_splits(stage):
     stage.heldout = None
     save_rows(stage.train, rows(1))
-    with pytest.raises(UserError, match=r"data\.train: no document is left for the split train"):
+    with pytest.raises(
+        UserError, match=r"data\.train: no document is left .* or change data\.heldout_share"
+    ):
         stage.run()
 
 

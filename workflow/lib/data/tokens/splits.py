@@ -1,6 +1,7 @@
 """The two splits: the documents of each; no held-out document is also trained on."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -298,10 +299,15 @@ def check_not_empty(*splits: Split, rejects: Path) -> None:
     """Raise `UserError` if no document of a split is left; `rejects` lists the dropped rows."""
     for split in splits:
         if len(split) == 0:
-            listed = f" (listed with reasons: {rejects})" if split.rows_dropped else ""
+            reasons = sum((file.dropped_by_reason for file in split.corpus.files), Counter[str]())
+            commonest = ", ".join(f"{count}: {reason}" for reason, count in reasons.most_common(3))
+            listed = f" ({commonest}; all: {rejects})" if split.rows_dropped else ""
             files = ", ".join(file.file for file in split.corpus.files[:3])
+            change = "mend those" if split.rows_dropped else "change data.heldout_share"
+            if any("seq_len" in reason for reason in reasons):
+                change += ", or raise data.seq_len"
             raise UserError(
                 f"data.{split.name}: no document is left for the split {split.name}: "
                 f"{split.rows_read} rows of {files} were read for it, {split.rows_dropped} of them "
-                f"dropped{listed}. Give it more rows, or mend those."
+                f"dropped{listed}. Give it more rows, or {change}."
             )
