@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from tests.support.built_models import built_model
 from tests.support.distributed import TIMEOUT_S, run_distributed
@@ -77,8 +77,9 @@ OTHERS = {
     "minimax_m2": AutoConfig.for_model(
         "minimax_m2", **SIZES, num_local_experts=5, num_experts_per_tok=2
     ),
-    "hyperclovax": AutoConfig.for_model("hyperclovax", **SIZES),
 }
+if "hyperclovax" in CONFIG_MAPPING:  # Transformers 5.17 has it not
+    OTHERS["hyperclovax"] = AutoConfig.for_model("hyperclovax", **SIZES)
 
 
 def tiny(family: str) -> Any:

@@ -65,17 +65,26 @@ class OutputHead:
 # What families multiply logits by (Cohere, Falcon H1, Muse), and divide them by (Granite).
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISOR = "logits_scaling"
-MULTIPLIED_BY_IT = ("hyperclovax",)  # families that multiply by Granite's divisor (5.23)
+MULTIPLIED_BY_IT = frozenset({"hyperclovax"})  # by Granite's divisor (5.23)
+# Multimodal families whose class scales logits as its text part says; others leave it out (5.23).
+SCALED_BY_TEXT = frozenset(
+    {
+        *("cohere_compass", "granite4_vision", "granite_docling", "hyperclovax_vision_v2"),
+        *("muse_glimmer", "muse_spark"),
+    }
+)
 
 
 def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = True) -> OutputHead:
-    """Return a model family's head, which scales its output or caps it, by the text part of its
-    configuration. `startup_checks.startup_checks` finds a family with another head."""
+    """Return a model family's head, which scales its output or caps it.
+    `startup_checks.startup_checks` finds a family with another head."""
     text: Any = config.get_text_config()
-    divisor = _number(text, DIVISOR)
-    if text.model_type in MULTIPLIED_BY_IT:
+    of_scale = text if config.model_type in SCALED_BY_TEXT else config
+    divisor = _number(of_scale, DIVISOR)
+    if of_scale.model_type in MULTIPLIED_BY_IT:
         divisor = 1 / divisor
-    scale = math.prod(_number(text, key) for key in FACTORS) / divisor
+    scale = math.prod(_number(of_scale, key) for key in FACTORS) / divisor
+    # Gemma 4 caps by the text part of a multimodal config.
     return OutputHead(module, scale, getattr(text, "final_logit_softcapping", None), fused)
 
 
