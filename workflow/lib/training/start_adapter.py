@@ -115,11 +115,11 @@ def _places(training: nn.Module) -> dict[str, nn.Parameter]:
 def _equal(one: CheckpointReader, name: str, other: CheckpointReader, path: str) -> bool:
     """Compare two tensors of files by value, some rows at a time."""
     shape = one.shape(name)
-    if not shape or shape != other.shape(path):
-        return False
-    starts = range(0, shape[0], ROWS)
-    parts = ((one.rows(name, n, n + ROWS), other.rows(path, n, n + ROWS)) for n in starts)
-    return all(torch.equal(a.float(), b.float()) for a, b in parts)
+    same = bool(shape) and shape == other.shape(path)
+    return same and all(
+        torch.equal(one.rows(name, n, n + ROWS).float(), other.rows(path, n, n + ROWS).float())
+        for n in range(0, shape[0], ROWS)
+    )
 
 
 def _findings(

@@ -142,6 +142,4 @@ def said_of_quantization(config: Mapping[str, Any]) -> Any:
     part = config.get(TEXT_PART)
     inner = part.get(QUANTIZATION) if isinstance(part, Mapping) else None
     by_mlx = config.get(MLX)
-    return (
-        config.get(QUANTIZATION) or inner or (by_mlx if isinstance(by_mlx, Mapping) else {}) or None
-    )
+    return config.get(QUANTIZATION) or inner or (isinstance(by_mlx, Mapping) and by_mlx) or None

@@ -66,25 +66,19 @@ class OutputHead:
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISOR = "logits_scaling"
 MULTIPLIED_BY_IT = frozenset({"hyperclovax"})  # by Granite's divisor (5.23)
-# Multimodal families whose class scales logits as its text part says; others leave it out (5.23).
-SCALED_BY_TEXT = frozenset(
-    {
-        *("cohere_compass", "granite4_vision", "granite_docling", "hyperclovax_vision_v2"),
-        *("muse_glimmer", "muse_spark"),
-    }
-)
+# Multimodal families, by their beginnings, whose class scales logits by its text part (5.23).
+SCALED_BY_TEXT = ("cohere_compass", "granite4_v", "granite_docling", "hyperclovax_vision", "muse_")
 
 
 def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = True) -> OutputHead:
     """Return a model family's head, which scales its output or caps it.
     `startup_checks.startup_checks` finds a family with another head."""
     text: Any = config.get_text_config()
-    of_scale = text if config.model_type in SCALED_BY_TEXT else config
+    of_scale = text if config.model_type.startswith(SCALED_BY_TEXT) else config
     divisor = _number(of_scale, DIVISOR)
     if of_scale.model_type in MULTIPLIED_BY_IT:
         divisor = 1 / divisor
     scale = math.prod(_number(of_scale, key) for key in FACTORS) / divisor
-    # Gemma 4 caps by the text part of a multimodal config.
     return OutputHead(module, scale, getattr(text, "final_logit_softcapping", None), fused)
 
 
