@@ -88,6 +88,9 @@ def check_by_hand(args: argparse.Namespace, question: str | None) -> None:
     }
     if args.deadline is not None and question != "cheapest":
         raise setting_error("--deadline", args.deadline, "only --cheapest has one", "Remove it")
+    if args.deadline is not None and not 0 < args.deadline < math.inf:  # nor is nan a time
+        bound = "it must be above 0 and finite"
+        raise setting_error("--deadline", args.deadline, bound, "Give the hours from now")
     use = f"with --{question}" if question else "without --config"
     named = ([name for name, here in names.items() if here] for names in (needed, foreign))
     check_arguments(args, *named, use=use)
@@ -166,13 +169,14 @@ def print_largest(
     args: argparse.Namespace, parser: argparse.ArgumentParser, process: RecordingProcess
 ) -> None:
     """Print the largest model that fits, why larger ones do not, and its prediction."""
-    names = args.largest or sorted(set(known_models().values()))
+    names = [*dict.fromkeys(args.largest)] or sorted(set(known_models().values()))
     models = dict[str, tuple[ModelShape, PlanRecorder]]()
     for name in names:
         try:
             models[name] = found_model(args, name, process)
         except UserError as error:
-            raise UserError(f"--largest: {name}: {error}") from None
+            said = str(error) if name and name in str(error) else f"{name!r}: {error}"
+            raise UserError(f"--largest: {said}") from None
     shapes = {name: shape for name, (shape, _) in models.items()}
     found = largest(shapes, lambda name: asked_run(args, *models[name]))
     if found.forecast is not None:
@@ -204,7 +208,9 @@ def print_machines(
     record: PlanRecorder,
 ) -> None:
     """Print a table of machines, and with `--cheapest` the one that costs least by the deadline."""
-    text, setting = (args.compare, "--compare") if args.compare else (args.cheapest, "--cheapest")
+    text, setting = (
+        (args.compare, "--compare") if args.compare is not None else (args.cheapest, "--cheapest")
+    )
     table = machine_table(text, setting=setting)
     processes = [parse_gpus(x.gpus, setting=setting)[0] * x.nodes for x in table.machines]
     shared = math.lcm(*processes)

@@ -166,7 +166,13 @@ def test_any_setting_can_be_given(tiny):
         (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--set", "data.seq_len=8"), (
             "--longest finds it"
         )),
-        (("--gpus", "4090", "--largest", "Qwen3-8B", "Qwen3-88B"), "--largest: Qwen3-88B: "),
+        (("--gpus", "4090", "--largest", "Qwen3-8B", "Qwen3-88B"), (
+            "--largest: --model = 'Qwen3-88B': no such folder"
+        )),
+        (("--gpus", "4090", "--largest", ""), "--largest: '': --model = '': no such folder"),
+        (("--gpus", "4090", "--model", ""), "--model = '': no such folder"),
+        (("--gpus", "4090", "--model", "Qwen3-8B", "--host-gib", "inf"), "--host-gib = inf"),
+        (("--model", "Qwen3-8B", "--compare", ""), "--compare = '': machines.1.gpus"),
         (("--gpus", "4090", "--model", "Qwen3-8B", "--largest"), "--model = 'Qwen3-8B'"),
         (("--gpus", "4090", "--longest"), "--model = None: it is needed with --longest"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--compare", "4090"), "--gpus = '4090'"),
@@ -175,7 +181,9 @@ def test_any_setting_can_be_given(tiny):
             "/nowhere.yaml: there is no such file or folder"
         )),
         (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
-          "--deadline", "0"), "--deadline: it is in 0 h"),
+          "--deadline", "-3"), "--deadline = -3.0: it must be above 0 and finite"),
+        (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
+          "--deadline", "nan"), "--deadline = nan: it must be above 0 and finite"),
         (("--config", "{}", "--model", "x"), "--tokens = None"),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--longest"), "--longest = 'True'"),

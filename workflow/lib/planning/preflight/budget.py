@@ -89,24 +89,21 @@ def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks
 
 def certain_lack(shape: ModelShape, plan: StepPlan, machine: Machine, limits: Budget) -> str | None:
     """Return why no values of the memory options can make a plan fit; None if some might. Counts
-    the memory of each option, and never the rest of a step."""
+    only what every plan holds."""
     if machine.device == "cpu":
         return None
     resident = resident_bytes(shape, plan)
     free = limits.capacity_bytes - limits.outside_allocator_bytes - limits.margin_bytes - resident
     if free < 0:
-        needed, there = limits.capacity_bytes - free, limits.capacity_bytes
-        return (
-            f"each GPU needs more than {needed / GIB:.2f} of {there / GIB:.2f} GiB for what is "
-            "trained, embedding and head"
-        )
+        least_gib = (limits.capacity_bytes - free) / GIB
+        return f"what is trained, embedding and head need over {least_gib:.2f} GiB of each GPU"
     layers = map(shape.layer, range(shape.num_layers))
     slices = [packed_bytes(layer.linears, plan) // plan.shards for layer in layers]
     locked = _least_locked(slices, offloaded=sum(slices) - free)
     needed = host_bytes(shape, plan, machine, Peaks({}, host_bytes=locked))
-    if limits.host_capacity_bytes is None or needed <= limits.host_capacity_bytes:
-        return None
     there = limits.host_capacity_bytes
+    if there is None or needed <= there:
+        return None
     return (
         f"of {sum(slices) / GIB:.2f} GiB of packed weights {free / GIB:.2f} have room on each GPU; "
         f"with the rest a node needs {needed / GIB:.2f} of {there / GIB:.2f} GiB of host memory"

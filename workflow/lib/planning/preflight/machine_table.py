@@ -78,7 +78,7 @@ class MachineTable(Section):
                 "price_per_kwh; --compare needs none."
             )
         _, least, fastest = min(fitting, key=lambda x: x[1])
-        if hours is not None and not least <= hours:  # nor is nan a time
+        if hours is not None and least > hours:
             raise UserError(
                 f"--deadline: it is in {hours:.3g} h, and the fastest machine, "
                 f"{fastest.offer.label}, takes {least:.3g} h. Give more time, or faster machines."

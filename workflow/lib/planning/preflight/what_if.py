@@ -44,7 +44,7 @@ def find_shape(
     """Return the shape of a local folder, a config.json, a shipped model, or a hub model's
     config.json. describe: takes torch. Raises `UserError` with the nearest shipped names."""
     path = Path(model)
-    if path.exists():
+    if model and path.exists():
         return describe(path)
     shipped = known_shape(model) if revision is None else None
     if shipped is not None:
@@ -87,8 +87,9 @@ def machine_by_hand(
     gpus: tuple[int, GpuModel], *, asked_gib: float | None, hardware: HardwareConfig
 ) -> Machine:
     """Return `hardware.nodes` such machines, with `asked_gib` or the usual host memory."""
-    if asked_gib is not None and not asked_gib > 0:
-        raise setting_error("--host-gib", asked_gib, "it must be above 0", "Give the host's GiB")
+    if asked_gib is not None and not 0 < asked_gib <= 1e6:
+        bound = "it must be above 0 and at most a million"
+        raise setting_error("--host-gib", asked_gib, bound, "Give the host's GiB")
     count, gpu = gpus
     origin = "--host-gib" if asked_gib is not None else "hardware.host_memory_gib"
     allowed = hardware.host_memory_gib
