@@ -16,6 +16,7 @@ from workflow.lib.system.files import (
     canonical_json,
     file_sha256,
     provenance,
+    source_commit,
     unwritable,
     write_checksums,
     write_json,
@@ -110,3 +111,14 @@ def test_folder_deleted_meanwhile_is_told_and_no_other_missing_file(tmp_path):
         said[name] = unwritable(caught.value)
     assert said["results/absent"] is None
     assert f"the folder {tmp_path}/results/run is not there" in str(said["results/run/step.json"])
+
+
+def test_commit_of_a_checkout_that_belongs_to_another_user_is_told(monkeypatch):
+    if (commit := source_commit()) is None:
+        pytest.skip("these files are no checkout")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    plain = subprocess.run(
+        ["git", "describe", "--always"], cwd=Path(__file__).parent, capture_output=True
+    )
+    assert plain.returncode != 0  # git itself refuses
+    assert source_commit() == commit

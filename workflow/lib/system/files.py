@@ -213,11 +213,15 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+# git refuses a checkout of another user, whose code already runs here
+GIT = ("git", "-c", "safe.directory=*")
+
+
 def source_commit() -> str | None:
     """Return the commit of this checkout, `-dirty` if it has changes; None outside one."""
     try:
         described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            [*GIT, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
