@@ -75,12 +75,10 @@ class CpuRates:
         )
 
 
-# One thread makes 55 to 76 GFLOP/s. A token's pass reads weights at 10 GB/s: SmolLM2-135M took
-# 52 ms in fp32, and 89 ms with NF4 layers, which are decoded first. The demo's step (30 GFLOP,
-# 1.5 GB, 652 calls) took 0.65 s in each of two processes on two cores, one of a tiny model 0.06
-# (AMD EPYC, torch 2.13, November 2026).
-CPU = CpuRates(65e9, 10e9, 60e-6, "measured on one machine")
-PROBED_CPU = {"matmul": 88.4e9, "memory": 26e9, "python": 7200.0}  # the same, one thread
+# Fitted to four steps of the demo (docs/time-model.md, Probes), and probed in the same minutes: AMD
+# EPYC, one thread a process, torch 2.13, November 2026.
+CPU = CpuRates(103e9, 15.5e9, 13.5e-6, "measured on one machine")
+PROBED_CPU = {"matmul": 106e9, "memory": 46e9, "python": 32e3}
 # A step in bfloat16 took 5.2 s in place of 9.4 (one CPU with AVX512-BF16, November 2026).
 BFLOAT16_SPEEDUP = 9.4 / 5.2
 # GPUs of compute capability 9.0 and above, where cuDNN computes documents of one length.
