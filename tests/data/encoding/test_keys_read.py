@@ -56,6 +56,16 @@ def test_what_nothing_reads_is_counted(rows, format, counts):
     assert not_read(*rows, format=format) == counts
 
 
+@pytest.mark.parametrize(
+    "flag", [{"train": False}, {"weight": 0.5}, {"masked": True}, {"metadata": {"loss": 0}}]
+)
+def test_flags_of_turns_are_refused_where_every_token_is_trained(flag):
+    talk = row(QUESTION, {**ANSWER, **flag}, QUESTION, ANSWER)
+    with pytest.raises(RowError, match=r"message 2 has .* but data.loss_on = all .*leave_out"):
+        read(talk, KeyAccount(all_trained=True))
+    read(row(QUESTION, {**ANSWER, "train": True}), KeyAccount(all_trained=True))
+
+
 def test_key_of_a_message_that_the_template_reads_is_read():
     template = "{% for m in messages %}{{ m['name'] }}{{ m.mood }}{{ m.get('tone') }}{% endfor %}"
     spoken = {**ANSWER, "name": "n", "mood": "m", "tone": "t", "id": 7}

@@ -118,10 +118,7 @@ def test_tokens_have_the_weights_of_their_turn_and_row(tokenizer, template):
     assert not encoded.weights[~encoded.mask].any()
 
 
-def test_weights_of_turns_are_refused_where_every_token_is_trained(tokenizer):
-    talk = Conversation(CHAT, [False, False, True, False, True], weights=[0, 0, 0.5, 0, 1])
-    with pytest.raises(RowError, match=r"weights of turns: .* trains every token"):
-        encode(tokenizer, talk, CHAT_TEMPLATE, loss_on="all")
+def test_row_of_text_has_one_weight(tokenizer):
     encoded = encode(tokenizer, Weighted("plain", 0.5), None)
     assert encoded.weights.tolist() == (0.5 * encoded.mask).tolist()
 
@@ -141,7 +138,14 @@ def test_ready_tokens_are_taken_as_they_are(tokenizer):
     encoded = encode(tokenizer, row, None)
     assert encoded.ids.tolist() == row.ids
     assert encoded.mask.tolist() == [False, False, True, True]
-    assert encode(tokenizer, row, None, loss_on="all").mask.tolist() == [False, True, True, True]
+
+
+def test_labels_that_leave_tokens_out_are_refused_where_every_token_is_trained(tokenizer):
+    for targets in (None, [False, True, True]):
+        row = TokenRow([5, 6, 7], targets)
+        assert encode(tokenizer, row, None, loss_on="all").mask.tolist() == [False, True, True]
+    with pytest.raises(RowError, match=r"labels: .* trains every token; leave them out"):
+        encode(tokenizer, TokenRow([5, 6, 7], [True, True, False]), None, loss_on="all")
 
 
 @pytest.mark.parametrize(

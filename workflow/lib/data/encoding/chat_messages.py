@@ -207,7 +207,9 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     flags = flags_of(item, shape.flags, shape.passed) if shape.flags or shape.passed else []
     if role != "assistant":
         check_not_trained_by_role(flags, where)
-    weight = weight_of(flags, where) if role == "assistant" else 0.0
+        weight = 0.0
+    else:
+        weight = weight_of(flags, where, all_trained=keys.all_trained)
     may_be_empty = role in ("system", "tool") or bool(calls)
     text = _content(content, role, where, keys, may_be_empty=may_be_empty)
     if role == "tool" and not text:

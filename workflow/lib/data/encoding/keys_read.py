@@ -107,9 +107,15 @@ def _inside(value: dict[str, Any] | list[Any]) -> Iterator[Flag]:
             yield from _inside(item)
 
 
-def weight_of(flags: Iterable[Flag], where: str) -> float:
-    """Return the weight of an item with these flags, 0 if it is not trained. Raises `RowError`."""
-    return math.prod(flag_weight(flag, where) for flag in flags)
+def weight_of(flags: Iterable[Flag], where: str, *, all_trained: bool) -> float:
+    """Return the weight of an item with these flags, 0 if it is not trained. Raises `RowError`, if
+    all tokens are trained (`data.loss_on`) also at a weight other than 1."""
+    weights = [(flag, flag_weight(flag, where)) for flag in flags]
+    for (key, value, _), weight in weights:
+        if all_trained and weight != 1:
+            alike = "data.loss_on = all trains every token alike"
+            raise _error(f"weights of turns: {where} has {key} = {value!r}, but {alike}", key)
+    return math.prod(weight for _, weight in weights)
 
 
 def check_not_trained_by_role(flags: Iterable[Flag], where: str) -> None:
@@ -191,7 +197,7 @@ class Shape(NamedTuple):
 class KeyAccount:
     """Counts the keys of a source that are not read. template_keys: of a message, read by the
     template; leave_out: by the user's setting; omit_media: also pictures and sounds; group_by: is
-    read."""
+    read; all_trained: no turn may have a weight."""
 
     def __init__(
         self,
@@ -200,8 +206,9 @@ class KeyAccount:
         leave_out: Collection[str] = (),
         omit_media: bool = False,
         group_by: str | None = None,
+        all_trained: bool = False,
     ) -> None:
-        self._group_by = group_by
+        self._group_by, self.all_trained = group_by, all_trained
         self._template_keys = frozenset(template_keys) | REASONING_KEYS
         self.leave_out = frozenset(leave_out)
         self.omit_media = omit_media

@@ -119,11 +119,6 @@ class SampleEncoder:
         if isinstance(sample, Weighted):
             return partial(_weighted, self._begin(sample.sample), sample.weight)
         if isinstance(sample, Conversation):
-            if sample.weights is not None and self._loss_on == "all":
-                raise RowError(
-                    "weights of turns: data.loss_on = all trains every token, so turns have none; "
-                    "give the row one, or leave them out (data.leave_out: [weight])"
-                )
             rendered = _chosen(self._renderers, sample).render(sample)
             return partial(
                 self._encode_chat,
@@ -197,6 +192,11 @@ class SampleEncoder:
                 f"unknown token: id {wrong}, the tokenizer has 0 to {self._vocab_size - 1}"
             )
         if self._loss_on == "all":
+            if not all((row.trained or [])[1:]):
+                raise RowError(
+                    "labels: they name tokens that are not trained, but data.loss_on = all trains "
+                    "every token; leave them out (data.leave_out: [labels, loss_mask])"
+                )
             mask = np.ones(len(row.ids), dtype=np.bool_)
         elif row.trained is None:
             raise RowError("no labels: token ids need labels or loss_mask, or data.loss_on = all")

@@ -214,6 +214,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
             leave_out=settings.leave_out,
             omit_media=settings.media == "omit",
             group_by=group_by,
+            all_trained=settings.loss_on == "all",
         )
         for group_by in encoding.group_by
     ]
