@@ -101,8 +101,7 @@ def test_buffer_that_nobody_computes_is_refused(folder, dtype):
         materialize_(model, transformers_model=model, device=CPU)
     assert str(caught.value) == (
         "LlamaForCausalLM is not supported: its buffer table of OddRotary cannot be computed "
-        "without a "
-        "checkpoint. Choose another model.source."
+        "without a checkpoint. Choose another model.source."
     )
 
 

@@ -27,11 +27,10 @@ from workflow.scripts.consolidate import main
 
 # Of one's own: another form than the base's template, and a turn ends with another token than eos.
 OWN_TEMPLATE = (
-    "{% for message in messages %}[{{ message['role'] }}]"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|system|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for message in messages %}[{{ message['role'] }}]{% if message['role'] == 'assistant' %}{% "
+    "generation %}{{ message['content'] }}<|system|>{% endgeneration %}{% else %}{{ "
+    "message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif "
+    "%}"
 )
 EOS, END_OF_TURN = 2, 3
 

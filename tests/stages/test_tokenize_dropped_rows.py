@@ -187,10 +187,9 @@ def forgetful_template(folder):
     path."""
     path = folder / "forgetful.jinja"
     path.write_text(
-        "{{ bos_token }}{% for m in messages %}"
-        "{{ '<|' + m.role + '|>' + (m.content if m.role == 'user' or loop.last else '') + "
-        "eos_token }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content if m.role == "
+        "'user' or loop.last else '') + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ "
+        "'<|assistant|>' }}{% endif %}"
     )
     return str(path)
 

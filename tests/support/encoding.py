@@ -16,8 +16,7 @@ CHAT = [
 # ChatML-like, without generation blocks, and with a line feed after each end-of-turn token.
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token + '\n' "
-    "}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "}}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 OPEN_BLOCKS = CHAT_TEMPLATE.replace(
     "{{ message['content'] + eos_token }}{% endgeneration %}",
@@ -54,11 +53,10 @@ def exchange(question: str, answer: str) -> list[dict[str, str]]:
 
 
 TOOL_TEMPLATE = (
-    "{{ bos_token }}{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}"
-    "{% for m in messages %}{{ '<|user|>' if m.role == 'tool' else '<|' + m.role + '|>' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% "
-    "endfor %}"
-    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}{% for m in "
+    "messages %}{{ '<|user|>' if m.role == 'tool' else '<|' + m.role + '|>' }}{% if m.role == "
+    "'assistant' %}{% generation %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ "
+    "c.function.name ~ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endgeneration "
+    "%}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -119,10 +119,9 @@ def promised(name: str, decision: Decision) -> str:
     on_host = words["on the host"].replace(", ", " and ")
     offloaded = "" if on_host == "nothing" else f"{on_host} on the host, "
     return (
-        f"{SAYS}{promise.num_gpus} x {promise.card}, not run there: "
-        f"micro-batch {chosen.micro_batch_size}, recomputation of {words['recomputation']}, "
-        f"{offloaded}{needed / GIB:.1f} of "
-        f"{limits.capacity_bytes / GIB:.1f} GiB."
+        f"{SAYS}{promise.num_gpus} x {promise.card}, not run there: micro-batch "
+        f"{chosen.micro_batch_size}, recomputation of {words['recomputation']}, "
+        f"{offloaded}{needed / GIB:.1f} of {limits.capacity_bytes / GIB:.1f} GiB."
     )
 
 

@@ -10,14 +10,10 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 VOCAB_SIZE = 307  # 256 bytes, six special tokens and 45 merges; prime
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if "
+    "message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% "
+    "endgeneration %}{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 TEXTS = (

@@ -64,9 +64,8 @@ def refused(*folders):
 def test_one_bit_is_told_with_the_file_and_the_folder_to_delete(folder, position):
     flip(folder / "b.safetensors", position)
     assert refused(folder) == (
-        f"{folder}/b.safetensors is damaged: "
-        "it does not have the SHA-256 that was recorded when it was made. "
-        f"Delete the folder {folder} and repeat the command; the folder is made again."
+        f"{folder}/b.safetensors is damaged: it does not have the SHA-256 that was recorded when "
+        f"it was made. Delete the folder {folder} and repeat the command; the folder is made again."
     )
 
 

@@ -85,10 +85,8 @@ def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch):
     with pytest.raises(UserError) as refusal:
         num_processes(HardwareConfig(gpus=2))
     assert str(refusal.value) == (
-        "hardware.gpus = 2: this machine shows 0 GPU(s). "
-        "Set it to that number or below, or to auto; 0 trains on the CPU. To plan for a cluster's "
-        "GPUs, name them in "
-        "hardware.gpu_model."
+        "hardware.gpus = 2: this machine shows 0 GPU(s). Set it to that number or below, or to "
+        "auto; 0 trains on the CPU. To plan for a cluster's GPUs, name them in hardware.gpu_model."
     )
 
 

@@ -41,8 +41,7 @@ def test_second_process_is_refused_with_the_first_ones_number_until_that_is_dead
             pass
         assert str(caught.value) == (
             f"{path.parent} is in use: process {holder.pid} is testing. Wait for it, or stop it "
-            f"(kill {holder.pid}), "
-            "and repeat the command; it continues from what is finished."
+            f"(kill {holder.pid}), and repeat the command; it continues from what is finished."
         )
     finally:
         holder.send_signal(signal.SIGKILL)

@@ -40,8 +40,7 @@ def test_release_that_lacks_a_name_is_refused(monkeypatch, lacking):
     monkeypatch.setattr(undocumented_interfaces, "INTERFACES", (*INTERFACES, lacking))
     expected = (
         f"torch {version('torch')} has no {lacking.owner}.{lacking.name}, which this workflow "
-        "uses. "
-        "Install the release that envs/pins.txt names."
+        "uses. Install the release that envs/pins.txt names."
     )
     with pytest.raises(UserError, match=re.escape(expected)):
         check_interfaces(*OF_MODELS)

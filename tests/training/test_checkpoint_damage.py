@@ -202,9 +202,8 @@ def test_checkpoint_of_another_run_is_refused(folder, lives):
     for life in lives:
         assert life["other run"] == (
             f"checkpoint {step_dir(folder / 'life', 6)} is that of step 6 of {IDENTITY}, this run "
-            "is another: its "
-            "settings, data or base differ. Move the folder away to continue from the one before "
-            "it."
+            "is another: its settings, data or base differ. Move the folder away to continue from "
+            "the one before it."
         )
 
 

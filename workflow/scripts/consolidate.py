@@ -125,12 +125,9 @@ def prove(
         values = "its values are the same" if parity.identical_values else "its values differ"
         raise UserError(
             f"the exported adapter is not the trained one: {values}, logits differ by "
-            f"{parity.rms_difference:.3g}, "
-            f"tolerance {parity.tolerance:.3g} (the adapter itself moves them by "
-            f"{parity.adapter_effect:.3g}). "
-            "Nothing is exported. If training ran with another model.compute_dtype or on another "
-            "device type, "
-            "run consolidate there."
+            f"{parity.rms_difference:.3g}, tolerance {parity.tolerance:.3g} (the adapter itself "
+            f"moves them by {parity.adapter_effect:.3g}). Nothing is exported. If training ran "
+            "with another model.compute_dtype or on another device type, run consolidate there."
         )
     logger.info(
         "reloaded adapter equals the trained one: the same values, logits differ by %.2g of %.3g "

@@ -40,9 +40,8 @@ def test_any_text_comes_back_whole(tokenizer, question, answer):
 
 LLAMA_2_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' "
-    "[/INST]' }}"
-    "{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% "
-    "endfor %}"
+    "[/INST]' }}{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% "
+    "endif %}{% endfor %}"
 )
 
 

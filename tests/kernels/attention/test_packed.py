@@ -199,8 +199,7 @@ def test_varlen_refuses_whatever_it_would_leave_out(arguments, named):
         )
     assert str(caught.value) == (
         f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot "
-        "do, and the model would be "
-        "trained without. Set it to flex."
+        "do, and the model would be trained without. Set it to flex."
     )
 
 

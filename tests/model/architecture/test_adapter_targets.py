@@ -90,8 +90,7 @@ def refusal(**settings):
 def test_name_that_is_no_linear_lists_the_valid_names(target):
     assert refusal(target_modules=("q_proj", target)) == (
         f"lora.target_modules = {target!r}: no linear layer of the model has this name; it has "
-        "q_proj, k_proj, v_proj. "
-        "Name some of these, or all-linear."
+        "q_proj, k_proj, v_proj. Name some of these, or all-linear."
     )
 
 

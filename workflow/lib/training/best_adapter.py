@@ -213,8 +213,7 @@ class BestAdapter:
         if self.step and not best_dir(folder, self.step).is_dir():
             raise UserError(
                 f"the adapter of step {self.step}, which had the lowest held-out loss, is not in "
-                f"{folder}. "
-                "Set train.select to last, or move the folder away to train anew."
+                f"{folder}. Set train.select to last, or move the folder away to train anew."
             )
         if world.is_main:
             self._prune()

@@ -139,9 +139,8 @@ class CheckpointWriter:
             remains = f"that of step {steps[-1]} is kept" if steps else "there is none before it"
             raise UserError(
                 f"the checkpoint after step {self._newest} cannot be written to {self._folder} "
-                f"({self._failure}); "
-                f"{remains}. Mend that (free disk space?) and repeat the command; it continues "
-                "from the last checkpoint."
+                f"({self._failure}); {remains}. Mend that (free disk space?) and repeat the "
+                "command; it continues from the last checkpoint."
             )
 
     def _serve(self) -> None:
@@ -312,9 +311,8 @@ def _load_(
     if (index["identity"], index["step"]) != (identity, step):
         raise UserError(
             f"checkpoint {path} is that of step {index['step']} of {index['identity']}, this run "
-            f"is {identity}: its "
-            "settings, data or base differ. Move the folder away to continue from the one before "
-            "it."
+            f"is {identity}: its settings, data or base differ. Move the folder away to continue "
+            "from the one before it."
         )
     try:
         pieces = _pieces(training, optimizer)  # the live tensors, not copies
@@ -355,8 +353,7 @@ def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
     except WriteError as error:
         raise UserError(
             f"the adapter cannot be written to {folder} ({error}). Mend that (free disk space?) "
-            "and repeat the "
-            "command; it continues from the last checkpoint."
+            "and repeat the command; it continues from the last checkpoint."
         ) from None
 
 

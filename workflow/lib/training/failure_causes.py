@@ -39,24 +39,21 @@ TROUBLES = {
         r"was attempted"
         r"|no kernel image is available|PTX was compiled with an unsupported toolchain",
         re.IGNORECASE,
-    ): "this PyTorch does not fit the GPU or its driver ({cause}). Install a newer "
-    "driver, or the PyTorch of an older CUDA (envs/), and "
-    "repeat the command; it continues from what is finished.",
+    ): "this PyTorch does not fit the GPU or its driver ({cause}). Install a newer driver, or the "
+    "PyTorch of an older CUDA (envs/), and repeat the command; it continues from what is finished.",
     re.compile(
         r"CUDA error|CUDA driver error|unhandled cuda error|GPU is lost|Xid|ECC error|device-side "
         r"assert"
         r"|no CUDA-capable device",
         re.IGNORECASE,
-    ): "the GPU or its driver failed ({cause}). Look for Xid in `dmesg` and at "
-    "`nvidia-smi`; reset or leave out the GPU (CUDA_VISIBLE_DEVICES), and repeat the "
-    "command; it continues from the last "
-    "checkpoint, also on fewer GPUs.",
+    ): "the GPU or its driver failed ({cause}). Look for Xid in `dmesg` and at `nvidia-smi`; reset "
+    "or leave out the GPU (CUDA_VISIBLE_DEVICES), and repeat the command; it continues from the "
+    "last checkpoint, also on fewer GPUs.",
     re.compile(
         r"NCCL error|nccl\w*Error"
-    ): "NCCL, which connects the GPUs, failed ({cause}). With NCCL_DEBUG=WARN in the "
-    "environment it says more; between machines, NCCL_SOCKET_IFNAME names the network to use, and "
-    "all need the same "
-    "versions. Mend that and repeat the command; it continues from the last checkpoint.",
+    ): "NCCL, which connects the GPUs, failed ({cause}). With NCCL_DEBUG=WARN in the environment "
+    "it says more; between machines, NCCL_SOCKET_IFNAME names the network to use, and all need the "
+    "same versions. Mend that and repeat the command; it continues from the last checkpoint.",
 }
 
 
@@ -129,9 +126,8 @@ def shared_memory_full(error: BaseException) -> str:
     """Return the message for NCCL in a container with 64 MB of shared memory."""
     return (
         f"the shared memory of this machine, /dev/shm, is full ({_ends(error)}). Start the "
-        "container with more of it "
-        "(docker run --shm-size=8g, or --ipc=host), and repeat the command; it continues from the "
-        "last checkpoint."
+        "container with more of it (docker run --shm-size=8g, or --ipc=host), and repeat the "
+        "command; it continues from the last checkpoint."
     )
 
 
@@ -149,8 +145,7 @@ def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
     if number == signal.SIGKILL and out_of_memory_kills > 0:
         return (
             f"killed by {name}: the machine ran out of host memory, and the kernel ended it. Stop "
-            "other programs, lower "
-            "hardware.cpu_processes or train.micro_batch_size, or add memory"
+            "other programs, lower hardware.cpu_processes or train.micro_batch_size, or add memory"
         )
     cause = SIGNAL_CAUSES.get(signal.Signals(number), "")
     parts = [f"killed by {name}", *([cause] if cause else []), *damaged]

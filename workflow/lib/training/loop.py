@@ -392,9 +392,8 @@ def check_step(loss: float, norm: float, *, step: int, origin: str | None = None
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
             f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has "
-            f"diverged{f' ({origin})' if origin else ''}. "
-            "Lower train.learning_rate, raise train.warmup_share, or set train.max_grad_norm; "
-            "the last checkpoint is kept."
+            f"diverged{f' ({origin})' if origin else ''}. Lower train.learning_rate, raise "
+            "train.warmup_share, or set train.max_grad_norm; the last checkpoint is kept."
         )
     if norm == 0.0:
         # Adapters begin with gradients; later ones vanish if an update has saturated the model.

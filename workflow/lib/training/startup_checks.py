@@ -118,10 +118,8 @@ def _check_weights(
     if wrong:
         raise UserError(
             f"{len(wrong)} tensors differ from the checkpoint after gathering, first {wrong[0]}: "
-            "the weights would "
-            "be silently wrong. Check the files in "
-            f"{base} (SHA256SUMS); if they are whole, report this with your versions of torch and "
-            "NCCL."
+            f"the weights would be silently wrong. Check the files in {base} (SHA256SUMS); if they "
+            "are whole, report this with your versions of torch and NCCL."
         )
     return Check(
         name=f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",
