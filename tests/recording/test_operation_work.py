@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from tests.support.preflight_examples import setup
 from workflow.lib.planning import work as kinds
 from workflow.lib.recording.engine_run import _masks_of_rows
+from workflow.lib.system.document_lengths import grouped
 
 LAYERS, HIDDEN, WIDE, HEADS, KV_HEADS, VOCAB = 3, 256, 640, 4, 2, 320
 CONFIG = {
@@ -77,6 +79,17 @@ def test_attention_of_packed_documents_counts_their_own_keys(process, graphs):
     packed = counted(process, replace(plan, documents_per_row=16.0))
     found = total(packed, "forward", kinds.ATTENTION) + total(packed, "forward", kinds.EQUAL)
     assert found / whole == pytest.approx((128 + 128) / (2048 + 128))  # with half a block an edge
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_attention_counts_documents_of_unequal_lengths_by_their_squares(process, graphs):
+    plan = replace(PLAN, seq_len=2048, cuda_graphs=graphs, documents_per_row=9.0)
+    lengths = np.array([1024, *[128] * 8])
+    work = counted(process, replace(plan, document_lengths=grouped([lengths])))
+    keys = (lengths * (lengths + 128)).sum() / 2 / lengths.sum()
+    forward = 2 * 2 * 2048 * HIDDEN * keys * LAYERS
+    assert total(work, "forward", kinds.ATTENTION) == pytest.approx(forward)
+    assert total(work, "forward", kinds.EQUAL) == 0
 
 
 def test_decoding_reads_half_a_byte_and_writes_two_for_each_weight(process):

@@ -21,10 +21,13 @@ from tests.support.tokenizing import (
     save_rows,
 )
 from tests.system.test_checksums import recorded_as_download
-from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore
+from workflow.lib.planning.preflight.checks import read_tokens
 from workflow.lib.settings.config import load_config
+from workflow.lib.system.document_lengths import LengthGroup
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
+from workflow.lib.training.batches import attention_costs
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,17 @@ def test_manifest_counts_what_the_arrays_hold(finished):
         0,
     )
     assert store.manifest["splits"]["heldout"]["documents"] == NUM_HELDOUT
+
+
+def test_manifest_has_what_attention_costs_with_padding(finished):
+    store = TokenStore.open(finished.output)
+    lengths = [LengthGroup(*x) for x in store.manifest["splits"]["train"]["lengths"]]
+    costs = attention_costs(np.asarray(store.position_ids))
+    assert sum(group.squares for group in lengths) == costs.sum()
+    assert sum(group.tokens for group in lengths) == store.position_ids.size
+    assert sum(group.documents for group in lengths) == (store.position_ids == 0).sum()
+    counts = read_tokens(finished.output / MANIFEST)
+    assert [*counts.lengths] == lengths
 
 
 def test_manifest_names_every_file_with_its_digest(finished):

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from workflow.lib.artifacts.records import Provenance, Record
 from workflow.lib.settings.objectives import Examples
+from workflow.lib.system.document_lengths import LengthGroup
 
 
 class Source(Record):
@@ -78,6 +79,8 @@ class TrainSplit(Split):
     """Documents as an epoch takes them: a source of weight 2 counts twice."""
     packed_rows: int  # rows of `seq_len` tokens into which they are packed
     fill: float  # share of the positions of these rows that hold a token
+    lengths: list[LengthGroup] = Field(default=[])
+    """Of documents and padding in packed rows: below 2, 4, ...; how many, tokens, their squares."""
     weights: TokenWeights | None = None  # absent where every trained token has the weight 1
 
 

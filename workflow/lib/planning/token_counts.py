@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from workflow.lib.system.document_lengths import LengthGroup
+
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -13,6 +15,8 @@ class TokenCounts:
     packed_rows: int  # of the training split, at least 1
     trained_tokens: int  # tokens of the training split that reach the loss
     documents: int = 0  # of the training split; 0: unknown
+    lengths: tuple[LengthGroup, ...] = ()
+    """Of documents and padding in its rows; empty: unknown, and equal lengths are assumed."""
 
     @property
     def documents_per_row(self) -> float:

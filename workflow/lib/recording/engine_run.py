@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
-from workflow.lib.kernels.attention.flex_masks import DOCUMENT_TOKENS
+from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
@@ -55,6 +55,7 @@ from workflow.lib.settings.config import LoraSettings, TrainConfig
 from workflow.lib.settings.objectives import NEEDS, DistillConfig, PreferencesConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
+from workflow.lib.system.document_lengths import equal_lengths
 from workflow.lib.training.build import TrainingModel, adapt_, dtype_of, lay_out_
 from workflow.lib.training.gradients import LossSum, clip_gradients, step_estimate
 from workflow.lib.training.loop import make_optimizer
@@ -112,7 +113,8 @@ def _reaches(described: "_Described") -> Sequence[int]:
 def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> LayerTape:
     """Record a model of these layers alone."""
     gpu, tape, plan = recorded_gpu(), LayerTape(), described.plan
-    DOCUMENT_TOKENS.set(plan.seq_len / plan.documents_per_row)
+    mean = equal_lengths(plan.seq_len / plan.documents_per_row)
+    RECORDED_LENGTHS.set(plan.document_lengths or mean)
     with _masks_of_rows(packed=plan.documents_per_row > 1), _fake_world(plan) as world:
         run = _Run(described, numbers, world)
         alone = plan.processes > 1 == plan.shards

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from workflow.lib.kernels.attention.arguments import attention_flop
-from workflow.lib.kernels.attention.flex_masks import computed_keys
+from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS, seen_keys
 from workflow.lib.kernels.launch import LAUNCHED
 from workflow.lib.planning import work
 from workflow.lib.planning.work import Amount
 from workflow.lib.recording.known_results import VIEWS, tensors
 from workflow.lib.system.device_types import RECORDED
+from workflow.lib.system.document_lengths import are_equal
 
 aten = torch.ops.aten
 MAKE_NOTHING = frozenset(
@@ -82,7 +83,7 @@ def work_of(func: Any, args: Sequence[Any], options: Any, result: Any) -> tuple[
     if packet in UNMASKED:
         place, factor = UNMASKED[packet]
         query, key, value = args[place : place + 3]
-        seen = computed_keys(key.shape[2], None) if any(x is True for x in args) else key.shape[2]
+        seen = seen_keys(key.shape[2], None) if any(x is True for x in args) else key.shape[2]
         return _of_flash(query, value, moved, factor=factor, keys=seen, alike=True)
     if packet in LOOK_UPS:
         moved = 2 * _bytes(made)
@@ -148,7 +149,8 @@ def _of_attention(func: Any, args: Sequence[Any], moved: float) -> tuple[str, Am
     query, window, longest = named["query"], (named.get("window_size") or [-1])[0], named["max_q"]
     alike = window < 0 and (len(named["cu_seq_q"]) - 1) * longest == len(query)
     factor = BACKWARD_FLOP if "grad_out" in named else 1.0
-    seen = computed_keys(longest, window + 1)
+    alike = alike and are_equal(RECORDED_LENGTHS.get())
+    seen = seen_keys(longest, window + 1)
     return _of_flash(query, named["value"], moved, factor=factor, keys=seen, alike=alike)
 
 

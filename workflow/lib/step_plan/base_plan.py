@@ -10,9 +10,11 @@ from pydantic import ConfigDict, Strict
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, VARLEN
+from workflow.lib.system.document_lengths import LengthGroup
 
 AttentionKind = Literal["flash", "flex", "sdpa", "eager"]
 Names = Annotated[tuple[str, ...], Strict(False)]  # JSON has lists
+Lengths = Annotated[tuple[LengthGroup, ...], Strict(False)]
 SUPERVISED: ObjectiveName = "sft"
 
 
@@ -31,6 +33,7 @@ class BasePlan:
     seq_len: int  # tokens of a row
     documents_per_row: float = 1.0
     """Packed documents of a row, on average. Kernels and CUDA graphs have padding for each."""
+    document_lengths: Lengths = ()  # of all rows' documents and padding; empty: all are equal
     compute_dtype: str = "bfloat16"  # of activations: `bfloat16`, `float16` or `float32`
     attention: str = VARLEN
     """Implementation of attention, by the name that Transformers knows it by."""

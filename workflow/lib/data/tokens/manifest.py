@@ -3,7 +3,7 @@
 `artifacts.manifest_record` describes its fields."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from workflow.lib.data.tokens.token_store import (
     CHUNK_TOKENS,
     FORMAT_VERSION,
     OPTIONAL_ARRAYS,
+    POSITIONS,
     REJECTS,
     TRUNCATED,
     WEIGHTS,
     Document,
 )
 from workflow.lib.data.tokens.work_folder import OVERLAP, Listing
+from workflow.lib.system.document_lengths import grouped
 from workflow.lib.system.files import file_sha256, provenance
 
 Facts = dict[str, Any]  # a JSON object of the manifest
@@ -52,6 +54,8 @@ def manifest(
     encoding = encodings["train"]
     seq_len = encoding.settings.seq_len
     splits = splits_facts(train, heldout, packed_rows=packed_rows, seq_len=seq_len)
+    positions = np.load(folder / POSITIONS, mmap_mode="r", allow_pickle=False)
+    splits["train"]["lengths"] = grouped(row_lengths(positions))
     if (folder / WEIGHTS).exists():
         weights = np.load(folder / WEIGHTS, mmap_mode="r", allow_pickle=False)
         splits["train"]["weights"] = weight_facts(weights)
@@ -163,6 +167,14 @@ def splits_facts(train: Split, heldout: Split, *, packed_rows: int, seq_len: int
             ],
         },
     }
+
+
+def row_lengths(positions: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the lengths of documents and padding in rows of positions (rows, seq_len)."""
+    step = max(1, CHUNK_TOKENS // positions.shape[1])
+    for first in range(0, len(positions), step):
+        block = positions[first : first + step].ravel()
+        yield np.diff(np.flatnonzero(block == 0), append=len(block))
 
 
 def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:

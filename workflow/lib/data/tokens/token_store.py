@@ -33,10 +33,11 @@ REJECTS = "rejects.jsonl"
 TRUNCATED = "truncated.jsonl"
 
 # Every array of the folder and its type on disk; the shapes follow from the manifest (`_shapes`).
+POSITIONS = "train.position_ids.npy"
 ARRAYS: dict[str, npt.DTypeLike] = {
     "train.input_ids.npy": "<u4",
     "train.loss_mask.npy": "|b1",
-    "train.position_ids.npy": "<i4",
+    POSITIONS: "<i4",
     "heldout.input_ids.npy": "<u4",
     "heldout.loss_mask.npy": "|b1",
     "heldout.offsets.npy": "<i8",
@@ -84,7 +85,7 @@ class TokenStore:
         self.examples: Examples = manifest.get("examples", "texts")
         self.input_ids = arrays["train.input_ids.npy"]
         self.loss_mask = arrays["train.loss_mask.npy"]
-        self.position_ids = arrays["train.position_ids.npy"]
+        self.position_ids = arrays[POSITIONS]
         self.weights = arrays.get(WEIGHTS)
         self.desirable, self._heldout_desirable = map(arrays.get, DESIRABLE)
         self.num_rows, self.seq_len = self.input_ids.shape

@@ -5,7 +5,6 @@ that number alone, so one compiled kernel serves all of them, and nothing grows 
 a block mask has a few integers for each pair of blocks of 128 tokens (FlexAttention, arXiv
 2412.05496, sec. 3.3)."""
 
-import math
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from workflow.lib.system.compute_choice import FLEX_BLOCK
+from workflow.lib.system.document_lengths import LengthGroup, computed_keys, equal_lengths
 
 
 class MaskKind(NamedTuple):
@@ -23,18 +23,15 @@ class MaskKind(NamedTuple):
     """Tokens of a chunk, counted from the document's start; a query sees its own chunk alone."""
 
 
-# Average tokens of a recording's documents. Their bounds have no values there, and kernels of a
-# graph get the longest document of any micro-batch.
-DOCUMENT_TOKENS: ContextVar[float] = ContextVar("document_tokens", default=math.inf)
+# Of a recording's documents. Their bounds have no values there, and kernels of a graph get the
+# longest document of any micro-batch.
+RECORDED_LENGTHS: ContextVar[tuple[LengthGroup, ...]] = ContextVar("recorded_lengths", default=())
 
 
-def computed_keys(length: float, window: int | None) -> float:
-    """Return the keys that kernels compute on average for a query of a document of `length` tokens:
-    the seen ones, and half a block on each edge. window: most seen keys, itself included."""
-    length = min(length, DOCUMENT_TOKENS.get())
-    if window is None or window <= 0 or window >= length:
-        return (length + FLEX_BLOCK) / 2
-    return window - window * (window - 1) / (2 * length) + FLEX_BLOCK
+def seen_keys(longest: float, window: int | None, chunk: int | None = None) -> float:
+    """Return `computed_keys` of a recording's documents. Without a recording all documents count as
+    long as the longest."""
+    return computed_keys(RECORDED_LENGTHS.get() or equal_lengths(longest), window, chunk)
 
 
 class PackedMasks:
@@ -54,9 +51,8 @@ class PackedMasks:
         return self._first[kind]
 
     def seen_keys(self, kind: MaskKind) -> float:
-        """Return the average keys of a query, if all documents are as long as the longest."""
-        length = min(self._longest, kind.chunk or self._longest)
-        return computed_keys(length, kind.window)
+        """Return the average keys that are computed for a query."""
+        return seen_keys(self._longest, kind.window, kind.chunk)
 
     def block_mask(self, kind: MaskKind) -> BlockMask:
         if kind not in self._blocks:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.attention.arguments import attention_flop
-from workflow.lib.kernels.attention.flex_masks import computed_keys
+from workflow.lib.kernels.attention.flex_masks import seen_keys
 from workflow.lib.kernels.launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op
 from workflow.lib.system.compute_choice import WIDEST_KERNEL_HEAD
@@ -107,7 +107,7 @@ def wide_attention(
     tokens, _, width = query.shape
     seen = Seen.of(bounds, tokens, window)
     scale = width**-0.5 if scale is None else scale
-    keys = computed_keys(longest or tokens, window)
+    keys = seen_keys(longest or tokens, window)
     return _by_kernel(query, key, value, seen, scale, keys)
 
 

@@ -33,6 +33,7 @@ from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.settings.schedule import total_steps
 from workflow.lib.system import hardware
 from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.document_lengths import LengthGroup
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.gpu_models import parse_gpu
@@ -76,6 +77,7 @@ def read_tokens(path: Path) -> TokenCounts:
         sizes = [manifest["seq_len"], manifest["vocab_size"], heldout["tokens"]]
         sizes += [train["packed_rows"], train["trained_tokens"]]
         sizes += [train.get("documents") or 0]
+        lengths = tuple(LengthGroup(*group) for group in train.get("lengths", ()))
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "
@@ -86,7 +88,7 @@ def read_tokens(path: Path) -> TokenCounts:
             f"{path}: the tokens folder has no training row. Check data.train and rejects.jsonl "
             "beside it."
         )
-    return TokenCounts(*sizes)
+    return replace(TokenCounts(*sizes), lengths=lengths)
 
 
 def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -> None:

@@ -96,7 +96,9 @@ def decide(
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
     plan = replace(
-        plan_from_settings(run, shape, machine), documents_per_row=tokens.documents_per_row
+        plan_from_settings(run, shape, machine),
+        documents_per_row=tokens.documents_per_row,
+        document_lengths=tokens.lengths,
     )
     speed = speed_of(machine, compute_bytes=plan.compute_bytes)
     choices = open_choices(run, shape, machine)

@@ -1,0 +1,58 @@
+"""Lengths of packed documents, grouped by powers of two, for the work of attention.
+
+Without a window the work grows with squared lengths; of documents longer than a window it grows
+with their tokens. So the groups are exact without a window, and with a window of a power of two.
+Any other window divides one group, whose mean length decides."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.system.compute_choice import FLEX_BLOCK
+
+
+class LengthGroup(NamedTuple):
+    """Documents with lengths below a power of two, and at least half of it."""
+
+    below: int  # the power of two
+    documents: float
+    tokens: float
+    squares: float  # sum of the squared lengths
+
+
+def grouped(parts: Iterable[npt.NDArray[Any]]) -> tuple[LengthGroup, ...]:
+    """Return the groups of all lengths, the shortest first; parts: some lengths, above 0, each."""
+    sums = np.zeros((64, 3), dtype=np.int64)
+    for lengths in parts:
+        for place in range(3):
+            np.add.at(sums[:, place], np.frexp(lengths)[1], lengths.astype(np.int64) ** place)
+    return tuple(LengthGroup(1 << x, *row) for x, row in enumerate(sums.tolist()) if row[0])
+
+
+def equal_lengths(length: float) -> tuple[LengthGroup, ...]:
+    return (LengthGroup(1 << math.frexp(length)[1], 1, length, length * length),)
+
+
+def are_equal(groups: Sequence[LengthGroup]) -> bool:
+    _, documents, tokens, squares = map(sum, zip(*groups, strict=True))
+    return math.isclose(documents * squares, tokens**2, rel_tol=1e-12)
+
+
+def computed_keys(
+    groups: Sequence[LengthGroup], window: int | None = None, chunk: int | None = None
+) -> float:
+    """Return the keys that kernels compute on average for a query: the seen ones, and half a block
+    on each edge. window: most seen keys, itself included; chunk: tokens of a part of a document,
+    which sees no other part."""
+    pairs = 0.0
+    for _, documents, tokens, squares in groups:
+        if chunk and tokens > documents * chunk:
+            documents, squares = tokens / chunk, tokens * chunk
+        if window and 0 < window < tokens / documents:
+            pairs += tokens * (window + FLEX_BLOCK) - documents * window * (window - 1) / 2
+        else:
+            pairs += (squares + tokens * FLEX_BLOCK) / 2
+    return pairs / sum(group.tokens for group in groups)
