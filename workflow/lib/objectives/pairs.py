@@ -69,18 +69,9 @@ class Pairs:
     rewards: Rewards
     sft_weight: float = 0.0
 
-    figures = tuple(
-        map(
-            Figure,
-            (
-                "reward_chosen",
-                "reward_rejected",
-                "reward_margin",
-                "reward_accuracy",
-                "log_probs_chosen",
-                "log_probs_rejected",
-            ),
-        )
+    figures = (
+        *map(Figure, ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")),
+        *map(Figure, ("log_probs_chosen", "log_probs_rejected")),
     )
 
     estimated = None
@@ -128,11 +119,6 @@ def _sigmoid(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.T
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
 
 
-def _hinge(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """SLiC's hinge (arXiv 2305.10425) on the margin of rewards (arXiv 2309.06657)."""
-    return (1 - beta * (c - r)).clamp(min=0)
-
-
 def _robust(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     """Unbiased where labels are flipped with probability e (arXiv 2403.00409, eq. 11)."""
     x = beta * (c - r)
@@ -145,31 +131,6 @@ def _exo_pair(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.
     return chosen.exp() * (chosen - math.log1p(-e)) + rejected.exp() * (rejected - math.log(e))
 
 
-def _nca_pair(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Noise contrastive alignment of pairs (arXiv 2402.05369)."""
-    return -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
-
-
-def _bco_pair(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Binary classifier of answers (arXiv 2404.04656), without its shift."""
-    return -logsigmoid(beta * c) - logsigmoid(-beta * r)
-
-
-def _sppo_hard(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Self-play with preferences of 1 and 0 (arXiv 2405.00675, eq. 4.7)."""
-    return (c - 0.5 / beta).square() + (r + 0.5 / beta).square()
-
-
-def _apo_zero(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Chosen answers are better than the model's own (arXiv 2408.06266, eq. 7)."""
-    return torch.sigmoid(-beta * c) + torch.sigmoid(beta * r)
-
-
-def _apo_down(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Chosen answers are worse than the model's own (arXiv 2408.06266, eq. 8)."""
-    return torch.sigmoid(beta * c) + torch.sigmoid(-beta * (c - r))
-
-
 def _discopop(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     """Log-ratio modulated loss (arXiv 2406.08414, eq. 5)."""
     x = beta * (c - r)
@@ -180,15 +141,22 @@ def _discopop(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.
 FORMS: Mapping[PairLoss, Form] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid,
-    "hinge": _hinge,
     "robust": _robust,
     "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
     "discopop": _discopop,
+    # SLiC's hinge (arXiv 2305.10425) on the margin of rewards (arXiv 2309.06657)
+    "hinge": lambda beta, e, c, r: (1 - beta * (c - r)).clamp(min=0),
+    # noise contrastive alignment of pairs (arXiv 2402.05369)
+    "nca_pair": lambda beta, e, c, r: (
+        -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
+    ),
+    # binary classifier of answers (arXiv 2404.04656), without its shift
+    "bco_pair": lambda beta, e, c, r: -logsigmoid(beta * c) - logsigmoid(-beta * r),
+    # self-play with preferences of 1 and 0 (arXiv 2405.00675, eq. 4.7)
+    "sppo_hard": lambda beta, e, c, r: (c - 0.5 / beta).square() + (r + 0.5 / beta).square(),
+    # chosen answers are better (arXiv 2408.06266, eq. 7) or worse (eq. 8) than the model's own
+    "apo_zero": lambda beta, e, c, r: torch.sigmoid(-beta * c) + torch.sigmoid(beta * r),
+    "apo_down": lambda beta, e, c, r: torch.sigmoid(beta * c) + torch.sigmoid(-beta * (c - r)),
 }
 PER_TOKEN: tuple[PairLoss, ...] = ("sigmoid_norm",)  # c and r are means over the answer's tokens
 

@@ -73,19 +73,10 @@ def _efficient_backward(args: Any, _: Any) -> list[int]:
     return [4 * query.shape[:-1].numel(), 4 * query.numel()]
 
 
-def _like_input(args: Any, _: Any) -> list[int]:
-    """exp(x - max), in addition to its sums."""
-    return [args[0].nbytes]
-
-
-def _like_result(_: Any, result: Any) -> list[int]:
-    """The product of gradient and output before its sum."""
-    return [result.nbytes]
-
-
 WORKSPACES: dict[str, Callable[[Any, Any], Sequence[int]]] = {
-    "aten.logsumexp.default": _like_input,
-    "aten._softmax_backward_data.default": _like_result,
+    "aten.logsumexp.default": lambda args, _: [args[0].nbytes],  # exp(x - max), beside its sums
+    # the product of gradient and output, which is summed
+    "aten._softmax_backward_data.default": lambda _, result: [result.nbytes],
     "torch_attn._varlen_attn_backward.default": _flash_backward,
     "aten._scaled_dot_product_flash_attention_backward.default": _rows_flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,

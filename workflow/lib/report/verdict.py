@@ -174,7 +174,7 @@ def _check_questions(measured: Measured, files: Mapping[SubjectName, Path]) -> N
     served = measured.served
     path = files[served.subject]
     for field, other, value in (
-        ("samples.document", measured.sample_reference, _sampled),
+        ("samples.document", measured.sample_reference, lambda x: [s.document for s in x.samples]),
         ("tasks", measured.task_reference, _metric_names),
         ("heldout.documents", measured.reference, _documents),
     ):
@@ -185,10 +185,6 @@ def _check_questions(measured: Measured, files: Mapping[SubjectName, Path]) -> N
         for task, metrics in served.comparisons[reference.subject].tasks.items()
     }
     refuse_mismatch(path, "comparisons.tasks", compared, "tasks", _metric_names(served))
-
-
-def _sampled(evaluation: Evaluation) -> list[int]:
-    return [sample.document for sample in evaluation.samples]
 
 
 def _metric_names(evaluation: Evaluation) -> dict[str, list[str]]:

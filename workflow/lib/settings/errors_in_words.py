@@ -37,6 +37,7 @@ REPLACED_VALUES = {
 OF_ALL_RUNS = ("report", "sweep")  # sections that no run has of its own
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
+MISREAD = bool | int | float | datetime.date  # values that YAML makes of words without quotes
 QUOTE = (
     "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, 1.5 "
     "as a number, and 2026-01-01 as a date."
@@ -103,18 +104,13 @@ def explain(
         else:
             path = _setting_path(model, detail["loc"])
             bounds.setdefault(path, {})[_bound(detail, path)] = None
-            if detail["type"] == "string_type" and _is_misread(detail["input"]):
+            if detail["type"] == "string_type" and isinstance(detail["input"], MISREAD):
                 changes[path] = QUOTE
     return lines + [
         f"{_given(document, path)}: "
         + (_replaced(document, path) or f"{_either(list(broken))}. {changes.get(path, CHANGE)}")
         for path, broken in bounds.items()
     ]
-
-
-def _is_misread(value: object) -> bool:
-    """Whether YAML has converted a word without quotes."""
-    return isinstance(value, bool | int | float | datetime.date)
 
 
 def _replaced(document: Mapping[str, object], path: tuple[Any, ...]) -> str | None:

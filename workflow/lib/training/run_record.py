@@ -32,13 +32,7 @@ from workflow.lib.system.artifact_files import checked_line, write_lines
 from workflow.lib.system.hardware import drawn_j
 from workflow.lib.system.number_formats import duration
 from workflow.lib.training.build import TrainingModel
-from workflow.lib.training.checkpoint import (
-    HISTORY,
-    METRICS,
-    Resumed,
-    rewind_metrics,
-    whole_rows,
-)
+from workflow.lib.training.checkpoint import HISTORY, METRICS, Resumed, rewind_metrics, whole_rows
 from workflow.lib.training.loop import peak_bytes
 
 STEPS_SEEN = 10  # the first of a start, with compilation and capture

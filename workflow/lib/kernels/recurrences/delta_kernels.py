@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.launch import launch
-from workflow.lib.kernels.recurrences.chunks import (
-    CHUNK,
-    padded,
-    parts_of,
-    spaced,
-    strides_of,
-)
+from workflow.lib.kernels.recurrences.chunks import CHUNK, padded, parts_of, spaced, strides_of
 
 # Columns of keys, all held by a program that loops over chunks; fp32 matmuls of this many more take
 # minutes to compile.

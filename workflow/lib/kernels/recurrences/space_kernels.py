@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.launch import launch
-from workflow.lib.kernels.recurrences.chunks import (
-    CHUNK,
-    padded,
-    parts_of,
-    spaced,
-    strides_of,
-)
+from workflow.lib.kernels.recurrences.chunks import CHUNK, padded, parts_of, spaced, strides_of
 
 MOST_STATES = 256  # columns of B and C that the kernels are checked with
 STATE_ELEMENTS = 1024  # of a state, in one program

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Forecast
-from workflow.lib.model.architecture.model_shape import (
-    DecoderLayer,
-    ModelShape,
-    read_config,
-    read_shape,
-)
+from workflow.lib.model.architecture.model_shape import ModelShape, read_config, read_shape
 from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.model_sizes import Shape, chosen_method, rounding_seconds
@@ -116,18 +111,13 @@ def _calibration_bytes(run: RunConfig, shape: ModelShape) -> int:
     """Hidden states of all rows before and after a layer, and for a mixture those of its experts;
     without a GPU also a layer and the matrices of its widest linear, all in fp32."""
     rows = run.quantize.calibration_tokens + MEASURED_MODELS * MEASURED_TOKENS
-    experts = shape.largest(_in_stacks)
+    experts = shape.largest(lambda of: sum(x.num_weights for x in of.linears if x.experts > 1))
     hidden = (3 if experts else 2) * 4 * rows * shape.hidden_size
     if requested_processes(run.hardware)[0] == "cuda":
         return hidden + STACK_BYTES * experts
     layer = 4 * shape.largest(lambda layer: layer.num_weights)
     widest = max(linear.in_features for kind in shape.kinds for linear in kind.linears)
     return hidden + 3 * layer + 4 * 4 * widest**2
-
-
-def _in_stacks(layer: DecoderLayer) -> int:
-    """Weights of the experts of a layer."""
-    return sum(linear.num_weights for linear in layer.linears if linear.experts > 1)
 
 
 def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
@@ -139,7 +129,9 @@ def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
     if cuda:
         seconds = flops / CALIBRATION_FLOPS_GPU + rounding_seconds(_weights(shape))
     else:
-        seconds = (flops + shape.total(_rounding_flops)) / CALIBRATION_FLOPS_CPU
+        # errors are fed back to half of the columns
+        flops += shape.total(lambda of: sum(x.num_weights * x.in_features for x in of.linears))
+        seconds = flops / CALIBRATION_FLOPS_CPU
     return seconds / 60 * TIME_ROOM
 
 
@@ -151,11 +143,6 @@ def _weights(shape: ModelShape) -> list[Shape]:
         for linear in kind.linears
         for _ in range(shape.counts[number])
     ]
-
-
-def _rounding_flops(layer: DecoderLayer) -> int:
-    """FLOP of errors that are fed back to half of the columns."""
-    return sum(linear.num_weights * linear.in_features for linear in layer.linears)
 
 
 def _decide(
