@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
+from tests.support.rounding import lost
 from workflow.lib.kernels.rows.dropout import Draw, dropped
 from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.layers.fused_norm import FusedNorm
@@ -36,18 +37,18 @@ def layers_of(folder, kind, *, bias, count=2):
     return made
 
 
-def plain(x, layer):
-    """y = f (x W^T + s (d(x) A^T) B^T) + b, in fp64."""
+def plain(x, layer, dtype=torch.float64):
+    """y = f (x W^T + s (d(x) A^T) B^T) + b, in a type."""
     kept = 1.0
     if layer.draw is not None:
         ones = torch.ones(x.numel() // 13, 13)
         kept = dropped(ones, layer.draw).view_as(x) * layer.draw.scale
-    a, b = (weight.double() for weight in layer.weights)
-    weight = layer.base.dequantize(torch.float32).double()
-    y = x.double() @ weight.t() + SCALE * ((x * kept).double() @ a.t() @ b.t())
+    a, b = (weight.to(dtype) for weight in layer.weights)
+    weight = layer.base.dequantize(torch.float32).to(dtype)
+    y = x.to(dtype) @ weight.t() + SCALE * ((x * kept).to(dtype) @ a.t() @ b.t())
     if layer.factor is not None:
-        y = y * layer.factor.double()
-    return y if layer.base.bias is None else y + layer.base.bias.double()
+        y = y * layer.factor.to(dtype)
+    return y if layer.base.bias is None else y + layer.base.bias.to(dtype)
 
 
 def leaves(x, layers):
@@ -79,21 +80,25 @@ def test_values_and_gradients_equal_autograd_of_the_plain_formula(tmp_path, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_is_off_by_its_rounding(tmp_path, kind):
-    """8 bits of mantissa: a value and its gradient pass about 8 roundings of 2^-9 of the largest
-    term, and sums of 10 tokens average some of it out."""
+def test_bf16_loses_no_more_than_the_plain_formula_in_bf16(tmp_path, kind):
+    """To fp64, of each result's largest element: at most 1.8 times as much in 36 draws."""
     layers = layers_of(tmp_path, kind, bias=False)
     x = random(2, 5, 13, seed=8).bfloat16().requires_grad_()
-    grad = random(4, 5, 7, seed=9).bfloat16()
-    ours, reference = (
-        torch.cat(f) for f in (nf4_lora_matmuls(x, layers), [plain(x, layer) for layer in layers])
+    grad, given = random(4, 5, 7, seed=9).bfloat16(), leaves(x, layers)
+    ours, stock, exact = (
+        (y, *torch.autograd.grad(y, given, grad.to(y.dtype)))
+        for y in map(
+            torch.cat,
+            (
+                nf4_lora_matmuls(x, layers),
+                [plain(x, layer, torch.bfloat16) for layer in layers],
+                [plain(x, layer) for layer in layers],
+            ),
+        )
     )
-    given = leaves(x, layers)
-    results = (ours, *torch.autograd.grad(ours, given, grad))
-    expected = (reference, *torch.autograd.grad(reference, given, grad.double()))
-    for one, other in zip(results, expected, strict=True):
-        largest = float(other.detach().abs().max())
-        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=2**-6 * largest)
+    allowed = 4 * max(map(lost, stock, exact))
+    for one, other in zip(ours, exact, strict=True):
+        assert lost(one, other) <= allowed
 
 
 @pytest.mark.parametrize("kind", KINDS)
