@@ -73,13 +73,14 @@ def main(options: list[str]) -> int:
     *older, newest = supported(flags(CPUINFO.read_text() if CPUINFO.exists() else "")).items()
     numeric = [folder for folder in NUMERIC if (ROOT / folder).exists()]
     runs: dict[str, Summary] = {}
+    tested = commit()  # before the summary differs from it
     draw = int(git("rev-parse", "HEAD"), 16) % 10_000
     parts = [("all", newest[1], []), *((f"numeric, {name}", x, numeric) for name, x in older)]
     parts.append((f"numeric, draw {draw}", newest[1], [*numeric, f"--draw={draw}"]))
     for name, processor, files in parts:
         runs[name] = run_pytest([*options, *files], processor.variables)
         summary = {
-            "commit": commit(),
+            "commit": tested,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": machine(),
             "torch": version("torch"),
