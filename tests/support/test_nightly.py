@@ -30,7 +30,7 @@ def test_outcomes_are_counted_and_failures_named(tmp_path):
     failed = [name.partition("::test_")[2] for name in run["failures"]]
     assert failed == ["whose_fixture_is_broken", "wrong", ""]
     assert run["files"].keys() == {OTHERS}
-    assert run["seconds"] > 0
+    assert run["seconds"] >= run["files"][OTHERS]  # rounded, both may be 0
 
 
 def test_run_that_cannot_begin_has_failed():
