@@ -36,6 +36,18 @@ def test_bad_rows_are_listed_by_line_and_counted(stage):
     assert (train["rows_read"], train["rows_kept"], train["rows_dropped"]) == (106, 102, 4)
 
 
+def test_turns_marked_as_not_trained_are_dropped_where_every_token_is_trained(stage):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    marked = [*talk, talk[0], {**talk[1], "train": False}]
+    save_rows(stage.train, [{"messages": marked}, *({"messages": talk} for _ in range(20))])
+    template = stage.folder / "template.jinja"
+    template.write_text(PLAIN_TEMPLATE, encoding="utf-8")
+    options = {"chat_template": str(template), "max_rejected_share": 0.5}
+    for loss_on, dropped in (("completions", None), ("all", 1)):
+        reasons = stage.run(loss_on=loss_on, **options).manifest["dropped_by_reason"]
+        assert reasons.get("weights of turns") == dropped
+
+
 def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage):
     save_rows(stage.train, [*rows(20), "{broken"])
     with pytest.raises(UserError) as caught:
