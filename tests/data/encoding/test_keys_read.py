@@ -61,7 +61,9 @@ def test_what_nothing_reads_is_counted(rows, format, counts):
 )
 def test_flags_of_turns_are_refused_where_every_token_is_trained(flag):
     talk = row(QUESTION, {**ANSWER, **flag}, QUESTION, ANSWER)
-    with pytest.raises(RowError, match=r"message 2 has .* but data.loss_on = all .*leave_out"):
+    with pytest.raises(
+        RowError, match=r"message 2 has .* but data.loss_on = all .*set it to.*leave_out"
+    ):
         read(talk, KeyAccount(all_trained=True))
     read(row(QUESTION, {**ANSWER, "train": True}), KeyAccount(all_trained=True))
 

@@ -113,8 +113,8 @@ def weight_of(flags: Iterable[Flag], where: str, *, all_trained: bool) -> float:
     weights = [(flag, flag_weight(flag, where)) for flag in flags]
     for (key, value, _), weight in weights:
         if all_trained and weight != 1:
-            alike = "data.loss_on = all trains every token alike"
-            raise _error(f"weights of turns: {where} has {key} = {value!r}, but {alike}", key)
+            reason = f"weights of turns: {where} has {key} = {value!r}, but data.loss_on = all"
+            raise _error(f"{reason} trains every token alike; set it to completions", key)
     return math.prod(weight for _, weight in weights)
 
 
