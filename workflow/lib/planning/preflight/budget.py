@@ -96,7 +96,7 @@ def certain_lack(shape: ModelShape, plan: StepPlan, machine: Machine, limits: Bu
     free = limits.capacity_bytes - limits.outside_allocator_bytes - limits.margin_bytes - resident
     if free < 0:
         least_gib = (limits.capacity_bytes - free) / GIB
-        return f"what is trained, embedding and head need over {least_gib:.2f} GiB of each GPU"
+        return f"trained weights, embedding and head need over {least_gib:.2f} GiB of each GPU"
     layers = map(shape.layer, range(shape.num_layers))
     slices = [packed_bytes(layer.linears, plan) // plan.shards for layer in layers]
     locked = _least_locked(slices, offloaded=sum(slices) - free)
@@ -105,8 +105,8 @@ def certain_lack(shape: ModelShape, plan: StepPlan, machine: Machine, limits: Bu
     if there is None or needed <= there:
         return None
     return (
-        f"of {sum(slices) / GIB:.2f} GiB of packed weights {free / GIB:.2f} have room on each GPU; "
-        f"with the rest a node needs {needed / GIB:.2f} of {there / GIB:.2f} GiB of host memory"
+        f"each GPU holds {free / GIB:.2f} of {sum(slices) / GIB:.2f} GiB of packed weights; with "
+        f"the rest in host memory a node needs {needed / GIB:.2f} GiB and has {there / GIB:.2f}"
     )
 
 
