@@ -19,16 +19,12 @@ from workflow.lib.system.progress import Progress
 
 # Logits of a batch at most (a document alone may exceed it); weights need more.
 LOGITS_BYTES = 2**30
+WHAT = "held-out loss"  # for the log
 CHUNK_ROWS = 1024  # rows in fp32 at a time: 0.5 GiB at a 128k vocabulary
 
 
 def heldout_losses(
-    model: nn.Module,
-    documents: Sequence[Document],
-    *,
-    batch_size: int | str,
-    device: torch.device,
-    description: str = "held-out loss",
+    model: nn.Module, documents: Sequence[Document], *, batch_size: int | str, device: torch.device
 ) -> list[tuple[float, int]]:
     """Return (summed -log p in nats, predicted tokens) of each document, in order. `batch_size`
     (documents, or `auto`) bounds memory and changes results by rounding only. All have trained
@@ -39,27 +35,21 @@ def heldout_losses(
     start = fitting_batch_size(batch_size, config=model.config, device=device, tokens=longest)
 
     def with_size(size: int) -> list[tuple[float, int]]:
-        return _losses(model, documents, batch_size=size, device=device, description=description)
+        return _losses(model, documents, batch_size=size, device=device)
 
-    return halving(with_size, start=start, what=description, collective=is_sharded(model))
+    return halving(with_size, start=start, what=WHAT, collective=is_sharded(model))
 
 
 def _losses(
-    model: nn.Module,
-    documents: Sequence[Document],
-    *,
-    batch_size: int,
-    device: torch.device,
-    description: str,
+    model: nn.Module, documents: Sequence[Document], *, batch_size: int, device: torch.device
 ) -> list[tuple[float, int]]:
     losses = [(0.0, 0)] * len(documents)
     config: Any = model.config
     vocab_size = int(config.get_text_config().vocab_size)
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))
     lengths = [len(ids) for ids, _ in documents]
-    with Progress(
-        description, total=len(documents), unit="documents", total_work=sum(lengths)
-    ) as progress:
+    size: dict[str, Any] = {"total": len(documents), "total_work": sum(lengths)}
+    with Progress(WHAT, unit="documents", **size) as progress:
         alike = [rotated_alike(config, length) for length in lengths]
         for batch in batches(lengths, alike, size=batch_size, most_tokens=rows):
             sums = _batch_losses(model, [documents[number] for number in batch], device=device)

@@ -17,6 +17,8 @@ from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halv
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
+WHAT = "samples"  # for the log
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -73,7 +75,6 @@ def generate_answers(
     *,
     settings: AnswerSettings,
     device: torch.device,
-    description: str = "samples",
 ) -> list[list[int]]:
     """Return a continuation of each prompt, token by token, without its end token."""
     if not prompts:
@@ -94,7 +95,7 @@ def generate_answers(
 
     def with_size(size: int) -> list[list[int]]:
         answers: list[list[int]] = [[]] * len(prompts)
-        with Progress(description, total=len(prompts), unit="answers") as progress:
+        with Progress(WHAT, total=len(prompts), unit="answers") as progress:
             for batch in batches(lengths, alike, size=size):
                 rows = _continue(
                     model, [prompts[index] for index in batch], settings, device=device
@@ -104,7 +105,7 @@ def generate_answers(
                 progress.add(len(batch))
         return answers
 
-    return halving(with_size, start=start, what=description, collective=is_sharded(model))
+    return halving(with_size, start=start, what=WHAT, collective=is_sharded(model))
 
 
 @torch.no_grad()  # as in `heldout`

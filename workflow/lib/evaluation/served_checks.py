@@ -213,10 +213,6 @@ class Comparison:
             )
         return max(apart.values())
 
-    def difference(self, model: Model) -> float:
-        """Return log p of the server - that of the model, nats, root mean square over tokens."""
-        return _rms(log_p(model, self.asked.compared) - self.said.parts[self.said.served])
-
     def _allowed(self, apart: float) -> float:
         """Return the largest allowed difference of a token's log-probability, root mean square;
         apart: the difference by rounded weights alone."""
@@ -271,7 +267,9 @@ class Comparison:
             logits = model(input_ids=row).logits[0, first - 1 : -1].float()
             written = logits.gather(-1, row[0, first:, None])[:, 0]
             gap = max([gap, *(logits.amax(-1) - written).tolist()])
-        allowed = 4 * self._allowed(self.difference(model) if self.rounded else 0.0)
+        served = self.said.parts[self.said.served]
+        apart = _rms(log_p(model, self.asked.compared) - served) if self.rounded else 0.0
+        allowed = 4 * self._allowed(apart)
         if not gap <= allowed:
             raise self._other(
                 f"writes a greedy answer with a token that is {gap:.3g} nats less likely than the "

@@ -15,10 +15,9 @@ import torch
 
 
 class Teacher(NamedTuple):
-    """A teacher's outcomes of n trained tokens. The loss of a token is T^2 KL(teacher
-
-    student) + sft_weight (-log p). KL is over k + 1 outcomes, the teacher's likeliest tokens and
-    all others together, whose log-probabilities T divides on both sides."""
+    """A teacher's outcomes of n trained tokens. The loss of a token is T^2 KL(teacher || student) +
+    sft_weight (-log p). KL is over k + 1 outcomes, the teacher's likeliest tokens and all others
+    together, whose log-probabilities T divides on both sides."""
 
     ids: torch.Tensor  # (n, k) int64
     log_probs: torch.Tensor
